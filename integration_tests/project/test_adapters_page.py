@@ -32,12 +32,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert all((param != old).any() for param, old in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize(("title", "num_added"), [("nanoGPT", 11), ("nanochat", 13)])
-def test_the_added_lines_of_the_diff_are_in_the_code_that_runs(title: str, num_added: int) -> None:
+@pytest.mark.parametrize("title", ["nanoGPT", "nanochat"])
+def test_the_added_lines_of_the_diff_are_in_the_code_that_runs(title: str) -> None:
     section = section_of(title)
     added = [line.strip() for line in re.findall(r"^    \+(.*)$", section, re.MULTILINE)]
     (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert len(added) == num_added
+    assert added
     assert set(added) <= {line.strip() for line in code.splitlines()}
 
 

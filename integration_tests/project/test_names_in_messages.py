@@ -28,8 +28,7 @@ ELSEWHERE = """
     checkpoint.exclude_from_loading training_step
     data_offsets dp_group_idx_0.gbuf_idx_0.dtype_ dp_reshardable expandable_segments
     flatten_optimizer_state_dict fully_reshardable
-    metadata.json my_project.model ns_coefficients parallel_state prepare quantized_model_init shard_OFFSET_SHAPE
-    TransformerEngine
+    metadata.json my_project.model ns_coefficients parallel_state prepare shard_OFFSET_SHAPE
 """
 
 

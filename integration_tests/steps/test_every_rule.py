@@ -138,7 +138,7 @@ def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(narro
         optimizer.eval()
         shown = train(model, optimizer, range(0))
         assert not any(torch.equal(shown[key], weight) for key, weight in trained.items())
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="a step in evaluation mode"):
             optimizer.step()
         other.load_state_dict(shown)
         resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))

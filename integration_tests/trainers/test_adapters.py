@@ -152,7 +152,7 @@ def with_accelerate(
     return unbroken.trained(), resumed.trained()
 
 
-def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained]:
+def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained | None]:
     """The model in our wrapper is left out of `prepare`; the prepared optimizer begins each iteration by `zero_grad`.
 
     Gradients are in `main_grad`, which trainers do not read: the optimizer clips.
@@ -172,8 +172,7 @@ def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained]:
         prepared.step()
         norms.append(optimizer.get_grad_norm())
         prepared.zero_grad()
-    trained = Trained(whole_weights(layers), norms)
-    return trained, trained
+    return Trained(whole_weights(layers), norms), None
 
 
 def rules_after_fsdp2() -> list[str]:
@@ -384,8 +383,9 @@ def test_two_ranks_are_one_process_with_the_joined_batch(name: str, tmp_path: Pa
     alone = train_alone()
     assert min(alone.norms) > 2 * MAX_NORM  # so that clipping matters at every step
     for unbroken, resumed in run_processes(2, rank_main, tmp_path, *arguments):
+        assert bool(unbroken.norms) == ("lightning" not in name)  # which reports none
         if unbroken.norms:
             torch.testing.assert_close(torch.tensor(unbroken.norms), torch.tensor(alone.norms), **CLOSE)
-        for name, weight in alone.weights.items():
-            torch.testing.assert_close(unbroken.weights[name], weight, **CLOSE, msg=name)
-            assert torch.equal(resumed.weights[name], unbroken.weights[name]), name
+        for param, weight in alone.weights.items():
+            torch.testing.assert_close(unbroken.weights[param], weight, **CLOSE, msg=param)
+            assert resumed is None or torch.equal(resumed.weights[param], unbroken.weights[param]), param

@@ -133,7 +133,7 @@ def test_gradients_accumulate_and_travel_in_the_chosen_dtype(config: Config, dty
         assert main_grad(next(model.parameters())).dtype is dtype
         backward(ddp(torch.full((1, 32), 2.0**-9 if comm.rank else 1.0, dtype=torch.bfloat16)).sum())
         ddp.finish_grad_sync()
-        # The mean of 1 and 2^-9 is 0.5 + 2^-10: it has 10 bits, and so is 0.5 in bf16.
+        # The mean of 1 and 2^-9 is 0.5 + 2^-10, which needs 10 bits: bf16 rounds it to 0.5.
         found = set(ddp.grad_sync.buckets[0].result.tolist())
         assert found == {0.5 + 2.0**-10 if dtype is torch.float32 else 0.5}
         return [call.num_bytes for call in recording.calls if call.kind in ("reduce_scatter", "all_to_all")]
@@ -208,7 +208,7 @@ def test_an_instance_without_the_parameters_is_refused_on_every_rank() -> None:
         axes = Axes(dp=Alone(), tp=Alone(), inter=ThreadComm(across, comm.rank))
         ddp = DistributedDataParallel(SHARDED, nn.Identity() if comm.rank else Net(), groups=over(Alone()))
         ddp.roles = Roles(dense=axes, expert=axes, everyone=comm)
-        with pytest.raises(ReplicaError):
+        with pytest.raises(ReplicaError, match="is not trained on ranks"):
             ddp.broadcast_params()
 
     run_threads(2, rank_main)

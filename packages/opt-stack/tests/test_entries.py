@@ -394,7 +394,9 @@ def test_keys_of_schedulers_and_of_the_callers_code_are_left_alone() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     optimizer.param_groups[0]["a_tag"] = "of the caller"
+    before = dict(optimizer.param_groups[0])
     step(model, optimizer, seed=2)
+    assert dict(optimizer.param_groups[0]) == before
 
 
 def test_gradients_that_are_released_in_backward_are_not_used_either() -> None:

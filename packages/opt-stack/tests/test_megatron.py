@@ -331,7 +331,7 @@ def test_the_optimizer_gives_the_gradients_that_its_norm_counts() -> None:
     model = make_model(torch.bfloat16)
     optimizer = megatron.get_megatron_optimizer(megatron.OptimizerConfig(lr=0.1, bf16=True, loss_scale=4.0), [model])
     optimizer.prepare_model_params_for_param_sync()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="no gradients are ready"):
         optimizer.get_grads_for_grad_norm()
     backward(model, 0, scale=optimizer.scale_loss)
     optimizer.prepare_grads()

@@ -128,9 +128,9 @@ def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path:
 
 @pytest.mark.nightly  # the moment is drawn
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-def test_killed_at_a_random_moment_the_next_run_resumes(tmp_path: Path, full: bool, background: bool) -> None:
+def test_killed_at_a_random_moment_the_next_run_resumes(tmp_path: Path, background: bool) -> None:
     rng, reached = random.Random(background), [0]
-    for _ in range(100 if full else 2):
+    for _ in range(100):
         victims = rng.choice([[0], [1], [0, 1]])
         assert -signal.SIGKILL in run_until_killed(tmp_path / "run", background, rng.random() * 0.2, victims)
         reached.append(check_restart(tmp_path / "run"))

@@ -243,6 +243,7 @@ def check(results: list[Any], rank: int, at: int) -> bool:
 def sampled(act: Callable[[Any], object], rank: int, full: bool) -> range:
     """Calls of an act at which to interrupt a rank."""
     calls, _ = interrupted_at(act, rank, 0)
+    assert calls > 20, "no call was made inside an exchange"
     return range(1, calls + 1, 1 if full else max(1, calls // 40))
 
 
