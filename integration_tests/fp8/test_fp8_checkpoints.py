@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_training import build, fp8_params, make_model, same, set_grads, stored
+from parity import sharded_state
 from torch import Tensor, nn
 
 from opt_checkpoint import Segment, ShardedTensorFactory, load, save, sharded_model
@@ -22,13 +23,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {"replicated": {}, "flat": ZERO, "wrapped":
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    weights = sharded_model(model)
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-
 def load_into(model: nn.Module, optimizer: Optimizer, path: Path) -> None:
-    optimizer.load_state_dict(load(state_of(model, optimizer), path).state["optimizer"])
+    optimizer.load_state_dict(load(sharded_state(model, optimizer), path).state["optimizer"])
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[Tensor]:
@@ -67,7 +63,7 @@ def test_a_local_state_dict_goes_on_to_the_bit(recipe: str, layout: str) -> None
 def test_a_checkpoint_goes_on_to_the_bit_on_any_ranks_and_through_a_bf16_run(recipe: str, tmp_path: Path) -> None:
     model, _, optimizer = build(Alone(), recipe)
     before, mains = train(model, optimizer, range(3)), mains_of(model, optimizer)
-    save(state_of(model, optimizer), tmp_path / "fp8")
+    save(sharded_state(model, optimizer), tmp_path / "fp8")
     after = train(model, optimizer, range(3, 6))
 
     def rank_main(comm: Comm) -> None:
@@ -82,7 +78,7 @@ def test_a_checkpoint_goes_on_to_the_bit_on_any_ranks_and_through_a_bf16_run(rec
     load_into(wide, optimizer, tmp_path / "fp8")
     assert same(mains_of(wide, optimizer), mains)
     assert same([*wide.parameters()], [main.bfloat16() for main in mains])  # not the values of the codes
-    save(state_of(wide, optimizer), tmp_path / "bf16")
+    save(sharded_state(wide, optimizer), tmp_path / "bf16")
     narrow, _, optimizer = build(Alone(), recipe)
     load_into(narrow, optimizer, tmp_path / "bf16")
     assert same(mains_of(narrow, optimizer), mains)

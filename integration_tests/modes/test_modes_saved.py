@@ -1,6 +1,6 @@
 """Saved in any numbers and moments, loaded in any other: main values are bit-equal, moments as near as dtypes allow.
 
-One process; `test_resume*.py` change the number of ranks.
+One process; `saving/test_resume.py` changes the number of ranks.
 """
 
 import itertools
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from modes import AXES, Values, build, name_of, sharded, state_of, train
+from modes import AXES, Values, build, name_of, state_of, train
+from parity import sharded_state
 from tiers import NIGHT
 
 from opt_checkpoint import load, save
@@ -33,13 +34,13 @@ MAIN_ERROR = {"bf16, fp16 mains": 2.0**-11, "bf16, 24-bit mains": 2.0**-16}
 def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, tmp_path: Path) -> None:
     net, optimizer = build(mode)
     train(net, optimizer, range(BEFORE))
-    save(sharded(net, optimizer), tmp_path / "saved")
+    save(sharded_state(net, optimizer), tmp_path / "saved")
     saved = state_of(net, optimizer)
     train(net, optimizer, range(BEFORE, AFTER))
     other, resumed = build(into)
     # If the saving run did not scale its loss, dynamic scaling starts from its initial scale.
     strict = "return_missing" if into["numbers"] == "fp16" else "raise_missing"
-    loaded = load(sharded(other, resumed), tmp_path / "saved", dtype="cast", strict=strict).state
+    loaded = load(sharded_state(other, resumed), tmp_path / "saved", dtype="cast", strict=strict).state
     resumed.load_state_dict(loaded["optimizer"])
     errors = dict.fromkeys(("exp_avg", "exp_avg_sq"), MOMENT_ERROR[into["moments"]])
     errors |= {"fp32_param": MAIN_ERROR.get(into["numbers"], 0.0), "step": 0.0}

@@ -23,6 +23,7 @@ from on_device import (
     iterate,
     launched,
     outcome,
+    with_copies,
 )
 from parity import Case, Numbers, Spread, Wrapping
 from torch import Tensor, nn
@@ -64,14 +65,6 @@ def test_a_parameter_that_the_user_writes_counts(numbers: Numbers) -> None:
         return outcome(model, optimizer, results)
 
     assert_bits_of_a_cpu(replace(FLAT, numbers=numbers), program, on_device=OFFLOADS)
-
-
-def with_copies(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {name: with_copies(value) for name, value in tree.items()}
-    return [with_copies(one) for one in tree] if isinstance(tree, list) else tree
 
 
 @every_precision

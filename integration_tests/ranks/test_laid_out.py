@@ -61,11 +61,11 @@ HOOKED = {"adam": ADAM, "muon": DUPLICATED}
 HOOKED_LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, ranks.tp_on_a_part_of_the_mesh, two_axes)
 HOOKS = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate(), CentralizeGradient())
 SAVED: dict[str, tuple[OptimizerConfig, ranks.Shapes, ranks.LayOut]] = {
-    "soap": (SOAP, UNEVEN, fsdp),
-    "soap of parts": (SOAP_OF_PARTS, UNEVEN, fsdp),
-    "normuon": (NORMUON, OBLONG, hsdp),
+    "soap": CASES["soap, fsdp"],
+    "soap of parts": CASES["soap of parts, fsdp"],
+    "normuon": CASES["normuon, hsdp"],
     "adamuon": (ADAMUON, OBLONG, tp),
-    "namo": (NAMO, OBLONG, fsdp),
+    "namo": CASES["namo, fsdp"],
     "adam, a vector outside the tensor-parallel plan": (ADAM, EVEN, fsdp_x_tp),
     "muon, a vector outside the tensor-parallel plan": (DUPLICATED, EVEN, fsdp_x_tp),
     "adam, replicas of tensor parallelism": (ADAM, EVEN, ranks.tp_on_a_part_of_the_mesh),

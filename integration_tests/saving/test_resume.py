@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from parity import sharded_state
 from processes import FSDP2_RUNS, Job, run_jobs
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from opt_checkpoint import load, save, sharded_model
+from opt_checkpoint import load, save
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer
 
@@ -57,8 +58,7 @@ class Run:
         self.optimizer = get_optimizer(OptimizerConfig(lr=3e-3, clip_grad=0.3, **fields), [self.model])
 
     def sharded(self) -> dict[str, Any]:
-        weights = sharded_model(self.model)
-        return {"model": weights, "optimizer": self.optimizer.sharded_state_dict(weights)}
+        return sharded_state(self.model, self.optimizer)
 
     def train(self, *steps: int) -> list[float]:
         """Losses of the joined batch, comparable between numbers of ranks, which train on equal parts of it."""

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from parity import sharded_state
 from torch import Tensor, nn
 
-from opt_checkpoint import CheckpointKeyError, LoadReport, load, load_optimizer, save, sharded_model
+from opt_checkpoint import CheckpointKeyError, LoadReport, load, load_optimizer, save
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
 from opt_stack import get_optimizer
@@ -62,8 +63,7 @@ class Run:
         return losses
 
     def sharded(self) -> dict[str, Any]:
-        weights = sharded_model(self.model)
-        return {"model": weights, "optimizer": self.optimizer.sharded_state_dict(weights)}
+        return sharded_state(self.model, self.optimizer)
 
     def saved(self, path: Path) -> "Run":
         save(self.sharded(), path)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from parity import roles_over
+from parity import roles_over, sharded_state
 from processes import run_processes
 from torch import Tensor, nn
 
-from opt_checkpoint import load, save, sharded_model
+from opt_checkpoint import load, save
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Comm
@@ -81,23 +81,18 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> Weights:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    weights = sharded_model(model)
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-
 def run(cases: dict[str, Case], saved: str, load_from: str = "", *, sharded: bool = True) -> dict[str, Weights]:
     """Begin, or resume; save into `saved`, if it is given; and return the final weights."""
     found = {}
     for name, case in cases.items():
         model, optimizer = begin(case, sharded=sharded)
         if load_from:
-            state = load(state_of(model, optimizer), f"{load_from}/{name}").state
+            state = load(sharded_state(model, optimizer), f"{load_from}/{name}").state
             optimizer.load_state_dict(state["optimizer"])
         else:
             train(model, optimizer, range(BEFORE))
         if saved:
-            save(state_of(model, optimizer), f"{saved}/{name}")
+            save(sharded_state(model, optimizer), f"{saved}/{name}")
         found[name] = train(model, optimizer, range(BEFORE, AFTER))
     return found
 

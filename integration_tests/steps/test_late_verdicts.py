@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
-from on_device import FLAT, SHAPES, SIZE, backward, built, launch_rules_, launched, zero
+from on_device import FLAT, SHAPES, SIZE, backward, built, launch_rules_, launched, with_copies, zero
 from parity import SPREADS, Net, Numbers, Spread, config, grads_of, roles_over
 from torch import Tensor, nn
 
@@ -116,7 +116,7 @@ def test_a_load_right_after_an_overflow_sets_counts_scale_and_weights(graphs: bo
 
     def rank_main(one: DeferredRank) -> tuple[Any, ...]:
         model, optimizer = begun(one, graphs=graphs)
-        saved = copied(optimizer.state_dict())
+        saved = with_copies(optimizer.state_dict())
         saved["grad_scaler"] = saved["grad_scaler"] | {"scale": 32.0, "growth_tracker": 0}
         for state in saved["state"].values():
             state["step"] = state["step"] + 7
@@ -130,12 +130,6 @@ def test_a_load_right_after_an_overflow_sets_counts_scale_and_weights(graphs: bo
 
     for seed in ORDERS:
         assert run_deferred(SIZE, rank_main, seed=seed) == [(({10.0}, 32.0), True, ({11.0}, 32.0))] * SIZE
-
-
-def copied(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach().clone()
-    return {name: copied(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 # --- warnings of a last step that was refused -------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from parity import sharded_state
 from torch import Tensor, nn
 
-from opt_checkpoint import load, save, sharded_model
+from opt_checkpoint import load, save
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles
@@ -72,11 +73,6 @@ def step(model: nn.Module, optimizer: Optimizer, number: int, tp: Comm = ALONE) 
     return grads
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    weights = sharded_model(model)
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-
 def matrices(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters() if param.dim() == 2]
 
@@ -109,13 +105,13 @@ def test_ranks_that_hold_whole_matrices_continue_a_checkpoint_of_one(
     optimizer = made(registry, alone, rule)
     for number in range(4):
         if number == 2:
-            save(state_of(alone, optimizer), tmp_path / "saved")
+            save(sharded_state(alone, optimizer), tmp_path / "saved")
         step(alone, optimizer, number)
 
     def rank_main(comm: Comm) -> tuple[list[Tensor], int]:
         model = several[comm.rank]
         own = made(registry, model, rule, comm)
-        own.load_state_dict(load(state_of(model, own), tmp_path / "saved").state["optimizer"])
+        own.load_state_dict(load(sharded_state(model, own), tmp_path / "saved").state["optimizer"])
         for number in range(2, 4):
             step(model, own, number)
         return matrices(model), sum(state in of for of in own.state_dict()["state"].values())

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parity import Net, norms_while_training
+from parity import Net, norms_while_training, sharded_state
 from torch import Tensor, nn
 
-from opt_checkpoint import sharded_model
 from opt_config import OptimizerConfig
 from opt_distributed.comm import Alone
 from opt_kernels.quantized import RECIPES, QuantizedTensor
@@ -159,14 +158,9 @@ def train(net: Net, optimizer: Optimizer, steps: range) -> None:
     norms_while_training(net, optimizer, steps, Alone(), SHAPES)
 
 
-def sharded(net: Net, optimizer: Optimizer) -> dict[str, Any]:
-    weights = sharded_model(net)
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-
 def state_of(net: Net, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """Copies of main values and states in fp32, by parameter and key."""
-    params, held = dict(net.named_parameters()), sharded(net, optimizer)["optimizer"]["state"]
+    params, held = dict(net.named_parameters()), sharded_state(net, optimizer)["optimizer"]["state"]
     return {
         name: {"fp32_param": params[name].detach().float().clone()}
         | {key: box.data.float().clone() for key, box in state.items()}

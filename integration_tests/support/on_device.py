@@ -220,6 +220,14 @@ def stored(param: Tensor) -> list[Tensor]:
     return [param] if fp8 is None else [fp8.codes, fp8.scales, *param.extra().values()]
 
 
+def with_copies(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {name: with_copies(value) for name, value in tree.items()}
+    return [with_copies(one) for one in tree] if isinstance(tree, list) else tree
+
+
 def outcome(model: nn.Module, optimizer: Optimizer, results: list[StepResult]) -> Trained:
     steps = [float(state["step"]) for state in optimizer.state_dict()["state"].values()]
     if isinstance(model, DistributedDataParallel):

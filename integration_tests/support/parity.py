@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opt_checkpoint import sharded_model
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles
@@ -171,6 +172,12 @@ def norms_while_training(
     if isinstance(model, DistributedDataParallel):
         model.finish_param_sync()
     return norms
+
+
+def sharded_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What `opt_checkpoint` saves, or loads into."""
+    weights = sharded_model(model)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
 
 # --- one step in each layout, with the mean gradient and its norm -----------------------------------------------------

@@ -1,6 +1,6 @@
 """A small model, its batches, and the configurations of the wrapper that tests go through."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -73,6 +73,10 @@ def shard_of(memory: ParamAndGradBuffer, index: int, rank: int) -> Tensor:
     """Rank `rank`'s shard of the parameters of a bucket."""
     assert memory.param_data is not None
     return memory.param_data[memory.layout.buckets[index].shard(rank, memory.layout.num_shards)]
+
+
+def all_equal(tensors: Iterable[Tensor], value: float) -> bool:
+    return all(bool((tensor == value).all()) for tensor in tensors)
 
 
 def lose_shards_of_others(memory: ParamAndGradBuffer, rank: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_net import Config, backward, bucket_of, over, shard_of
+from data_parallel_net import Config, all_equal, backward, bucket_of, over, shard_of
 from delayed_comm import DELAY, DelayedComm, Timeline, publish
 from recording_comm import RecordingComm
 from torch import Tensor, nn
@@ -124,10 +124,6 @@ def wrapped(model: nn.Module) -> tuple[DistributedDataParallel, list[nn.Paramete
     return DistributedDataParallel(CONFIG, model, groups=over(DelayedComm(Timeline()))), params
 
 
-def are(tensors: Any, value: float) -> bool:
-    return all(bool((tensor == value).all()) for tensor in tensors)
-
-
 def test_a_buffer_that_is_published_alone_is_complete_before_use() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH, dtype=torch.float64))
     ddp, _ = wrapped(model)
@@ -143,19 +139,19 @@ def test_what_is_loaded_stays(inner: bool) -> None:
     """A gather that was still on its way brought other ranks' shards over what was loaded."""
     ddp, params = wrapped(nn.Linear(WIDTH, WIDTH))
     publish(ddp, 0.5)
-    assert are(ddp.state_dict().values(), 0.5)
+    assert all_equal(ddp.state_dict().values(), 0.5)
     saved = {name: torch.full(param.shape, 2.0) for name, param in ddp.module.named_parameters()}
     publish(ddp, 0.25)
     (ddp.module if inner else ddp).load_state_dict(saved)
     ddp.finish_param_sync()
-    assert are(params, 2.0)
+    assert all_equal(params, 2.0)
 
 
 def test_reduction_waits_for_parameters_that_no_forward_requested() -> None:
     ddp, params = wrapped(nn.Linear(WIDTH, WIDTH))
     publish(ddp, 0.5)
     ddp.finish_grad_sync()
-    assert are(params, 0.5)
+    assert all_equal(params, 0.5)
 
 
 def test_without_hooks_parameters_are_complete_after_each_step() -> None:
@@ -163,15 +159,15 @@ def test_without_hooks_parameters_are_complete_after_each_step() -> None:
     ddp, params = wrapped(nn.Linear(WIDTH, WIDTH))
     publish(ddp, 0.5)
     ddp.disable_forward_pre_hook()
-    assert are(params, 0.5)
+    assert all_equal(params, 0.5)
     publish(ddp, 0.25)
-    assert are(params, 0.25)
+    assert all_equal(params, 0.25)
     ddp.enable_forward_pre_hook()
     publish(ddp, 0.125)
     ddp.disable_forward_pre_hook(param_sync=False)
-    assert not are(params, 0.125)
+    assert not all_equal(params, 0.125)
     ddp(torch.ones(1, WIDTH))
-    assert are(params, 0.125)
+    assert all_equal(params, 0.125)
 
 
 @pytest.mark.parametrize("force", [True, False], ids=["forced", "in the background"])
@@ -180,9 +176,9 @@ def test_a_gather_can_be_requested(force: bool) -> None:
     for buffer in ddp.synced_buffers:
         shard_of(buffer.memory, 0, 0).fill_(2.0)
     ddp.start_param_sync(force_sync=force)
-    assert are(params, 2.0) == force
+    assert all_equal(params, 2.0) == force
     ddp.finish_param_sync()
-    assert are(params, 2.0)
+    assert all_equal(params, 2.0)
 
 
 def test_a_bucket_that_lacked_a_gradient_on_any_rank_holds_up_no_other() -> None:

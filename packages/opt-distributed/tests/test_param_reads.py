@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_net import Config, over
+from data_parallel_net import Config, all_equal, over
 from delayed_comm import DelayedComm, Timeline, publish
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -75,10 +75,6 @@ READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 def wrap(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(CONFIG, model, groups=over(DelayedComm(Timeline())))
-
-
-def are(tensors: Any, value: float) -> bool:
-    return all(bool((tensor == value).all()) for tensor in tensors)
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -186,7 +182,7 @@ def test_every_read_of_the_module_inside_is_complete(read: Callable[[nn.Module],
     """A copy made right after a step had the shards of other ranks from before it."""
     ddp = wrap(Model())
     publish(ddp, 0.5)
-    assert are(list(read(ddp.module)), 0.5)
+    assert all_equal(list(read(ddp.module)), 0.5)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -233,5 +229,5 @@ def test_steps_without_a_read_between_them_leave_the_last_values(hooks: bool, mo
     monkeypatch.setattr(ParamAndGradBuffer, "start_gather", noted)
     for value in (0.25, 0.5):
         publish(ddp, value)
-    assert are(ddp.module.parameters(), 0.5)
+    assert all_equal(ddp.module.parameters(), 0.5)
     assert under_way == [False] * (2 * sum(len(buffer.plan.layout.buckets) for buffer in ddp.synced_buffers))
