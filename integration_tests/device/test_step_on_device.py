@@ -94,9 +94,8 @@ def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(
 
 @pytest.mark.parametrize("name", [name for name in CASES if "fp8_recipe" not in CASES[name][1]])
 def test_state_on_the_host_gives_the_bits_of_a_cpu_in_every_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        build, "PART_NUMEL", 1
-    )  # each piece is copied separately, so that copies and updates interleave
+    # Each piece is copied separately, so that copies and updates interleave.
+    monkeypatch.setattr(build, "PART_NUMEL", 1)
     case, fields = CASES[name]
     on_device.assert_bits_of_a_cpu(case, on_device=(HALF | OVERLAPS, ALL), **fields)
 
@@ -182,7 +181,7 @@ def without_gradient(model: nn.Module, optimizer: Optimizer) -> Undo:
     return lambda: None
 
 
-# What one rank does, the error there, and on the other ranks; and whether a process without others notices.
+# What one rank does, the error that it raises, and the error that the other ranks raise.
 OBJECTIONS: dict[str, tuple[Callable[[nn.Module, Optimizer], Undo], str, str]] = {
     "moved": (moved, "StorageError", "StorageError"),
     "without a rate": (with_entry("lr", None), "ValueError", "UnusableGradientError"),

@@ -18,8 +18,8 @@ RULES = ("adam", "adam_l2", "sgd", "lion", *MATRIX_RULES)
 OTHER_ORDERS = "each rank runs its layers in another order"  # which FSDP2 does not allow
 HABITS = ("reduces before the step", "steps by halves", "toggles hooks", "offloads", "recomputes activations")
 HABITS += (OTHER_ORDERS,)
-# Hyper-parameters, by their names in a configuration. Lion's betas are no simple ratio, so that no sum of a few exact
-# gradients cancels.
+# Hyper-parameters, by their names in a configuration. Lion's betas are not a simple ratio, so that no sum of a few
+# exact gradients cancels.
 HYPER = {
     "lr": 0.02, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_eps": 1e-8, "sgd_momentum": 0.9,
     "lion_beta1": 0.9123, "lion_beta2": 0.9717, "muon_momentum": 0.9, "adaptive_muon_beta2": 0.95,

@@ -91,11 +91,8 @@ def train(case: Values, *, steps: int = STEPS) -> list[Trained]:
 
 
 def _train(case: Values, steps: int, comm: Comm) -> Trained:
-    clip, wrapping, gathers = (
-        3.0 if case["clipping"] == "clipped" else 0.0,
-        Wrapping(case["wrapping"]),
-        overlaps_gathers(case),
-    )
+    clip = 3.0 if case["clipping"] == "clipped" else 0.0
+    wrapping, gathers = Wrapping(case["wrapping"]), overlaps_gathers(case)
     config, roles = config_of(case, clip_grad=clip, overlap_param_gather=gathers), roles_over(comm)
     net = make_net(config)
     model: nn.Module = net

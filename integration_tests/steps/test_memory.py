@@ -137,9 +137,8 @@ def test_offload_on_a_cpu_copies_nothing_and_a_step_allocates_what_it_did() -> N
         optimizer.step()
         return peak_bytes(optimizer.step)
 
-    assert (
-        peak(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0) <= peak() + 4096
-    )  # of 131072 of the gradient
+    # A copy of the gradient would have 131072 bytes.
+    assert peak(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0) <= peak() + 4096
 
 
 @pytest.mark.parametrize("releases", [True, False])
