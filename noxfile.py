@@ -74,7 +74,7 @@ def wheel_dirs() -> list[str]:
 
 def local_torch(session: nox.Session, spec: str) -> tuple[str, str] | None:
     """(folder, exact version) of the newest local torch wheel that fits the session's interpreter."""
-    out = session.run("python", "-c", "import sys; print(*sys.version_info[:2])", silent=True)
+    out = session.run_install("python", "-c", "import sys; print(*sys.version_info[:2])", silent=True)
     major, minor = map(int, str(out).split())
     tags: set[Tag] = set(cpython_tags((major, minor), platforms={tag.platform for tag in sys_tags()}))
     found = []
