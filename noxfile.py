@@ -211,10 +211,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy --strict over every package and the workbench of kernels."""
+    """mypy --strict over every package, the benchmarks and the workbench of kernels."""
     install(session, groups=("types", "test"))
     for folder in (*(f"packages/{package}/src" for package in PACKAGES), "kernels"):
         session.run("mypy", folder)
+    session.run("mypy", *map(str, Path("packages").glob("*/benchmarks")))
 
 
 @nox.session(default=False, venv_backend="none")

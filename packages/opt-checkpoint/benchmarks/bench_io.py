@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from measure import Figure, PeakMemory, Took, drop_cache, in_pairs, speed, timed, write_results
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import load as dcp_load
-from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from opt_checkpoint import (
     AsyncSaver,
@@ -37,6 +37,7 @@ from opt_checkpoint import (
     sharded_optimizer,
     verify_checkpoint,
 )
+from opt_checkpoint.disk.data_file import bytes_view
 
 MB = 1 << 20
 
@@ -50,7 +51,7 @@ def write_raw(values: dict[str, Tensor], path: Path) -> None:
     """Lower bound of a save: write the bytes to one file, then fsync, with writeback as early as in a save."""
     with path.open("wb", buffering=0) as file:
         for tensor in values.values():
-            view = memoryview(tensor.view(-1).numpy()).cast("B")
+            view = bytes_view(tensor)
             for start in range(0, len(view), 16 * MB):
                 file.write(view[start : start + 16 * MB])
                 os.posix_fadvise(file.fileno(), file.tell() - 16 * MB, 16 * MB, os.POSIX_FADV_DONTNEED)
@@ -105,8 +106,8 @@ def bench_load(values: dict[str, Tensor], folder: Path, rounds: int, *, cold: bo
     by_stock = prepared(stock, lambda: dcp_load(target, checkpoint_id=stock))
     foreign = prepared(stock, lambda: load(sharded(target), stock))
     verified = prepared(ours, lambda: verify_checkpoint(ours))
-    read = prepared(ours, lambda: [read_raw(file) for file in ours.iterdir()])
-    hashed = lambda: timed(lambda: [zlib.crc32(t.view(-1).numpy()) for t in values.values()])
+    read = prepared(ours, lambda: list(map(read_raw, ours.iterdir())))
+    hashed = lambda: timed(lambda: [zlib.crc32(bytes_view(t)) for t in values.values()])
     how = "cold" if cold else "cached"
     figures = {
         f"load / stock DCP, {how} ({'>= 1.0' if cold else '>= 6'})": speed(in_pairs(loaded, by_stock, rounds)),

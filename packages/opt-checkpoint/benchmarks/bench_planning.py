@@ -32,13 +32,14 @@ import torch
 from measure import highest_resident_bytes, write_results
 
 from opt_checkpoint import ShardedTensor, load, read_index
-from opt_checkpoint.boxes import FlatBox, cut_flat_range
+from opt_checkpoint.boxes import boxes_of
 from opt_checkpoint.dcp.layout import MAIN, LocalContents, LocalLayout
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, Offer, PlanCache
-from opt_checkpoint.dcp.saving import COMMON_KEY, CheckpointWriter, ShardedSavePlanner, WrittenFile
+from opt_checkpoint.dcp.saving import CheckpointWriter, ShardedSavePlanner, WrittenFile
 from opt_checkpoint.disk.archives import dump_object
 from opt_checkpoint.disk.data_file import crc32, file_header
-from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, StoredFile
+from opt_checkpoint.disk.index import COMMON_KEY, PIECE_BYTES, ByteRange, StoredFile, StoredTensors
+from opt_checkpoint.store import target_at
 
 _SHAPES = [(512, 128), (128,), (128, 512), (512,), (120, 125)]
 _FRAME_BYTES = (448, 256)  # before and after the values of a chunk
@@ -65,11 +66,7 @@ def shards_of_rank(params: int, states: int, tensor_parallel: int, ranks: int, r
 
 def contents_of(shards: Sequence[ShardedTensor]) -> LocalContents:
     """The message of one rank to the coordinator."""
-    held = []
-    for shard in shards:
-        flat = shard.flattened_range
-        boxes = (b.moved(shard.global_offset) for b in cut_flat_range(shard.local_shape, flat.start, flat.stop))
-        held.append((shard, tuple(FlatBox(box, 0, 0) for box in boxes)))
+    held = [(shard, tuple(boxes_of(shard))) for shard in shards]
     layout = LocalLayout.of(held, [MAIN] * len(held))
     return LocalContents(layout=layout, digests=np.zeros(0, np.int64))
 
@@ -108,9 +105,12 @@ class Clock:
 def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_remember: list[Any]) -> dict[str, float]:
     """Run rank 0's part of one save. Writes the plan that each rank caches to `ranks_remember`."""
     remembered = cache.plan.name
-    offers = [pickle.dumps(Offer({}, own.layout.fingerprint, b"", remembered)) for own in contents]
+    layouts = [own.layout for own in contents if own.layout is not None]
+    offers = [pickle.dumps(Offer({}, layout.fingerprint, b"", remembered)) for layout in layouts]
     planner = ShardedSavePlanner({}, cache=cache)
-    writer = CheckpointWriter(path, save_id=uuid.uuid4().hex)
+    save_id, (store, name) = uuid.uuid4().hex, target_at(path)
+    temporary = path.parent / store.folder(name, save_id)
+    writer = CheckpointWriter(path, save_id, details={}, target=None, replace=False)
     planner.describe(0, {})
     clock = Clock()
     planner.accept([pickle.loads(offer) for offer in offers])
@@ -127,7 +127,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     clock.lap("prepare")
     answers = [pickle.dumps(answer) for answer in zip(assigned_parts, messages_back, strict=True)]
     clock.lap("pickle plans")
-    results, temporary = [], writer.temporary
+    results = []
     common = dump_object({}, "common")
     for rank, answer in enumerate(answers):
         assigned = pickle.loads(answer)[0] or ranks_remember[rank]
@@ -145,9 +145,11 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     writer.finish(planner, unpickled)
     clock.lap("index, .metadata, manifest")
     clock.steps |= {"rank 0, all": sum(clock.steps.values()), "rank 0, all, of the processor": clock.cpu}
+    tensors = read_index(path).tensors
+    assert isinstance(tensors, StoredTensors)
     return clock.steps | {
         "bytes sent to rank 0 MB": sum(map(len, messages)) / 1e6,
-        "chunks": len(read_index(path).tensors.columns["start"]),
+        "chunks": len(tensors.columns["start"]),
     }
 
 
@@ -175,7 +177,7 @@ def load_of_a_rank(path: Path, options: argparse.Namespace, ranks: int) -> dict[
 
 def load_here(options: argparse.Namespace) -> None:
     """Load one rank's shards for another number of ranks. Print seconds, extra megabytes, and those of the tensors."""
-    ranks = options.ranks[0] * 3 // 4 // options.tensor_parallel * options.tensor_parallel
+    ranks = max(1, options.ranks[0] * 3 // 4 // options.tensor_parallel) * options.tensor_parallel
     shards = list(shards_of_rank(options.params, options.states, options.tensor_parallel, ranks, ranks // 2))
     for shard in shards:
         shard.init_data("cpu", torch.ones)
@@ -183,9 +185,10 @@ def load_here(options: argparse.Namespace) -> None:
     before, started = highest_resident_bytes(), time.perf_counter()
     load(state, options.load)
     seconds = time.perf_counter() - started
-    assert not any(shard.data.any() for shard in shards)
+    loaded = [shard.data for shard in shards if shard.data is not None]
+    assert not any(bool(values.any()) for values in loaded)
     extra = (highest_resident_bytes() - before) / 1e6
-    print(seconds, extra, sum(shard.data.nbytes for shard in shards) / 1e6)
+    print(seconds, extra, sum(values.nbytes for values in loaded) / 1e6)
 
 
 def measure(options: argparse.Namespace, ranks: int) -> dict[str, float]:

@@ -60,7 +60,7 @@ def measure(rank: int, size: int, options: argparse.Namespace, folder: str, meet
     manager = open_tiers()
     plain = CheckpointManager(durable, in_background=False, keep=1)
     for number in range(options.rounds + 1):
-        took = {}
+        took: dict[str, float] = {}
         for what in ("copy", "save") if number % 2 else ("save", "copy"):
             os.sync()
             if what == "copy":

@@ -96,7 +96,7 @@ def write_results(path: Path, setup: Mapping[str, object], figures: object) -> N
         "cpus": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "crc32": data_file._crc32.__module__,
+        "crc32": vars(data_file)["_crc32"].__module__,
     }
     about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "load": round(os.getloadavg()[0], 1)}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ def unlaunch() -> None:
         setattr(module, name, Unlaunched())
     nothing = kernels_of(ADAM)._replace(fill=Unlaunched(), sweep=Unlaunched())
     vars(update_kernels)["kernels_of"] = lambda formula: nothing
-    Orthogonalization.__call__ = lambda self, x, **options: x
+    setattr(Orthogonalization, "__call__", lambda self, x, **options: x)  # noqa: B010
     stacks = import_module("opt_kernels.matrices.access")  # its package offers a function of this name
     vars(stacks)["STACK_NUMEL_ON_CPU"] = stacks.STACK_NUMEL_ELSEWHERE
 

@@ -24,27 +24,13 @@ from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundErro
 from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.store.directory import Directory, open_regular
 
-_NAMES = MappingProxyType(
-    {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e5m2: "F8_E5M2",
-        torch.complex64: "C64",
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-        torch.uint16: "U16",
-        torch.uint32: "U32",
-        torch.uint64: "U64",
-        torch.bool: "BOOL",
-        **({torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}),
-    }
-)
+_NAMES = MappingProxyType({
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    **({torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}),
+})  # fmt: skip
 _DTYPES = MappingProxyType({name: dtype for dtype, name in _NAMES.items()})
 _MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"

@@ -29,13 +29,8 @@ from opt_checkpoint.state.tensors import dtype_from_name
 Buffer: TypeAlias = bytes | memoryview
 _NEW, _OPEN, _CLOSE = b")\x81", b"}(", b"ub"  # an object without arguments; its state, a dict
 _CLASSES = (
-    dcp.Metadata,
-    dcp.TensorStorageMetadata,
-    dcp.BytesStorageMetadata,
-    dcp.ChunkStorageMetadata,
-    dcp.MetadataIndex,
-    _StorageInfo,
-    Size,
+    *(dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.MetadataIndex),
+    *(_StorageInfo, Size),
 )
 _END_OF_TENSOR = b"e" + _CLOSE
 _INTEGER, _LONG, _REFERENCE = b"J", b"\x8a\x08", b"j"  # BININT of four bytes; LONG1 of eight; LONG_BINGET of four

@@ -175,18 +175,11 @@ MEGATRON_COMMON = "common.pt"
 _DCP = "torch.distributed.checkpoint.metadata"
 # Names in `.metadata` files other than dtypes and the classes of DCP and Megatron-Core. Of these, only `Size` and
 # layouts are read.
-_NAMES = frozenset(
-    {
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-        ("builtins", "set"),
-        ("builtins", "frozenset"),
-        ("builtins", "list"),
-        ("builtins", "dict"),
-        *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
-    }
-)
+_NAMES = frozenset({
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+    *(("builtins", name) for name in ("set", "frozenset", "list", "dict")),
+    *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
+})  # fmt: skip
 _PACKAGES = ("torch.distributed.checkpoint.", "megatron.core.")
 _LIMIT = 1 << 63
 _MAX_DEPTH = 100  # of a state, so that rebuilding it cannot exhaust the stack

@@ -3,15 +3,6 @@
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
 from opt_checkpoint.state.model_parallel import ModelAxes, Replica, place_
 from opt_checkpoint.state.optimizer_state import SPLIT_MARK
-from opt_checkpoint.state.sharded import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
+from opt_checkpoint.state.sharded import ShardedStateDict, StateDict
 
-__all__ = [
-    "NO_OVERRIDE", "SPLIT_MARK", "Conflict", "LocalNonpersistentObject", "ModelAxes", "Replica", "ShardedObject",
-    "ShardedStateDict", "ShardedTensor", "StateDict", "place_",
-]  # fmt: skip
+__all__ = ["NO_OVERRIDE", "SPLIT_MARK", "Conflict", "ModelAxes", "Replica", "ShardedStateDict", "StateDict", "place_"]

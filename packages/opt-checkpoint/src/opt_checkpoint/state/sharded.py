@@ -234,15 +234,12 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: the axis does not exist or is not cut into equal blocks, or this is a flat range.
         """
-        if not 0 <= dim < len(self.local_shape):
+        axis, local = dim + self.prepend_axis_num, self.local_shape
+        size = local[dim] if 0 <= dim < len(local) and self.flattened_range is None else 0
+        if not (size and 0 <= start <= start + length <= size):
             raise CheckpointValueError(
-                f"narrow({dim}, {start}, {length}): dim must be an axis of the local block {self.local_shape}, "
-                f"counted from 0 ({self.key})"
-            )
-        axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
-        if self.flattened_range is not None or size == 0 or not 0 <= start <= start + length <= size:
-            raise CheckpointValueError(
-                f"narrow({dim}, {start}, {length}) needs a whole block of at least {start + length} rows ({self.key})"
+                f"narrow({dim}, {start}, {length}) needs a whole block with these rows along an axis, counted from 0; "
+                f"{self.key} has {local}"
             )
         if self.global_shape[axis] % size or self.global_offset[axis] % size:
             raise CheckpointValueError(f"axis {axis} of {self.key} is not cut into equal blocks of {size}")

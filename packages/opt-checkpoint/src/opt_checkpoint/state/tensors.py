@@ -15,34 +15,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor
 
-STORAGE_CLASSES: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.float64: "DoubleStorage",
-        torch.float32: "FloatStorage",
-        torch.float16: "HalfStorage",
-        torch.bfloat16: "BFloat16Storage",
-        torch.int64: "LongStorage",
-        torch.int32: "IntStorage",
-        torch.int16: "ShortStorage",
-        torch.int8: "CharStorage",
-        torch.uint8: "ByteStorage",
-        torch.bool: "BoolStorage",
-        torch.complex64: "ComplexFloatStorage",
-        torch.complex128: "ComplexDoubleStorage",
-    }
-)
+STORAGE_CLASSES: Mapping[torch.dtype, str] = MappingProxyType({
+    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
+    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
+    torch.complex64: "ComplexFloatStorage", torch.complex128: "ComplexDoubleStorage",
+})  # fmt: skip
 _UNTYPED: tuple[torch.dtype, ...] = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.complex32,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.uint16, torch.uint32, torch.uint64, torch.complex32,
     # Dtypes of newer versions of torch. Two values of float4_e2m1fn_x2 share a byte and count as one element.
     *(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),
-)
+)  # fmt: skip
 _BY_NAME = MappingProxyType({str(d).removeprefix("torch."): d for d in (*STORAGE_CLASSES, *_UNTYPED)})
 DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in _BY_NAME.items()})
 BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in STORAGE_CLASSES.items()})

@@ -14,13 +14,16 @@ from torch.distributed import ProcessGroup
 
 from opt_checkpoint import (
     KEEP_VARS_HINT,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
     ShardedTensorFactory,
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
-from opt_checkpoint.state import LocalNonpersistentObject, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from opt_checkpoint.state import ShardedStateDict, StateDict
 from opt_config import (
     AdamOptimizerConfig,
     ConfigError,
