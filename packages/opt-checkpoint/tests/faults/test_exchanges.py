@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import pickle
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import RankPool, ThreadRanks, error_on_all, on_threads, save_as_ranks
-from failing_calls import failing_at
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
     AsyncSaver,
     CheckpointFailedError,
     CheckpointingException,
-    CheckpointKeyError,
     CheckpointManager,
     PlanCache,
     ShardedTensor,
@@ -39,22 +36,10 @@ from opt_checkpoint.run.ranks import from_all, from_first, through_first
 class Counted(ThreadRanks):
     """Ranks that record the messages they send: the kind of exchange, and its bytes."""
 
-    def _sent(self, name: str, value: Any) -> list[Any]:
-        vars(self).setdefault("sent", []).append((name, len(pickle.dumps(value))))
+    def gather_objects(self, value: Any) -> list[Any]:  # which the other exchanges are made of
+        kind = sys._getframe(1).f_code.co_name
+        vars(self).setdefault("sent", []).append((kind, len(pickle.dumps(value))))
         return super().gather_objects(value)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._sent("gather_objects", value)
-
-    def gather(self, value: Any) -> list[Any] | None:
-        values = self._sent("gather", value)
-        return values if self.rank == 0 else None
-
-    def scatter(self, values: Any) -> Any:
-        return self._sent("scatter", values)[0][self.rank]
-
-    def broadcast(self, value: Any) -> Any:
-        return self._sent("broadcast", value)[0]
 
 
 def counted(size: int, work: Callable[[Any], object]) -> list[tuple[str, int]]:
@@ -82,8 +67,8 @@ def saving(path: Path, caches: list[PlanCache], state: Callable[[int], dict[str,
     return lambda ranks: save(state(ranks.rank), path, process_group=ranks, plans=caches[ranks.rank])
 
 
-SAVE = ["gather_objects", "gather", "scatter", "gather", "broadcast"]
-LOAD = ["gather_objects", "broadcast", "gather", "broadcast", "gather_objects"]
+SAVE = ["from_all", "gather", "scatter", "gather", "broadcast"]
+LOAD = ["from_all", "broadcast", "gather", "broadcast", "from_all"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -115,7 +100,7 @@ def test_a_save_of_a_manager_adds_one_exchange_for_the_snapshot_and_none_for_its
                 manager.wait()
 
     sent = [name for name, _ in counted(2, work)]
-    assert sent == (["gather_objects", *SAVE] if in_background else SAVE)
+    assert sent == (["from_all", *SAVE] if in_background else SAVE)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
 
 
@@ -187,79 +172,61 @@ def test_a_value_that_does_not_pickle_is_an_error_on_every_rank() -> None:
         assert "pickle" in str(error)
 
 
-class Interrupted:
-    """Raises KeyboardInterrupt in one thread at a call of a function of the package during an exchange."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.calls = at, 0
-
-    def __call__(self, frame: Any, event: str, argument: object) -> None:
-        code = frame.f_code
-        if event != "call" or "/opt_checkpoint/" not in code.co_filename or not self._in_exchange(frame):
-            return
-        self.calls += 1
-        if self.calls == self.at:
-            raise KeyboardInterrupt
-
-    @staticmethod
-    def _in_exchange(frame: Any) -> bool:
-        outer = frame.f_back
-        while outer is not None:
-            if outer.f_code.co_qualname == "_Exchange.attempt":
-                return frame.f_code.co_filename != outer.f_code.co_filename
-            outer = outer.f_back
-        return False
+def in_exchange(frame: Any) -> bool:
+    """Whether a rank computes what it sends in an exchange."""
+    outer = frame.f_back
+    while outer is not None and outer.f_code.co_qualname != "_Exchange.attempt":
+        outer = outer.f_back
+    return outer is not None and frame.f_code.co_filename != outer.f_code.co_filename
 
 
-def interrupted_at(act: Callable[[Any], object], rank: int, at: int) -> tuple[int, list[Any]]:
-    """An act of two ranks, one of which is interrupted at its `at`-th call; the number of calls, and the results."""
-    interrupt = Interrupted(at)
+def interrupts(act: Callable[[Any], object], rank: int, full: bool) -> Iterator[bool]:
+    """Two ranks act; then they do it again, one interrupted at its first call in an exchange, at its second, and so on.
+
+    Yields:
+        After each time, whether it raised KeyboardInterrupt; then the other raises an error. Otherwise cleanup has
+        swallowed it, and both have succeeded.
+    """
+
+    def interrupt(frame: Any, event: str, argument: object) -> None:
+        nonlocal calls
+        if event == "call" and "/opt_checkpoint/" in frame.f_code.co_filename and in_exchange(frame):
+            calls += 1
+            if calls == at:
+                raise KeyboardInterrupt
 
     def work(ranks: Any) -> object:
-        if ranks.rank == rank:
-            sys.setprofile(interrupt)
+        sys.setprofile(interrupt if ranks.rank == rank else None)
         try:
             return act(ranks)
         finally:
             sys.setprofile(None)
 
-    started = time.monotonic()
-    results = on_threads(2, work)
-    assert time.monotonic() - started < 20, f"call {at} on rank {rank}: a rank waited"
-    return interrupt.calls, results
-
-
-def check(results: list[Any], rank: int, at: int) -> bool:
-    """Either all ranks succeed, because cleanup has swallowed the interrupt, or all raise."""
-    own, other = results[rank], results[1 - rank]
-    if isinstance(own, KeyboardInterrupt):
-        assert isinstance(other, CheckpointFailedError), f"call {at} on rank {rank}: {other!r}"
-        assert f"rank {rank}: KeyboardInterrupt" in str(other)
-        return True
-    assert not any(isinstance(result, BaseException) for result in results), f"call {at} on rank {rank}: {results}"
-    return False
-
-
-def sampled(act: Callable[[Any], object], rank: int, full: bool) -> range:
-    """Calls of an act at which to interrupt a rank."""
-    calls, _ = interrupted_at(act, rank, 0)
-    assert calls > 20, "no call was made inside an exchange"
-    return range(1, calls + 1, 1 if full else max(1, calls // 40))
+    numbers = [0]
+    for at in numbers:
+        calls, started = 0, time.monotonic()
+        results = on_threads(2, work)
+        assert time.monotonic() - started < 20, f"call {at}: a rank waited"
+        own, other = results[rank], results[1 - rank]
+        if is_raised := isinstance(own, KeyboardInterrupt):
+            assert isinstance(other, CheckpointFailedError), f"call {at}: {other!r}"
+            assert f"rank {rank}: KeyboardInterrupt" in str(other)
+        else:
+            assert not any(isinstance(result, BaseException) for result in results), f"call {at}: {results}"
+        yield is_raised
+        if at == 0:
+            assert calls > 20, "no call was made inside an exchange"
+            numbers += range(1, calls + 1, 1 if full else max(1, calls // 40))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interrupt_of_a_save_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int, full: bool) -> None:
-    def act(ranks: Any) -> None:
-        save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks)
-
-    numbers = sampled(act, rank, full)
-    (tmp_path / "x").rename(tmp_path / "whole")
-    for at in numbers:
-        was_raised = check(interrupted_at(act, rank, at)[1], rank, at)
-        left = [path for path in tmp_path.iterdir() if path.name != "whole"]
-        assert was_raised or left
-        if left:  # interrupted after the commit
-            assert [path.name for path in left] == ["x"]
+    act = lambda ranks: save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks)
+    for is_raised in interrupts(act, rank, full):
+        left = [path.name for path in tmp_path.iterdir()]
+        assert is_raised or left
+        if left:  # interrupted after the commit, or not at all
+            assert left == ["x"]
             assert verify_checkpoint(tmp_path / "x") == []
             shutil.rmtree(tmp_path / "x")
 
@@ -269,49 +236,31 @@ def test_an_interrupt_of_a_load_is_itself_there_and_an_error_elsewhere(tmp_path:
     def act(ranks: Any) -> Any:
         return load(state_at(0, ranks.rank, 2, filled=False), tmp_path / "x", process_group=ranks, threads=1).state
 
-    on_threads(2, lambda ranks: save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks))
-    for at in sampled(act, rank, full):
-        check(interrupted_at(act, rank, at)[1], rank, at)
+    save_as_ranks([state_at(1, rank, 2) for rank in (0, 1)], tmp_path / "x")
+    assert list(interrupts(act, rank, full)).count(True) > 20
     for number, loaded in enumerate(on_threads(2, act)):
         assert_is_step(loaded, 1, number, 2)
-
-
-def test_a_key_that_one_rank_misses_is_the_same_error_on_all(tmp_path: Path) -> None:
-    on_threads(3, lambda ranks: save({"a": torch.ones(2), "b": 1}, tmp_path / "x", process_group=ranks))
-
-    def ask(ranks: Any) -> Any:
-        wanted = {"a": torch.zeros(2), **({"other": torch.zeros(2)} if ranks.rank == 1 else {})}
-        return load(wanted, tmp_path / "x", process_group=ranks)
-
-    error = error_on_all(3, ask)
-    assert isinstance(error, CheckpointKeyError)
-    assert "rank 1: CheckpointKeyError: 1 requested key(s) are not in" in str(error)
 
 
 # ----- errors
 
 
-def fail_to_copy(rank: int, size: int, folder: str) -> None:
-    """A snapshot fails on rank 1, with an error or an interrupt."""
-    saver = AsyncSaver()
-    for error in (ZeroDivisionError("no copy"), KeyboardInterrupt()):
+@pytest.mark.parametrize("error", [ZeroDivisionError("no copy"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: Path, error: BaseException) -> None:
+    class Broken(torch.Tensor):
+        def detach(self) -> Any:
+            raise error
 
-        class Broken(torch.Tensor):
-            def detach(self, error: BaseException = error) -> Any:
-                raise error
-
-        state = state_at(1, rank, size)
-        if rank == 1:
+    def act(ranks: Any) -> None:
+        state = state_at(1, ranks.rank, 2)
+        if ranks.rank == 1:
             state["b"].data = state["b"].data.as_subclass(Broken)
-        is_own = rank == 1 and isinstance(error, KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt if is_own else CheckpointFailedError) as caught:
-            saver.save(state, Path(folder) / "x")
-        assert is_own or f"rank 1: {type(error).__name__}: {error}" in str(caught.value)
-    saver.close()
+        AsyncSaver(ranks).save(state, tmp_path / "x")
 
-
-def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, fail_to_copy, str(tmp_path))
+    first, own = on_threads(2, act)
+    assert type(own) is (KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CheckpointFailedError)
+    assert isinstance(first, CheckpointFailedError)
+    assert f"rank 1: {type(error).__name__}: {error}" in str(first)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -343,18 +292,6 @@ def save_without_the_other(rank: int, size: int, folder: str) -> float:
 def test_a_background_save_waits_for_an_absent_rank_until_its_timeout(ranks: RankPool, tmp_path: Path) -> None:
     taken = ranks.run(2, save_without_the_other, str(tmp_path))
     assert 2 < taken[0] < 50
-
-
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_failing_disk_is_an_os_error_and_not_a_value_error(tmp_path: Path, error: int) -> None:
-    with pytest.raises(CheckpointFailedError) as caught, failing_at(4, error):
-        save(state_at(1, 0, 1), tmp_path / "x")
-    assert isinstance(caught.value, OSError)
-    assert not isinstance(caught.value, ValueError)
-    assert caught.value.errno == error
-    assert str(caught.value).startswith(f"saving {tmp_path / 'x'} failed: OSError: [Errno {error}]")
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.errno) == (str(caught.value), error)
 
 
 def test_bad_input_is_a_value_error_without_ranks_in_its_message(tmp_path: Path) -> None:
