@@ -10,7 +10,7 @@ from tiers import covering
 ROOT = Path(__file__).parents[2]
 # What sleeps all the same, and why.
 SLEEPS = {
-    "packages/opt-checkpoint/tests/faults/killed_ranks.py": "kills ranks at random moments, in a test of the night",
+    "packages/opt-checkpoint/tests/faults/test_crashes.py": "kills ranks at random moments, in a test of the night",
     "packages/opt-checkpoint/tests/faults/test_leftovers.py": "waits for a thread that renews a lease, 20 s at most",
     "integration_tests/testing/processes.py": "gives gloo's threads the GIL before a world ends",
 }

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
-import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from checkpoint_ranks import save_as_ranks
-from failing_calls import Calls, LossyCalls, PowerLoss
-from processes import start
+from failing_calls import Calls, LossyCalls, PowerLoss, at, die
+from processes import join_world, new_meeting, start
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointManager, committed_steps, save, verify_checkpoint
 from opt_checkpoint.run.series import step_name
 from opt_checkpoint.store.lease import LEASE
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from killed_ranks import run_until_killed, save_and_die
 
 SIZE = 2
 
@@ -77,6 +74,13 @@ def check_restart(folder: Path) -> int:
     return steps[-1]
 
 
+def save_and_die(folder: str, step: int, call: int) -> None:
+    """A save that is killed before its given call to the file system."""
+    with at(call, die):
+        save(state_at(step, 0, 1), Path(folder) / step_name(step))
+    os._exit(0)
+
+
 def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path: Path, full: bool) -> None:
     with Calls() as counting:
         save(state_at(1, 0, 1), tmp_path / "counted")
@@ -89,6 +93,30 @@ def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path:
         assert process.exitcode == -signal.SIGKILL
         renamed = counting.names.index("rename") + 1 < call
         assert check_restart(folder) == (2 if renamed else 1)
+
+
+def save_until_killed(rank: int, size: int, meeting: str, folder: str, background: bool) -> None:
+    """Resume from the newest step, then save step after step."""
+    join_world(rank, size, meeting)
+    manager = CheckpointManager(folder, keep=2, in_background=background)
+    for step in itertools.count((manager.latest() or 0) + 1):
+        manager.save(step, state_at(step, rank, size))
+
+
+def run_until_killed(folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
+    """Start two ranks, kill some of them a while after their first commit, then the rest; exit codes by rank."""
+    before, meeting, deadline = committed_steps(folder), new_meeting(folder.parent), time.monotonic() + 60
+    processes = [start(save_until_killed, rank, 2, meeting, str(folder), background) for rank in (0, 1)]
+    while committed_steps(folder) == before and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(after_s)
+    for victim in victims:
+        os.kill(processes[victim].pid, signal.SIGKILL)
+    time.sleep(0.1)
+    for process in processes:
+        process.kill()
+        process.join(30)
+    return [process.exitcode for process in processes]
 
 
 @pytest.mark.nightly  # the moment is drawn

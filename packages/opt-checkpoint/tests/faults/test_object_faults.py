@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import error_on_all
-from failing_calls import WRITES, Calls, bucket_in, error, failing, get, objects_in, put
+from failing_calls import WRITES, Calls, bucket_in, die, error, failing, get, objects_in, put
 from processes import start
 from states import assert_is_step, state_at
 
@@ -40,10 +39,6 @@ from opt_checkpoint.store import bucket as bucket_module
 from opt_checkpoint.store import paths, store_at
 from opt_checkpoint.store.bucket import COMMIT, encode_commit
 from opt_checkpoint.store.lease import LEASE, Process
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from killed_ranks import save_to_store_and_die
 
 pytest.importorskip("obstore")
 
@@ -298,6 +293,15 @@ def test_of_two_saves_of_one_step_one_is_committed_and_the_other_leaves_nothing(
         save(state_at(2, 0, 1), bucket / step_name(1))
     assert_resumes_from(bucket, 1)
     assert len({name.partition("/")[0] for name in objects_in(bucket / step_name(1))}) == 2  # its files, its commit
+
+
+def save_to_store_and_die(folder: str, step: int, number: int) -> None:
+    """A save to a store that is killed before the given request that writes."""
+    calls = Calls()
+    calls.before = lambda *call: die() if sum(name in WRITES for name in calls.names) == number else None
+    with calls:
+        save(state_at(step, 0, 1), bucket_in(folder) / step_name(step))
+    os._exit(0)
 
 
 def test_killed_before_any_request_the_newest_is_whole_and_the_next_save_clears_up(tmp_path: Path, full: bool) -> None:

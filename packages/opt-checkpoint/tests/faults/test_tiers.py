@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import shutil
@@ -16,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import RankPool
-from failing_calls import Calls, failing
-from processes import new_meeting, start
+from failing_calls import Calls, die, failing
+from processes import join_world, new_meeting, start
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -38,7 +39,6 @@ from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from killed_ranks import save_tiers_and_die
 from local_tiers import damage, parts_of, resume, resumed, save_steps, tiers
 
 
@@ -316,13 +316,35 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_step_before_stays(tmp_pat
     assert resumed(ranks, 2, tmp_path) == Resume(3, "local", (0, 1), ())
 
 
+def save_and_die_in_replication(rank: int, size: int, meeting: str, folder: str, victim: int) -> None:
+    """Save two steps; one rank dies when it writes the other's copy of step 2. Exits 3 on a clean error."""
+    join_world(rank, size, meeting, timeout_s=20)
+
+    def note(name: str, key: str) -> None:
+        own = name == "rename" and step_name(2) in key and calls.details[-1].endswith(f"rank-{rank:05d}")
+        has_own.extend([True] if own else [])
+
+    def die_in_copy(name: str, key: str) -> None:
+        if has_own and name == "write" and rank == victim:
+            die()
+
+    calls, has_own = Calls(die_in_copy, after=note), list[bool]()
+    try:
+        with calls, tiers(folder, rank, keep_local=2, timeout_s=20.0) as manager:
+            for step in (1, 2):
+                manager.save(step, state_at(step, rank, size))
+    except CheckpointFailedError:
+        os._exit(3)
+    os._exit(0)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_in_the_middle_of_replication_the_step_before_is_resumed(
     tmp_path: Path, ranks: RankPool, victim: int
 ) -> None:
     """One rank dies while it writes the other's copy of step 2; the other one's copy may have arrived."""
     meeting = new_meeting(tmp_path)
-    jobs = [start(save_tiers_and_die, rank, 2, meeting, str(tmp_path), victim) for rank in (0, 1)]
+    jobs = [start(save_and_die_in_replication, rank, 2, meeting, str(tmp_path), victim) for rank in (0, 1)]
     for job in jobs:
         job.join(90)
     assert jobs[victim].exitcode == -signal.SIGKILL
