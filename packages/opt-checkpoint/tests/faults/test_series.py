@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_ranks import RankPool
-from failing_calls import Calls, error, put
+from checkpoint_ranks import on_threads
+from failing_calls import Calls, error, objects_in, put
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -46,10 +46,14 @@ def saved(place: Any, *steps: int, **options: Any) -> Any:
     return place
 
 
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
+def damage(path: Path, how: str = "flipped bit") -> None:
+    """Damage a checkpoint: its data file, or its manifest."""
+    file = path / ("manifest.bin" if "manifest" in how else "__0_0.distcp")
+    raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 4
-    path.write_bytes(raw)
+    file.write_bytes(raw[:-8] if how == "truncated" else raw)
+    if how == "missing":
+        file.unlink()
 
 
 @pytest.fixture(params=["directory", pytest.param("memory", marks=pytest.mark.needs_extra)])
@@ -102,23 +106,21 @@ def die() -> None:
 
 
 def test_a_crash_at_any_call_of_a_rollback_leaves_the_old_or_the_new_newest_step(tmp_path: Path) -> None:
-    seen, last = set(), 1
-    for call in range(10_000):
-        place = saved(tmp_path / str(call), 100, 120)
+    seen, numbers = set(), [0]
+    for number in numbers:
+        place = saved(tmp_path / str(number), 100, 120)
         manager = CheckpointManager(place, keep=9, in_background=False)
         manager.load(empty(), step=100)
         with Calls() as calls, contextlib.suppress(Died):
-            calls.before = lambda name, key, calls=calls, call=call: die() if 0 < call <= len(calls.made) else None
+            calls.before = lambda *_, calls=calls, last=number or 10_000: die() if len(calls.made) >= last else None
             manager.save(110, state_at(110, 0, 1))
+        numbers += range(1, len(calls.made) + 1) if number == 0 else ()
         newest = CheckpointManager(place).latest()
-        assert newest == (110 if (place / step_name(110)).exists() else 120), call
+        assert newest == (110 if (place / step_name(110)).exists() else 120), number
         seen.add(newest)
         assert verify_checkpoint(place / step_name(newest)) == []
         saved(place, 130)
         assert CheckpointManager(place).latest() == 130
-        last = last if call else len(calls.made)
-        if call > last:
-            break
     assert seen == {110, 120}
 
 
@@ -186,14 +188,9 @@ def test_a_crash_before_the_durable_tier_records_a_local_rollback(tmp_path: Path
     assert two_tiers(tmp_path).latest() == 120
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "flipped manifest"])
-def test_a_damaged_newest_step_is_skipped_and_saved_again(tmp_path: Path, damage: str) -> None:
-    saved(tmp_path, 80, 100, 120)
-    data = tmp_path / step_name(120) / "__0_0.distcp"
-    if damage == "truncated":
-        data.write_bytes(data.read_bytes()[:-8])
-    else:
-        flip(data if damage == "flipped bit" else data.with_name("manifest.bin"))
+@pytest.mark.parametrize("how", ["truncated", "flipped bit", "manifest"])
+def test_a_damaged_newest_step_is_skipped_and_saved_again(tmp_path: Path, how: str) -> None:
+    damage(saved(tmp_path, 80, 100, 120) / step_name(120), how)
     with CheckpointManager(tmp_path, keep=9) as manager:
         with pytest.warns(match="step-000000120 is damaged and is skipped") as caught:
             assert_is_step(manager.load(empty()).state, 100, 0, 1)
@@ -211,7 +208,7 @@ def test_a_damaged_step_is_saved_again_by_a_run_that_loaded_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(tmp_path, 100, 120)
-    flip(tmp_path / step_name(120) / "__0_0.distcp")
+    damage(tmp_path / step_name(120))
     saved(tmp_path, 120)
     assert "120 is damaged (" in caplog.text
     assert verify_checkpoint(tmp_path / step_name(120)) == []
@@ -223,16 +220,12 @@ def names_in(place: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in place.iterdir() if path.name.startswith("step-"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "manifest"])
-def test_damaged_steps_do_not_count_as_kept(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("how", ["truncated", "missing", "manifest"])
+def test_damaged_steps_do_not_count_as_kept(tmp_path: Path, how: str) -> None:
     """A run that went back by number lost the step that it had resumed from."""
     saved(tmp_path, 10, 20, 30)
     for step in (20, 30):
-        data = tmp_path / step_name(step) / "__0_0.distcp"
-        if damage == "missing":
-            data.unlink()
-        else:
-            (data if damage == "truncated" else data.with_name("manifest.bin")).write_bytes(b"cut")
+        damage(tmp_path / step_name(step), how)
     load(empty(), tmp_path / step_name(10))
     with CheckpointManager(tmp_path, keep=2) as manager:
         manager.save(31, state_at(31, 0, 1))
@@ -268,7 +261,7 @@ def test_tiers_skip_damaged_durable_steps_too(tmp_path: Path, damaged: int) -> N
     shutil.rmtree(tmp_path / "local")
     steps = [80, 100, 120][:-damaged]
     for step in (120, 100)[:damaged]:
-        flip(next((tmp_path / "durable" / step_name(step)).glob("*.distcp")))
+        damage(tmp_path / "durable" / step_name(step))
     with two_tiers(tmp_path) as tiers:
         with pytest.warns(UserWarning, match="120 is damaged and is skipped"):
             found = tiers.find()
@@ -281,24 +274,19 @@ def test_tiers_skip_damaged_durable_steps_too(tmp_path: Path, damaged: int) -> N
         assert_is_step(tiers.load(empty()).state, 121, 0, 1)
 
 
-def load_damaged(rank: int, size: int, folder: str) -> int:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        manager = CheckpointManager(folder)
-        report = manager.load(state_at(0, rank, size, filled=False))
-        assert [str(w.message) for w in caught if "is damaged and is skipped" in str(w.message)] or rank
-    with manager:
-        manager.save(120, state_at(120, rank, size))
-        manager.wait()
-        assert manager.steps() == [100, 120]
-    step: int = report.state["step"]
-    return step
-
-
-def test_ranks_agree_on_the_newest_good_step(tmp_path: Path, ranks: RankPool) -> None:
+def test_ranks_agree_on_the_newest_good_step(tmp_path: Path) -> None:
     saved(tmp_path, 100, 120)
-    flip(tmp_path / step_name(120) / "__0_0.distcp")
-    assert ranks.run(2, load_damaged, str(tmp_path)) == [100, 100]
+    damage(tmp_path / step_name(120))
+
+    def work(ranks: Any) -> None:
+        with CheckpointManager(tmp_path, process_group=ranks) as manager:
+            assert manager.load(state_at(0, ranks.rank, 2, filled=False)).state["step"] == 100
+            manager.save(120, state_at(120, ranks.rank, 2))
+            manager.wait()
+            assert manager.steps() == [100, 120]
+
+    with pytest.warns(match="step-000000120 is damaged and is skipped"):
+        assert on_threads(2, work) == [None, None]
     assert verify_checkpoint(tmp_path / step_name(120)) == []
 
 
@@ -378,14 +366,21 @@ def test_an_interrupt_between_the_renames_of_a_replacing_commit_keeps_the_old_st
     assert_is_step(CheckpointManager(tmp_path).load(empty()).state, 120, 0, 1)
 
 
-def test_a_race_for_one_step_is_named(tmp_path: Path) -> None:
-    def race(name: str, key: str) -> None:
-        if name == "rename" and calls.names.count("rename") == 1:
-            save(state_at(5, 0, 1), tmp_path / "x")
+def test_of_two_saves_of_one_step_one_is_committed_and_the_other_leaves_nothing(place: Any) -> None:
+    target, raced = (place / "x" if isinstance(place, Path) else f"{place}/x"), list[str]()
 
-    with Calls(race) as calls, pytest.raises(CheckpointExistsError, match="never overwritten"):
-        save(state_at(1, 0, 1), tmp_path / "x")
-    assert_is_step(load(empty(), tmp_path / "x").state, 5, 0, 1)
+    def race(name: str, key: str) -> None:
+        if not raced and name == ("rename" if isinstance(place, Path) else "create"):
+            raced.append(key)
+            save(state_at(5, 0, 1), target)
+
+    with Calls(race), pytest.raises(CheckpointExistsError, match="never overwritten"):
+        save(state_at(1, 0, 1), target)
+    assert_is_step(load(empty(), target).state, 5, 0, 1)
+    if isinstance(place, Path):
+        assert [path.name for path in place.iterdir()] == ["x"]
+    else:  # the files of one save, and its commit
+        assert len({name.partition("/")[0] for name in objects_in(ObjectPath.at(target))}) == 2
 
 
 def test_a_failing_close_does_not_replace_the_exception_of_the_training(tmp_path: Path) -> None:
