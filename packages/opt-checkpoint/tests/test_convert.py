@@ -137,6 +137,8 @@ def test_show_lists_chooses_and_computes(steps: Path, run: Any) -> None:
     assert "min 1000  max 1479  mean 1239.5  non-finite 0" in text
     assert "[0:4, 0:40]  __0_0.distcp" in text
     assert "\nb " not in text
+    save({"w": torch.zeros(256)}, steps / "small")
+    assert "1 tensors, 1.0 KiB\n" in run("show", steps / "small")[1]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")

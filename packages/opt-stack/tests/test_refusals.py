@@ -4,7 +4,11 @@ What a configuration refuses by itself is tested in opt-config, what an override
 """
 
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import make_dataclass
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,3 +183,14 @@ def test_arguments_of_other_types_and_fields_assigned_later_are_refused_in_a_sen
     for call, message in calls:
         with pytest.raises(ConfigError, match=message):
             call()
+
+
+def test_a_field_of_megatron_bridge_without_a_counterpart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real installs are tested at night; here a class stands for Megatron-Core's configuration."""
+    theirs = make_dataclass("OptimizerConfig", [("lr", float, 0.1), ("of_theirs", int, 0)])
+    monkeypatch.setitem(sys.modules, "megatron.core.optimizer", SimpleNamespace(OptimizerConfig=theirs))
+    monkeypatch.delitem(sys.modules, "opt_stack.adapters.megatron_bridge", raising=False)
+    config = import_module("opt_stack.adapters.megatron_bridge").StackOptimizerConfig
+    assert config(lr=0.5, stack={"min_lr": 0.25}).to_stack().min_lr == 0.25
+    with pytest.raises(ConfigError, match="of_theirs=3"):
+        config(of_theirs=3).to_stack()
