@@ -126,7 +126,7 @@ def test_restarts_fit_into_the_steps() -> None:
         ({"name": "exponential"}, "exponential: end must be given"),
         (
             {"name": "wsd", "decay_steps": 90, "warmup_steps": 20},
-            r"wsd: decay_steps=90 must fit after the warmup: .* 80",
+            "wsd: decay_steps=90 must fit after the warmup: .* 80",
         ),
         ({"name": "linear", "warmup_steps": 100}, "linear: warmup_steps=100 must be less than steps=100"),
         ({"name": "linear", "warmup_steps": 0.1}, r"linear: warmup_steps=0.1 is less than a step; .* 0.1 \* steps"),

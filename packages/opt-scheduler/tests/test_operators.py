@@ -50,6 +50,7 @@ def test_the_bracketing_does_not_matter() -> None:
     a, b, c = FALL, constant(2.0), linear(0.0, 1.0, steps=3)
     assert (a * b) * c == a * (b * c)
     assert (a + b) + c == a + (b + c)
+    assert join(join(a, c), b) == join(a, join(c, b)) == join(a, c, b)
 
 
 def test_a_callable_takes_part_on_either_side() -> None:

@@ -134,21 +134,17 @@ def test_trainers_find_the_attributes_they_look_for() -> None:
     assert scheduler.last_epoch == 5
 
 
-REFUSED_GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "floor-above-its-peak": ({"max_lr": 0.05}, {}, "{'max_lr': 0.05}: max_lr=0.05 must be at least min_lr=0.1"),
-    "peak-below-the-start": ({"max_lr": 0.2}, {"init_lr": 0.5}, "max_lr=0.2 must be at least init_lr=0.5, at which"),
-    "falling-weight-decay": ({"end_wd": 0.0}, {"start_wd": 0.1}, "end_wd=0.0 must be at least start_wd=0.1"),
-    "two-constants": (
-        {"end_wd": 0.5},
-        {"start_wd": 0.2, "wd_incr_style": "constant"},
-        "wd_incr_style='constant' needs start_wd=0.2 equal to end_wd=0.5",
-    ),
-    "a-string": ({"max_lr": "1e-3"}, {}, "max_lr='1e-3' must be a number, at least 0"),
-    "nan": ({"wd_mult": float("nan")}, {}, "{'wd_mult': nan}: wd_mult=nan must be a number, at least 0"),
-}
+REFUSED_GROUPS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"max_lr": 0.05}, {}, "{'max_lr': 0.05}: max_lr=0.05 must be at least min_lr=0.1"),
+    ({"max_lr": 0.2}, {"init_lr": 0.5}, "max_lr=0.2 must be at least init_lr=0.5, at which"),
+    ({"end_wd": 0.0}, {"start_wd": 0.1}, "end_wd=0.0 must be at least start_wd=0.1"),
+    ({"end_wd": 0.5}, {"start_wd": 0.2, "wd_incr_style": "constant"}, "needs start_wd=0.2 equal to end_wd=0.5"),
+    ({"max_lr": "1e-3"}, {}, "max_lr='1e-3' must be a number, at least 0"),
+    ({"wd_mult": float("nan")}, {}, "{'wd_mult': nan}: wd_mult=nan must be a number, at least 0"),
+]
 
 
-@pytest.mark.parametrize(("group", "arguments", "message"), REFUSED_GROUPS.values(), ids=REFUSED_GROUPS)
+@pytest.mark.parametrize(("group", "arguments", "message"), REFUSED_GROUPS, ids=lambda value: str(value)[:40])
 def test_overrides_that_cannot_be_are_refused_when_built(
     group: dict[str, Any], arguments: dict[str, Any], message: str
 ) -> None:
@@ -178,25 +174,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_lr": None}, "max_lr=None must be a finite number"),
     ({"max_lr": "1e-3"}, "max_lr='1e-3' must be a finite number"),
     ({"lr_warmup_steps": -1}, "lr_warmup_steps=-1 must not be negative; 0 turns warmup off"),
-    (
-        {"lr_warmup_steps": 0.1},
-        "lr_warmup_steps=0.1 is less than a step; for a fraction of the run, pass 0.1 * lr_deca",
-    ),
+    ({"lr_warmup_steps": 0.1}, "lr_warmup_steps=0.1 is less than a step; for a fraction of the run, pass 0.1 * lr_d"),
     ({"lr_decay_steps": 0, "lr_warmup_steps": 0}, "lr_decay_steps=0 must be positive"),
-    (
-        {"lr_warmup_steps": 110},
-        "lr_warmup_steps=110 must be less than lr_decay_steps=110, which counts from step 0 and contains the warmup",
-    ),
-    (
-        {"lr_decay_style": "wsd"},
-        "lr_decay_style='wsd' is not known: use one of 'WSD', 'constant', 'cosine', 'inverse-square-root', 'linear'; "
-        "did you mean 'WSD'?",
-    ),
-    (
-        WSD | {"lr_wsd_decay_style": "1-sqrt"},
-        "lr_wsd_decay_style='1-sqrt' is not known: use one of 'cosine', 'exponential', 'linear', 'minus_sqrt'; "
-        "did you mean 'minus_sqrt'?",
-    ),
+    ({"lr_warmup_steps": 110}, "lr_warmup_steps=110 must be less than lr_decay_steps=110, which counts from step 0"),
+    ({"lr_decay_style": "wsd"}, "lr_decay_style='wsd' is not known: use one of 'WSD', 'constant', 'cosine', 'inverse"),
+    (WSD | {"lr_wsd_decay_style": "1-sqrt"}, "lr_wsd_decay_style='1-sqrt' is not known: use one of 'cosine', 'exp"),
     (WSD | {"lr_wsd_decay_style": None}, "lr_wsd_decay_style=None, but 'WSD' needs one of 'linear', 'cosine'"),
     (WSD | {"wsd_decay_steps": None}, "wsd_decay_steps=None, but 'WSD' needs the length of its anneal"),
     (WSD | {"wsd_decay_steps": 0}, "wsd_decay_steps=0 must be positive; without an anneal, use 'constant'"),
@@ -207,10 +189,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"wd_incr_style": "sine"}, "wd_incr_style='sine' is not known: use one of 'constant', 'cosine', 'linear'; did yo"),
     ({"wd_incr_steps": 0}, "wd_incr_steps=0 must be positive for wd_incr_style='linear'"),
     ({"wd_incr_style": "constant"}, "wd_incr_style='constant' needs start_wd=0.0 equal to end_wd=0.2"),
-    (
-        {"warmup_first": "two"},
-        "warmup_first='two' must be 'init', 'one' or a positive number, the size of an increment",
-    ),
+    ({"warmup_first": "two"}, "warmup_first='two' must be 'init', 'one' or a positive number, the size of an incr"),
     ({"override_opt_param_scheduler": True}, "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler con"),
     ({"override_opt_param_scheduler": ["lr"]}, "override_opt_param_scheduler: field='lr' is not known: use one of"),
 ]
