@@ -39,19 +39,17 @@ def test_a_reader_that_has_enough_is_no_error(arguments: list[str]) -> None:
     assert (process.returncode, errors) == (0, b"")
 
 
-def test_a_schedule_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["wsd", "peak=1", "steps=100", "warmup_steps=10", "decay_steps=20", "shape=linear"]
-    assert main(["table", *words, "--at", "5,50,90"]) == 0
-    assert capsys.readouterr().out.split() == ["step", "lr", "5", "0.5", "50", "1", "90", "0.5"]
-
-
-def test_a_recipe_by_name_and_the_list_of_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["table", "piecewise_constant", "values=1,0.1", "at=50,", "--at", "49,50"]) == 0
-    assert capsys.readouterr().out.split() == ["step", "lr", "49", "1", "50", "0.1"]
-    assert main(["table", "piecewise_linear", "points=0:0,10:1,20:0", "--at", "5"]) == 0
-    assert capsys.readouterr().out.split() == ["step", "lr", "5", "0.5"]
-    assert main(["list"]) == 0
-    assert "one_cycle              peak, up_steps, down_steps, start=None" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        ("wsd peak=1 steps=100 warmup_steps=10 decay_steps=20 shape=linear --at 5,50,90", "5 0.5 50 1 90 0.5"),
+        ("piecewise_constant values=1,0.1 at=50, --at 49,50", "49 1 50 0.1"),
+        ("piecewise_linear points=0:0,10:1,20:0 --at 5", "5 0.5"),
+    ],
+)
+def test_a_schedule_or_a_recipe_by_name(words: str, rows: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", *words.split()]) == 0
+    assert capsys.readouterr().out.split() == ["step", "lr", *rows.split()]
 
 
 def test_a_file_may_name_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,11 +119,3 @@ def test_a_terminal_plot_has_its_extremes_where_they_are() -> None:
 def test_a_png_is_written(tmp_path: Path) -> None:
     assert main(["plot", *FLAGS, "--png", str(tmp_path / "lr.png")]) == 0
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_it_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "opt_scheduler", "plot", *FLAGS]
-    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines()[0] == "lr"
-    assert result.stdout.count("•") == 72

@@ -38,14 +38,6 @@ def test_the_canonical_lr_is_that_of_the_first_default_group() -> None:
     assert get_canonical_lr_for_logging([{"default_config": True}]) is None  # no lr yet, as in Megatron-Core
 
 
-def test_a_group_s_own_bounds_replace_the_scheduler_s() -> None:
-    own = {"max_lr": 0.5, "min_lr": 0.3, "start_wd": 0.4, "end_wd": 0.6, "wd_mult": 0.5}
-    scheduler = build({}, own)
-    scheduler.step(60)
-    assert written(scheduler) == pytest.approx([0.55, 0.4])
-    assert written(scheduler, "weight_decay") == pytest.approx([0.12, 0.5 * 0.52])
-
-
 @pytest.mark.parametrize(
     ("key", "values", "field", "expected"),
     [

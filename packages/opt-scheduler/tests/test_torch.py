@@ -34,6 +34,9 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
+FALL = linear(1.0, 0.0, steps=4)
+
+
 def adamw(lr: Any = 1.0, **more: Any) -> Any:
     parameters = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
     return torch.optim.AdamW([{"params": [parameters[0]]}, {"params": [parameters[1]], "max_lr": 0.5}], lr=lr, **more)
@@ -109,22 +112,25 @@ class TestAdapter:
         assert (resumed_scheduler.num_steps, resumed.last_epoch) == (7, 7)
         assert [g["lr"] for g in resumed_optimizer.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
-    @pytest.mark.parametrize(
-        ("act", "message"),
-        [
-            (lambda a: a.load_state_dict({"last_epoch": 3}), r"the state lacks \['scheduler', 'step_count'\]; it has"),
-            (lambda a: a.step(3), r"epoch=3 is not supported; use scheduler\.seek"),
-            (
-                lambda a: as_lr_scheduler(OptimizerParamScheduler([adamw()], **BASE)),
-                "needs a torch.*Optimizer, not list",
-            ),
-            (lambda a: as_lr_scheduler(a.scheduler, increment=0), "increment=0 must be positive"),
-        ],
-        ids=["another-state", "an-epoch", "a-list", "no-increment"],
-    )
-    def test_what_it_cannot_do_is_refused(self, act: Any, message: str) -> None:
-        with pytest.raises(ScheduleError, match=message):
-            act(self.build()[2])
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "another state": (lambda a: a.load_state_dict({"last_epoch": 3}), r"lacks \['scheduler', 'step_count'\]; it has"),
+    "an epoch": (lambda a: a.step(3), r"epoch=3 is not supported; use scheduler\.seek"),
+    "several": (lambda a: as_lr_scheduler(OptimizerParamScheduler([adamw()], **BASE)), "needs a torch.*, not list"),
+    "several, in one call": (lambda a: as_lr_scheduler([adamw(), adamw()], FALL), "Optimizer, not list"),
+    "no increment": (lambda a: as_lr_scheduler(a.scheduler, increment=0), "increment=0 must be positive"),
+    "swapped": (lambda a: as_lr_scheduler(FALL, adamw()), "needs a torch.optim.Optimizer, not Ramp"),
+    "no schedule": (lambda a: as_lr_scheduler(adamw()), "must be an optimizer followed by a schedule"),
+    "nothing": (lambda a: as_lr_scheduler(None), "must be an optimizer followed by a schedule"),
+    "only a schedule": (lambda a: as_lr_scheduler(FALL), "must be an optimizer followed by a schedule"),
+    "two sets": (lambda a: as_lr_scheduler(a.scheduler, 1.0), "must be an optimizer followed by a schedule"),
+}
+
+
+@pytest.mark.parametrize(("act", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_adapter_cannot_do_is_refused(act: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        act(TestAdapter().build()[2])
 
 
 def test_groups_of_torch_s_one_cycle_are_refused_when_built_and_at_a_step() -> None:
@@ -191,50 +197,28 @@ class TestOneCall:
         def half_life(step: float) -> float:
             return float(0.5 ** (step / 3))
 
-        used = []
-        for relative in (True, False):
-            optimizer = adamw()
+        ours, theirs = adamw(), adamw()
+        for optimizer in (ours, theirs):
             optimizer.param_groups[1]["lr"] = 0.1  # a layer decay
-            make = torch_schedulers.LambdaLR
-            scheduler: Any = (
-                as_lr_scheduler(optimizer, half_life, relative=True) if relative else make(optimizer, half_life)
-            )
-            values = []
-            for _ in range(9):
+        pair: Any = as_lr_scheduler(ours, half_life, relative=True), torch_schedulers.LambdaLR(theirs, half_life)
+        for _ in range(9):
+            for optimizer, scheduler in zip((ours, theirs), pair, strict=True):
                 optimizer.step()
                 scheduler.step()
-                values.append([group["lr"] for group in optimizer.param_groups])
-            assert scheduler.base_lrs == [1.0, 0.1]
-            used.append(values)
-        assert used[0] == used[1]
+            assert [group["lr"] for group in ours.param_groups] == [group["lr"] for group in theirs.param_groups]
+        assert pair[0].base_lrs == pair[1].base_lrs == [1.0, 0.1]
 
     @pytest.mark.parametrize("relative", [False, True])
     def test_a_layer_decay_in_lr_scale_is_applied_once(self, relative: bool) -> None:
         # torch's initial_lr is the adapter's base_lrs: with the factor in it, a relative schedule applied it twice.
         optimizer = adamw()
         optimizer.param_groups[1]["lr_scale"] = 0.25
-        adapter = as_lr_scheduler(optimizer, linear(1.0, 0.0, steps=4), relative=relative)
+        adapter = as_lr_scheduler(optimizer, FALL, relative=relative)
         for left in (0.75, 0.5):
             optimizer.step()
             adapter.step()
             assert adapter.get_last_lr() == [left, left / 4]
         state = adapter.state_dict()
-        resumed = as_lr_scheduler(optimizer, linear(1.0, 0.0, steps=4), relative=relative)
+        resumed = as_lr_scheduler(optimizer, FALL, relative=relative)
         resumed.load_state_dict(state)
         assert resumed.get_last_lr() == [0.5, 0.125]
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (lambda: (linear(1.0, 0.0, steps=4), adamw()), "needs a torch.optim.Optimizer, not Ramp"),
-            (lambda: ([adamw(), adamw()], linear(1.0, 0.0, steps=4)), "needs a torch.optim.Optimizer, not list"),
-            (lambda: (adamw(),), "must be an optimizer followed by a schedule"),
-            (lambda: (None,), "must be an optimizer followed by a schedule"),
-            (lambda: (cosine(1.0, 0.0, steps=10),), "must be an optimizer followed by a schedule"),
-            (lambda: (FieldScheduler(adamw(), 1.0), 1.0), "must be an optimizer followed by a schedule"),
-        ],
-        ids=["swapped", "several", "no-schedule", "nothing", "only-a-schedule", "two-sets"],
-    )
-    def test_other_arguments_are_refused(self, arguments: Any, message: str) -> None:
-        with pytest.raises(ScheduleError, match=message):
-            as_lr_scheduler(*arguments())
