@@ -1,6 +1,6 @@
 """A small model, its batches, and the configurations of the wrapper that tests go through."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import ParamAndGradBuffer
+from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.threads import ThreadComm, World
@@ -73,6 +74,15 @@ def shard_of(memory: ParamAndGradBuffer, index: int, rank: int) -> Tensor:
     """Rank `rank`'s shard of the parameters of a bucket."""
     assert memory.param_data is not None
     return memory.param_data[memory.layout.buckets[index].shard(rank, memory.layout.num_shards)]
+
+
+def check_owned(ddp: DistributedDataParallel, expected: Mapping[str, Tensor], *, rtol: float = 1e-12) -> int:
+    """Compares every gradient that this rank owns; returns how many elements these have."""
+    pieces = [(buffer, piece) for buffer in ddp.synced_buffers for piece in buffer.owned()]
+    for buffer, piece in pieces:
+        wanted = expected[piece.id.name].flatten()[piece.of_param]
+        torch.testing.assert_close(buffer.grad(piece.id, piece.of_param).flatten(), wanted, rtol=rtol, atol=rtol / 100)
+    return sum(piece.numel for _, piece in pieces)
 
 
 def all_equal(tensors: Iterable[Tensor], value: float) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from data_parallel_net import CASES, OVERLAP, SHARDED, Config, Net, backward, batch, over
+from data_parallel_net import CASES, OVERLAP, SHARDED, Config, Net, backward, batch, check_owned, over
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 
@@ -33,18 +33,6 @@ def expected_grads(loss: Callable[[Net], Tensor]) -> dict[str, Tensor]:
     net = Net()
     backward(loss(net))
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
-
-
-def check_owned(ddp: DistributedDataParallel, expected: dict[str, Tensor]) -> int:
-    """Compares what this rank owns; returns how many elements that is."""
-    seen = 0
-    for buffer in ddp.synced_buffers:
-        layout = buffer.plan.layout
-        for _, piece in layout.owned(buffer.axes.dp.rank if layout.num_shards > 1 else 0):
-            grad, wanted = buffer.grad(piece.id, piece.of_param), expected[piece.id.name].flatten()[piece.of_param]
-            torch.testing.assert_close(grad.flatten(), wanted, rtol=1e-11, atol=1e-13)
-            seen += piece.numel
-    return seen
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_net import SHARDED, Config, Unfinished, backward, over
+from data_parallel_net import SHARDED, Config, Unfinished, backward, check_owned, over
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,14 +47,6 @@ def expected_grads(x: Tensor, make: Callable[[], nn.Module] = make_model) -> dic
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-def check_owned(ddp: DistributedDataParallel, expected: dict[str, Tensor], *, factor: float = 1.0) -> None:
-    """Compares every element that this rank owns."""
-    for buffer in ddp.synced_buffers:
-        for piece in buffer.owned():
-            want = factor * expected[piece.id.name].flatten()[piece.of_param]
-            torch.testing.assert_close(buffer.grad(piece.id, piece.of_param).flatten(), want, rtol=1e-12, atol=1e-14)
-
-
 def rebind(ddp: DistributedDataParallel) -> None:
     for param in ddp.parameters():
         param.main_grad = param.main_grad * 2  # type: ignore[attr-defined]
@@ -81,7 +73,7 @@ def test_a_rebound_main_grad_is_the_gradient_that_is_reduced(config: Config, mom
                 rebind(ddp)
                 ddp.finish_grad_sync()  # as the step does
             factor = 3.0 if moment == "between microbatches" else 2.0  # twice the first microbatch, and the second
-            check_owned(ddp, expected_grads(inputs(iteration)), factor=factor)
+            check_owned(ddp, {name: factor * grad for name, grad in expected_grads(inputs(iteration)).items()})
             ddp.zero_grad_buffer()
 
     run_threads(2, rank_main)
