@@ -68,12 +68,3 @@ def test_a_field_without_effect_accepts_only_its_default(name, default):
     with pytest.raises(ConfigError) as caught:
         DistributedDataParallelConfig(**{name: other})
     assert str(caught.value) == f"{OWNER}{name}={other!r}: {UNSUPPORTED_DATA_PARALLEL_FIELDS[name]}"
-
-
-def test_a_full_configuration_is_accepted():
-    names = (
-        "grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather use_distributed_optimizer average_in_collective"
-    )
-    flags = dict.fromkeys(names.split(), True)
-    config = DistributedDataParallelConfig(**flags, num_distributed_optimizer_instances=2, bucket_size=40_000_000)
-    assert DistributedDataParallelConfig.from_dict(config.to_dict()) == config

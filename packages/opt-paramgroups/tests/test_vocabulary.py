@@ -32,20 +32,13 @@ class GPT(nn.Module):
             getattr(self, head).weight = self.tokens.weight
 
 
-class Wrapper(nn.Module):
-    """Holds a model as data-parallel wrappers do."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
+def stage(**modules):
+    return nn.ModuleDict(modules)
 
 
-class Compiled(nn.Module):
-    """Holds a model as torch.compile does, without the seconds that importing it takes."""
-
-    def __init__(self, module):
-        super().__init__()
-        self._orig_mod = module
+def wrapped(model):
+    """In a module as data-parallel wrappers and torch.compile are."""
+    return stage(module=stage(_orig_mod=model))
 
 
 def recognised(*chunks, **options):
@@ -63,7 +56,7 @@ def moved_by_muon(*chunks):
 HIDDEN = {"layers.0.up.weight", "layers.0.down.weight"}
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, Wrapper, Compiled, lambda model: Wrapper(Compiled(model))])
+@pytest.mark.parametrize("wrap", [lambda model: model, wrapped])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_muon_moves_hidden_matrices_only_though_nothing_is_marked(wrap, device):
     # Embeddings and heads of every stock torch model were orthogonalised, without a word.
@@ -83,10 +76,6 @@ def test_hidden_matrices_are_moved_whatever_their_shape_and_whether_the_head_is_
     for options in ({"tied": True}, {"hidden": VOCAB}, {"hidden": VOCAB, "tied": True}):
         assert moved_by_muon(GPT(**options)) == HIDDEN
     assert moved_by_muon(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))) == {"0.weight", "2.weight"}
-
-
-def stage(**modules):
-    return nn.ModuleDict(modules)
 
 
 class Named(nn.Module):
@@ -139,7 +128,7 @@ def test_what_the_model_names_as_its_embeddings_is_taken_at_its_word():
         def get_output_embeddings(self):
             return None
 
-    assert recognised(Wrapper(HuggingFaceLike())) == {"table.weight": False, "odd.weight": False}
+    assert recognised(wrapped(HuggingFaceLike())) == {"table.weight": False, "odd.weight": False}
     assert recognised(Bare()) == {}
 
 
