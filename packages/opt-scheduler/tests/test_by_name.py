@@ -7,14 +7,23 @@ import pytest
 
 from opt_scheduler import (
     SCHEDULE_NAMES,
+    Schedule,
     ScheduleError,
+    constant,
+    cosine,
+    cut,
     cyclic,
     get_schedule,
+    join,
+    linear,
     one_cycle,
     piecewise_constant,
     piecewise_linear,
+    polynomial,
+    repeat,
     schedule_signatures,
     step_decay,
+    warmup,
     wsd,
 )
 
@@ -25,54 +34,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-def hf(name: str, step: int, *, warm: int, total: int, **more: Any) -> float:
-    """The factor that HF transformers multiplies a learning rate by, written from its documentation."""
-    if step < warm:
-        return step / warm
-    done = (step - warm) / (total - warm)
-    match name:
-        case "constant_with_warmup":
-            return 1.0
-        case "linear":
-            return max(0.0, 1 - done)
-        case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
-        case "cosine_with_restarts":
-            return 0.5 * (1 + math.cos(math.pi * (more["cycles"] * done % 1.0))) if done < 1 else 0.0
-        case "cosine_with_min_lr":
-            return more["end"] + (1 - more["end"]) * 0.5 * (1 + math.cos(math.pi * done))
-        case "polynomial":
-            return float(more["end"] + (1 - more["end"]) * (1 - done) ** more["power"])
-        case "inverse_sqrt":
-            return math.sqrt(warm / step)
-        case "warmup_stable_decay":
-            left = max(0.0, (step - (total - more["decay_steps"])) / more["decay_steps"])
-            return 1 - min(left, 1.0)
-    raise AssertionError(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("constant_with_warmup", {}),
-        ("linear", {}),
-        ("cosine", {}),
-        ("cosine_with_restarts", {"cycles": 3}),
-        ("cosine_with_min_lr", {"end": 0.1}),
-        ("polynomial", {"end": 0.01, "power": 2.0}),
-        ("inverse_sqrt", {}),
-        ("warmup_stable_decay", {"decay_steps": 30, "shape": "linear"}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_the_numbers_are_those_of_hf_transformers(name: str, options: dict[str, Any]) -> None:
-    schedule = get_schedule(name, peak=1.0, steps=100, warmup_steps=10, **options)
-    # HF's restart at a third of 90 steps is rounded to either side of it, so those steps are left out.
-    for step in (step for step in range(101) if step not in (40, 70) or name != "cosine_with_restarts"):
-        assert schedule(step) == pytest.approx(hf(name, step, warm=10, total=100, **options), rel=1e-12, abs=1e-12)
-
-
-RECIPES = {
+RECIPES = {  # which take the arguments of their functions
     "cyclic": (cyclic(0.0, 1.0, up_steps=2, down_steps=4), {"low": 0.0, "high": 1.0, "up_steps": 2, "down_steps": 4}),
     "one_cycle": (one_cycle(1.0, up_steps=3, down_steps=7), {"peak": 1.0, "up_steps": 3, "down_steps": 7}),
     "piecewise_constant": (piecewise_constant([1.0, 0.1], at=[3]), {"values": [1.0, 0.1], "at": [3]}),
@@ -86,12 +48,33 @@ RECIPES = {
         {"peak": 1.0, "steps": 100, "warmup_steps": 10, "decay_steps": 30},
     ),
 }
+RUN = {"peak": 1.0, "steps": 100, "warmup_steps": 10}
+# What HF transformers multiplies a learning rate by, under its names.
+OF_HF = [
+    ("constant_with_warmup", {}, constant(1.0)),
+    ("linear", {}, linear(1.0, 0.0, steps=90)),
+    ("cosine", {}, cosine(1.0, 0.0, steps=90)),
+    ("cosine_with_restarts", {"cycles": 3}, repeat(cosine(1.0, 0.0, steps=30), times=3)),
+    ("cosine_with_min_lr", {"end": 0.1}, cosine(1.0, 0.1, steps=90)),
+    ("polynomial", {"end": 0.01, "power": 2.0}, polynomial(1.0, 0.01, steps=90, power=2.0)),
+    ("inverse_sqrt", {}, cut(lambda step: math.sqrt(10 / (step + 10)), 90)),
+    (
+        "warmup_stable_decay",
+        {"decay_steps": 30, "shape": "linear"},
+        join(constant(1.0, steps=60), linear(1.0, 0.0, steps=30)),
+    ),
+]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_takes_the_arguments_of_its_function(name: str) -> None:
-    recipe, arguments = RECIPES[name]
-    assert get_schedule(name, **arguments) == recipe
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [(name, arguments, recipe) for name, (recipe, arguments) in RECIPES.items()]
+    + [(name, RUN | options, warmup(curve, steps=10)) for name, options, curve in OF_HF],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_name_makes_the_curve_that_it_says(name: str, arguments: dict[str, Any], expected: Schedule) -> None:
+    steps = [step / 4 for step in range(420)]
+    assert get_schedule(name, **arguments).values(steps) == pytest.approx(expected.values(steps), rel=1e-12, abs=1e-12)
 
 
 def test_the_signatures_list_every_name_and_its_defaults() -> None:
