@@ -166,35 +166,31 @@ def test_what_is_no_mesh_on_one_rank_is_an_error_on_every_rank() -> None:
     run_threads(2, rank_main)
 
 
-class ParallelState(ModuleType):
+def parallel_state() -> ModuleType:
     """Megatron-Core's module of initialised groups, as far as it is read: TP 2, CP 2, DP 2 of one instance, no EP."""
-
-    def __init__(self) -> None:
-        super().__init__(process_groups.PARALLEL_STATE)
-        self.dp, self.dp_cp, self.one = (dist.new_group(of) for of in ([0, 4], [0, 2, 4, 6], [0]))
-        tp, cp = dist.new_group([0, 1]), dist.new_group([0, 2])
-        for name in ("tensor_model_parallel", "model_parallel", "expert_tensor_parallel"):
-            setattr(self, f"get_{name}_group", lambda check_initialized=True: tp)
-        self.get_expert_tensor_model_pipeline_parallel_group = lambda check_initialized=True: tp
-        self.get_expert_data_parallel_group = lambda check_initialized=True: self.dp_cp
-        self.get_context_parallel_group = lambda check_initialized=True: cp
-        self.get_pipeline_model_parallel_group = lambda check_initialized=True: self.one
-        self.get_intra_distributed_optimizer_instance_group = lambda: dist.group.WORLD
-
-    def model_parallel_is_initialized(self) -> bool:
-        return True
-
-    def get_data_parallel_group(self, with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-        return self.dp_cp if with_context_parallel else self.dp
-
-    def get_inter_distributed_optimizer_instance_group(self) -> Any:
-        raise AssertionError("one instance")
+    state: Any = ModuleType(process_groups.PARALLEL_STATE)
+    dp, dp_cp, one, tp, cp = (dist.new_group(of) for of in ([0, 4], [0, 2, 4, 6], [0], [0, 1], [0, 2]))
+    of_role = {"context_parallel": cp, "expert_data_parallel": dp_cp, "pipeline_model_parallel": one}
+    of_tp = (
+        "tensor_model_parallel",
+        "model_parallel",
+        "expert_tensor_parallel",
+        "expert_tensor_model_pipeline_parallel",
+    )
+    for role, group in {**of_role, **dict.fromkeys(of_tp, tp)}.items():
+        setattr(state, f"get_{role}_group", lambda check_initialized=True, group=group: group)
+    state.model_parallel_is_initialized = lambda: True
+    state.get_intra_distributed_optimizer_instance_group = lambda: dist.group.WORLD
+    state.get_data_parallel_group = lambda with_context_parallel=False, partial_data_parallel=False: (
+        dp_cp if with_context_parallel else dp
+    )
+    return state
 
 
 def test_the_groups_of_megatron_cores_parallel_state_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(8):
         assert not process_groups.megatron_is_initialized()
-        monkeypatch.setitem(sys.modules, process_groups.PARALLEL_STATE, ParallelState())
+        monkeypatch.setitem(sys.modules, process_groups.PARALLEL_STATE, parallel_state())
         assert process_groups.megatron_is_initialized()
         roles = roles_of(process_groups.groups_of_parallel_state(), sharded=True)
         assert ranks(roles.dense.dp) == ranks(roles.expert.dp) == [0, 2, 4, 6]
