@@ -89,9 +89,10 @@ def iterate(ddp: DistributedDataParallel, value: float) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize("fields", [{}, OVERLAP], ids=["in the step", "overlapping"])
+@pytest.mark.parametrize("fields", [{"check_for_nan_in_grad": True}, OVERLAP], ids=["in the step", "overlapping"])
 def test_a_gradient_ten_times_the_first_hundred_is_refused(fields: dict[str, Any]) -> None:
-    """On one rank only, after iterations of norm 4 and 8 there; the other rank's are smaller."""
+    """On one rank only, after iterations of norm 4 and 8 there; the other rank's are smaller. What is not finite is not
+    large, but refused on all ranks where that is checked."""
 
     def rank_main(comm: ThreadComm) -> list[str]:
         ddp = wrap(comm, **fields)
@@ -102,10 +103,11 @@ def test_a_gradient_ten_times_the_first_hundred_is_refused(fields: dict[str, Any
         return [iterate(ddp, pair[comm.rank]) for pair in values]
 
     expected = "unexpectedly large: their norm on a rank is 80.8, and 8 was the largest in the first 100 iterations"
-    for before, large, *after in run_threads(2, rank_main):
+    for before, large, fine, *not_finite in run_threads(2, rank_main):
         assert large.startswith("gradients in bucket 0 of chunk 0, fp32 dense, ")
         assert large.endswith(expected)
-        assert [before, *after] == [""] * 4
+        assert before == fine == ""
+        assert ["are not finite on" in said for said in not_finite] == ["check_for_nan_in_grad" in fields] * 2
 
 
 def test_the_other_instances_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
