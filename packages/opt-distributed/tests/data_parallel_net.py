@@ -89,17 +89,6 @@ def all_equal(tensors: Iterable[Tensor], value: float) -> bool:
     return all(bool((tensor == value).all()) for tensor in tensors)
 
 
-def lose_shards_of_others(memory: ParamAndGradBuffer, rank: int) -> list[int]:
-    """Leave only this rank's shards of the parameters; returns their sizes. The rest is NaN."""
-    sizes = []
-    for index in range(len(memory.layout.buckets)):
-        kept = shard_of(memory, index, rank).clone()
-        bucket_of(memory, index).fill_(float("nan"))
-        shard_of(memory, index, rank).copy_(kept)
-        sizes.append(kept.numel())
-    return sizes
-
-
 def backward(loss: Tensor, **kwargs: bool) -> None:
     loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
