@@ -17,22 +17,6 @@ configs = pytest.mark.parametrize("config", [Config(), SHARDED], ids=["replicate
 Grads = dict[str, set[float]]
 
 
-class Scales(nn.Module):
-    """Vectors whose gradients are the sums of their inputs' rows; two are marked."""
-
-    def __init__(self, partial: int = 100, equal: int = 30) -> None:
-        super().__init__()
-        self.partial = nn.Parameter(torch.ones(partial, dtype=torch.float64))
-        self.equal = nn.Parameter(torch.ones(equal, dtype=torch.float64))
-        self.unmarked = nn.Parameter(torch.ones(70, dtype=torch.float64))
-        self.partial.sequence_parallel = True  # type: ignore[attr-defined]
-        self.equal.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
-        self.equal.sequence_parallel = True  # type: ignore[attr-defined]  # what is both is averaged
-
-    def forward(self, value: float) -> Tensor:
-        return value * (self.partial.sum() + self.equal.sum() + self.unmarked.sum())
-
-
 def owned_values(ddp: DistributedDataParallel) -> Grads:
     """The distinct values of this rank's gradients, by name."""
     found: Grads = {}
@@ -54,23 +38,17 @@ def on_grid(rank_main: Callable[[int, int, Comm, Comm], Grads]) -> list[Grads]:
     return run_threads(4, start)
 
 
-@configs
-def test_tensor_parallel_ranks_sum_partial_gradients_and_average_equal_ones(config: Config) -> None:
+def test_what_is_marked_as_partial_and_as_equal_is_averaged_over_tensor_parallel_ranks_once() -> None:
     def rank_main(tp: int, dp: int, replicas: Comm, peers: Comm) -> Grads:
-        ddp = DistributedDataParallel(config, Scales(), groups=over(replicas))
-        backward(ddp(10.0 ** (2 * tp + dp)))
-        finalize_model_grads([ddp], pg_collection={"tp": peers})
-        finalize_model_grads([ddp], pg_collection={"tp": peers})  # a second call changes nothing
+        model = nn.ParameterDict({"both": torch.ones(200).double()})
+        model.both.sequence_parallel = model.both.average_gradients_across_tp_domain = True
+        ddp = DistributedDataParallel(SHARDED, model, groups=over(replicas))
+        backward((1.0 + 2 * tp) * model.both.sum())
+        for _ in range(2):
+            finalize_model_grads([ddp], pg_collection={"tp": peers})
         return owned_values(ddp)
 
-    found = on_grid(rank_main)
-    means = [(1 + 10) / 2, (100 + 1000) / 2]  # over the data-parallel ranks, on each tensor-parallel rank
-    for tp in range(2):
-        joined: Grads = {}
-        for values in found[2 * tp : 2 * tp + 2]:
-            for name, of_name in values.items():
-                joined.setdefault(name, set()).update(of_name)
-        assert joined == {"partial": {sum(means)}, "equal": {sum(means) / 2}, "unmarked": {means[tp]}}
+    assert all(values == {"both": {2.0}} for values in on_grid(rank_main))
 
 
 @configs
