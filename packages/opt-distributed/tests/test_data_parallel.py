@@ -1,6 +1,6 @@
 """The wrapped model: gradients are means over the joined batch for any world, layout, overlap; buffers and loads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -61,48 +61,6 @@ def test_owned_gradients_are_the_mean_over_the_joined_batch(
 
     seen = run_threads(size, rank_main)
     assert seen == [NUMEL] * size if not config.use_distributed_optimizer else sum(seen) == NUMEL
-
-
-@pytest.mark.parametrize("name", ["flat, overlap", "replicated, overlap"])
-@pytest.mark.parametrize("skips", [(0, 1), (1, 1), (1, 0)], ids=["rank 1 skips", "both skip", "rank 0 skips"])
-@pytest.mark.parametrize("first_skips", [True, False], ids=["learned skipping", "learned not skipping"])
-def test_a_parameter_that_a_forward_did_not_use_counts_as_zero(
-    name: str, skips: tuple[int, int], first_skips: bool
-) -> None:
-    tokens = batch(0, 4)
-
-    def joined(net: Net, skipping: Sequence[int]) -> Tensor:
-        losses = [loss_of(net, part, skip=bool(skip)) for part, skip in zip(tokens.chunk(2), skipping, strict=True)]
-        return torch.stack(losses).mean()
-
-    plans = [skips if first_skips else (0, 0), skips, (0, 0), skips]
-    expected = [expected_grads(partial(joined, skipping=plan)) for plan in plans]
-
-    def rank_main(comm: ThreadComm) -> None:
-        ddp = DistributedDataParallel(CASES[name][0], Net(), groups=over(comm))
-        for plan, grads in zip(plans, expected, strict=True):
-            backward(loss_of(ddp, tokens.chunk(2)[comm.rank], skip=bool(plan[comm.rank])))
-            ddp.finish_grad_sync()
-            check_owned(ddp, grads)
-            ddp.zero_grad_buffer()
-
-    run_threads(2, rank_main)
-
-
-def test_two_backward_passes_in_every_iteration_are_learned_in_the_first() -> None:
-    tokens = batch(0, 4)
-    expected = expected_grads(lambda net: 2 * loss_of(net, tokens))
-
-    def rank_main(comm: ThreadComm) -> None:
-        ddp = DistributedDataParallel(OVERLAP, Net(), groups=over(comm))
-        for _ in range(3):
-            for _ in range(2):
-                backward(loss_of(ddp, tokens.chunk(2)[comm.rank]))
-            ddp.finish_grad_sync()
-            check_owned(ddp, expected)
-            ddp.zero_grad_buffer()
-
-    run_threads(2, rank_main)
 
 
 KEPT = {

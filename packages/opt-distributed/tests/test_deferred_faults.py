@@ -47,18 +47,7 @@ def the_side_stream_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(queues.Queue, "wait_event", lambda queue, event: None if queue.name == "side" else wait(queue, event))
 
 
-def nobody_waits_for_buckets(*numbers: int) -> Patch:
-    """The scratch of the first of three is filled again, and that of the last is given back."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        finish = InFlight.finish
-        ends = tuple(map(str, numbers))
-        patch.setattr(InFlight, "finish", lambda flight: None if flight._what.endswith(ends) else finish(flight))
-
-    return plant
-
-
-def nobody_waits_for_the_side_stream(patch: pytest.MonkeyPatch) -> None:
+def nobody_waits_for_a_flight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InFlight, "finish", lambda flight: None)
 
 
@@ -89,14 +78,11 @@ FAULTS: dict[str, tuple[Patch, Program, int]] = {  # how to plant it; in which p
     "nobody waits for parameters": (nobody_waits_for_parameters, SHARDS, 1),
     "a stage does not wait for the one before": (a_stage_does_not_wait, INSTANCES, 2),
     "sums in fp32 do not wait for what they add": (a_stage_does_not_wait, IN_FP32, 1),
-    "nobody waits for the exchange": (nobody_waits_for_the_side_stream, OWNERS, 1),
-    "nobody waits for the side stream": (nobody_waits_for_the_side_stream, INSTANCES, 2),
+    "nobody waits for the side stream": (nobody_waits_for_a_flight, INSTANCES, 2),
     "the side stream does not wait for gradients": (the_side_stream_does_not_wait, IN_FP32, 1),
     "scratch of another stream": (scratch_of_another_stream(SumInFp32), IN_FP32, 1),
     "a chunk of another stream": (scratch_of_another_stream(SumToOwners), OWNERS, 1),
-    "a bucket is filled too early": (nobody_waits_for_buckets(0), in_the_step, 1),
-    "a bucket of instances is filled too early": (nobody_waits_for_buckets(0), in_the_step, 2),
-    "nobody waits for the last buckets": (nobody_waits_for_buckets(1, 2), in_the_step, 1),
+    "a bucket is filled and freed too early": (nobody_waits_for_a_flight, in_the_step, 1),
 }
 
 

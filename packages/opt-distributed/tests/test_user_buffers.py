@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,22 +147,6 @@ def test_groups_of_other_kinds_are_refused_on_every_rank() -> None:
     assert all(message in found for found in run_threads(2, rank_main))
 
 
-class Registers:
-    """torch 2.6's NCCL backend."""
-
-    def register_mem_pool(self, pool: object) -> None: ...
-
-
-@dataclass
-class StandIn:
-    """A process group with this backend."""
-
-    backend: object
-
-    def _get_backend(self, device: torch.device) -> object:
-        return self.backend
-
-
 def test_only_backends_that_allocate_and_register_memory_on_cuda_are_accepted() -> None:
     """A real gloo group of one rank, and stand-ins for NCCL's."""
     cuda = torch.device("cuda")
@@ -174,8 +159,9 @@ def test_only_backends_that_allocate_and_register_memory_on_cuda_are_accepted() 
         ):
             with pytest.raises(ProcessGroupError, match=message):
                 nccl_backend(other, device)
-        comm.group = StandIn(Registers())  # type: ignore[assignment]
+        backend: Any = SimpleNamespace(register_mem_pool=None)  # of torch 2.6
+        comm.group = SimpleNamespace(_get_backend=lambda device: backend)  # type: ignore[assignment]
         with pytest.raises(ProcessGroupError, match="has no allocator of NCCL memory; set nccl_ub=False, or install"):
             nccl_backend(comm, cuda)
-        comm.group = StandIn(Backend())  # type: ignore[assignment]
-        assert nccl_backend(comm, cuda) is comm.group.backend  # type: ignore[attr-defined]
+        backend = Backend()
+        assert nccl_backend(comm, cuda) is backend
