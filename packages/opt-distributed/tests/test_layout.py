@@ -207,6 +207,13 @@ def test_no_parameters_make_no_buckets() -> None:
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 
+
+def test_whole_parameters_go_to_the_rank_with_the_least_cost_that_has_no_more_than_its_share() -> None:
+    layout = whole_layout(matrices((32, 32), *[(2, 1024)] * 3), num_shards=2)
+    owned = [[piece.id.name for _, piece in layout.owned(rank)] for rank in range(2)]
+    assert owned == [["w0", "w1"], ["w3", "w2"]]
+
+
 LLAMA_405B_TP8_PP16 = matrices(*[(2304, 16384), (16384, 2048), (13312, 16384), (16384, 6656)] * 8)
 DEEPSEEK_V3_DENSE = matrices(
     *[(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384), (36864, 7168), (7168, 18432)] * 3
