@@ -75,3 +75,8 @@ CHOICES = [
 @pytest.mark.parametrize(("given", "choice", "expected"), CHOICES, ids=lambda value: str(value)[:60])
 def test_each_choice_follows_from_the_fields(given, choice, expected):
     assert getattr(OptimizerConfig(**given), choice) == expected
+
+
+def test_choices_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OptimizerConfig().precision.remainder = True
