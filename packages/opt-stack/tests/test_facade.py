@@ -15,18 +15,9 @@ from torch.profiler import profile
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm.threads import ThreadComm
-from opt_stack import StepResult, get_optimizer
+from opt_stack import get_optimizer
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)
-
-
-def torch_adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, "weight_decay": 0.1, **options})
-
-
-def assert_trains_alike(ours: nn.Module, theirs: nn.Module) -> None:
-    # The same arithmetic in another grouping of operations: one rounding, 2**-24, a step, of weights of order one.
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -75,42 +66,6 @@ def test_a_parameter_that_is_unfrozen_too_late_is_reported_once() -> None:
         train(model, optimizer, range(1))
 
 
-TYPES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (torch.float32, {}),
-    "bf16": (torch.bfloat16, {"bf16": True}),
-    "fp16": (torch.float16, {"fp16": True, "initial_loss_scale": 8.0}),
-    "zeros": (torch.float32, {"log_num_zeros_in_grad": True}),
-}
-
-
-@pytest.mark.parametrize(("dtype", "changes"), TYPES.values(), ids=TYPES)
-def test_a_step_gives_the_same_types_whatever_is_configured(dtype: torch.dtype, changes: dict[str, Any]) -> None:
-    model = make_model(dtype)
-    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, **changes), [model])
-    for number, param in enumerate(model.parameters()):
-        param.grad = torch.ones_like(param)
-        param.grad.view(-1)[: number + 1] = 0.0
-    result = optimizer.step()
-    assert isinstance(result, StepResult)
-    assert (result.success, type(result.grad_norm)) == (True, float)
-    # The last parameter has three elements.
-    assert result.num_zeros_in_grad == (1 + 2 + 3 + 3 if "log_num_zeros_in_grad" in changes else None)
-
-
-def test_a_parameter_that_misses_a_step_counts_its_own_from_then_on() -> None:
-    """Adam's bias correction is by a parameter's own steps, as in torch."""
-    ours, theirs = make_model(), make_model()
-    optimizer, peer = get_optimizer(CONFIG, [ours], {}), torch_adamw(theirs)
-    for step in range(5):
-        for number, params in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
-            missing = (step, number) in {(2, 1), (3, 2)}
-            for param in params:
-                param.grad = None if missing else torch.full_like(param, (step - 2.5) * (number + 1))
-        assert optimizer.step().success
-        peer.step()
-    assert_trains_alike(ours, theirs)
-
-
 def test_a_closure_runs_once_with_gradients_enabled_before_the_step() -> None:
     model, other = make_model(), make_model()
     optimizer = get_optimizer(CONFIG, [model], {})
@@ -135,15 +90,14 @@ def test_a_closure_whose_loss_is_not_scaled_is_refused(read: str, loss_scale: fl
     """In Lightning with fp16=True, gradients were divided by a scale that no loss had: the model hardly learned."""
     model = make_model(torch.float16)
     optimizer = get_optimizer(OptimizerConfig(lr=1e-2, fp16=True, loss_scale=loss_scale), [model], {})
-    scales = {
+    scales: dict[str, Any] = {
         "scale_loss": optimizer.scale_loss,
         "get_loss_scale": lambda loss: loss * optimizer.get_loss_scale()[0],
-        "": None,
     }
     optimizer.scale_loss(torch.zeros(()))  # in an earlier iteration
 
     def closure() -> float:
-        backward(model, 0, scale=scales[read])
+        backward(model, 0, scale=scales.get(read))
         return 0.0
 
     before = weights(model)
@@ -153,19 +107,6 @@ def test_a_closure_whose_loss_is_not_scaled_is_refused(read: str, loss_scale: fl
     with pytest.raises(ValueError, match=r"the closure has not called optimizer.scale_loss\(loss\); call it before"):
         optimizer.step(closure)
     assert_equal(weights(model), before)
-
-
-def test_the_halves_of_a_step_make_a_step() -> None:
-    model, other = make_model(), make_model()
-    halves, whole = get_optimizer(CONFIG, [model], {}), get_optimizer(CONFIG, [other], {})
-    for step in range(3):
-        for each in (model, other):
-            each.zero_grad()
-            backward(each, step)
-        assert halves.prepare_grads() is False
-        assert halves.step_with_ready_grads() is True
-        assert halves.get_grad_norm() == whole.step().grad_norm
-    assert_equal(weights(model), weights(other))
 
 
 def test_after_a_step_that_overflowed_no_gradients_are_ready() -> None:
@@ -181,21 +122,6 @@ def test_after_a_step_that_overflowed_no_gradients_are_ready() -> None:
     ):
         with pytest.raises(RuntimeError, match="no gradients are ready"):
             ask()
-
-
-def test_a_norm_above_the_threshold_refuses_the_step() -> None:
-    model = make_model()
-    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, grad_norm_skip_threshold=2.0), [model])
-    before = weights(model)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    result = optimizer.step()
-    assert result.success is False
-    assert result.grad_norm == pytest.approx(math.sqrt(sum(p.numel() for p in model.parameters())))
-    assert_equal(weights(model), before)
-    optimizer.zero_grad()
-    backward(model, 0)
-    assert optimizer.step().success is True
 
 
 def test_the_spans_have_megatron_cores_names() -> None:
@@ -231,25 +157,16 @@ SCHEDULERS: dict[str, Any] = {
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_torchs_schedulers_drive_it(scheduler: Any) -> None:
     ours, theirs = make_model(), make_model()
-    optimizers = [get_optimizer(CONFIG, [ours], {}), torch_adamw(theirs)]
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizers = [get_optimizer(CONFIG, [ours], {}), adamw]
     schedulers = [scheduler(optimizer) for optimizer in optimizers]
     for step in range(6):
         for model, optimizer, schedule in zip((ours, theirs), optimizers, schedulers, strict=True):
             train(model, optimizer, range(step, step + 1))
             schedule.step()
         assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
-    assert_trains_alike(ours, theirs)
-
-
-def test_live_edits_of_groups_count_from_the_next_step() -> None:
-    ours, theirs = make_model(), make_model()
-    optimizers = [get_optimizer(CONFIG, [ours], {}), torch_adamw(theirs)]
-    edits: list[dict[str, Any]] = [{}, {"lr": 3e-3}, {"betas": (0.5, 0.9)}, {"weight_decay": 0.7}, {"eps": 1e-3}]
-    for step, edit in enumerate(edits):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.param_groups[0].update(edit)
-            train(model, optimizer, range(step, step + 1))
-    assert_trains_alike(ours, theirs)
+    # The same arithmetic in another grouping of operations: one rounding, 2**-24, a step, of weights of order one.
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
 
 
 def test_a_learning_rate_may_be_a_tensor() -> None:

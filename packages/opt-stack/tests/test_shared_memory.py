@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from parity import sharded_state
 from stack_models import backward, over, train
 from torch import nn
 
-from opt_checkpoint import load, save, sharded_model
+from opt_checkpoint import load, save
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm.threads import ThreadComm
@@ -24,15 +25,8 @@ def tied(*, frozen: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Seq
     torch.manual_seed(0)
     first, second = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
     second.weight = nn.Parameter(first.weight.data, requires_grad=not frozen)
-    model = nn.Sequential(first, nn.Tanh(), second)
-    return model.to(dtype) if dtype is torch.float32 else _converted(model, dtype)
-
-
-def _converted(model: nn.Sequential, dtype: torch.dtype) -> nn.Sequential:
-    data = model[0].weight.data.to(dtype)
-    for layer in (model[0], model[2]):
-        layer.weight.data = data
-    return model
+    first.weight.data = second.weight.data = first.weight.data.to(dtype)
+    return nn.Sequential(first, nn.Tanh(), second)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -167,16 +161,12 @@ def test_codes_of_channels_last_parameters_are_saved_and_loaded(narrow: dict[str
     model, optimizer = built(config, torch.channels_last)
     step(model, optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
-    weights = sharded_model(model)
-    save({"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, tmp_path / "saved")
+    save(sharded_state(model, optimizer), tmp_path / "saved")
     step(model, optimizer, 1)
     wanted = [param.detach().clone() for param in model.parameters()]
     for memory_format in (torch.channels_last, torch.contiguous_format):
         other, resumed = built(config, memory_format)
-        weights = sharded_model(other)
-        state = load(
-            {"model": weights, "optimizer": resumed.sharded_state_dict(weights)}, tmp_path / "saved", dtype="cast"
-        ).state
+        state = load(sharded_state(other, resumed), tmp_path / "saved", dtype="cast").state
         resumed.load_state_dict(state["optimizer"])
         step(other, resumed, 1)
         for param, value in zip(other.parameters(), wanted, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity import sharded_state
 from torch import Tensor, nn
 
 from opt_checkpoint import CheckpointManager, load, save, sharded_model
@@ -140,8 +141,7 @@ def test_a_stale_checkpoint(tmp_path: Path) -> None:
     optimizer.stats_every(1, directory=tmp_path)
     for first, last in ((1, 6), (7, 12)):
         train(model, optimizer, range(first, last + 1))
-        described = sharded_model(model)
-        save({"model": described, "optimizer": optimizer.sharded_state_dict(described)}, tmp_path / f"step-{last}")
+        save(sharded_state(model, optimizer), tmp_path / f"step-{last}")
     train(model, optimizer, range(13, 16))
     optimizer.recorder.write("end")
 
@@ -167,10 +167,9 @@ def test_a_recording_is_written_when_state_is_saved_and_after_an_error(tmp_path:
     optimizer.stats_every(2, directory=tmp_path)
     file = tmp_path / "recording" / "0001" / "rank0.jsonl"
     manager = CheckpointManager(tmp_path, in_background=False)
-    described = sharded_model(model)
     for last in (3, 6):
         train(model, optimizer, range(last - 2, last + 1))
-        manager.save(last, {"optimizer": optimizer.sharded_state_dict(described)})
+        manager.save(last, sharded_state(model, optimizer))
     head, *lines = map(json.loads, file.read_text().splitlines())
     assert head["end"] == "state was saved"
     assert [line["step"] for line in lines] == [1, 3, 5]
