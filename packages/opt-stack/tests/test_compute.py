@@ -173,13 +173,9 @@ def test_it_is_refused_when_it_is_planned(case: str) -> None:
     assert str(caught.value) == message
 
 
-def test_query_groups_that_are_cut_do_no_harm_where_they_are_gathered_or_not_split() -> None:
-    cut = meta((24, 8), TP, **QKV)
-    assert plan(DUPLICATED, cut)
-    assert plan(BLOCKWISE, cut, split_qkv=False)
-
-
-def test_heads_are_whole_where_they_are_gathered_or_dealt() -> None:
+def test_query_groups_and_heads_may_be_cut_where_they_are_gathered_dealt_or_not_split() -> None:
+    assert plan(DUPLICATED, meta((24, 8), TP, **QKV))
+    assert plan(BLOCKWISE, meta((24, 8), TP, **QKV), split_qkv=False)
     assert plan(DUPLICATED, meta((24, 8), TP, split_sizes=(20, 4)))
     assert plan(SOAPRule(), meta((24, 8), FSDP, head_rows=8))
     assert plan(BLOCKWISE, meta((32, 8), TP, head_rows=8), split_qkv=False)

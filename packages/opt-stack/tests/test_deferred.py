@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from stack_models import assert_equal
+from stack_models import assert_equal, make_model, train, weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -14,11 +14,6 @@ from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConf
 from opt_kernels.hooks import CautiousDecay
 from opt_stack import DistributedDataParallel, ParamKey, get_optimizer
 from opt_stack.adapters import DeferredOptimizer
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def replace_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -36,13 +31,9 @@ def replace_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
         group["params"] = [new[name] for name in of_group]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> dict[str, Tensor]:
-    for step in steps:
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> dict[str, Tensor]:
+    train(model, optimizer, steps)
+    return weights(model)
 
 
 def config(**fields: object) -> OptimizerConfig:
@@ -53,29 +44,29 @@ def config(**fields: object) -> OptimizerConfig:
 @pytest.mark.parametrize("rule", ["adam", "muon", "schedule_free"])
 def test_it_trains_as_the_optimizer_of_the_final_parameters(rule: str, is_replaced: bool) -> None:
     expected = make_model()
-    want = train(expected, get_optimizer(config(optimizer=rule), [expected]))
+    want = trained(expected, get_optimizer(config(optimizer=rule), [expected]))
     model = make_model()
     optimizer = DeferredOptimizer(config(optimizer=rule), model)
     optimizer.load_state_dict(optimizer.state_dict())  # what Accelerate does at once
     if is_replaced:
         replace_parameters(model, optimizer)
     assert optimizer._built is None
-    assert_equal(train(model, optimizer), want)
+    assert_equal(trained(model, optimizer), want)
 
 
 def test_attributes_of_replaced_parameters_still_choose_their_rule() -> None:
     model = make_model()
     model[2].weight.is_embedding_or_output_parameter = True
-    model[4].weight.is_qkv = False
+    model[0].weight.is_qkv = False
     optimizer = DeferredOptimizer(config(), model)
     replace_parameters(model, optimizer)
     assert not hasattr(model[2].weight, "is_embedding_or_output_parameter")
-    model[4] = nn.Sequential(model[4])  # as regional compilation and activation checkpointing do
-    train(model, optimizer)
+    model[0] = nn.Sequential(model[0])  # as regional compilation and activation checkpointing do
+    train(model, optimizer, range(3))
     assert "momentum_buffer" not in optimizer.state[model[2].weight]
-    assert "momentum_buffer" in optimizer.state[model[0].weight]
+    assert "momentum_buffer" in optimizer.state[model[0][0].weight]
     assert model[2].weight.is_embedding_or_output_parameter
-    assert model[4][0].weight.is_qkv is False
+    assert model[0][0].weight.is_qkv is False
 
 
 def test_a_schedule_made_of_it_goes_on_when_it_is_built() -> None:
@@ -97,15 +88,15 @@ def test_a_state_saved_before_the_first_step_is_the_state_before_the_first_step(
 ) -> None:
     saved_model, model = make_model(), make_model()
     saved = copy.deepcopy(DeferredOptimizer(config(lr=2e-2), saved_model).state_dict())
-    want = train(saved_model, get_optimizer(config(lr=2e-2), [saved_model]))
+    want = trained(saved_model, get_optimizer(config(lr=2e-2), [saved_model]))
     optimizer = DeferredOptimizer(config(), model)
     if is_replaced:
         replace_parameters(model, optimizer)
     if is_stepped:
-        train(model, optimizer)
+        train(model, optimizer, range(3))
     model.load_state_dict(make_model().state_dict())
     optimizer.load_state_dict(saved)
-    assert_equal(train(model, optimizer), want)
+    assert_equal(trained(model, optimizer), want)
 
 
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
@@ -143,7 +134,7 @@ def test_torchs_checkpoints_of_a_new_one_hold_its_state_and_fill_a_new_one(
         return model, optimizer
 
     unbroken = make_model()
-    want = train(unbroken, get_optimizer(config(), [unbroken]), range(4))
+    want = trained(unbroken, get_optimizer(config(), [unbroken]), range(4))
     first, saving = made()
     train(first, saving, range(steps_before_save))
     saved = copy.deepcopy(get_optimizer_state_dict(first, saving))
@@ -153,7 +144,7 @@ def test_torchs_checkpoints_of_a_new_one_hold_its_state_and_fill_a_new_one(
     assert to_fill["state"].keys() == saved["state"].keys() == dict(resumed.named_parameters()).keys()
     assert {float(of_param["step"]) for of_param in saved["state"].values()} == {float(steps_before_save)}
     set_optimizer_state_dict(resumed, loading, saved)
-    assert_equal(train(resumed, loading, range(steps_before_save, 4)), want)
+    assert_equal(trained(resumed, loading, range(steps_before_save, 4)), want)
 
 
 def test_hooks_are_recorded_and_state_dict_hooks_are_called() -> None:
@@ -213,8 +204,8 @@ def test_placeholders_later_replacements_copies_and_new_groups_are_refused() -> 
 def test_weights_to_evaluate_with_are_those_of_the_rule() -> None:
     model = make_model()
     optimizer = DeferredOptimizer(config(optimizer="schedule_free"), model)
-    trained = train(model, optimizer)
+    last = trained(model, optimizer)
     optimizer.eval()
-    assert any((param != trained[name]).any() for name, param in model.named_parameters())
+    assert any((param != last[name]).any() for name, param in model.named_parameters())
     optimizer.train()
-    assert_equal(train(model, optimizer, range(0)), trained)
+    assert_equal(weights(model), last)

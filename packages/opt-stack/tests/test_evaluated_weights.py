@@ -1,7 +1,5 @@
 """`eval()` of rules that evaluate other weights than they train, with any hooks."""
 
-import copy
-
 import pytest
 import torch
 from stack_models import assert_equal, make_model, train, weights
@@ -29,24 +27,6 @@ def test_a_hook_around_the_rule_leaves_evaluation_as_it_is(hooks: tuple[Hook, ..
         optimizer.step()
     optimizer.train()
     assert_equal(weights(model), trained)
-
-
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
-def test_a_state_dict_of_evaluation_mode_holds_the_trained_weights(hooks: tuple[Hook, ...]) -> None:
-    model = make_model()
-    optimizer = get_optimizer(SCHEDULE_FREE, [model], hooks=hooks)
-    train(model, optimizer, range(2))
-    optimizer.eval()
-    saved, shown = copy.deepcopy(optimizer.state_dict()), weights(model)
-    again = make_model()
-    other = get_optimizer(SCHEDULE_FREE, [again], hooks=hooks)
-    again.load_state_dict(shown)
-    other.load_state_dict(saved)
-    assert_equal(weights(again), shown)
-    for resumed, resumed_optimizer in ((model, optimizer), (again, other)):
-        resumed_optimizer.train()
-        train(resumed, resumed_optimizer, range(2, 4))
-    assert_equal(weights(again), weights(model))
 
 
 @pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)

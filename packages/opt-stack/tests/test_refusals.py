@@ -50,24 +50,6 @@ CASES = {
         {"model": on_meta},
         "'0.weight' is on the meta device, where it has no values; call model.to_empty(device=...) and initialise the ",
     ),
-    "unknown optimizer": (
-        {"optimizer": "adma"},
-        "optimizer='adma' is unknown; allowed are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
-        "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'adam' or 'adan'?",
-    ),
-    "first chunk early without a second": (
-        {
-            "model": wrapped(use_distributed_optimizer=True, overlap_param_gather=True),
-            "use_distributed_optimizer": True,
-            "overlap_param_gather": True,
-            "overlap_param_gather_with_optimizer_step": True,
-        },
-        "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped",
-    ),
-    "matrices cut": (
-        {"optimizer": "muon", "use_distributed_optimizer": True},
-        "optimizer='muon' needs whole matrices, but use_distributed_optimizer=True (FlatShards) cuts parameters ",
-    ),
     "coupled decay of SOAP": (
         {"optimizer": "soap", "decoupled_weight_decay": False},
         "decoupled_weight_decay=False: optimizer='soap' supports only decoupled decay; leave it at True",
@@ -100,14 +82,6 @@ CASES = {
     "sharded without its role": (
         {"pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None, expt_dp=None), "use_distributed_optimizer": True},
         "pg_collection lacks intra_dist_opt (all ranks of one optimizer instance): needed where optimizer state is ",
-    ),
-    "overlap of a plain chunk": (
-        {"use_distributed_optimizer": True, "overlap_param_gather": True},
-        "overlap_param_gather=True, but model chunk 0 is a plain Sequential: gathers overlap with the forward of a ",
-    ),
-    "a wrapper that shards otherwise": (
-        {"model": wrapped(), "use_distributed_optimizer": True},
-        "OptimizerConfig has use_distributed_optimizer=True, but model chunk 0 was wrapped with use_distributed_optimi",
     ),
     "a parameter with holes": (
         {"model": with_holes},
