@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from stack_models import over
+from stack_models import assert_equal, over, weights
 from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Comm, Roles, device
-from opt_distributed.comm.collectives import Pending
+from opt_distributed.comm import Alone, Comm, Roles
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_kernels.quantized import quantize_linears_, quantized
 from opt_stack import DistributedDataParallel, Optimizer, QKClip, get_optimizer
@@ -42,8 +41,7 @@ class Model(nn.Module):
         }
         numbers = torch.Generator().manual_seed(5)
         for name, shape in shapes.items():
-            value = torch.randn(shape, generator=numbers)
-            self.register_parameter(name, nn.Parameter(value.to(dtype)))
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=numbers).to(dtype)))
 
     def forward(self, scale: float) -> Tensor:
         numbers = torch.Generator().manual_seed(6)
@@ -93,6 +91,10 @@ def factors(alpha: float, threshold: float = 100.0) -> dict[str, Tensor]:
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
 
 
+def scaled_by(rows: Tensor, value: Tensor) -> Tensor:
+    return value.double() * rows.view(-1, *[1] * (value.dim() - 1))
+
+
 def step(chunk: nn.Module, optimizer: Optimizer, scale: float) -> None:
     chunk(scale).backward()
     assert optimizer.step().success
@@ -116,42 +118,31 @@ HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "bf16 parameters with fp32 mains": (BF16, {"bf16": True}),
-    "main values on the host": (BF16, {"bf16": True, **HOST}),
     "fp16": (torch.float16, {"fp16": True, "loss_scale": 8.0}),
     "remainders": (BF16, {"bf16": True, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True}),
 }
 
 
-class Queued(device.Device):
-    """Host memory that counts as an accelerator's, so that main values on the host are copies."""
-
-    is_asynchronous = True
-
-
 @pytest.mark.parametrize("alpha", [0.5, 0.25, 0.0, 1.0])
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_of_each_head_are_scaled_as_the_formula_says(
-    mode: str, alpha: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_each_head_are_scaled_as_the_formula_says(mode: str, alpha: float) -> None:
     """Then a step without gradients: main values were scaled too, so nothing springs back."""
     dtype, fields = MODES[mode]
-    if "host" in mode:
-        monkeypatch.setattr(device, "device_of", lambda _: Queued())
     model = Model(dtype)
     chunk, optimizer = build(model, over(Alone()), **fields)
     clip = QKClip(optimizer, layers_of(model), alpha=alpha)
     step(chunk, optimizer, 1.0)
-    mains = {id.name: held.piece.main.value().double().clone() for id, held in optimizer._held.items()}
+    before = [main.double().clone() for main in optimizer.get_parameters()]
     assert clip(logits_here(Alone())) == 400.0
-    for name, param in model.named_parameters():
-        rows = factors(alpha)[name].view(-1, *[1] * (param.dim() - 1))
-        main = next(held.piece.main.value() for id, held in optimizer._held.items() if id.name == name)
-        check_close(main, mains[name] * rows, f"main values of {name}")
+    scaled = zip(model.named_parameters(), before, optimizer.get_parameters(), strict=True)
+    for (name, param), was, main in scaled:
+        expected = scaled_by(factors(alpha)[name], was)
+        check_close(main, expected, f"main values of {name}")
         assert torch.equal(param, main.to(dtype)) or mode == "remainders"
-        check_close(param.detach(), mains[name] * rows, name)
-    after = [param.detach().clone() for param in model.parameters()]
+        check_close(param.detach(), expected, name)
+    after = weights(model)
     step(chunk, optimizer, 0.0)
-    assert all(map(torch.equal, after, model.parameters()))
+    assert_equal(weights(model), after)
 
 
 FLAT = {"use_distributed_optimizer": True}
@@ -176,7 +167,7 @@ def test_every_layout_has_the_weights_of_one_process(name: str) -> None:
     wrapper, fields = LAYOUTS[name]
     dtype = BF16 if fields.get("bf16") else torch.float32
 
-    def rank_main(comm: Comm) -> list[list[Tensor]]:
+    def rank_main(comm: Comm) -> list[dict[str, Tensor]]:
         model = Model(dtype)
         chunk, optimizer = build(model, over(comm), wrapper, **fields)
         clip = QKClip(optimizer, layers_of(model), alpha=0.25)
@@ -184,14 +175,12 @@ def test_every_layout_has_the_weights_of_one_process(name: str) -> None:
         for scale in (1.0, 0.5):
             step(chunk, optimizer, scale)
             assert clip(logits_here(comm)) == 400.0
-            found.append([param.detach().clone() for param in model.parameters()])
+            found.append(weights(model))
         return found
 
     expected = rank_main(Alone())
-    assert not torch.equal(expected[0][0], Model(dtype).qkv)
-    for found in run_threads(2, rank_main):
-        for of_step, expected_of_step in zip(found, expected, strict=True):
-            assert all(map(torch.equal, of_step, expected_of_step))
+    assert not torch.equal(expected[0]["qkv"], Model(dtype).qkv)
+    assert_equal(run_threads(2, rank_main), [expected] * 2)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
@@ -217,49 +206,7 @@ def test_weights_in_fp8_are_quantised_anew_from_the_scaled_main_values(recipe: s
         assert not torch.equal(stored.values().double(), before)
         return [stored.codes.clone(), stored.scales.clone()]
 
-    expected = rank_main(Alone())
-    for found in run_threads(2, rank_main):
-        assert all(map(torch.equal, found, expected))
-
-
-class Landing:
-    """A gather that writes the values read at its start, including this rank's shard, when it is awaited."""
-
-    def __init__(self, full: Tensor, shard: Tensor):
-        self.full, self.taken = full, shard.clone()
-
-    def wait(self) -> None:
-        self.full[: self.taken.numel()].copy_(self.taken)
-
-
-class SlowGathers(Alone):
-    """The first of two ranks; the other one never changes anything."""
-
-    size = 2
-
-    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        return Landing(full, shard)
-
-    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
-        return super().reduce_scatter_(shard, full[: shard.numel()], async_op=async_op)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value] * 2
-
-
-def test_a_gather_under_way_does_not_bring_back_what_was_clipped() -> None:
-    model = Model()
-    chunk, optimizer = build(model, over(SlowGathers()), {**GATHERS, "bucket_size": 30}, **GATHERS)
-    clip = QKClip(optimizer, layers_of(model))
-    step(chunk, optimizer, 0.0)
-    owned = {id.name: held.piece for id, held in optimizer._held.items()}
-    before = {name: piece.main.value().double().clone() for name, piece in owned.items()}
-    clip([LOGITS] * 3)
-    assert len(owned) > 4
-    for name, piece in owned.items():
-        rows = factors(0.5)[name].repeat_interleave(IN if len(piece.param.shape) > 1 else 1)[piece.of_param]
-        value = piece.main.value()
-        check_close(value, before[name] * rows.view(value.shape), name)
+    assert_equal(run_threads(2, rank_main), [rank_main(Alone())] * 2)
 
 
 class TensorParallel(nn.Module):
@@ -267,11 +214,9 @@ class TensorParallel(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        whole = Model()
-        for name, param in whole.named_parameters():
+        for name, value in weights(Model()).items():
             is_cut = name not in ("key", "key_bias", "mlp")
-            value = param.detach().chunk(2)[rank].clone() if is_cut else param.detach().clone()
-            self.register_parameter(name, nn.Parameter(value))
+            self.register_parameter(name, nn.Parameter(value.chunk(2)[rank].clone() if is_cut else value))
             if is_cut:
                 self.get_parameter(name).tensor_model_parallel = True  # type: ignore[attr-defined]
                 self.get_parameter(name).partition_dim = 0  # type: ignore[attr-defined]
@@ -291,8 +236,7 @@ def test_tensor_parallel_ranks_scale_their_own_heads(gives_all: bool) -> None:
     models = run_threads(2, rank_main)
     whole = Model()
     for name, rows in factors(0.5).items():
-        param = whole.get_parameter(name).detach()
-        expected = param.double() * rows.view(-1, *[1] * (param.dim() - 1))
+        expected = scaled_by(rows, whole.get_parameter(name).detach())
         found = [model.get_parameter(name).detach() for model in models]
         if name in ("key", "key_bias", "mlp"):
             assert torch.equal(*found)
@@ -306,12 +250,12 @@ def test_pipeline_stages_clip_their_own_layers_and_know_the_largest_logit() -> N
 
     def rank_main(comm: ThreadComm) -> list[bool]:
         model = Model()
-        before = [param.detach().clone() for param in model.parameters()]
+        before = weights(model)
         _, optimizer = build(model, over(Alone(), everyone=comm))
         layers = [layers_of(model)[:1], layers_of(model)[1:], []][comm.rank]
         logits = [LOGITS if comm.rank == 0 else LOGITS / 10 for _ in layers]
         assert QKClip(optimizer, layers)(logits) == 400.0
-        return [torch.equal(*pair) for pair in zip(before, model.parameters())]
+        return [torch.equal(param, before[name]) for name, param in model.named_parameters()]
 
     first, second, third = run_threads(3, rank_main)
     assert first == [False, False] + [True] * 6
@@ -380,13 +324,13 @@ def test_logits_that_do_not_fit_on_one_rank_are_refused_on_all_and_clip_nothing(
         model = Model()
         _, optimizer = build(model, over(stages[comm.rank // 2][comm.rank % 2], everyone=comm))
         clip = QKClip(optimizer, of(model) if comm.rank < 2 else [])
-        before = [param.detach().clone() for param in model.parameters()]
+        before = weights(model)
         for given, message in WRONG:
             expected = message if comm.rank == 1 else "max_logits do not fit the layers of QKClip on another rank"
             with pytest.raises(ValueError, match=expected):
                 clip([[LOGITS], given, []][comm.rank])
-            assert all(map(torch.equal, before, model.parameters()))
+            assert_equal(weights(model), before)
         assert clip([[LOGITS], [LOGITS], []][comm.rank]) == 400.0
-        assert (comm.rank < 2) == (not torch.equal(before[2], model.query))
+        assert (comm.rank < 2) == (not torch.equal(before["query"], model.query))
 
     run_threads(3, rank_main)
