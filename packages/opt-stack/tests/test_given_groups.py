@@ -4,7 +4,6 @@ from threading import local
 from typing import Any
 
 import pytest
-import torch
 from stack_models import assert_equal, backward, make_model, train, weights
 
 import opt_stack.megatron as megatron
@@ -14,14 +13,6 @@ from opt_distributed.comm import Comm
 from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, min_lr=1e-4)
-
-
-def test_the_factorys_own_groups_give_the_factorys_optimizer() -> None:
-    model, other = make_model(), make_model()
-    groups = megatron._get_param_groups([model], CONFIG, None)
-    train(model, get_optimizer_based_on_param_groups(CONFIG, [model], groups), range(4))
-    train(other, get_optimizer(CONFIG, [other]), range(4))
-    assert_equal(weights(model), weights(other))
 
 
 def test_torchs_groups_are_completed_from_the_configuration_and_left_as_they_are() -> None:
@@ -155,13 +146,3 @@ def test_what_one_rank_cannot_do_is_refused_on_every_rank(
             megatron._get_param_groups([model], OptimizerConfig(optimizer="muon"), overrides)
 
     run_threads(2, rank_main)
-
-
-def test_a_matrix_rule_gets_matrices_only() -> None:
-    groups = megatron._get_param_groups([make_model()], OptimizerConfig(lr=1e-2, optimizer="muon"), {})
-    assert {group["optimizer"]: {p.dim() for p in group["params"]} for group in groups} == {"muon": {2}, "adam": {1}}
-
-
-def test_an_error_of_the_configuration_comes_before_any_group() -> None:
-    with pytest.raises(ConfigError, match="optimizer='adma' is unknown"):
-        megatron._get_param_groups([torch.nn.Linear(2, 2)], OptimizerConfig(optimizer="adma"), None)

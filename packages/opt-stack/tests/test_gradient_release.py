@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stack_models import over
+from stack_models import assert_equal, over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
@@ -101,8 +101,7 @@ def test_weights_and_state_have_the_bits_of_the_ordinary_step(name: str) -> None
     assert [success for success, _ in found] == [True] * 4
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-12)
     assert released.get_grad_norm() == found[-1][1]
-    for one, other in zip(weights(model, optimizer), weights(released_model, released), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(weights(released_model, released), weights(model, optimizer))
 
 
 def test_norms_by_group_are_those_of_the_ordinary_step() -> None:
@@ -122,13 +121,6 @@ def test_norms_by_group_are_those_of_the_ordinary_step() -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
-def test_no_gradient_is_left_when_backward_returns() -> None:
-    model, optimizer = build()
-    release_gradients(optimizer)
-    loss_of(model, 0).backward()
-    assert all(param.grad is None for param in model.parameters() if param.numel())
-
-
 def test_a_released_run_goes_on_as_an_ordinary_one_and_back() -> None:
     model, optimizer = build()
     train(model, optimizer, last=6)
@@ -139,17 +131,17 @@ def test_a_released_run_goes_on_as_an_ordinary_one_and_back() -> None:
     train(other_model, other, first=2, last=4)
     release_gradients(other)
     train(other_model, other, first=4, last=6)
-    for one, two in zip(weights(model, optimizer), weights(other_model, other), strict=True):
-        assert torch.equal(one, two)
+    assert_equal(weights(other_model, other), weights(model, optimizer))
 
 
 # --- one step off the road --------------------------------------------------------------------------------------------
 
 
-def test_a_second_backward_before_the_step_is_refused() -> None:
+def test_a_backward_leaves_no_gradient_and_a_second_one_before_the_step_is_refused() -> None:
     model, optimizer = build()
     release_gradients(optimizer)
     loss_of(model, 0).backward()
+    assert all(param.grad is None for param in model.parameters() if param.numel())
     with pytest.raises(RuntimeError, match=r"a second gradient of .* arrived before optimizer.step\(\)"):
         loss_of(model, 2).backward()
 
@@ -174,7 +166,7 @@ def test_nothing_is_updated_from_gradients_that_are_not_finite(scale: float) -> 
     success, norm, _ = optimizer.step()
     assert (success, math.isfinite(norm)) == (False, False)
     optimizer.zero_grad()
-    assert all(map(torch.equal, before, weights(model, optimizer)))
+    assert_equal(weights(model, optimizer), before)
     assert train(model, optimizer, last=1)[0][0]
 
 
