@@ -1,7 +1,6 @@
 """The documentation: its code runs and prints what it says, and it builds without a warning."""
 
 import ast
-import dataclasses
 import itertools
 import re
 import subprocess
@@ -13,16 +12,11 @@ import pytest
 import torch
 from processes import run_program
 
-from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_config.data_parallel_config import UNSUPPORTED_DATA_PARALLEL_FIELDS
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "make"))
 
 import blocks  # noqa: E402  (of docs/make, which is only now on the path)
-import tables  # noqa: E402
-from fields import fields_of  # noqa: E402
 
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)
 WITH_CODE = [page for page in PAGES if {block.language for block in blocks.blocks(page.read_text())} & blocks.RUN]
@@ -66,24 +60,6 @@ def test_a_block_that_prints_something_else_is_noticed(tmp_path: Path) -> None:
     page.write_text("```{tab-item} A\n:::\n```\n\n:::{note}\n```python\n1 / 0\n```\n:::\n")
     with pytest.raises(ZeroDivisionError):
         blocks.run(page, tmp_path)
-
-
-def test_the_page_on_rules_has_the_leaderboard_once_it_is_recorded(tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    assert "No full run" in tables.recorded(tmp_path, "leaderboard", "Losses", tmp_path / "results")
-    (tmp_path / "results" / "leaderboard.md").write_text("| rule | loss |\n")
-    (tmp_path / "results" / "leaderboard.svg").write_text('<svg ><path style="fill: #ffffff"/></svg>')
-    text = tables.recorded(tmp_path, "leaderboard", "Losses", tmp_path / "results")
-    assert "| rule | loss |" in text
-    assert "{image} /generated/leaderboard-light.svg" in text
-    assert "ffffff" in (tmp_path / "leaderboard-light.svg").read_text()
-    assert "ffffff" not in (tmp_path / "leaderboard-dark.svg").read_text()
-
-
-def test_every_field_of_the_configurations_is_explained() -> None:
-    for kind in (OptimizerConfig, DistributedDataParallelConfig):
-        names = {field.name for field in dataclasses.fields(kind)} - UNSUPPORTED_DATA_PARALLEL_FIELDS.keys()
-        assert names - {field.name for field in fields_of(kind)} == set()
 
 
 @pytest.mark.nightly

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import outcomes
-import pytest
 
 SUPPORT = Path(outcomes.__file__).parent
 EXAMPLE = """
@@ -41,7 +40,19 @@ def record(folder: Path, name: str, *options: str, with_extra: bool) -> dict[str
     """What a run of pytest over the three files records."""
     for file, text in {"test_example.py": EXAMPLE, "test_file.py": FILE, "test_whole.py": ALL_MARKED}.items():
         (folder / file).write_text(text.format(with_extra=with_extra))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "outcomes", f"--outcomes={name}.json", *options, "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-p",
+        "outcomes",
+        f"--outcomes={name}.json",
+        *options,
+        ".",
+    ]
     environment = {"PYTHONPATH": str(SUPPORT), "PYTHONDONTWRITEBYTECODE": "1", "PATH": ""}
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout
@@ -49,26 +60,12 @@ def record(folder: Path, name: str, *options: str, with_extra: bool) -> dict[str
     return found
 
 
-@pytest.mark.parametrize(
-    "workers", [["-n", "2"], pytest.param([], marks=pytest.mark.nightly)], ids=["two workers", "one process"]
-)
-def test_what_no_run_selects_is_named_with_the_reason_of_its_skip(tmp_path: Path, workers: list[str]) -> None:
-    alone = record(tmp_path, "alone", *workers, with_extra=False)
+def test_what_no_run_selects_is_named_with_the_reason_of_its_skip(tmp_path: Path) -> None:
+    alone = record(tmp_path, "alone", with_extra=False)
     tests = {f"test_example.py::test_{name}" for name in ("marked", "forgotten", "backends[triton]")}
     assert outcomes.never_ran([alone]).keys() == tests | {"test_file.py", "test_whole.py"}
-    together = record(tmp_path, "together", *workers, "-m", "needs_extra", with_extra=True)
+    together = record(tmp_path, "together", "-m", "needs_extra", with_extra=True)
     left = outcomes.never_ran([alone, together])
     assert left.keys() == {"test_example.py::test_forgotten", "test_file.py::test_forgotten"}
     assert all("extra is not installed" in reason for reason in left.values())
     assert "test_example.py::test_slow" in record(tmp_path, "night", "--nightly", with_extra=True)["ran"]
-
-
-def test_the_command_fails_on_a_test_that_ran_nowhere(tmp_path: Path) -> None:
-    def status(skipped: dict[str, str]) -> int:
-        (tmp_path / "run.json").write_text(json.dumps({"ran": ["a.py::b"], "skipped": skipped, "deselected": []}))
-        command = [sys.executable, outcomes.__file__, str(tmp_path / "run.json")]
-        return subprocess.run(command, capture_output=True, check=False).returncode
-
-    assert status({"a.py::c": "Skipped: the yaml extra is not installed"}) == 1
-    assert status({"a.py::b": "Skipped: the yaml extra is not installed"}) == 0
-    assert status({"a.py::c": "Skipped: could not import 'lightning': No module named 'lightning'"}) == 0

@@ -1,4 +1,4 @@
-"""Planted faults: every kind is drawn and can be compiled, and a fault is noticed or named."""
+"""Planted faults: one is noticed by the tests that call the changed function, or named."""
 
 from pathlib import Path
 
@@ -17,22 +17,6 @@ from opt_x.scaling import scaled
 def test_scaled():
     assert scaled([7, 1, 2]) == [3, 6, 8]
 """
-
-
-def test_every_kind_of_fault_is_found_and_changes_what_runs() -> None:
-    faults = plant_faults.faults_in(SOURCE, "x.py")
-    kinds = "comparison, arithmetic, constant, dropped statement, swapped arguments, negated condition, slice"
-    assert {fault.kind for fault in faults} == {*kinds.split(", ")}
-    for fault in faults:
-        changed = plant_faults.planted(SOURCE, fault)
-        assert changed != SOURCE
-        compile(changed, "x.py", "exec")
-    assert all("list[int]" not in fault.before for fault in faults)  # annotations
-
-
-def test_a_fault_of_a_seed_is_the_same_in_every_run() -> None:
-    faults = [plant_faults.draw(plant_faults.ROOT, 3, number) for number in (0, 1, 0)]
-    assert faults[0] == faults[2] != faults[1]
 
 
 @pytest.mark.nightly

@@ -82,30 +82,7 @@ def problems(table: str, readmes: dict[str, str]) -> Iterator[str]:
                 yield f"{name} promises without a row: {item}"
 
 
-# --- tests ---
-
-README = """# X\n\n## What you can rely on\n
-- **Nothing is lost.** Not even [once](there).
-- **Everything** is
-  found.\n
-## Limits\n\n- None.
-"""
-HEAD = "## R\n\n| promise | test | runs |\n|---|---|---|\n"
-HERE = "integration_tests/project/test_promises.py::test_the_table_has_every_promise_and_names_tests_that_exist"
-
-
-def found(*rows: str) -> list[str]:
-    return list(problems(HEAD + "".join(f"| {row} |\n" for row in rows), {"R": README}))
-
-
 def test_the_table_has_every_promise_and_names_tests_that_exist() -> None:
-    assert list(problems(TABLE.read_text(), {name: (ROOT / name).read_text() for name in READMES})) == []
-
-
-def test_a_wrong_row_and_a_missing_one_are_named() -> None:
-    good, lost = f"Everything is found. | `{HERE}` | default", f"Nothing is lost. | `{HERE}` | default"
-    assert found(lost, good) == []
-    assert found(good) == ["R promises without a row: Nothing is lost. Not even once."]
-    assert found(lost.replace("default", "nightly"), good) == [f"{HERE} runs in the default tier, not nightly"]
-    assert found(lost.replace(HERE, f"{HERE}_x"), good) == [f"no test {HERE}_x"]
-    assert found(lost, good, f"All is well. | `{HERE}` | default") == ["R does not say: All is well."]
+    readmes = {name: (ROOT / name).read_text() for name in READMES}
+    assert list(problems(TABLE.read_text(), readmes)) == []
+    assert len(list(problems("", readmes))) > 30  # without rows

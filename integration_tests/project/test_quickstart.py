@@ -1,6 +1,5 @@
 """The quickstart: stopped and resumed runs agree, its output reads well in a file, and what it suggests works."""
 
-import io
 import json
 import re
 import subprocess
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from progress import Progress
 
 pytestmark = pytest.mark.nightly
 EXAMPLE = Path(__file__).parents[2] / "examples/quickstart.py"
@@ -78,14 +76,3 @@ def test_a_folder_of_another_program_is_not_deleted(tmp_path: Path, monkeypatch:
     with pytest.raises(SystemExit, match="is neither empty nor a folder of an earlier quickstart"):
         quickstart.main()
     assert (tmp_path / "checkpoints").exists()
-
-
-def test_a_file_gets_a_line_every_few_steps_and_one_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    stream = io.StringIO()
-    progress = Progress(0, 7, every=3, stream=stream)
-    for step in range(7):
-        progress.show(step, f"loss {step}")
-    lines = [line.split("  ")[:2] for line in stream.getvalue().splitlines()]
-    assert lines == [["step 3/7", "loss 2"], ["step 6/7", "loss 5"], ["step 7/7", "loss 6"]]
-    assert not {"\r", "\x1b"} & {*stream.getvalue()}
