@@ -24,15 +24,6 @@ def test_the_examples_of_a_module_are_true(path: Path) -> None:
     assert result.attempted > 0
 
 
-@pytest.mark.parametrize("name", ["shapes", "curves", "compose", "recipes"])
-def test_every_public_curve_has_an_example(name: str) -> None:
-    module = importlib.import_module(f"opt_scheduler.{name}")
-    functions = [f for f in vars(module).values() if callable(f) and getattr(f, "__module__", "") == module.__name__]
-    public = [f for f in functions if not f.__name__.startswith("_") and not isinstance(f, type)]
-    assert public
-    assert [f.__name__ for f in public if ">>>" not in (f.__doc__ or "")] == []
-
-
 @pytest.mark.parametrize("package", ["opt-config", "opt-paramgroups"])
 def test_the_programs_of_a_package_print_what_its_page_says(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
