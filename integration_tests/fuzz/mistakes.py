@@ -7,17 +7,11 @@ is a failure of the case, and so is a mistake that goes through, or that only so
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from fuzz.cases import MATRIX_RULES, Case, Mistake, is_trained
-
-
-class Kind(NamedTuple):
-    reason: str  # why it cannot be right
-    fits: Callable[[Case], bool]  # whether it is a mistake in this case
-    mistake: Mistake
 
 
 def _is_unknown(case: Case) -> bool:
@@ -37,87 +31,72 @@ def _buckets_differ(case: Case) -> bool:
     return case.setup.wrapped and case.setup.overlap_grads and is_world and case.setup.num_buckets is None
 
 
-KINDS = (
-    Kind(
-        "nobody can guess which ranks hold the other parts of a matrix, or copies of an expert",
-        _is_unknown, Mistake(words="pg_collection", groups_none=True),
-    ),
-    Kind(
-        "Newton-Schulz needs whole matrices, and flat shards cut them",
-        _needs_whole, Mistake(words="whole matrices", fields=(("use_distributed_optimizer", True),)),
-    ),
-    Kind(
-        "Lion supports only decoupled weight decay",
-        lambda case: case.rule == "lion",
-        Mistake(words="decoupled_weight_decay", fields=(("decoupled_weight_decay", False),)),
-    ),
-    Kind(
-        "SGD has no second moment that could be kept in fewer bits",
+def _mistake(words: str, *, rank: int | None = None, ddp: dict[str, Any] | None = None, **fields: Any) -> Mistake:
+    """`ddp`: fields of the wrapper's configuration; `fields`: of the optimizer's."""
+    return Mistake(words=words, fields=tuple(fields.items()), ddp_fields=tuple((ddp or {}).items()), rank=rank)
+
+
+# Why each is a mistake, in which cases it is one, and the mistake.
+KINDS: tuple[tuple[Callable[[Case], bool], Mistake], ...] = (
+    # Nobody can guess which ranks hold the other parts of a matrix, or copies of an expert.
+    (_is_unknown, Mistake(words="pg_collection", groups_none=True)),
+    # Newton-Schulz needs whole matrices, and flat shards cut them.
+    (_needs_whole, _mistake("whole matrices", use_distributed_optimizer=True)),
+    # Lion supports only decoupled weight decay.
+    (lambda case: case.rule == "lion", _mistake("decoupled_weight_decay", decoupled_weight_decay=False)),
+    # SGD has no second moment that could be kept in fewer bits.
+    (
         lambda case: case.rule == "sgd" and case.overrides == () and case.numbers in ("bf16", "fp16_constant"),
-        Mistake(
-            words="exp_avg_sq_dtype",
-            fields=(("use_precision_aware_optimizer", True), ("exp_avg_sq_dtype", torch.bfloat16)),
-        ),
+        _mistake("exp_avg_sq_dtype", use_precision_aware_optimizer=True, exp_avg_sq_dtype=torch.bfloat16),
     ),
-    Kind(
-        "gathers overlap with the forward of a wrapper, and the chunks are plain",
+    # Gathers overlap with the forward of a wrapper, and the chunks are plain.
+    (
         lambda case: case.setup.is_sharded and not case.setup.wrapped,
-        Mistake(words="overlap_param_gather", fields=(("overlap_param_gather", True),)),
+        _mistake("overlap_param_gather", overlap_param_gather=True),
     ),
-    Kind(
-        "there is no other chunk to step while the first is gathered",
+    # There is no other chunk to step while the first is gathered.
+    (
         lambda case: case.setup.overlap_gather and case.setup.sharding == "flat" and case.setup.chunks == 1,
-        Mistake(
-            words="overlap_param_gather_with_optimizer_step",
-            fields=(("overlap_param_gather_with_optimizer_step", True),),
-        ),
+        _mistake("overlap_param_gather_with_optimizer_step", overlap_param_gather_with_optimizer_step=True),
     ),
-    Kind(
-        "the optimizer shards what the wrapper does not",
+    # The optimizer shards what the wrapper does not.
+    (
         lambda case: case.setup.wrapped and case.setup.sharding == "flat" and not case.setup.gathers_with_step,
-        Mistake(
-            words="use_distributed_optimizer",
-            ddp_fields=tuple(
-                (name, False) for name in ("use_distributed_optimizer", "overlap_param_gather", "align_param_gather")
-            ),
+        _mistake(
+            "use_distributed_optimizer",
+            ddp={"use_distributed_optimizer": False, "overlap_param_gather": False, "align_param_gather": False},
         ),
     ),
-    Kind(
-        "ranks step by different rates",
-        lambda case: case.setup.grid.size > 1, Mistake(words="lr", fields=(("lr", 0.5),), rank=1),
-    ),
-    Kind(
-        "a rank does not know the optimizer",
-        lambda case: case.setup.grid.size > 1, Mistake(words="optimizer", fields=(("optimizer", "adma"),), rank=0),
-    ),
-    Kind(
-        "replicas cut their buffers into different buckets",
-        _buckets_differ, Mistake(words="bucket_size", ddp_fields=(("bucket_size", 11),), rank=0),
-    ),
-    Kind(
-        "gradients are averaged in the collective and divided by tokens",
+    # Ranks step by different rates.
+    (lambda case: case.setup.grid.size > 1, _mistake("lr", lr=0.5, rank=1)),
+    # A rank does not know the optimizer.
+    (lambda case: case.setup.grid.size > 1, _mistake("optimizer", optimizer="adma", rank=0)),
+    # Replicas cut their buffers into different buckets.
+    (_buckets_differ, _mistake("bucket_size", ddp={"bucket_size": 11}, rank=0)),
+    # Gradients are averaged in the collective and divided by tokens.
+    (
         lambda case: case.setup.per_token,
-        Mistake(
-            words="average_in_collective",
-            ddp_fields=(("average_in_collective", True), ("reduce_scatter_with_fp32_accumulation", False)),
+        _mistake(
+            "average_in_collective", ddp={"average_in_collective": True, "reduce_scatter_with_fp32_accumulation": False}
         ),
     ),
-    Kind(
-        "only shards are summed in fp32 on the way",
+    # Only shards are summed in fp32 on the way.
+    (
         lambda case: case.setup.wrapped and not case.setup.is_sharded,
-        Mistake(
-            words="reduce_scatter_with_fp32_accumulation",
-            ddp_fields=(
-                ("reduce_scatter_with_fp32_accumulation", True), ("average_in_collective", False),
-                ("grad_reduce_in_fp32", False),
-            ),
+        _mistake(
+            "reduce_scatter_with_fp32_accumulation",
+            ddp={
+                "reduce_scatter_with_fp32_accumulation": True,
+                "average_in_collective": False,
+                "grad_reduce_in_fp32": False,
+            },
         ),
     ),
-)  # fmt: skip
+)
 
 
 def with_mistake(rng: random.Random, case: Case) -> Case:
-    fitting = [kind.mistake for kind in KINDS if kind.fits(case)]
+    fitting = [mistake for fits, mistake in KINDS if fits(case)]
     if not fitting:
         return case
     mistake = rng.choice(fitting)

@@ -72,10 +72,7 @@ class LossScale:
 
 
 def expect(case: Case) -> list[ExpectedStep]:
-    held = {
-        param.name: Expected(first_weight(case, param), torch.zeros(param.shape, dtype=torch.float64))
-        for param in case.params
-    }
+    held = {name: Expected(main, slack) for name, (main, slack) in first_weights(case).items()}
     first = case.scale if case.numbers.startswith("fp16") else 1.0
     scale = LossScale(first, case.window, case.hysteresis, case.numbers == "fp16")
     return [_step(case, held, scale, step) for step in range(case.steps)]

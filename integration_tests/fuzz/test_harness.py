@@ -1,4 +1,4 @@
-"""The fuzz itself: the oracle is independent of the project, seeds give the same cases, planted faults are noticed."""
+"""The fuzz itself: what it expects does not come from the project, and planted faults are noticed."""
 
 import ast
 import re
@@ -14,10 +14,8 @@ from opt_distributed.buffers import SyncedBuffer
 from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.pieces import Main
-from opt_distributed.step import Scaler, Stepper
+from opt_distributed.step import Scaler
 from opt_stack import build
-
-SEEDS = range(40)
 
 
 @pytest.mark.parametrize("module", ["cases", "drawing", "gradients", "mistakes", "oracle"])
@@ -26,21 +24,6 @@ def test_what_expects_imports_nothing_of_the_project(module: str) -> None:
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     lines = "\n".join(map(ast.unparse, nodes))
     assert re.findall(r"opt_|(?:fuzz\.|fuzz import )(?!cases|gradients|mistakes)\w+", lines) == []
-
-
-def test_a_seed_draws_the_same_case_again() -> None:
-    assert [repr(draw(seed)) for seed in SEEDS] == [repr(draw(seed)) for seed in SEEDS]  # NaN is not equal to itself
-
-
-def test_a_report_names_the_case_and_the_command_that_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stepper, "step_with_ready_grads", lambda self, groups: True)
-    found = next(filter(None, map(check_seed, SEEDS)))
-    seed = found.split()[1].rstrip(":")
-    assert found.endswith(f"again: pytest integration_tests/fuzz --fuzz-seed {seed}")
-    assert check_seed(int(seed)) == found
-
-
-# --- planted faults ---------------------------------------------------------------------------------------------------
 
 
 def without_last_rank(comm: Any, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Any:

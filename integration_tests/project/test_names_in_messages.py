@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -64,13 +65,8 @@ def defined() -> dict[str, set[str]]:
 
 def resolves(dotted: str) -> bool:
     """Whether an absolute dotted name can be imported, regardless of which part of it is a module."""
-    first, *rest = dotted.split(".")
     try:
-        here: object = importlib.import_module(first)
-        for depth, part in enumerate(rest, start=2):
-            if not hasattr(here, part):
-                importlib.import_module(".".join(dotted.split(".")[:depth]))
-            here = getattr(here, part)
+        pkgutil.resolve_name(dotted)
     except (ImportError, AttributeError):
         return False
     return True

@@ -1,13 +1,13 @@
 """A `Comm` that records its collectives in order of issue: kind, bytes, elements."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opt_distributed.comm import Comm, Op
-from opt_distributed.comm.collectives import Pending, Sizes
+from opt_distributed.comm import Comm
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,48 +19,32 @@ class Call:
     numel: int
 
 
+def recorded(method: str) -> Callable[..., Any]:
+    """The method of `inner`, which is appended to `calls`."""
+
+    def call(self: "RecordingComm", *tensors: Tensor, **options: Any) -> Any:
+        largest = max(tensors, key=Tensor.numel)
+        self.calls.append(Call(method.removesuffix("_"), largest.numel() * largest.element_size(), largest.numel()))
+        return getattr(self.inner, method)(*tensors, **options)
+
+    return call
+
+
 class RecordingComm:
     """Forwards every call to `inner`, and appends it to `calls`."""
 
     def __init__(self, inner: Comm):
         self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
         self.calls: list[Call] = []
         self.allocated: list[int] = []  # bytes of each buffer
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
+    all_reduce_, reduce_scatter_, all_gather_ = map(recorded, ("all_reduce_", "reduce_scatter_", "all_gather_"))
+    all_to_all_, broadcast_ = map(recorded, ("all_to_all_", "broadcast_"))
 
     def of(self, kind: str) -> list[Call]:
         """The recorded calls of one kind, in order of issue."""
         return [call for call in self.calls if call.kind == kind]
-
-    def _note(self, kind: str, x: Tensor) -> None:
-        self.calls.append(Call(kind, x.numel() * x.element_size(), x.numel()))
-
-    def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        self._note("all_reduce", x)
-        return self.inner.all_reduce_(x, op=op, async_op=async_op)
-
-    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
-        self._note("reduce_scatter", full)
-        return self.inner.reduce_scatter_(shard, full, async_op=async_op)
-
-    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        self._note("all_gather", full)
-        return self.inner.all_gather_(full, shard, async_op=async_op)
-
-    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
-        self._note("all_to_all", x if x.numel() >= out.numel() else out)
-        return self.inner.all_to_all_(out, x, sizes=sizes, async_op=async_op)
-
-    def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
-        self._note("broadcast", x)
-        self.inner.broadcast_(x, src=src)
 
     def gather_objects(self, value: Any) -> list[Any]:
         self.calls.append(Call("gather_objects", 0, 0))
