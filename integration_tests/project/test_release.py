@@ -1,4 +1,4 @@
-"""What is published: one version, siblings pinned exactly, links that an index can follow, one command to install."""
+"""What is published: one version, siblings pinned exactly, links that an index can follow; and where tests run."""
 
 import ast
 import importlib
@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.name for path in ROOT.glob("packages/opt-*"))
-LOWEST_FIRST = ["config", "scheduler", "paramgroups", "kernels", "checkpoint", "distributed", "stack"]
 
 
 def load_stage() -> Any:
@@ -34,14 +33,6 @@ def declared(package: str) -> set[str]:
     """The sibling packages that `package` depends on directly."""
     lines = project_of(ROOT / "packages" / package)["dependencies"]
     return {re.split(r"[>=<]", line)[0] for line in lines if line.startswith("opt-")}
-
-
-def siblings(package: str) -> list[str]:
-    """`package` and all sibling packages it depends on, lowest first, without the prefix `opt-`."""
-    needed = {package}
-    while more := set().union(*map(declared, needed)) - needed:
-        needed |= more
-    return [name for name in LOWEST_FIRST if f"opt-{name}" in needed]
 
 
 def test_packages_have_one_version_and_a_tag_needs_it_and_every_change_in_a_changelog(
@@ -91,19 +82,6 @@ def test_the_commands_of_a_package_exist(package: str) -> None:
     for target in project_of(ROOT / "packages" / package).get("scripts", {}).values():
         module, name = target.split(":")
         assert callable(getattr(importlib.import_module(module), name))
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_readme_installs_the_package_from_a_checkout_by_one_command(package: str) -> None:
-    """By any shell: dash expands no braces."""
-    readme = (ROOT / "packages" / package / "README.md").read_text()
-    if package == "opt-stack":
-        pages = (readme, *((ROOT / page).read_text() for page in ("README.md", "docs/install.md")))
-        assert all("\npython -m pip install ./packages/opt-*\n" in page for page in pages)
-    else:
-        (command,) = re.findall(r"^python -m pip install((?:[ \\\n]*\./packages/\S+)+)", readme, re.MULTILINE)
-        assert re.findall(r"\./packages/opt-(\S+)", command) == siblings(package)
-    assert "\npip install opt-" not in readme
 
 
 # --- sessions and workflows -------------------------------------------------------------------------------------------

@@ -1,10 +1,5 @@
 """Ranks as processes: what threads cannot show, such as process groups, DTensors, FSDP2, lost ranks and exit statuses.
 
-- `run_processes` runs a function on every rank of a gloo world.
-- `run_jobs` runs several functions in one world.
-- `run_program` runs a script as torchrun does.
-- `start` starts a process that a test may kill; `join_world` makes it a rank.
-
 All of them are forked from a server that has imported torch and our packages, and computed nothing: a started
 interpreter spends about five seconds on these imports. This module imports none of our packages.
 """

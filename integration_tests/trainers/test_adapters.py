@@ -271,29 +271,27 @@ class _InOrder(transformers.Trainer):
         return torch.utils.data.SequentialSampler(_Rows())
 
 
-def train_with_hf_trainer(output: Path, resume: str | None, uses_factory: bool) -> Trained:
+def run_hf_trainer(
+    kind: Any, model: nn.Module, rows: Any, output: Path, *, resume: bool, built: dict[str, Any], **options: Any
+) -> Any:
+    """A run on a CPU that saves a checkpoint; or resumes from the one in `output`."""
+    options |= {"report_to": [], "save_steps": SAVED_AT, "disable_tqdm": True, "use_cpu": True}
+    arguments = transformers.TrainingArguments(output_dir=str(output), **options)
+    trainer = kind(model=model, args=arguments, train_dataset=rows, **built)
+    trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED_AT}") if resume else None)
+    return trainer
+
+
+def train_with_hf_trainer(output: Path, resume: bool, uses_factory: bool) -> Trained:
     """One run of the HF Trainer over DDP, which is given an optimizer, or builds the stack itself."""
     model = _HfToy()
-    chosen: dict[str, Any] = {"optimizer_cls_and_kwargs": (StackFactory, {"config": CONFIG})}
+    built: dict[str, Any] = {"optimizer_cls_and_kwargs": (StackFactory, {"config": CONFIG})}
     if not uses_factory:
         optimizer = make_optimizer(model)
-        chosen = {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))}
-    arguments = transformers.TrainingArguments(
-        output_dir=str(output),
-        num_train_epochs=1,
-        per_device_train_batch_size=ROWS // dist.get_world_size(),
-        max_grad_norm=MAX_NORM,
-        lr_scheduler_type="constant",
-        use_cpu=True,
-        ddp_backend="gloo",
-        report_to=[],
-        save_strategy="steps",
-        save_steps=SAVED_AT,
-        disable_tqdm=True,
-        logging_steps=1,
-    )
-    trainer = _InOrder(model=model, args=arguments, train_dataset=_Rows(), **chosen)
-    trainer.train(resume_from_checkpoint=resume)
+        built = {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))}
+    options: dict[str, Any] = {"max_grad_norm": MAX_NORM, "lr_scheduler_type": "constant", "ddp_backend": "gloo"}
+    options |= {"num_train_epochs": 1, "per_device_train_batch_size": ROWS // dist.get_world_size()}
+    trainer = run_hf_trainer(_InOrder, model, _Rows(), output, resume=resume, built=built, logging_steps=1, **options)
     norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
     return Trained(whole_weights(model.layers), norms)
 
@@ -301,10 +299,9 @@ def train_with_hf_trainer(output: Path, resume: str | None, uses_factory: bool) 
 def with_hf_trainer(folder: Path, uses_factory: bool) -> tuple[Trained, Trained]:
     """The uninterrupted run, and one that resumes from its checkpoint."""
     as_launched()
-    uninterrupted = train_with_hf_trainer(folder / "one", None, uses_factory)
+    uninterrupted = train_with_hf_trainer(folder, False, uses_factory)
     dist.barrier()  # rank 0 writes the checkpoints
-    checkpoint = folder / "one" / f"checkpoint-{SAVED_AT}"
-    return uninterrupted, train_with_hf_trainer(folder / "two", str(checkpoint), uses_factory)
+    return uninterrupted, train_with_hf_trainer(folder, True, uses_factory)
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -317,40 +314,27 @@ def test_attributes_of_parameters_that_accelerate_replaced_still_choose_their_ru
     assert run_processes(2, rules_after_fsdp2) == [["muon", "adam", "adam", "adam"]] * 2
 
 
-def hf_run(folder: Path, *, resume: bool = False, with_schedule: bool = False) -> Any:
+def train_gpt2(folder: Path, *, resume: bool = False, with_schedule: bool = False) -> Any:
     """A small GPT-2 trained by the Trainer for 6 steps with Muon on its hidden matrices."""
     torch.manual_seed(0)
     shape = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **dropouts))
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(32, (24, 8))]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=6,
-        per_device_train_batch_size=4,
-        lr_scheduler_type="linear",
-        report_to=[],
-        save_steps=3,
-        disable_tqdm=True,
-        use_cpu=True,
-    )
     config = OptimizerConfig(optimizer="muon", lr=1e-2, clip_grad=0.0)
-    built: dict[str, Any]
+    built: dict[str, Any] = {"optimizer_cls_and_kwargs": (StackFactory, {"config": config})}
     if with_schedule:
         optimizer = DeferredOptimizer(config, model)
-        schedule = as_lr_scheduler(optimizer, cosine(1.0, 0.1, steps=6), relative=True)
+        schedule = as_lr_scheduler(optimizer, cosine(1.0, 0.1, steps=STEPS), relative=True)
         built = {"optimizers": (optimizer, schedule)}
-    else:
-        built = {"optimizer_cls_and_kwargs": (StackFactory, {"config": config})}
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, **built)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
-    return trainer
+    options: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 4, "lr_scheduler_type": "linear"}
+    return run_hf_trainer(transformers.Trainer, model, rows, folder, resume=resume, built=built, **options)
 
 
 @pytest.mark.parametrize("with_schedule", [False, True], ids=["the Trainer's schedule", "as_lr_scheduler"])
 def test_the_trainer_trains_gpt2_with_muon_and_resumes_bit_for_bit(tmp_path: Path, with_schedule: bool) -> None:
-    unbroken = hf_run(tmp_path, with_schedule=with_schedule)
-    resumed = hf_run(tmp_path, resume=True, with_schedule=with_schedule)
+    unbroken = train_gpt2(tmp_path, with_schedule=with_schedule)
+    resumed = train_gpt2(tmp_path, resume=True, with_schedule=with_schedule)
     for (name, weight), other in zip(unbroken.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(weight, other), name
     groups = unbroken.optimizer.optimizer.param_groups
