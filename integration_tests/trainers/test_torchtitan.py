@@ -1,5 +1,6 @@
 """torchtitan 0.3.0: its checkpoints of `StackOptimizers` on two ranks load on one, for every rule that it accepts."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -158,10 +159,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     results = run_jobs(2, two)
     hybrid = {f"hybrid {kind}": Job(saved, (CONFIGS[kind], str(folder / f"hybrid {kind}"))) for kind in HYBRID}
     results |= run_jobs(4, hybrid)
-    for kind in CONFIGS:
-        results[f"alone {kind}"] = [resumed(CONFIGS[kind], str(folder / kind))]
-    for kind in HYBRID:
-        results[f"hybrid {kind}"] = [resumed(CONFIGS[kind], str(folder / f"hybrid {kind}"))]
+    results |= {f"alone {kind}": [resumed(config, str(folder / kind))] for kind, config in CONFIGS.items()}
+    results |= {f"hybrid {kind}": [resumed(CONFIGS[kind], str(folder / f"hybrid {kind}"))] for kind in HYBRID}
     for name in RULES:
         if not isinstance(results[f"save {name}"][0], str):
             results[f"alone {name}"] = [resumed(RULES[name], str(folder / name))]
@@ -177,17 +176,14 @@ def assert_close(found: list[dict[str, torch.Tensor]], config: OptimizerConfig, 
             torch.testing.assert_close(weights[name], weight, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("where", ["alone", "resumed", "from alone"])
+@pytest.mark.parametrize(
+    ("where", "kind"), [*itertools.product(("alone", "resumed", "from alone"), CONFIGS), *zip(["hybrid"] * 2, HYBRID)]
+)
 def test_a_run_saved_by_torchtitan_and_loaded_on_other_ranks_is_the_run_never_stopped(
     worlds: dict[str, list[Any]], where: str, kind: str
 ) -> None:
+    """`hybrid`: replicas of shards save what one process loads."""
     assert_close(worlds[f"{where} {kind}"], CONFIGS[kind], units=4)
-
-
-@pytest.mark.parametrize("kind", HYBRID)
-def test_replicas_of_shards_save_what_one_process_loads(worlds: dict[str, list[Any]], kind: str) -> None:
-    assert_close(worlds[f"hybrid {kind}"], CONFIGS[kind], units=4)
 
 
 @pytest.mark.parametrize("name", RULES)
