@@ -21,6 +21,13 @@ def test_its_two_commands_name_sessions_that_exist() -> None:
     assert all(f"def {name}(session" in (ROOT / "noxfile.py").read_text() for name in names)
 
 
+def test_pages_install_from_the_checkout() -> None:
+    """On an index, names of ours could be anybody's."""
+    for path in (ROOT / "README.md", ROOT / "docs/install.md", *ROOT.glob("packages/*/README.md")):
+        assert re.search(r"^python -m pip install[ \\\n]*\./packages/", path.read_text(), re.MULTILINE), path
+        assert "\npip install opt-" not in path.read_text(), path
+
+
 def test_a_package_s_readme_has_at_most_1500_words() -> None:
     words = {path.parent.name: len(path.read_text().split()) for path in ROOT.glob("packages/*/README.md")}
     assert {name for name, count in words.items() if count > 1500} == set()

@@ -26,13 +26,9 @@ class Grid(NamedTuple):
 
 def run_grid(rank_main: Callable[[Grid], Any], *, tp: int = 2, dp: int = 2) -> list[Any]:
     """Run `rank_main(grid)` on every rank; ranks are threads."""
-    tp_worlds, dp_worlds = [World(tp) for _ in range(dp)], [World(dp) for _ in range(tp)]
-
-    def start(world: ThreadComm) -> Any:
-        of_dp, of_tp = divmod(world.rank, tp)
-        return rank_main(Grid(ThreadComm(tp_worlds[of_dp], of_tp), ThreadComm(dp_worlds[of_tp], of_dp), world))
-
-    return run_threads(tp * dp, start)
+    tps = comms_of([list(range(first, first + tp)) for first in range(0, tp * dp, tp)])
+    dps = comms_of([list(range(first, tp * dp, tp)) for first in range(tp)])
+    return run_threads(tp * dp, lambda world: rank_main(Grid(tps[world.rank], dps[world.rank], world)))
 
 
 class Part(nn.Module):
