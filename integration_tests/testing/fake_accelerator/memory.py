@@ -24,9 +24,13 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+_ALONE = torch.empty(1)
+_OF_QUERY = torch._C._storage_Use_Count(_key(_ALONE)) - 1  # in newer versions of torch, a query counts itself
+
+
 def _num_references(key: int) -> int:
     """Tensors that share a storage."""
-    return int(torch._C._storage_Use_Count(key)) - 1  # less the one of this query
+    return int(torch._C._storage_Use_Count(key)) - _OF_QUERY
 
 
 class Memory:
@@ -100,7 +104,7 @@ class Memory:
         """Free memory that only queued tasks still refer to. Called for each task, so without `_num_references`."""
         count, dropped, on_host = torch._C._storage_Use_Count, self._dropped, self._on_host
         for key, held in list(self._used.items()):  # a finalizer that reads a tensor may run in between
-            if key not in dropped and count(key) - 1 - (key in on_host) == len(held):
+            if key not in dropped and count(key) - _OF_QUERY - (key in on_host) == len(held):
                 dropped.add(key)
                 self._overwrite(held[0])
 

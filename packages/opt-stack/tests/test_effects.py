@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import world_of_one
+from processes import FSDP2_RUNS, world_of_one
 from stack_models import backward, make_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -95,6 +95,7 @@ def test_sharding_of_dtensors_alone_is_refused(name: str) -> None:
     get_optimizer(config, [mixed])  # the state of the last layer is sharded
 
 
+@pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 @pytest.mark.usefixtures("one_rank")
 def test_a_model_that_is_sharded_after_its_optimizer_was_built_is_refused_by_name() -> None:
     model = make_model()
