@@ -10,44 +10,28 @@ import torch
 from fp8_training import SHAPES, build, everything, fp8_params, make_model, same, set_grads, stored, train
 from parity import roles_over
 from processes import world_of_one
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed import run_threads
-from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer, StorageError
+from opt_distributed import GradientError, run_threads
+from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer, StorageError, UnusableGradientError
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.layout import ParamShape, flat_layout
 from opt_kernels.quantized import FP8, RECIPES, QuantizedTensor
 from opt_paramgroups import ParamId
-from opt_stack import get_optimizer
+from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.planning.report import param_bytes
 
 ZERO = {"use_distributed_optimizer": True}
-MUON = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"}
+REUSE: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}
+THROUGH: dict[str, Any] = {**ZERO, **REUSE, "wraps": True, "wrapping": {**REUSE, "bucket_size": 12_000}}
 OVERLAPPED = {**ZERO, "wraps": True, "overlap_param_gather": True, "wrapping": {"bucket_size": 12_000}}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "replicated": (2, {}),
-    "flat shards": (4, ZERO),
-    "wrapped": (2, {**ZERO, "wraps": True}),
-    "wrapped, replicated": (2, {"wraps": True}),
-    "overlapped": (2, OVERLAPPED),
-    "layer-wise": (2, MUON),
-    "layer-wise, wrapped": (2, {**MUON, "wraps": True}),
-}
 NUMEL = sum(rows * cols for rows, cols in SHAPES)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 wrapped_or_not = pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@every_recipe
-def test_one_process_and_shards_have_the_same_codes(recipe: str, layout: str) -> None:
-    ranks, options = LAYOUTS[layout]
-    rule = {name: value for name, value in options.items() if name in ("optimizer", "muon_fp32_matmul_prec")}
-    (alone,) = train(1, recipe, **rule)
-    assert all(same(run.stored, alone.stored) for run in train(ranks, recipe, **options))
 
 
 @wrapped_or_not
@@ -140,6 +124,94 @@ def test_the_plan_counts_the_bytes_of_parameters_and_state(recipe: str) -> None:
     assert optimizer.plan.state_bytes() == kept == 12 * (NUMEL + 261)  # fp32 mains and moments, also of the biases
 
 
+# --- mxfp8 gathered through the gradient buffer -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in the step", "overlapped"])
+@pytest.mark.parametrize("fp32", [True, False], ids=["fp32 gradients", "bf16 gradients"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_has_the_codes_of_one(ranks: int, fp32: bool, overlaps: bool) -> None:
+    options = {**THROUGH, "wrapping": {**THROUGH["wrapping"], "grad_reduce_in_fp32": fp32}}
+    (alone,) = train(1, "mxfp8", **options)
+    found = train(ranks, "mxfp8", **options, overlap_param_gather=overlaps)
+    assert all(same(run.stored, alone.stored) for run in found)
+
+
+def test_the_codes_are_those_of_bf16_main_values() -> None:
+    (alone,) = train(1, "mxfp8", **THROUGH)
+    for param in fp8_params(alone.model):
+        want = QuantizedTensor.of(alone.optimizer.state[param]["fp32_param"].bfloat16(), "mxfp8")
+        assert torch.equal(want.codes, param.codes)
+        assert torch.equal(want.scales, param.scales)
+
+
+def test_no_buffer_of_codes_is_made() -> None:
+    def allocated(comm: Comm, **reuse: Any) -> int:
+        recording = RecordingComm(comm)
+        build(recording, "mxfp8", wraps=True, wrapping=reuse, **ZERO, **reuse)
+        return sum(recording.allocated)
+
+    saved = run_threads(2, allocated)[0] - run_threads(2, lambda comm: allocated(comm, **REUSE))[0]
+    assert saved >= NUMEL + NUMEL // 32
+
+
+def ready(comm: Comm, **changes: Any) -> tuple[nn.Module, Any, Any]:
+    """After a step, whose gathers have overwritten the gradients."""
+    model, chunk, optimizer = build(comm, "mxfp8", **{**THROUGH, **changes})
+    set_grads(model, 0)
+    assert optimizer.step().success
+    return model, chunk, optimizer
+
+
+def used_twice(comm: Comm) -> None:
+    model, _, optimizer = ready(comm)
+    before = stored(model)
+    with pytest.raises(UnusableGradientError, match="were overwritten by the parameters of the last step"):
+        optimizer.step()
+    assert same(stored(model), before)
+    optimizer.zero_grad()
+    set_grads(model, 1)
+    assert optimizer.step().success
+
+
+def zeroed(comm: Comm) -> None:
+    model, _, optimizer = ready(comm, overlap_param_gather=True)
+    optimizer.zero_grad()
+    assert not any(param.main_grad.any() for param in model.parameters())
+    for param in fp8_params(model):
+        assert param.values().abs().amax() > 0.1  # they arrived before the gradients were zeroed
+
+
+def gathered_without_new_values(comm: Comm) -> None:
+    model, chunk, optimizer = ready(comm)
+    optimizer.zero_grad()
+    before = stored(model)
+    set_grads(model, 1)
+    chunk.start_param_sync(force_sync=True)
+    assert all(param.main_grad.any() for param in model.parameters())
+    assert same(stored(model), before)
+
+
+def loaded_over_gradients(comm: Comm) -> None:
+    """Between iterations gradients stay zero; over gradients, a load is refused."""
+    model, chunk, optimizer = ready(comm)
+    optimizer.zero_grad()
+    saved, before = optimizer.state_dict(), stored(model)
+    optimizer.load_state_dict(saved)
+    assert same(stored(model), before)
+    assert not any(param.main_grad.any() for param in model.parameters())
+    chunk(torch.randn(2, 160, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(GradientError, match=r"through gradients of bucket .* that no step has used"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("program", [used_twice, zeroed, gathered_without_new_values, loaded_over_gradients])
+def test_gradients_and_parameters_in_one_buffer_are_never_taken_for_each_other(
+    program: Callable[[Comm], None],
+) -> None:
+    run_threads(2, program)
+
+
 # --- main values ------------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +267,19 @@ def fully_sharded() -> None:
         get_optimizer(OptimizerConfig(bf16=True, fp8_recipe="tensorwise"), [model])
 
 
+def through_grads(*chunks: nn.Module, recipe: str = "mxfp8", of: Any = None) -> object:
+    """An optimizer that gathers parameters through gradients; `of`: of these parameters only."""
+    config = OptimizerConfig(bf16=True, fp8_recipe=recipe, **ZERO, **REUSE)
+    if of is not None:
+        return get_optimizer_based_on_param_groups(config, [*chunks], [{"params": of}])
+    return get_optimizer(config, [*chunks])
+
+
+def two_optimizers() -> None:
+    chunk = wrapped("mxfp8", fp8_param_gather=True, **REUSE)
+    through_grads(chunk, of=[chunk.module[0].weight])
+
+
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no recipe": (optimized("tensorwise"), ConfigError, "'0.weight' (and 2 more) is stored in fp8, but fp8_recipe=Non"),
     "another recipe": (
@@ -210,6 +295,24 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "nothing to gather": (gathered_in_fp8, ConfigError, "fp8_param_gather=True, but no parameter is stored in fp8 on"),
     "a cut": (cut_through_a_run, StorageError, "cuts runs of 32 elements that share a scale"),
     "DTensors": (fully_sharded, ConfigError, "fully_shard and other DTensors store parameters dequantised"),
+    "gradients of one configuration only": (
+        lambda: through_grads(wrapped("mxfp8", fp8_param_gather=True)), ConfigError,
+        "_param_ag=True, but model chunk 0 was wrapped with reuse_grad_buf_for_mxfp8_param_ag=False",
+    ),
+    "gradients of a plain module": (
+        lambda: through_grads(make_model("mxfp8")), ConfigError,
+        "model chunk 0 is a plain Sequential, which has no gradient buffer",
+    ),
+    "gradients with another recipe": (
+        lambda: through_grads(recipe="blockwise"), ConfigError, "_param_ag=True: needs fp8_recipe='mxfp8'"
+    ),
+    "gradients of parameters of another recipe": (
+        lambda: wrapped("blockwise", fp8_param_gather=True, **REUSE), StorageError,
+        "but fp8 parameters have the recipe 'blockwise'",
+    ),
+    "gradients of two optimizers": (
+        two_optimizers, ConfigError, "train all mxfp8 parameters with one optimizer"
+    ),
 }  # fmt: skip
 
 

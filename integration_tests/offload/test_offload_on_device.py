@@ -1,37 +1,48 @@
-"""State on the host of a device that runs its work later, which is written, saved, evaluated and clipped there.
+"""State on the host of a device that runs its work later, which is written, saved, evaluated and clipped there; and
+`offload_to_cpu` and `restore_from_cpu`: where the state is, that it is complete afterwards, and what must wait.
 
 The bits are those of a CPU. Ordinary steps: `device/test_step_on_device.py`. More orders at night.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cut_ranks
 import pytest
 import torch
 from cut_ranks import EVEN, Parts
-from fake_accelerator import run_deferred
+from fake_accelerator import DeferredComm, DeferredRank, run_deferred
 from on_device import (
     ALL,
     FLAT,
     HALF,
     NUM_ORDERS,
     OVERLAPS,
+    SHAPES,
+    SIZE,
     STEPS,
+    LaunchedRule,
     Trained,
     assert_bits_of_a_cpu,
+    built,
     iterate,
+    launch_rules_,
     launched,
     outcome,
+    queued,
     with_copies,
 )
-from parity import Case, Numbers, Spread, Wrapping
+from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
 from tp_model import cut
 
-from opt_config import OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_kernels.works import Batch, Works
 from opt_stack import Optimizer, QKClip, build, get_optimizer
 from opt_stack.qk_clip import fused_qkv
 
@@ -51,38 +62,29 @@ every_precision = pytest.mark.parametrize("numbers", PRECISIONS, ids=lambda numb
 
 
 @every_precision
-def test_a_parameter_that_the_user_writes_counts(numbers: Numbers) -> None:
+def test_what_the_user_writes_counts_and_local_state_is_saved_and_loaded(numbers: Numbers) -> None:
     """Through `.data`, which no version counter sees; where mains are a copy, `reload_model_params` announces it."""
 
     def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
         results = []
-        for step in (0, 2, 3):
+        for step in (0, 2):
             results.append(iterate(model, optimizer, step, comm))
             for param in model.parameters():
                 param.data.mul_(0.5)
             if numbers is Numbers.BF16:
                 optimizer.reload_model_params()
-        return outcome(model, optimizer, results)
-
-    assert_bits_of_a_cpu(replace(FLAT, numbers=numbers), program, on_device=OFFLOADS)
-
-
-@every_precision
-def test_local_state_is_saved_and_loaded(numbers: Numbers) -> None:
-    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
-        results = [iterate(model, optimizer, 0, comm)]
         saved = with_copies(optimizer.state_dict())
         weights = [param.detach().clone() for param in model.parameters()]
-        iterate(model, optimizer, 2, comm)
+        iterate(model, optimizer, 3, comm)
         with torch.no_grad():
             for param, value in zip(model.parameters(), weights, strict=True):
                 if param.dtype is torch.float32:  # others are written with their main values
                     param.copy_(value)
         optimizer.load_state_dict(saved)
-        results.append(iterate(model, optimizer, 3, comm))
+        results.append(iterate(model, optimizer, 4, comm))
         for param in optimizer.state:
             optimizer.state[param] = {}
-        results.append(iterate(model, optimizer, 4, comm))
+        results.append(iterate(model, optimizer, 5, comm))
         return outcome(model, optimizer, results)
 
     assert_bits_of_a_cpu(replace(FLAT, numbers=numbers), program, on_device=OFFLOADS)
@@ -148,3 +150,173 @@ def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[
     for seed in range(NUM_ORDERS):
         for found, want in zip(run_deferred(2, lambda one: train(one.comm, **OFFLOADS[0]), seed=seed), expected):
             assert all(map(torch.equal, found, want))
+
+
+BF16 = replace(FLAT, numbers=Numbers.BF16)
+
+
+class LaunchedOnMemory(LaunchedRule):
+    """A kernel is launched on memory; moving its tensors later does not affect it."""
+
+    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
+        columns = [
+            {name: getattr(works, name) for name in ("grads", "mains", "states", "outs", "remainders")}
+            for _, works in batches
+        ]
+
+        def kernel(*held: Any) -> None:
+            launched = [Batch(hyper, Works(matrices=None, **of)) for (hyper, _), of in zip(batches, held, strict=True)]
+            self._rule.update_(launched, grad_scale=grad_scale, skip=skip)
+
+        queued("update", kernel, *columns)
+
+
+launch_on_memory = partial(launch_rules_, kind=LaunchedOnMemory)
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
+    return [tensor for piece in pieces for tensor in (*piece.state.values(), *piece.main.kept())]
+
+
+def moving(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+    """The state goes to the host and comes back between every two steps, and nothing waits for that."""
+    results = []
+    for step in range(STEPS):
+        results.append(iterate(model, optimizer, step, comm))
+        if not isinstance(comm, DeferredComm):
+            continue
+        is_on_host = comm.device.memory.is_on_host
+        with comm.device.host_reads_forbidden():
+            optimizer.offload_to_cpu()
+            assert all(map(is_on_host, state_of(optimizer)))
+            torch.zeros(64).add_(1.0)  # others use the memory meanwhile
+            optimizer.restore_from_cpu()
+        assert not any(map(is_on_host, state_of(optimizer)))
+    return outcome(model, optimizer, results)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "recipe"), [*((numbers, None) for numbers in Numbers), (Numbers.BF16, "blockwise")]
+)
+def test_training_goes_on_with_the_same_bits(numbers: Numbers, recipe: str | None) -> None:
+    case = replace(FLAT, numbers=numbers)
+    assert_bits_of_a_cpu(case, moving, num_orders=4, prepare=launch_on_memory, fp8_recipe=recipe)
+
+
+def after_a_step(run: Callable[[DeferredRank, nn.Module, Optimizer], Any], size: int = 1, **fields: Any) -> Any:
+    """What `run` returns, on rank 0, of a model that has made one step on a device."""
+
+    def rank_main(one: DeferredRank) -> Any:
+        model, optimizer = built(replace(BF16, size=size), one.comm, **fields)
+        launch_on_memory(optimizer)
+        iterate(model, optimizer, 0, one.comm)
+        return run(one, model, optimizer)
+
+    return run_deferred(size, rank_main, seed=0)[0]
+
+
+def test_the_state_is_where_the_last_call_put_it_and_no_parameter_moves() -> None:
+    """Calls may come twice. One for which memory runs out leaves the state where it is, and may be made again."""
+
+    def full(*args: Any, **kwargs: Any) -> Tensor:
+        raise MemoryError
+
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
+        before, params = [tensor.clone() for tensor in state_of(optimizer)], [*map(Tensor.data_ptr, model.parameters())]
+        was_on_host, moves = False, {True: optimizer.offload_to_cpu, False: optimizer.restore_from_cpu}
+        for goes in (False, True, True, False, False, True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(*((one.device, "host_empty") if goes else (torch, "empty")), full)
+                with pytest.raises(MemoryError) if goes != was_on_host else nullcontext():
+                    moves[goes]()
+            assert {one.device.memory.is_on_host(tensor) for tensor in state_of(optimizer)} == {was_on_host}
+            storages = [tensor.untyped_storage() for tensor in state_of(optimizer)]
+            moves[goes]()
+            assert {one.device.memory.is_on_host(tensor) for tensor in state_of(optimizer)} == {goes}
+            one.device.synchronize()
+            if goes > was_on_host:  # device memory is given back: only `storages` holds it
+                assert {torch._C._storage_Use_Count(storage._cdata) for storage in storages} == {1}
+            was_on_host = goes
+        assert all(map(torch.equal, state_of(optimizer), before))
+        assert [*map(Tensor.data_ptr, model.parameters())] == params
+
+    after_a_step(run)
+
+
+def test_views_of_one_memory_stay_views_of_one_memory() -> None:
+    """Of two dtypes, at odd places and up to an odd end, and transposed."""
+
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
+        piece = next(p for unit in optimizer.stepper.units for p in unit.pieces if p.id.name.startswith("qkv"))
+        tensors = [piece.state["exp_avg"], piece.state["exp_avg_sq"], piece.main.copy]
+        memory = torch.arange(257).to(torch.uint8)
+        flat = memory[:256].view(torch.float32)
+        flat.copy_(torch.arange(64.0))
+        views = [flat[3:51].view(4, 12).T, flat[1:49].view(12, 4), memory[209:].view(12, 4)]
+        for tensor, view in zip(tensors, views, strict=True):
+            tensor.data = view
+        del memory, flat, views, view
+        before = [tensor.clone() for tensor in tensors]
+        for move in (optimizer.offload_to_cpu, optimizer.restore_from_cpu):
+            move()
+            one.device.synchronize()
+            assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+            assert [tensor.stride() for tensor in tensors] == [(1, 12), (4, 1), (4, 1)]
+        assert all(map(torch.equal, tensors, before))
+
+    after_a_step(run)
+
+
+def test_what_is_on_the_host_already_stays_as_it_is() -> None:
+    """Half of the state belongs to units of the host."""
+
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
+        is_on_host = one.device.memory.is_on_host
+        hosts = [tensor for tensor in state_of(optimizer) if is_on_host(tensor)]
+        addresses = [tensor.data_ptr() for tensor in hosts]
+        optimizer.offload_to_cpu()
+        assert all(map(is_on_host, state_of(optimizer)))
+        optimizer.restore_from_cpu()
+        one.device.synchronize()
+        assert [tensor.data_ptr() for tensor in hosts] == addresses
+        assert 0 < len(hosts) == sum(map(is_on_host, state_of(optimizer)))
+
+    after_a_step(run, SIZE, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+
+
+REFUSED: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "step": lambda model, optimizer: optimizer.step(),
+    "prepare_grads": lambda model, optimizer: optimizer.prepare_grads(),
+    "step_with_ready_grads": lambda model, optimizer: optimizer.step_with_ready_grads(),
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "load_state_dict": lambda model, optimizer: optimizer.load_state_dict({}),
+    "sharded_state_dict": lambda model, optimizer: optimizer.sharded_state_dict({}),
+    "reload_model_params": lambda model, optimizer: optimizer.reload_model_params(),
+    "get_parameters": lambda model, optimizer: optimizer.get_parameters(),
+    "eval": lambda model, optimizer: optimizer.eval(),
+    "reading state": lambda model, optimizer: optimizer.state[next(model.parameters())],
+    "writing state": lambda model, optimizer: optimizer.state.update({next(model.parameters()): {}}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_state_is_refused_until_it_is_back(name: str) -> None:
+    """Also on a CPU, where offloading copies nothing."""
+    net = Net(torch.bfloat16, SHAPES)
+    optimizer = get_optimizer(BF16.config, [net], {}, pg_collection=roles_over(Alone()))
+    net(grads_of(0, 0, 1, SHAPES)).backward()
+    before = [param.detach().clone() for param in net.parameters()]
+    optimizer.offload_to_cpu()
+    with pytest.raises(RuntimeError, match=r"call optimizer.restore_from_cpu\(\) first"):
+        REFUSED[name](net, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    optimizer.restore_from_cpu()
+    assert optimizer.step().success
+
+
+def test_a_captured_steps_state_stays_where_it_is() -> None:
+    optimizer = get_optimizer(BF16.config, [Net(torch.bfloat16, SHAPES)], {}, pg_collection=roles_over(Alone()))
+    optimizer.config.optimizer_cuda_graph = True
+    with pytest.raises(ConfigError, match="optimizer_cuda_graph=True: a captured step holds the addresses"):
+        optimizer.offload_to_cpu()

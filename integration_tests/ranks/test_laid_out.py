@@ -112,7 +112,7 @@ def test_cut_matrices_take_the_step_of_whole_ones(name: str, four: Any) -> None:
 
 
 def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Any) -> None:
-    for name in ("muon, fsdp", "adamuon, fsdp", "namo, fsdp", "soap, fsdp", "soap, tp"):
+    for name in ("muon, fsdp", "adamuon, fsdp", "namo, fsdp", "soap, fsdp", "soap of parts, fsdp", "soap, tp"):
         alone = train(*CASES[name][:2])
         vector = 2 * 9 * 3 * (name == "soap, tp")  # Adam's, which tensor parallelism repeats on the other three
         kept = sum(rank.state_numel for rank in four[name])

@@ -1,19 +1,19 @@
 """The matrix rules that the pages on rules declare: equations, layouts, checkpoints."""
 
-import importlib.util
+import importlib
 import re
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from parity import sharded_state
+from parity import roles_over, sharded_state
 from torch import Tensor, nn
 
 from opt_checkpoint import load, save
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm import Alone, Comm
 from opt_stack import Optimizer, Registry, get_optimizer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,34 +22,27 @@ OWN_RULES, PAGE = (DOCS / "own_rules.md").read_text(), (DOCS / "rules.md").read_
 (FORMULA,) = re.findall(r"```python\n(from dataclasses import dataclass.*?)```", PAGE, flags=re.DOTALL)
 (ENTRY,) = re.findall(r"```python\n(from opt_stack import RuleEntry.*?\n\)\n)", PAGE, flags=re.DOTALL)
 LOW_RANK = f"import torch\nfrom opt_kernels import Number\n{FORMULA}\n{ENTRY}"
-LR, MOMENTUM, ALONE = 0.02, 0.9, Alone()
-
-
-def imported(name: str, source: str, folder: Path) -> Any:
-    file = folder / f"{name}.py"
-    file.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+LR, MOMENTUM = 0.02, 0.9
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """The rules of the pages, imported before ranks start: they share the files."""
-    row_muon, low_rank = imported("row_muon", ROW_MUON, tmp_path), imported("low_rank", LOW_RANK, tmp_path)
-    return Registry().with_rule(row_muon.ROW_MUON).with_rule(low_rank.LOW_RANK)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = Registry()
+    for name, source in (("row_muon", ROW_MUON), ("low_rank", LOW_RANK)):
+        (tmp_path / f"{name}_of_the_page.py").write_text(source)
+        module = importlib.import_module(f"{name}_of_the_page")
+        monkeypatch.delitem(sys.modules, module.__name__)
+        found = found.with_rule(getattr(module, name.upper()))
+    return found
 
 
-def made(rules: Registry, model: nn.Module, rule: str, dp: Comm = ALONE, tp: Comm = ALONE) -> Optimizer:
-    axes, fields = Axes(dp=dp, tp=tp), {"lr": LR, "weight_decay": 0.0, "muon_momentum": MOMENTUM, "clip_grad": 0.0}
-    whole, exact = {"use_layer_wise_distributed_optimizer": dp.size > 1}, {"muon_fp32_matmul_prec": "highest"}
-    roles = Roles(dense=axes, expert=axes, everyone=tp if tp.size > 1 else dp)
-    return get_optimizer(
-        OptimizerConfig(optimizer=rule, **fields, **whole, **exact), [model], rules=rules, pg_collection=roles
-    )
+def made(rules: Registry, model: nn.Module, rule: str, comm: Comm | None = None) -> Optimizer:
+    fields = {"lr": LR, "weight_decay": 0.0, "muon_momentum": MOMENTUM, "clip_grad": 0.0}
+    fields |= {"use_layer_wise_distributed_optimizer": comm is not None, "muon_fp32_matmul_prec": "highest"}
+    roles = roles_over(comm or Alone())
+    return get_optimizer(OptimizerConfig(optimizer=rule, **fields), [model], rules=rules, pg_collection=roles)
 
 
 def models(count: int) -> list[nn.Module]:
@@ -61,16 +54,13 @@ def models(count: int) -> list[nn.Module]:
     return found
 
 
-def step(model: nn.Module, optimizer: Optimizer, number: int, tp: Comm = ALONE) -> list[Tensor]:
-    """Return the gradients of the matrices, of which each tensor-parallel rank has its rows."""
-    generator, grads = torch.Generator().manual_seed(number), []
+def step(model: nn.Module, optimizer: Optimizer, number: int) -> list[Tensor]:
+    """Return the gradients of the matrices."""
+    generator = torch.Generator().manual_seed(number)
     for param in model.parameters():
-        rows = param.shape[0] * (tp.size if param.dim() == 2 else 1)
-        whole = torch.randn(rows, *param.shape[1:], generator=generator)
-        param.grad = whole.chunk(tp.size)[tp.rank].clone() if param.dim() == 2 else whole
-        grads += [param.grad] if param.dim() == 2 else []
+        param.grad = torch.randn(param.shape, generator=generator)
     optimizer.step()
-    return grads
+    return [param.grad for param in model.parameters() if param.dim() == 2]
 
 
 def matrices(model: nn.Module) -> list[Tensor]:
@@ -136,30 +126,3 @@ def test_a_state_of_a_chosen_shape_is_resumed_by_a_state_dict_and_refused_in_ano
     state["right"] = state["right"].mT.contiguous()
     with pytest.raises(ValueError, match=r"right of '0.weight' has shape \(2, 12\), this rank's piece has \(12, 2\)"):
         other.load_state_dict(saved)
-
-
-def test_a_wrong_state_is_refused_when_built_by_the_name_of_its_parameter(tmp_path: Path) -> None:
-    source = LOW_RANK.replace("        return state\n", "        return state | {'right': torch.zeros(6, 2)}\n")
-    wrong = imported("wrong", source, tmp_path)  # right for the trial matrix (4, 6) alone
-    with pytest.raises(ValueError, match=r"'right' of '3.weight' has shape \(6, 2\) .* of shape \(8, 2\)"):
-        made(Registry().with_rule(wrong.LOW_RANK), models(1)[0], "low_rank")
-
-
-def test_parts_of_tensor_parallel_matrices_are_gathered_with_states_of_the_whole(registry: Registry) -> None:
-    whole, *several = models(3)
-    optimizer = made(registry, whole, "low_rank")
-
-    def rank_main(tp: Comm) -> list[Tensor]:
-        model = several[tp.rank]
-        for param in (param for param in model.parameters() if param.dim() == 2):
-            param.data = param.detach().chunk(2, 0)[tp.rank].clone()
-            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1  # type: ignore[attr-defined]
-        own = made(registry, model, "low_rank", tp=tp)
-        for number in range(2):
-            step(model, own, number, tp)
-        return matrices(model)
-
-    for number in range(2):
-        step(whole, optimizer, number)
-    for parts, want in zip(zip(*run_threads(2, rank_main)), matrices(whole), strict=True):
-        torch.testing.assert_close(torch.cat(parts), want)

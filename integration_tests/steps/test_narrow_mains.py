@@ -1,4 +1,4 @@
-"""Main values in scaled fp16 or in 24 bits: steps that bf16 loses, bytes that a skipped step keeps."""
+"""Main values in scaled fp16 or in 24 bits: steps that bf16 loses, and what is kept of any value."""
 
 from typing import Any
 
@@ -108,27 +108,3 @@ def test_values_beyond_the_parameters_dtype_are_kept_and_one_that_is_not_finite_
     main.close_()
     torch.testing.assert_close(main.value(), torch.full((3,), 70_000.0), rtol=2.0**-11, atol=0)
     assert main.target.isinf().all()
-
-
-def test_a_skip_decided_on_the_device_changes_no_byte() -> None:
-    main = CodedMain.of(torch.randn(300).to(BF16))
-    before = [tensor.clone() for tensor in (main.target, *main.kept())]
-    for skips in (True, False):
-        main.open_().mul_(2.0)
-        main.close_(skip=torch.tensor(skips))
-        assert all(map(torch.equal, before, (main.target, *main.kept()))) is skips
-
-
-EIGHT_BITS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
-PLANNED = [
-    (FP16_MAINS, 3840 * (2 + 8) + 30 * 4, "scaled fp16 mains"),
-    ({**SHORT, **EIGHT_BITS}, 3840 * (1 + 2) + 2 * 30 * 4, "24 bits as bf16 + 8-bit remainder"),
-]
-
-
-@pytest.mark.parametrize(("fields", "num_bytes", "says"), PLANNED)
-def test_the_plan_counts_the_bytes_that_are_kept(fields: dict[str, Any], num_bytes: int, says: str) -> None:
-    _, optimizer = one_layer(30, 128, **fields)
-    kept = sum(unit.state_bytes() for unit in optimizer.stepper.units)
-    assert optimizer.plan.state_bytes() == kept == num_bytes
-    assert says in str(optimizer.plan)

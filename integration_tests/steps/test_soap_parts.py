@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from named import Named
 from parity import roles_over
 from torch import Tensor, nn
 
@@ -32,12 +33,9 @@ def numbers(name: str, step: int) -> Tensor:
 
 
 def made(comm: Comm | None = None, marks: Any = MARKS, **changes: Any) -> tuple[nn.Module, Optimizer]:
-    model = nn.Module()
-    for name in SHAPES:
-        param = nn.Parameter(numbers(name, 0))
-        for mark, value in marks.get(name, {}).items():
-            setattr(param, mark, value)
-        model.register_parameter(name, param)
+    model = Named(**{name: numbers(name, 0) for name in SHAPES})
+    for name, of_param in marks.items():
+        vars(model.get_parameter(name)).update(of_param)
     roles = roles_over(comm or Alone())
     return model, get_optimizer(OptimizerConfig(**{**FIELDS, **changes}), [model], {}, pg_collection=roles)
 
@@ -107,16 +105,3 @@ def test_state_of_another_split_is_refused_by_the_name_of_the_option(tmp_path: P
         refusing.load_state_dict(loaded)
     with pytest.raises(StateError, match="lacks L"):
         refusing.load_state_dict(optimizer.state_dict())
-
-
-def test_the_plan_counts_the_bytes_of_parts_and_says_what_is_not_split() -> None:
-    whole, parts = (made(soap_split_qkv=split)[1] for split in (False, True))
-    for optimizer in (whole, parts):
-        kept = sum(unit.state_bytes() for unit in optimizer.stepper.units)
-        assert optimizer.plan.state_bytes() == kept
-    assert "1 fused q, k and v taken as one matrix each; soap_split_qkv=True splits them" in str(whole.plan)
-    assert "fused q, k and v" not in str(parts.plan)
-    # L, Q_L and R, Q_R with eigenvalues: of q (8, 8), k and v (2, 8) instead of (12, 8).
-    squares = (8**2 + 2 * 2**2 + 3 * 8**2) - (12**2 + 8**2)
-    numel = 2 * squares + (8 + 2 * 2 + 3 * 8) - (12 + 8)
-    assert parts.plan.state_bytes() - whole.plan.state_bytes() == 4 * numel
