@@ -23,51 +23,64 @@ def linear(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def train(backend: str | None, **fields: Any) -> tuple[list[Tensor], list[Any]]:
-    """Four steps, the third of which has no gradient of the bias. The compiled function changes weights and gradients,
-    and reads weights after the step."""
-    config = OptimizerConfig(lr=0.1, weight_decay=0.01, **fields)
-    model = linear(config.precision.params)
-    optimizer = get_optimizer(config, [model], {})
+def train(comm: Comm, *, backend: str | None, **fields: Any) -> tuple[list[Tensor], list[Any]]:
+    """Four steps, the third of which has no gradient of the bias; on several ranks of a ZeRO-1 chunk. The compiled
+    function changes weights and gradients (in the buffer), and reads weights after the step."""
+    config, roles, wraps = OptimizerConfig(lr=0.1, weight_decay=0.01, **fields), roles_over(comm), comm.size > 1
+    model = net = linear(config.precision.params)
+    if wraps:
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(ddp, net, groups=roles)
+    optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
 
     def run(x: Tensor) -> tuple[Tensor, Any]:
         with torch.no_grad():
-            if not config.fp16:  # whose main values are copies: a step refuses to undo other changes of weights
-                model.weight.mul_(0.5)
-            model.weight.grad.mul_(2.0)
+            if wraps:
+                net.bias.main_grad.mul_(2.0)
+            else:
+                net.weight.grad.mul_(2.0)
+                if not config.fp16:  # whose main values are copies: a step refuses to undo other changes of weights
+                    net.weight.mul_(0.5)
         result = optimizer.step()
-        return model.weight.detach() * x, result
+        return net.weight.detach() * x, result
 
     step = run if backend is None else torch.compile(run, backend=backend)
     found, results = [], []
     for number in range(4):
         optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-        for param in model.parameters():
-            param.grad = torch.arange(param.numel(), dtype=param.dtype).view_as(param) * 0.25
-        if number == 2:
-            model.bias.grad = None
-        product, result = step(torch.full((), float(number), dtype=model.weight.dtype))
-        found.append(product)
+        if wraps:
+            model(torch.full((1, 3), 0.25 * (comm.rank + number + 1), dtype=net.weight.dtype)).sum().backward()
+        else:
+            for param in net.parameters():
+                param.grad = torch.arange(param.numel(), dtype=param.dtype).view_as(param) * 0.25
+            if number == 2:
+                net.bias.grad = None
+        product, result = step(torch.full((), float(number), dtype=net.weight.dtype))
+        found += [product, *(bucket.result.clone() for bucket in (model.grad_sync.buckets if wraps else ()))]
         results.append(tuple(result))
-    return [*found, *(param.detach().clone() for param in model.parameters())], results
+        if wraps:
+            optimizer.zero_grad()
+    return [*found, *(param.detach().clone() for param in net.parameters())], results
 
 
 MAINS_IN_24_BITS = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
-MODES: dict[str, dict[str, Any]] = {
-    "clipped": {"clip_grad": 0.01, "log_num_zeros_in_grad": True},
-    "24-bit mains": MAINS_IN_24_BITS,
-    "fp16": {"fp16": True, "loss_scale": 8.0},
-    "muon": {"optimizer": "muon"},
+MODES: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and fields
+    "clipped": (1, {"clip_grad": 0.01, "log_num_zeros_in_grad": True}),
+    "24-bit mains": (1, MAINS_IN_24_BITS),
+    "fp16": (1, {"fp16": True, "loss_scale": 8.0}),
+    "muon": (1, {"optimizer": "muon"}),
+    "a wrapped chunk": (2, {"use_distributed_optimizer": True, "bf16": True, "clip_grad": 0.5}),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_compiled_step_has_the_weights_and_results_of_the_step(mode: str) -> None:
     torch._dynamo.reset()
-    tensors, results = train(backend="aot_eager", **MODES[mode])
-    expected, expected_results = train(backend=None, **MODES[mode])
-    assert all(map(torch.equal, tensors, expected))
-    assert results == expected_results
+    size, fields = MODES[mode]
+    compiled, expected = (run_threads(size, partial(train, backend=on, **fields)) for on in ("aot_eager", None))
+    for (tensors, results), (expected_tensors, expected_results) in zip(compiled, expected, strict=True):
+        assert all(map(torch.equal, tensors, expected_tensors))
+        assert results == expected_results
 
 
 def test_errors_of_a_compiled_step_are_those_of_the_step() -> None:
@@ -85,37 +98,3 @@ def test_errors_of_a_compiled_step_are_those_of_the_step() -> None:
         step()
     assert torch.is_grad_enabled()
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def train_wrapped(comm: Comm, *, backend: str | None) -> tuple[list[Tensor], list[Any]]:
-    """Three steps of a ZeRO-1 chunk. The compiled function changes gradients in the buffer, and reads weights after
-    the step."""
-    model, roles, shards = linear(torch.bfloat16), roles_over(comm), {"use_distributed_optimizer": True}
-    chunk = DistributedDataParallel(DistributedDataParallelConfig(**shards), model, groups=roles)
-    config = OptimizerConfig(lr=0.1, clip_grad=0.5, bf16=True, **shards)
-    optimizer = get_optimizer(config, [chunk], {}, pg_collection=roles)
-
-    def run(x: Tensor) -> tuple[Tensor, Any]:
-        with torch.no_grad():
-            model.bias.main_grad.mul_(2.0)
-        result = optimizer.step()
-        return model.weight.detach() * x, result
-
-    step = run if backend is None else torch.compile(run, backend=backend)
-    found, results = [], []
-    for number in range(3):
-        optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-        chunk(torch.full((1, 3), 0.25 * (comm.rank + number + 1), dtype=torch.bfloat16)).sum().backward()
-        product, result = step(torch.full((), float(number), dtype=torch.bfloat16))
-        found += [product, *(bucket.result.clone() for bucket in chunk.grad_sync.buckets)]
-        results.append(tuple(result))
-        optimizer.zero_grad()
-    return [*found, *(param.detach().clone() for param in model.parameters())], results
-
-
-def test_a_compiled_step_of_a_wrapped_chunk_is_the_step() -> None:
-    torch._dynamo.reset()
-    compiled, expected = (run_threads(2, partial(train_wrapped, backend=backend)) for backend in ("aot_eager", None))
-    for (tensors, results), (expected_tensors, expected_results) in zip(compiled, expected, strict=True):
-        assert all(map(torch.equal, tensors, expected_tensors))
-        assert results == expected_results

@@ -217,14 +217,6 @@ BUILDS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: build(broadcast_params=dist.get_rank() == 1),
         "broadcast_params is False on ranks [0, 2, 3], True on ranks [1]",
     ),
-    "unknown axis": (
-        lambda: build(mesh=mesh("dp", "model")),
-        "mesh axis 'model' is unknown; allowed are dp, dp_replicate, dp_shard, ",
-    ),
-    "both": (
-        lambda: build(mesh=mesh("dp", "tp"), pg_collection=ProcessGroups(dp=None)),
-        "both pg_collection and mesh were given; pass one of them",
-    ),
     "groups on one rank": (
         lambda: build(pg_collection=roles_on_rank_1()),
         "different kinds of groups: ['no groups', 'Roles', 'no groups', 'no groups']",

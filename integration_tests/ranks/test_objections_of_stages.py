@@ -18,28 +18,17 @@ OTHER = "1 other rank(s) refused their gradients or parameter groups"
 REPLACED = "param_groups hold other parameters than those that this optimizer was built with"
 
 
-class First(nn.Module):
-    """A stage whose lookup gives sparse gradients if it is asked to."""
+class Stage(nn.Module):
+    """The first has a lookup, which gives sparse gradients if it is asked to."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(8, 4)
+        self.add_module("linear" if number else "embedding", nn.Linear(4, 4) if number else nn.Embedding(8, 4))
 
     def forward(self, *, sparse: bool) -> Tensor:
-        self.embedding.sparse = sparse
-        rows: Tensor = self.embedding(torch.tensor([1, 2]))
-        return rows
-
-
-class Last(nn.Module):
-    """Another stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, *, sparse: bool) -> Tensor:
-        out: Tensor = self.linear(torch.ones(2, 4))
+        ((name, inner),) = self.named_children()
+        inner.sparse = sparse
+        out: Tensor = inner(torch.ones(2, 4) if name == "linear" else torch.tensor([1, 2]))
         return out
 
 
@@ -78,7 +67,7 @@ def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_al
     def rank_main(comm: Comm) -> list[tuple[str, bool]]:
         """Of each step the error, and whether a weight has moved."""
         axes = Axes(dp=Alone(), tp=Alone())
-        roles, model = Roles(dense=axes, expert=axes, everyone=comm), First() if comm.rank == 0 else Last()
+        roles, model = Roles(dense=axes, expert=axes, everyone=comm), Stage(comm.rank)
         if wrapped:
             model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)
         optimizer, found = get_optimizer(OptimizerConfig(lr=0.1), [model], {}, pg_collection=roles), []
@@ -100,7 +89,7 @@ def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_al
 
 
 def test_a_released_gradient_that_is_sparse_is_refused_in_backward() -> None:
-    model = First()
+    model = Stage(0)
     release = release_gradients(get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model], {}))
     before = model.embedding.weight.detach().clone()
     with pytest.raises(SparseGradientError, match=r"is torch\.sparse_coo"):

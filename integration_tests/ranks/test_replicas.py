@@ -82,35 +82,32 @@ def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread
         torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", ["norm", "bias"])
-def test_what_tensor_parallel_ranks_copy_is_compared_too(bad: str) -> None:
-    """A dense norm, and an expert's bias, which both tensor-parallel ranks hold whole."""
+# The copy that one tensor-parallel rank changes, how, and whether values are broadcast.
+COPIES = [
+    ("norm", lambda weight: weight.data.add_(1), "different values of 'norm", False),
+    ("bias", lambda weight: weight.data.add_(1), "different values of 'bias", False),
+    *(
+        ("norm", lambda weight: weight.requires_grad_(False), "'norm.weight' is not trained on ranks [1] of [0, 1]", b)
+        for b in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message", "broadcasts"), COPIES)
+def test_a_copy_that_one_tensor_parallel_rank_has_otherwise_or_does_not_train_is_refused_on_every_rank(
+    name: str, change: Callable[[Tensor], object], message: str, broadcasts: bool
+) -> None:
+    """Of a dense norm, or an expert's bias. One that is not trained would stay, and be updated on the other rank."""
 
     def rank_main(place: Place) -> str:
         net = Parts(place)
-        named = {name.rstrip("01"): module for name, module in net.named_children()}
-        if place.world.rank == 1:
-            with torch.no_grad():
-                named[bad].weight.add_(1)
-        return built(net, place.roles)
-
-    reported = run_grid(rank_main, tp=2, ep=2, etp=2)
-    assert all("ranks hold different values of" in message and bad in message for message in reported)
-
-
-@pytest.mark.parametrize("broadcast", [False, True], ids=["compared", "broadcast"])
-@pytest.mark.parametrize("frozen_on", [0, 1])
-def test_a_copy_that_one_tensor_parallel_rank_does_not_train_is_refused(frozen_on: int, broadcast: bool) -> None:
-    """Otherwise it would stay fixed on one rank and be updated on the other."""
-
-    def rank_main(place: Place) -> str:
-        net = Parts(place)
-        net.norm.requires_grad_(place.tp.rank != frozen_on)
-        return built(net, place.roles, broadcast_params=broadcast)
+        if place.tp.rank == 1:
+            change({key.rstrip("01"): module for key, module in net.named_children()}[name].weight)
+        return built(net, place.roles, broadcast_params=broadcasts)
 
     reported = run_grid(rank_main, tp=2, ep=2, etp=2)
     assert "built" not in reported
-    assert any(f"'norm.weight' is not trained on ranks [{frozen_on}] of [0, 1]" in message for message in reported)
+    assert any(message in of_rank for of_rank in reported)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)

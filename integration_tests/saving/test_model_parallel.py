@@ -1,5 +1,10 @@
-"""Models divided over tensor, expert and pipeline ranks come back on the ranks they belong to, at other sizes too."""
+"""Models divided over tensor, expert and pipeline ranks come back on the ranks they belong to, at other sizes too.
 
+Parts that cannot be placed are refused with a sentence on every rank, never saved as the whole.
+"""
+
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -7,11 +12,12 @@ import torch
 import torch.distributed as dist
 from fuzz.cases import Grid, Place
 from fuzz.ranks import process_groups
-from processes import once_a_world, run_processes
+from processes import once_a_world, refusal, run_processes
 from torch import Tensor, nn
 
-from opt_checkpoint import load, save, sharded_model
-from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer
+from opt_checkpoint import ShardedTensor, load, save, sharded_model, sharded_optimizer
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer, run_threads
 
 LAYERS, EXPERTS, LR, STEPS = 4, 4, 0.05, 3
 OF_LAYER = {"up": (8, 4), "up_bias": (8,), "down": (4, 8), "down_bias": (4,), "norm": (4,), "gate": (16, 4)}
@@ -189,3 +195,145 @@ def test_a_divided_model_is_resumed_on_its_own_and_on_other_layouts(case: str, t
                 torch.testing.assert_close(got, want, msg=f"{name}, saved on {saved}, loaded on {layout}", **rounding)
                 seen.add(name)
         assert seen == expected.keys()
+
+
+def marked(**marks: Any) -> nn.Module:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.rand(4, 3, generator=torch.Generator().manual_seed(7 + dist.get_rank())))
+    for name, value in marks.items():
+        setattr(model.w, name, value)
+    return model
+
+
+TP = {"tensor_model_parallel": True, "partition_dim": 0}
+
+
+def groups(*roles: str) -> ProcessGroups:
+    """All roles that must be given are a rank alone, but these are the world."""
+    alone = dict.fromkeys(("dp", "expt_dp", "mp", "tp_ep_pp"))
+    return ProcessGroups(**{**alone, **dict.fromkeys(roles, dist.group.WORLD)})
+
+
+def describe(*roles: str, **marks: Any) -> None:
+    sharded_model(marked(**marks), groups=groups(*roles))
+
+
+def save_model(path: str, model: nn.Module) -> None:
+    save({"model": sharded_model(model)}, path)
+
+
+def replicated(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, tensor, replica_id=dist.get_rank())
+
+
+def load_without_groups(path: str) -> None:
+    save({"model": {"w": replicated("model.w", torch.zeros(4, 3))}}, path)
+    load({"model": sharded_model(marked(**TP))}, path)
+
+
+def stage(layers: int, *, value: float = 0.0) -> nn.Module:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(layers))})
+    for number, param in enumerate(model.parameters()):
+        nn.init.constant_(param, value + number)
+    return model
+
+
+def load_stages_without_groups(path: str) -> None:
+    """The same first layers on every rank are loaded if the groups say so; a model of all layers needs no groups."""
+    of_stages = groups("mp", "pp", "tp_ep_pp", "intra_dist_opt")
+    save({"model": sharded_model(stage(2, value=10.0 * dist.get_rank()), groups=of_stages)}, path)
+    for layers, given, expected in ((4, None, [0, 1, 10, 11]), (2, ProcessGroups(dp=dist.group.WORLD), [0, 1])):
+        model = stage(layers, value=99.0)
+        load({"model": sharded_model(model, groups=given)}, path)
+        assert [param[0, 0].item() for param in model.parameters()] == expected
+    load({"model": sharded_model(stage(2))}, path)
+
+
+def save_torch_states(path: str) -> None:
+    model = marked(**TP)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.w.grad = torch.ones_like(model.w)
+    optimizer.step()
+    save({"optimizer": sharded_optimizer(model, optimizer)}, path)
+
+
+def parts_as_wholes(path: str) -> None:
+    model = marked(**TP)
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model], pg_collection=groups(*OF_TP))
+    optimizer.sharded_state_dict({"w": replicated("w", model.w)})
+
+
+OF_TP = ("mp", "tp_ep_pp", "tp", "intra_dist_opt")
+UNKNOWN = "w is tensor parallel .* unknown without process groups"
+REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
+    "tp saved": (lambda path: save_model(path, marked(**TP)), rf"{UNKNOWN}; pass sharded_model\(model, groups="),
+    "experts saved": (
+        lambda path: save_model(path, marked(allreduce=False)),
+        r"w is an expert \(allreduce=False\), .* pass sharded_model\(model, groups=",
+    ),
+    "stages saved": (
+        lambda path: save_model(path, marked()),
+        r"values differ .* for parts of one model sharded_model\(model, groups=\.\.\.\)",
+    ),
+    "loaded": (load_without_groups, UNKNOWN),
+    "stages loaded": (
+        load_stages_without_groups,
+        r"model\.layers has 2 layers, and .* more \(model\.layers\.2\.weight\): .*groups=",
+    ),
+    "states of torch": (save_torch_states, UNKNOWN),
+    "dim too large": (
+        lambda path: describe(*OF_TP, **TP | {"partition_dim": 2}),
+        "tensor_model_parallel=True, but partition_dim=2; set param.partition_dim",
+    ),
+    "strided columns": (
+        lambda path: describe(*OF_TP, **TP | {"partition_dim": 1}, partition_stride=3),
+        "partition_stride=3 and partition_dim=1; a stride above 1 is supported along dim 0",
+    ),
+    "dim missing on one rank": (
+        lambda path: describe(*OF_TP, **(TP if dist.get_rank() else {"tensor_model_parallel": True})),
+        "but no partition_dim; set param.partition_dim",
+    ),
+    "groups without tp": (
+        lambda path: sharded_model(marked(**TP), groups=ProcessGroups(dp=None, mp=dist.group.WORLD)),
+        "account for 1 of 2 ranks with dense parameters .*pass every group of opt_stack.ProcessGroups",
+    ),
+    "experts without ep": (
+        lambda path: describe("dp", "tp_ep_pp", allreduce=False),
+        "account for 1 of 2 ranks with experts .*pass every group of opt_stack.ProcessGroups",
+    ),
+    "parts as wholes": (parts_as_wholes, "describes each part as the whole; pass opt_checkpoint.sharded_model"),
+}
+
+
+def ask_all(folder: str) -> dict[str, str]:
+    return {name: refusal(lambda ask=ask, name=name: ask(f"{folder}/{name}")) for name, (ask, _) in REFUSED.items()}
+
+
+def test_a_part_of_unknown_place_is_refused_on_every_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for rank in run_processes(2, ask_all, str(tmp_path_factory.mktemp("refused"))):
+        for name, (_, message) in REFUSED.items():
+            assert re.search(message, rank[name]), f"{name}: {rank[name]}"
+
+
+@pytest.mark.parametrize("is_expert", [False, True], ids=["stages", "experts"])
+def test_the_local_state_of_another_stage_or_expert_rank_is_refused(is_expert: bool) -> None:
+    states: dict[int, Any] = {}
+
+    def rank_main(comm: Comm) -> str:
+        alone = Axes(dp=Alone(), tp=Alone())
+        roles = Roles(dense=Axes(dp=comm, tp=Alone()) if is_expert else alone, expert=alone, everyone=comm)
+        model = nn.Linear(3, 2)
+        for param in model.parameters():
+            nn.init.constant_(param, comm.rank + 1)
+            param.allreduce, param.grad = not is_expert, torch.ones_like(param)
+        optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model], pg_collection=roles)
+        optimizer.step()
+        assert optimizer.has_rank_local_state
+        states[comm.rank] = optimizer.state_dict()
+        comm.gather_objects("saved")
+        optimizer.load_state_dict(states[comm.rank])
+        return refusal(lambda: optimizer.load_state_dict(states[1 - comm.rank]))
+
+    kind = "experts" if is_expert else "dense"
+    for rank, message in enumerate(run_threads(2, rank_main)):
+        assert f"was saved on layout replicated, {kind} part {1 - rank} of 2, but this optimizer has" in message
