@@ -29,21 +29,32 @@ ZERO = {"use_distributed_optimizer": True}
 REUSE: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}
 THROUGH: dict[str, Any] = {**ZERO, **REUSE, "wraps": True, "wrapping": {**REUSE, "bucket_size": 12_000}}
 OVERLAPPED = {**ZERO, "wraps": True, "overlap_param_gather": True, "wrapping": {"bucket_size": 12_000}}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the rule, and how state is sharded
+    "flat": ({}, ZERO),
+    "layer-wise": (
+        {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}, {"use_layer_wise_distributed_optimizer": True}
+    ),
+}  # fmt: skip
 NUMEL = sum(rows * cols for rows, cols in SHAPES)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 wrapped_or_not = pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
 
 
 @wrapped_or_not
+@pytest.mark.parametrize("layout", LAYOUTS)
 @every_recipe
-def test_two_chunks_have_the_codes_of_one_process(recipe: str, wraps: bool) -> None:
+def test_two_chunks_have_the_codes_of_one_process(recipe: str, layout: str, wraps: bool) -> None:
+    """Of one chunk, on more grids and layouts: `test_fp8_experts.py`."""
+    rule, sharding = LAYOUTS[layout]
+
     def rank_main(comm: Comm, *, wraps: bool = False, **fields: Any) -> list[Tensor]:
         models, roles = [make_model(recipe, seed=seed) for seed in range(2)], roles_over(comm)
         chunks: list[nn.Module] = [*models]
+        config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0, fp8_recipe=recipe, **rule, **fields)
         if wraps:
             ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, fp8_param_gather=True, **ZERO)
-            chunks = [DistributedDataParallel(ddp, model, groups=roles, chunk=n) for n, model in enumerate(models)]
-        config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0, fp8_recipe=recipe, **fields)
+            options = {"groups": roles, "optimizer_config": config}
+            chunks = [DistributedDataParallel(ddp, model, chunk=n, **options) for n, model in enumerate(models)]
         optimizer = get_optimizer(config, chunks, pg_collection=roles)
         for step in range(3):
             for number, model in enumerate(models):
@@ -53,7 +64,7 @@ def test_two_chunks_have_the_codes_of_one_process(recipe: str, wraps: bool) -> N
         return [*stored(models[0]), *stored(models[1])]
 
     (alone,) = run_threads(1, rank_main)
-    assert all(same(found, alone) for found in run_threads(2, partial(rank_main, wraps=wraps, **ZERO)))
+    assert all(same(found, alone) for found in run_threads(2, partial(rank_main, wraps=wraps, **sharding)))
 
 
 def test_ranks_that_read_parameters_in_another_order_have_the_same_codes() -> None:

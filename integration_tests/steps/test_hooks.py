@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from parity import SHAPES, Case, Net, Numbers, Spread, Wrapping, grads_of, norms_while_training, roles_over
+from parity import (
+    SHAPES,
+    Case,
+    Net,
+    Numbers,
+    Spread,
+    Wrapping,
+    grads_of,
+    norms_while_training,
+    roles_over,
+    sharded_state,
+)
 from torch import Tensor, nn
 
-from opt_checkpoint import load, save, sharded_model
+from opt_checkpoint import load, save
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
@@ -147,7 +158,7 @@ def build(
     return get_optimizer(replace(config, **changes), [model], {}, pg_collection=roles_over(comm), hooks=given)
 
 
-def zeros_on_a_sphere(radius: float | None) -> Any:
+def zeros_on_a_sphere(radius: float | None = None) -> Any:
     model = Net(torch.float32, {"first": (4, 4), "embedding": (4, 4), "qkv": (12, 4)})
     with torch.no_grad():
         model.qkv.weight.zero_()
@@ -171,13 +182,12 @@ REFUSED: dict[str, tuple[Callable[[Comm], object], str]] = {
         lambda comm: build(comm, {"muon": (Hyperball(),)}, optimizer="muon"),
         "weight_decay=0.1, but Hyperball() fixes",
     ),
-    "not a hook": (lambda comm: build(comm, ("cautious",)), "which is not a hook"),
     "rows cut in an unknown dim": (
         lambda comm: moved(torch.ones(4, 4), CentralizeGradient(), comm, dim=None),
         "tensor parallelism cuts it along an unknown dim; set its partition_dim",
     ),
     "floors of rows that span ranks": (cut_rows, "the hook needs whole rows, which this layout cuts over ranks"),
-    "zeros on a sphere": (lambda comm: zeros_on_a_sphere(None), "'qkv.weight' is all zeros; use Hyperball"),
+    "zeros on a sphere": (lambda comm: zeros_on_a_sphere(), "'qkv.weight' is all zeros; use Hyperball"),
 }
 
 
@@ -191,10 +201,7 @@ def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
         return str(caught.value)
 
     assert all(words in message for message in run_threads(2, rank_main))
-
-
-def test_zeros_may_lie_on_a_sphere_of_a_given_radius() -> None:
-    zeros_on_a_sphere(1.0)
+    zeros_on_a_sphere(radius=1.0)
 
 
 def trained(given: Any) -> tuple[Net, Any]:
@@ -209,16 +216,14 @@ def trained(given: Any) -> tuple[Net, Any]:
 def test_other_hooks_at_resume_are_named(sharded: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     given = (CautiousDecay(), ClipUpdateRms(0.5))
     model, optimizer = trained(given)
-    weights = sharded_model(model)
-    save({"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, str(tmp_path / "saved"))
+    save(sharded_state(model, optimizer), tmp_path / "saved")
     for now, listed in ((given, "none"), ((CautiousDecay(),), "CautiousDecay()"), ((), "none")):
         other_model, other = trained(now)
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="opt_stack"):
             if sharded:
-                weights = sharded_model(other_model)
-                state = {"model": weights, "optimizer": other.sharded_state_dict(weights)}
-                other.load_state_dict(load(state, str(tmp_path / "saved")).state["optimizer"])
+                loaded = load(sharded_state(other_model, other), tmp_path / "saved").state
+                other.load_state_dict(loaded["optimizer"])
             else:
                 other.load_state_dict(optimizer.state_dict())
         saved_with = "but was saved with CautiousDecay(), ClipUpdateRms(threshold=0.5)"

@@ -12,10 +12,9 @@ import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
 from on_device import FLAT, SHAPES, SIZE, backward, built, launch_rules_, launched, with_copies, zero
-from parity import SPREADS, Net, Numbers, Spread, config, grads_of, roles_over
+from parity import SPREADS, Net, Numbers, Spread, config, grads_of, roles_over, sharded_state
 from torch import Tensor, nn
 
-from opt_checkpoint import ShardedTensor
 from opt_distributed import run_threads
 from opt_distributed.buffers import ReplicaError
 from opt_distributed.comm.device import HostCopy
@@ -52,18 +51,8 @@ def in_state_dict(model: nn.Module, optimizer: Optimizer) -> tuple[set[float], f
 
 
 def in_sharded_state(model: nn.Module, optimizer: Optimizer) -> tuple[set[float], float]:
-    params = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
-    saved = flat(optimizer.sharded_state_dict(params))
-    steps = {float(value.data) for value in saved if isinstance(value, ShardedTensor) and ".step." in value.key}
-    return steps, optimizer.stepper.scaler.state_dict()["scale"]
-
-
-def flat(tree: Any) -> Any:
-    if isinstance(tree, dict | list | tuple):
-        for one in tree.values() if isinstance(tree, dict) else tree:
-            yield from flat(one)
-    else:
-        yield tree
+    saved = sharded_state(model, optimizer)["optimizer"]["state"]
+    return {float(state["step"].data) for state in saved.values()}, optimizer.stepper.scaler.state_dict()["scale"]
 
 
 def messages(of: Callable[[], object]) -> list[str]:

@@ -1,4 +1,7 @@
-"""Norms, clipping and collectives of a step on any layout, in whole steps and in halves."""
+"""Norms, clipping and collectives of a step on any layout, in whole steps and in halves.
+
+After an error in the middle of a step, partial results are refused and no error is lost.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,9 +11,13 @@ import pytest
 import torch
 from parity import SHAPES, SPREADS, Net, config, grads_of, mean_grads, norm_of, roles_over, step_once
 from recording_comm import Call, RecordingComm
+from torch import Tensor, nn
 
-from opt_config import ConfigError, ParamKey
-from opt_distributed import run_threads
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
+from opt_distributed import CollectiveError, run_threads
+from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
+from opt_distributed.comm import Comm
+from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate
 from opt_stack import Optimizer, get_optimizer
@@ -91,6 +98,9 @@ def test_norms_that_do_not_exist_are_refused() -> None:
     assert optimizer.get_grad_stats_parallel_group() is None
 
 
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
 def calls_of_a_step(spread: str, rule: str, hooks: Any = ()) -> tuple[list[Call], Optimizer]:
     """The collectives of a second step, on the first of two ranks."""
 
@@ -150,3 +160,113 @@ def test_norms_and_row_means_of_hooks_take_one_collective_where_parameters_are_c
 ) -> None:
     plain, found = ([call.kind for call in calls_of_a_step(spread, rule, given)[0]] for given in ((), hooks))
     assert sorted(found) == sorted([*plain, *["all_reduce"] * more])
+
+
+# --- after an error ---------------------------------------------------------------------------------------------------
+
+
+class Failed:
+    def wait(self) -> None:
+        raise RuntimeError("connection reset by peer")
+
+
+class FailingComm(RecordingComm):
+    """Drop the results of some collectives, the same ones on all ranks."""
+
+    fails = ""  # the kind of collective that is lost from now on
+    at_start = False  # it cannot even be started
+
+    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
+        return self._lost("reduce_scatter") or super().reduce_scatter_(shard, full, async_op=async_op)
+
+    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
+        return self._lost("all_gather") or super().all_gather_(full, shard, async_op=async_op)
+
+    def _lost(self, kind: str) -> Pending | None:
+        if kind == self.fails and self.at_start:
+            Failed().wait()
+        return Failed() if kind == self.fails else None
+
+
+def make_model() -> nn.Sequential:
+    """Equal weights on all ranks, which are threads of one process."""
+    model, generator = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        nn.init.normal_(param, generator=generator)
+    return model
+
+
+def wrapped(comm: Comm, *, bucket_size: int | None = None, overlaps: bool = False) -> tuple[Any, Optimizer]:
+    fields = {"use_distributed_optimizer": True, "overlap_param_gather": overlaps}
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=bucket_size, **fields)
+    model = DistributedDataParallel(ddp, make_model(), groups=roles_over(comm))
+    config = OptimizerConfig(lr=0.1, clip_grad=0.0, **fields)
+    return model, get_optimizer(config, [model], pg_collection=roles_over(comm))
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 8)).square().mean().backward()
+
+
+@pytest.mark.parametrize("at_start", [True, False], ids=["not started", "not completed"])
+def test_gradients_whose_reduction_failed_are_refused_until_they_are_zeroed(at_start: bool) -> None:
+    """The second step used what the failed reduction had left in the buffer."""
+
+    def rank_main(inner: Comm) -> None:
+        comm = FailingComm(inner)
+        model, optimizer = wrapped(comm)
+        backward(model)
+        comm.fails, comm.at_start = "reduce_scatter", at_start
+        with pytest.raises(CollectiveError, match="connection reset by peer"):
+            optimizer.step()
+        comm.fails = ""
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(UnusableGradientError, match=r"the reduction of bucket 0 of .* dense, .* failed"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        optimizer.zero_grad()
+        backward(model)
+        assert optimizer.step().success
+
+    run_threads(2, rank_main)
+
+
+def test_parameters_whose_gather_failed_cannot_be_read_until_they_are_gathered_again() -> None:
+    """The first read raised; the next one, such as a save in an `except` block, returned stale values."""
+
+    def rank_main(inner: Comm) -> None:
+        comm = FailingComm(inner)
+        model, optimizer = wrapped(comm, bucket_size=20, overlaps=True)
+        backward(model)
+        comm.fails = "all_gather"
+        optimizer.step()
+        comm.fails = ""
+        for _ in range(2 + len(model.param_sync.buckets)):
+            with pytest.raises(CollectiveError, match="connection reset by peer"):
+                model.state_dict()
+        model.start_param_sync(force_sync=True)
+        values = model.state_dict()
+        assert all(torch.equal(value, values[name]) for name, value in comm.gather_objects(values)[0].items())
+        optimizer.zero_grad()
+        backward(model)
+        assert optimizer.step().success
+
+    run_threads(2, rank_main)
+
+
+def test_an_update_that_raised_half_way_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first units were updated, and a second call updated them with the same gradients again."""
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("the rule is broken")
+
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(optimizer="muon", lr=0.1, clip_grad=0.0), [model])
+    backward(model)
+    assert not optimizer.prepare_grads()
+    monkeypatch.setattr(type(optimizer.stepper.units[-1].rule), "update_", broken)
+    with pytest.raises(ValueError, match="the rule is broken"):
+        optimizer.step_with_ready_grads()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="no gradients are ready"):
+        optimizer.step_with_ready_grads()
