@@ -64,7 +64,7 @@ def test_two_chunks_have_the_codes_of_one_process(recipe: str, layout: str, wrap
         return [*stored(models[0]), *stored(models[1])]
 
     (alone,) = run_threads(1, rank_main)
-    assert all(same(found, alone) for found in run_threads(2, partial(rank_main, wraps=wraps, **sharding)))
+    assert all(same(found, alone) for found in run_threads(4, partial(rank_main, wraps=wraps, **sharding)))
 
 
 def test_ranks_that_read_parameters_in_another_order_have_the_same_codes() -> None:
