@@ -31,7 +31,8 @@ MESSAGE = (
     "torch.manual_seed with the same seed on all ranks before the model is made, load the same checkpoint, or pass "
     "broadcast_params=True to get_optimizer (or DistributedDataParallel) to start from the first rank's values"
 )
-CHANGES: dict[str, Callable[[Tensor], object]] = {
+Change = Callable[[Tensor], object]
+CHANGES: dict[str, Change] = {
     "another value": lambda weight: weight.view(-1)[3].add_(1e-6),
     "two elements exchanged": lambda weight: weight.view(-1)[:2].copy_(weight.view(-1)[:2].flip(0).clone()),
     "the sign of a zero": lambda weight: weight.view(-1)[0].copy_(torch.tensor(-0.0)),
@@ -82,26 +83,24 @@ def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread
         torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
 
 
-# The copy that one tensor-parallel rank changes, how, and whether values are broadcast.
-COPIES = [
-    ("norm", lambda weight: weight.data.add_(1), "different values of 'norm", False),
-    ("bias", lambda weight: weight.data.add_(1), "different values of 'bias", False),
-    *(
-        ("norm", lambda weight: weight.requires_grad_(False), "'norm.weight' is not trained on ranks [1] of [0, 1]", b)
-        for b in (False, True)
-    ),
+# The copy, the tensor-parallel rank that has it otherwise, how, and whether values are broadcast.
+ADD: Change = lambda weight: weight.data.add_(1)
+FREEZE: Change = lambda weight: weight.requires_grad_(False)
+COPIES: list[tuple[str, int, Change, str, bool]] = [
+    *((name, 1, ADD, f"different values of '{name}", False) for name in ("norm", "bias")),
+    *(("norm", at, FREEZE, f"is not trained on ranks [{at}] of [0, 1]", b) for at in (0, 1) for b in (False, True)),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message", "broadcasts"), COPIES)
+@pytest.mark.parametrize(("name", "rank", "change", "message", "broadcasts"), COPIES)
 def test_a_copy_that_one_tensor_parallel_rank_has_otherwise_or_does_not_train_is_refused_on_every_rank(
-    name: str, change: Callable[[Tensor], object], message: str, broadcasts: bool
+    name: str, rank: int, change: Change, message: str, broadcasts: bool
 ) -> None:
     """Of a dense norm, or an expert's bias. One that is not trained would stay, and be updated on the other rank."""
 
     def rank_main(place: Place) -> str:
         net = Parts(place)
-        if place.tp.rank == 1:
+        if place.tp.rank == rank:
             change({key.rstrip("01"): module for key, module in net.named_children()}[name].weight)
         return built(net, place.roles, broadcast_params=broadcasts)
 
