@@ -3,6 +3,7 @@
 Steps succeeded without `finalize_model_grads`, and copies drifted 0.6 apart.
 """
 
+from collections import OrderedDict
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -207,28 +208,19 @@ def test_a_sum_over_tokens_that_nobody_divides_is_refused(wrapped: str, scales: 
     assert run_threads(2, rank_main) == pytest.approx([expected] * 2, rel=1e-6)
 
 
-class QkNorm(nn.Module):
-    """A norm of queries, which each tensor-parallel rank applies to its own heads; only the model's config says so."""
-
-    def __init__(self, *, partial: bool):
-        super().__init__()
-        self.config = SimpleNamespace(qk_layernorm=partial)
-        self.q_layernorm = nn.Linear(3, 1, bias=False)
-        nn.init.ones_(self.q_layernorm.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.q_layernorm(x).sum()
-
-
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_norms_of_queries_are_summed_if_the_model_says_that_they_are_partial(wrapped: bool, partial: bool) -> None:
+    """Each tensor-parallel rank applies them to its own heads; only the model's config says so."""
+
     def rank_main(grid: Grid) -> list[float]:
-        net = QkNorm(partial=partial)
+        net = nn.Sequential(OrderedDict(q_layernorm=nn.Linear(3, 1, bias=False)))
+        nn.init.ones_(net.q_layernorm.weight)
+        net.config = SimpleNamespace(qk_layernorm=partial)
         ddp = DistributedDataParallelConfig()
         model = DistributedDataParallel(ddp, net, groups=grid.roles) if wrapped else net
         optimizer = get_optimizer(OptimizerConfig(**SGD, weight_decay=0.0), [model], {}, pg_collection=grid.roles)
-        model(torch.full((1, 3), 0.25 * (1 + grid.tp.rank) if partial else 0.5)).backward()
+        model(torch.full((1, 3), 0.25 * (1 + grid.tp.rank) if partial else 0.5)).sum().backward()
         if wrapped and partial:
             with pytest.raises(RuntimeError, match=r"q_layernorm\.weight' is not complete"):
                 optimizer.step()
