@@ -8,13 +8,11 @@ import torch
 
 @pytest.fixture(scope="session")
 def kernel_device() -> torch.device:
-    """The device on which Triton kernels run here."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def exact_float32() -> Iterator[None]:
-    """Multiply float32 matrices in float32, and restore the setting."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield

@@ -96,7 +96,6 @@ def in_another_process(script: str, **environment: str | None) -> subprocess.Com
 
 
 def device_of(backend: str | None) -> torch.device:
-    """Where works of this backend are."""
     return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
 
 
@@ -159,7 +158,6 @@ def assert_same(one: Work, other: Work) -> None:
 
 
 def written(work: Work) -> list[Tensor]:
-    """All that a rule may write."""
     return [t for t in (work.main, work.out, work.remainder, *work.state.values()) if t is not None]
 
 

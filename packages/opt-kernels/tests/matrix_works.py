@@ -34,7 +34,6 @@ def work_of(rule: Any, main: Tensor, **work: Any) -> Work:
 
 
 def moved(rule: Any, main: Tensor, *grads: Tensor, grad_scale: Any = 1.0, hyper: Hyper = HYPER, **work: Any) -> Tensor:
-    """`main` after a step for each of `grads`."""
     main = main.clone()
     stepped(rule, list(grads), work_of(rule, main, **work), grad_scale=grad_scale, hyper=hyper)
     return main

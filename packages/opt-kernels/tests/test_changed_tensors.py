@@ -3,14 +3,13 @@
 A twin forgets all rows and tables of addresses before every step.
 """
 
-import pickle
 from copy import deepcopy
 from weakref import ref
 
 import pytest
 import torch
-from drop_ins import parameter, params_of, same, states_of, step
-from elementwise_works import NEEDS_COMPILER, on
+from drop_ins import parameter, same, step
+from elementwise_works import NEEDS_COMPILER
 from torch import nn
 
 from opt_kernels.backends.cpp import update as cpp
@@ -177,7 +176,6 @@ def test_the_rounds_of_muon_read_tensors_where_they_are(what):
 @ON_ALL
 @pytest.mark.parametrize("late", range(len(SHAPES)))
 def test_a_first_gradient_that_comes_late_is_used(build, late):
-    """It was ignored as long as the other gradients had their old layouts."""
 
     def run(make):
         params = [parameter(*shape) for shape in SHAPES]
@@ -235,26 +233,3 @@ def test_a_gradient_that_becomes_sparse_is_refused_before_anything_is_counted():
         optimizer.step()
     assert all(map(torch.equal, params, before))
     assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3]
-
-
-@pytest.mark.parametrize("copied", [deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-@pytest.mark.parametrize("in_place", [False, True], ids=["new-gradients", "gradients-in-place"])
-@pytest.mark.parametrize("form", ["float32", "bfloat16 with remainders", "codes"])
-@on("cpp", "torch", "triton")
-def test_a_copy_and_its_original_continue_as_if_each_were_alone(backend, form, in_place, copied):
-    """What an optimizer keeps between steps has addresses of its own tensors: its copy must not use them."""
-    dtype, options = FORMS[form]
-
-    def run(*seeds):
-        optimizer = AdamW([parameter(*shape, dtype=dtype) for shape in SHAPES], lr=0.1, backend=backend, **options)
-        step(optimizer, *seeds, in_place=in_place)
-        return optimizer
-
-    original = run(0, 1, 2)
-    copy = copied(original)
-    for seed in range(3, 6):
-        step(original, seed, in_place=in_place)
-        step(copy, seed + 10, in_place=in_place)
-    for found, seeds in ((original, (3, 4, 5)), (copy, (13, 14, 15))):
-        expected = run(0, 1, 2, *seeds)
-        assert same([*params_of(found), *states_of(found)], [*params_of(expected), *states_of(expected)])

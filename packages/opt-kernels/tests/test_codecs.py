@@ -104,9 +104,6 @@ def test_dtypes_without_a_codec_are_refused() -> None:
         codec_for("exp_avg", torch.int32, signed=True)
 
 
-# --- remainders -------------------------------------------------------------------------------------------------------
-
-
 def test_the_16_bit_remainder_loses_nothing_and_keeps_nan() -> None:
     main, nan = EVERY_UPPER_HALF, EVERY_UPPER_HALF.isnan()
     weight, rest = split(main, torch.int16)
@@ -151,9 +148,6 @@ def test_the_8_bit_remainder_keeps_24_bits() -> None:
     assert not bits.any()
     payload = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert torch.cat([weight[2:], split(payload, torch.int8)[0]]).isnan().all()
-
-
-# --- stochastic rounding ----------------------------------------------------------------------------------------------
 
 
 def test_stochastic_rounding_is_unbiased_and_casts_what_is_not_finite() -> None:

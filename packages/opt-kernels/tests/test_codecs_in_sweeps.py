@@ -34,7 +34,6 @@ HYPER = Hyper(lr=1.0, weight_decay=0.0, momentum=0.0)
 
 @pytest.fixture
 def device(backend: str, kernel_device: torch.device) -> torch.device:
-    """Where a sweep of the backend runs."""
     return kernel_device if backend == "triton" else CPU
 
 
@@ -164,11 +163,14 @@ def test_weights_and_remainders_have_the_bits_of_their_definition(
 
 @COMPILED
 def test_stochastic_rounding_has_the_noise_of_the_reference(backend: str, device: torch.device) -> None:
+    # Several chunks, at addresses that stay: a table that is found again must not have the numbers of before.
+    tensors = [
+        (torch.full((5000,), 2.0**-9, device=at), torch.empty(5000, device=at).bfloat16()) for at in (device, CPU)
+    ]
     for first, step in product((0, 64, 2**32 - 512, 2**32, 2**40 + 192), (1, 2**20 + 17, 2**31 - 1)):
         found = []
-        for name, where in ((backend, device), ("reference", CPU)):
-            main = torch.ones(5000, dtype=torch.bfloat16, device=where)  # several chunks
-            work = Work(grad=torch.full((5000,), 2.0**-9, device=where), main=main, state={}, first=first)
+        for name, (grad, main) in zip((backend, "reference"), tensors):
+            work = Work(grad=grad, main=main.fill_(1.0), state={}, first=first)
             rule = SGD(backend=name, momentum_buffer=False, stochastic_rounding=True)
             rule.update_([Batch(replace(HYPER, step=step), [work])])
             found.append(main.cpu())

@@ -131,9 +131,6 @@ def test_the_folder_is_never_in_the_working_directory(fresh: Path, monkeypatch: 
     assert {path.name for path in fresh.iterdir()} == {"home", "xdg"}
 
 
-# --- compilers that are missing, wrong or fail ------------------------------------------------------------------------
-
-
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
 def test_another_compiler_or_processor_has_separate_libraries_and_fast_math_is_undone(
@@ -155,7 +152,6 @@ def test_another_compiler_or_processor_has_separate_libraries_and_fast_math_is_u
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
 def test_a_compiler_with_wrong_numbers_is_not_used(monkeypatch: Patch, caplog: Log) -> None:
-    # The probe was an empty function, so that `CXX="c++ -ffast-math"` was trusted.
     relaxed = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-freciprocal-math")
     monkeypatch.setattr(compiler, "FLAGS", ("-O3", *relaxed, "-std=c++17"))
     assert not usable()

@@ -72,8 +72,6 @@ def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# --- two parts -------------------------------------------------------------------------------------------------------
-
 SPECIAL = [0.0, 1e-45, 1e-38, 3e38, torch.inf, torch.nan]
 DIVISORS = [1.0, 0.3, 0.9999999, 1e-4, 2.0**-39, 1.1e12, 2.0**-41, 1e-30, 1e30, 1e38, 1e-45, -0.7, 0.0, torch.inf]
 CODECS = {"x": codec_for("x", torch.int8, signed=True)}
@@ -146,7 +144,6 @@ UPDATES = [
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_formula_cut_at_its_roots_has_the_bits_of_the_whole(update: Any, caplog: pytest.LogCaptureFixture) -> None:
-    # The first took zero for the main where the branch was not taken.
     g = torch.rand(300, generator=torch.Generator().manual_seed(0))
     for lr in (0.5, 2.0):
         assert_same(*(swept(sweep, update, lr, 3 + g.flip(0), g) for sweep in (cpp, reference)))

@@ -135,6 +135,8 @@ def test_works_of_any_dtypes_go_together_in_one_call(backend: str) -> None:
         for device in [device_of(backend)] * 2
     )
     rule.update_([Batch(HYPER, together[:5]), Batch(hypers[-1], together[5:])], grad_scale=0.5)
+    rule.update_([])
+    rule.update_([Batch(HYPER, [])])
     for hyper, one, other in zip(hypers, together, alone):
         rule.update_([Batch(hyper, [other])], grad_scale=0.5)
         assert all(map(torch.equal, written(one), written(other)))
@@ -154,7 +156,6 @@ def test_numbers_may_be_tensors(backend: str) -> None:
 
 @ON_FAST
 def test_a_tensor_may_hold_a_momentum_of_zero(backend: str) -> None:
-    """The torch backend raised RuntimeError: torch's fused SGD takes no buffer then."""
     found = []
     for name in ("reference", backend):
         rule, device = SGD(backend=name), device_of(name)
@@ -163,9 +164,6 @@ def test_a_tensor_may_hold_a_momentum_of_zero(backend: str) -> None:
             rule.update_([Batch(replace(HYPER, step=step, momentum=momentum), [work])])
         found.append(main_of(work).cpu())
     torch.testing.assert_close(found[1], found[0])
-
-
-# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 @on("reference", "torch", "cpp")
@@ -235,9 +233,6 @@ def test_compiled_sweeps_refuse_what_is_in_no_cpu_memory() -> None:
     work = replace(work_of(Adam(), 100, "fp32"), state=Adam().init_state(torch.empty(100, device="meta")))
     with pytest.raises(LayoutError, match="meta"):
         Adam(backend="cpp").update_([Batch(HYPER, [work])])
-
-
-# --- values that are not finite ---------------------------------------------------------------------------------------
 
 
 @on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)

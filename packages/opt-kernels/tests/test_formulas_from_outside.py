@@ -185,15 +185,12 @@ CASES = {
     "a state becomes the weight of before": (of(lookahead, lookahead_scalars, State("slow"), State("before")), {}),
     **{f"gamma {gamma}": (POWERS, {"gamma": gamma}) for gamma in (0.7, 0.0, 3.0, -1.0, -1.5)},
     **{update.__name__: (of(update), {}) for update in IN_TORCH},
-    # The interpreter of Triton could not store states that are scalars, and the reference resized their scales.
     **{f"states are scalars, {dtype}": (COUNTING, {"seen_dtype": dtype, "constant_dtype": dtype})
        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8)},
     # On Triton 1 / 0 beyond the end of a parameter made the scale of its last block NaN, and with it the state.
     **{f"what becomes of zeros, {dtype}": (INVERSE, {"ratio_dtype": dtype})
        for dtype in (torch.int8, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)},
-    # torch read the literals of `fma` in float64, and rounded `0.7 / x` twice.
     "literals": (of(with_literals, only_lr, *map(State, "abcd"), choices=(Choice("share", 0.6, (0.6, 0.7)),)), {}),
-    # Exponentials of elements had other bits in Triton.
     "states start at a number and count": (RPROP, {"up": 1.3, "down": 0.4, "start": 0.2}),
 }  # fmt: skip
 
@@ -234,7 +231,6 @@ def copies(p, g, before, *, lr):
 
 @pytest.mark.parametrize("formula", [of(late, late_scalars), of(copies, only_lr, State("before"))], ids=repr)
 def test_hooks_are_refused_where_an_update_depends_on_the_weights(formula):
-    """Symptom: both were taken, and ran on zeros in place of the weights: the trial saw two steps and no state."""
     with pytest.raises(HookError, match="needs an update of the form p - lr u, with u independent of the weights"):
         hooked(elementwise(formula), (CautiousUpdate(),))
 

@@ -99,7 +99,6 @@ def test_gradients_may_be_views_without_alignment_or_order(backend: str) -> None
 
 @ON_FAST
 def test_the_sum_is_as_exact_as_its_docstring_says_and_the_same_on_any_number_of_threads(backend: str) -> None:
-    """Of gradients that take one piece or several."""
     sizes = SIZES if backend == "triton" else [*SIZES, *PIECES]
     grads = [gradient(numel, dtype, backend) for dtype in dtypes_of(backend) for numel in sizes]
     before, sums = torch.get_num_threads(), set()

@@ -53,7 +53,6 @@ def assert_equal(some, others):
 
 @ON_NAMES
 def test_a_changed_entry_takes_effect_or_is_refused(name):
-    """Entries that choose the rule's behaviour, such as nesterov, num_heads and ns_steps, were ignored."""
     for entry, value in entries_of(name).items():
         optimizer = built(name)
         before = step(optimizer, 2)
@@ -74,7 +73,6 @@ def test_a_changed_entry_takes_effect_or_is_refused(name):
 
 @ON_NAMES
 def test_what_is_removed_or_no_step_supports_is_refused_later_too(name):
-    """For a removed entry the default of `Hyper` was used, AdamW's betas for any rule. A third of betas was ignored."""
     optimizer = built(name)
     group = optimizer.param_groups[0]
     for seed in (2, 3):  # before the first step, and after
@@ -121,7 +119,6 @@ def test_a_group_that_was_appended_without_its_entries_is_refused(name):
 
 
 def test_hooks_that_change_in_place_take_effect():
-    """A list of hooks that was modified in place was compared by its identity alone."""
     hooks = []
     optimizer, cautious = (built("AdamW", weight_decay=0.5) for _ in range(2))
     for each, given in ((optimizer, hooks), (cautious, [CautiousDecay()])):
@@ -147,7 +144,6 @@ def test_hooks_that_a_parameter_does_not_support_are_refused_later_too():
 
 
 def test_a_mode_that_was_set_by_hand_is_refused():
-    """Training went on from the averaged weights."""
     optimizer = built("AdamWScheduleFree")
     trained = step(optimizer, 2)
     optimizer.eval()

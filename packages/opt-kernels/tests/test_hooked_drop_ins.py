@@ -12,6 +12,7 @@ from torch import nn
 from opt_kernels.formulas import FORMULAS
 from opt_kernels.hooks import (
     CautiousDecay,
+    CautiousUpdate,
     CentralizeGradient,
     ClipUpdateRms,
     CoupledDecay,
@@ -50,8 +51,11 @@ def trained(make, times=3):
     return weights(net)
 
 
-def test_a_drop_in_moves_as_its_hooked_rule():
-    hooks = (CautiousDecay(), ClipUpdateRms(0.5))
+OF_ADAM = [(CautiousDecay(), ClipUpdateRms(0.5)), (RelativeUpdate(),), (CautiousUpdate(), CoupledDecay())]
+
+
+@pytest.mark.parametrize("hooks", OF_ADAM, ids=repr)
+def test_a_drop_in_moves_each_parameter_as_its_hooked_rule_does_alone(hooks):
     net, rule = model(), hooked(AdamRule(), hooks)
     optimizer = AdamW(net.parameters(), lr=0.01, weight_decay=0.1, hooks=hooks)
     before = weights(net)
@@ -88,7 +92,6 @@ def test_hooks_of_muon_are_by_rule():
 
 
 def saved(optimizer):
-    """Its state_dict, through a file."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -133,9 +136,6 @@ def test_rows_of_a_convolution_are_centralized():
     grad = net.weight.grad
     assert torch.allclose(moved, grad - grad.mean((1, 2, 3), keepdim=True), atol=1e-6)
     assert torch.allclose(of_bias, net.bias.grad, atol=1e-6)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def zeros(*shape):

@@ -17,7 +17,6 @@ from opt_kernels.works import Batch, Hyper, Work
 
 INT8 = {"momentum_buffer_dtype": torch.int8}
 SPECTRAL = MuonRule(scale_mode=ScaleMode.SPECTRAL)
-# The options of a drop-in, and its rule.
 RULES = [
     (Muon, {"nesterov": False, "ns_steps": 3, "eps": 1e-3, "scale_mode": "mup", "weight_decay_method": "l2"},
      MuonRule(num_ns_steps=3, eps=1e-3, scale_mode=ScaleMode.MUP, weight_decay_method=Decay.L2,
@@ -85,7 +84,6 @@ def test_muonh_keeps_the_norm_of_every_matrix_and_of_matrices_alone():
 
 INFINITE = [
     (SOAPRule(), 0.0),
-    # The reference and Triton took the decay off it, infinity less infinity.
     *((MuonRule(weight_decay_method=decay), 0.0 if decay is Decay.L2 else 0.1) for decay in Decay),
     *((MuonRule(weight_decay_method=decay), 0.0) for decay in (Decay.DECOUPLED, Decay.INDEPENDENT)),
     *((AdaptiveMuonRule(muon=MuonRule(weight_decay_method=decay)), 0.0) for decay in Decay),
@@ -106,12 +104,7 @@ def test_an_infinite_weight_stays_infinite_as_torchs(backend):
         assert bool((main == torch.inf).all()), (rule, decay)
 
 
-# --- embeddings and output layers -------------------------------------------------------------------------------------
-
-
 class Tagger(nn.Module):
-    """A stock model: nothing is marked."""
-
     def __init__(self, *, tied=False):
         super().__init__()
         self.wte, self.hidden = nn.Embedding(9, 4), nn.Linear(4, 4)
@@ -137,7 +130,6 @@ def test_given_the_model_embeddings_and_output_layers_are_not_moved_as_matrices(
 
 
 def test_names_of_embeddings_and_heads_are_warned_of_unless_the_caller_chose():
-    # Embeddings and heads of a Hugging Face GPT-2 were orthogonalised without a word.
     with pytest.warns(UserWarning, match=r"'wte\.weight', 'lm_head\.weight': updated as hidden matrices"):
         Muon(Tagger().named_parameters(), scalar_optimizer="adam")
     with warnings.catch_warnings():

@@ -11,7 +11,6 @@ from matrix_works import HYPER, moved, tensor
 from opt_kernels import MatrixError
 from opt_kernels.hooks import ClipUpdateRms, hooked
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode
-from opt_kernels.matrices.orthogonalization import Orthogonalization
 from opt_kernels.matrices.orthogonalization import reference_newton_schulz as newton_schulz
 from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Work
@@ -66,7 +65,6 @@ SCALES = [
 def test_an_update_has_the_scale_of_its_mode_times_the_extra_factor(mode, shape, factor):
     rule = replace(POLAR, scale_mode=mode, extra_scale_factor=0.2)
     update = moved(rule, torch.zeros(shape), tensor(*shape), hyper=Hyper(lr=1.0))
-    # All 8 singular values of the polar factor are 1.
     assert float(update.norm()) == pytest.approx(0.2 * factor * 8**0.5, rel=2e-3)
 
 
@@ -100,16 +98,6 @@ def test_heads_are_matrices_of_their_own(case, mode, backend):
         for of_matrix in matrices:
             separate = moved(rule, main[..., of_matrix, :], grad[..., of_matrix, :])
             torch.testing.assert_close(got[..., of_matrix, :], separate, rtol=0, atol=1e-4)
-
-
-def test_equal_heads_are_one_batch(monkeypatch):
-    shapes, call = [], Orthogonalization.__call__
-    monkeypatch.setattr(
-        Orthogonalization, "__call__", lambda self, x, **how: shapes.append(tuple(x.shape)) or call(self, x, **how)
-    )
-    for spec in (MatrixSpec(split_rows=(8, 2, 2)), MatrixSpec(split_rows=(4,), by_group=True)):
-        moved(POLAR, tensor(24, 40), tensor(24, 40, seed=1), matrix=spec)
-    assert shapes == [(1, 16, 40), (2, 4, 40), (6, 4, 40)]
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
@@ -195,5 +183,4 @@ def test_an_unequal_part_of_a_matrix_is_refused_by_namo():
 
 
 def test_hooks_run_on_the_backend_of_muon():
-    """Symptom: weights were moved by the backend of the device, whichever the optimizer was built with."""
     assert hooked(AdaptiveMuonRule(muon=EXACT), (ClipUpdateRms(),)).backend == "reference"

@@ -28,8 +28,6 @@ def test_imports_load_no_compiler_and_no_dtensors() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
-# --- the README -------------------------------------------------------------------------------------------------------
-
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
@@ -70,8 +68,6 @@ def test_the_table_of_rules_has_every_rule_with_its_states_and_bytes(formula: Fo
     row = f"| `{formula.title}` | {names} | {bytes_of():g} | {bytes_of(**eight):.2f} |"
     assert row in README.splitlines(), f"write this row to the table of README.md: {row}"
 
-
-# --- docs/bits.md -----------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -74,7 +74,6 @@ RULES: dict[str, tuple[Rule, set[bool]]] = {
 
 @pytest.mark.parametrize("user", USERS)
 def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_setting(user: str) -> None:
-    # "mix of the legacy and new APIs": a user's fp32_precision = "tf32" made every step of Muon raise.
     if user.startswith("newer") and not HAS_NEWER:
         pytest.skip("torch 2.9 brought this API")
     USERS[user]()
@@ -116,7 +115,6 @@ def test_threads_that_want_another_precision_wait_and_the_users_setting_survives
 
 
 def test_an_error_within_leaves_the_users_setting_and_a_nested_block_of_another_precision_is_refused() -> None:
-    # It waited for its own thread to leave, forever.
     before, highest = settings(), MatmulPrecision.HIGHEST
     with pytest.raises(ZeroDivisionError), fp32_products(MatmulPrecision.HIGH):
         raise ZeroDivisionError

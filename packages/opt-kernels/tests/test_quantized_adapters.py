@@ -12,8 +12,6 @@ from opt_kernels.quantized import QuantizationError, QuantizedTensor, is_quantiz
 
 
 class StandIn(Tensor):
-    """A wrapper that dequantises for every operation."""
-
     def __new__(cls, shape: tuple[int, ...], **attributes: Any) -> Any:
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16)
         vars(made).update(attributes)

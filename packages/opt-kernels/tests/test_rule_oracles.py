@@ -23,9 +23,6 @@ def grads():
     return [torch.randn(NUMEL, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
 
 
-# --- the papers: their letters, one line a step ----------------------------------------------------------------------
-
-
 def ademamix(theta, gs, *, eta, lam, alpha, warmup):
     """arXiv 2409.03137, algorithm 1 and section 3.1; both schedules over `warmup` steps."""
     b1, b2, b3, eps = 0.9, 0.99, 0.999, 1e-8
@@ -77,6 +74,16 @@ def signum(x, gs, *, delta, lam):
     return x
 
 
+def lion(theta, gs, *, eta, lam):
+    """arXiv 2302.06675, algorithm 2."""
+    m = torch.zeros_like(theta)
+    for g in gs:
+        c = 0.9 * m + 0.1 * g
+        theta = theta - eta * (c.sign() + lam * theta)
+        m = 0.99 * m + 0.01 * g
+    return theta
+
+
 def mars(x, gs, *, eta, lam, gamma, at_old_weights=None):
     """The authors' code of arXiv 2411.10438 without its norm cap; it starts from an earlier gradient of zero.
 
@@ -93,7 +100,7 @@ def mars(x, gs, *, eta, lam, gamma, at_old_weights=None):
 
 
 def schedule_free(y, gs, *, gamma, lam, warmup):
-    """arXiv 2405.15682, algorithm 1, in its own terms x, y, z; gives x and y side by side."""
+    """arXiv 2405.15682, algorithm 1, in its own terms x, y, z."""
     b1, b2, eps = 0.9, 0.99, 1e-8
     x = z = y
     v, total = torch.zeros_like(y), 0.0
@@ -105,11 +112,10 @@ def schedule_free(y, gs, *, gamma, lam, warmup):
         total += gamma_t**2
         c = gamma_t**2 / total
         x = (1 - c) * x + c * z
-    return torch.cat([x, (1 - b1) * z + b1 * x])
+    return (1 - b1) * z + b1 * x
 
 
 ADEMAMIX, ADAN = {"betas": (0.9, 0.99, 0.999), "alpha": 8.0}, {"betas": (0.98, 0.92, 0.99)}
-# A rule, its options, and the steps of its paper.
 PAPERS = [
     ("ademamix", ADEMAMIX, lambda x, gs: ademamix(x, gs, eta=0.01, lam=0.1, alpha=8.0, warmup=0)),
     ("ademamix", ADEMAMIX | {"alpha_steps": 7, "beta3_steps": 7},
@@ -118,16 +124,15 @@ PAPERS = [
     ("adan", ADAN | {"no_prox": True}, lambda x, gs: adan(x, gs, eta=0.01, lam=0.1, prox=False)),
     ("laprop", {"betas": (0.9, 0.99), "eps": 1e-8}, lambda x, gs: laprop(x, gs, eta=0.01, lam=0.1)),
     ("signum", {}, lambda x, gs: signum(x, gs, delta=0.01, lam=0.1)),
+    ("lion", {"betas": (0.9, 0.99)}, lambda x, gs: lion(x, gs, eta=0.01, lam=0.1)),
     ("mars", {"gamma": 0.3}, lambda x, gs: mars(x, gs, eta=0.01, lam=0.1, gamma=0.3)),
-    ("schedule_free", {"betas": (0.9, 0.99)},
-     lambda x, gs: schedule_free(x, gs, gamma=0.01, lam=0.1, warmup=0)[NUMEL:]),
+    ("schedule_free", {"betas": (0.9, 0.99)}, lambda x, gs: schedule_free(x, gs, gamma=0.01, lam=0.1, warmup=0)),
     ("schedule_free", {"betas": (0.9, 0.99), "warmup_steps": 5},
-     lambda x, gs: schedule_free(x, gs, gamma=0.01, lam=0.1, warmup=5)[NUMEL:]),
+     lambda x, gs: schedule_free(x, gs, gamma=0.01, lam=0.1, warmup=5)),
 ]  # fmt: skip
 
 
 def run(name, **options):
-    """The weights of the rule after steps in float64."""
     formula = FORMULAS[name]
     choices = {choice.name: options[choice.name] for choice in formula.choices if choice.name in options}
     rule = elementwise(formula, backend="reference", **choices).in_float64()
@@ -149,27 +154,6 @@ def test_a_rule_takes_its_papers_steps(rule, options, paper):
     torch.testing.assert_close(run(rule, **options), paper(start(), grads()), rtol=1e-12, atol=1e-13)
 
 
-def trained(optimizer, steps=None):
-    (param,) = optimizer.param_groups[0]["params"]
-    for grad in grads() if steps is None else steps:
-        param.grad = grad
-        optimizer.step()
-    return param.detach()
-
-
-def test_mars_follows_a_recorded_run_of_its_package():
-    # pytorch_optimizer 4.1.0, `MARS(lr=0.01, betas=(0.95, 0.99), weight_decay=0.1, optimize_1d=True)` in float64, where
-    # the norm of every c is below 1. It was 0.44 away: the first step took its own gradient for the earlier one.
-    recorded = [
-        [-1.01952813, -0.717018408, -0.431395868, -0.130146941], [0.165873587, 0.53560845, 0.658600079, 0.972876404],
-    ]  # fmt: skip
-    steps = [0.1 * torch.sin(torch.arange(1.0, 9.0, dtype=torch.float64) * step) for step in range(1, 13)]
-    param = torch.nn.Parameter(torch.linspace(-1, 1, 8).view(2, 4))
-    optimizer = optim.MARSAdamW([param], lr=0.01, betas=(0.95, 0.99), weight_decay=0.1)
-    found = trained(optimizer, [grad.float().view(2, 4) for grad in steps])
-    torch.testing.assert_close(found, torch.tensor(recorded), rtol=0, atol=1e-6)
-
-
 def test_the_exact_variant_of_mars_takes_gradients_at_the_previous_weights():
     old = [grad + 0.1 for grad in reversed(grads())]
     param = torch.nn.Parameter(start())
@@ -177,24 +161,15 @@ def test_the_exact_variant_of_mars_takes_gradients_at_the_previous_weights():
     for step, (grad, at_old_weights) in enumerate(zip(grads(), old)):
         if step:
             optimizer.state[param]["previous_grad"].copy_(at_old_weights)
-        trained(optimizer, [grad])
+        param.grad = grad
+        optimizer.step()
     expected = mars(start(), grads(), eta=0.01, lam=0.1, gamma=0.3, at_old_weights=old)
     torch.testing.assert_close(param.detach(), expected, rtol=1e-11, atol=1e-12)
 
 
-def test_the_averaged_weights_are_the_papers():
-    options = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1, "warmup_steps": 5}
-    optimizer = optim.AdamWScheduleFree([torch.nn.Parameter(start())], **options)
-    found = trained(optimizer)
-    optimizer.eval()
-    expected = schedule_free(start(), grads(), gamma=0.01, lam=0.1, warmup=5)
-    torch.testing.assert_close(found, expected[:NUMEL], rtol=1e-11, atol=1e-12)
-
-
 def test_every_rule_has_an_oracle():
-    # Those of Adam, SGD, NAdam and RAdam are in test_torch_peers, that of Lion in test_elementwise_works.
-    elsewhere = {"adam", "sgd", "nadam", "radam", "lion"}
-    assert {rule for rule, _, _ in PAPERS} | elsewhere == set(FORMULAS), "write the equations of its paper in PAPERS"
+    of_torch = {"adam", "sgd", "nadam", "radam"}
+    assert {rule for rule, _, _ in PAPERS} | of_torch == set(FORMULAS), "write the equations of its paper in PAPERS"
 
 
 @pytest.mark.parametrize(

@@ -129,14 +129,11 @@ def plain(p, g, exp_avg, exp_avg_sq, *, lr):
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_a_rule_of_the_caller_may_have_the_name_of_ours(backend):
-    # It ran as torch's fused AdamW.
     rule = elementwise(Formula(name="adam", states=ADAM.states, scalars=only_lr, update=plain), backend=backend)
     main = torch.zeros(4)
     rule.update_([Batch(Hyper(lr=1e-2), [Work(grad=torch.ones(4), main=main, state=rule.init_state(main))])])
     assert torch.equal(main, torch.full((4,), -1e-2))
 
-
-# --- what type checkers see of drop-ins -------------------------------------------------------------------------------
 
 STUBS = (optim.catalogue, optim.matrix_catalogue)
 

@@ -29,63 +29,57 @@ def advance(rule, main, state, grads, *, first=1):
 
 
 class ByFormula:
-    """The docstring of the rule in float64, for one matrix; QR by Householder."""
+    """The docstring of the rule in float64, for one matrix; QR by Householder. It begins as after a first step, with
+    factors whose eigenvalues are apart."""
 
     def __init__(self, rule, main):
-        self.rule, self.p, (self.m, self.n) = rule, main.double().clone(), main.shape
-        limit = rule.max_precond_dim or max(main.shape)
-        self.has_left = self.m <= limit and (not rule.one_sided or self.m <= self.n)
-        self.has_right = self.n <= limit and (not rule.one_sided or self.n < self.m)
+        self.rule, self.p, (m, n) = rule, main.double().clone(), main.shape
+        limit = rule.max_precond_dim or max(m, n)
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.p), torch.zeros_like(self.p)
-        self.q_l, self.q_r = torch.eye(self.m).double(), torch.eye(self.n).double()
-        # Factors with eigenvalues that are apart, and their bases: as after a first step.
-        self.l, self.r = (
-            vectors @ torch.linspace(4.0, 1.0, n).double().diag() @ vectors.mT
-            for n in (self.m, self.n)
-            for vectors in [signed_qr(tensor(n, n, seed=7).double())]
-        )
-        first = 0.0 if rule.order is Order.MEGATRON else 1.0
-        self.e_l, self.e_r = torch.full((self.m,), first).double(), torch.full((self.n,), first).double()
+        # Of rows and of columns: whether there is a factor K, its basis Q, and its eigenvalues.
+        self.has = [m <= limit and (not rule.one_sided or m <= n), n <= limit and (not rule.one_sided or n < m)]
+        turned = [(signed_qr(tensor(size, size, seed=7).double()), torch.linspace(4.0, 1.0, size)) for size in (m, n)]
+        self.k = [vectors @ values.double().diag() @ vectors.mT for vectors, values in turned]
+        self.q = [torch.eye(size).double() for size in (m, n)]
+        self.e = [torch.full((size,), float(rule.order is Order.PAPER)).double() for size in (m, n)]
         self._turn(first=True)
 
     def states(self):
-        return {
-            "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "L": self.l, "R": self.r, "Q_L": self.q_l,
-            "Q_R": self.q_r, "eigvals_L": self.e_l, "eigvals_R": self.e_r,
-        }  # fmt: skip
+        of_sides = {"": self.k, "Q_": self.q, "eigvals_": self.e}
+        sides = {f"{name}{side}": value for name, of in of_sides.items() for side, value in zip("LR", of)}
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, **sides}
 
     def step(self, grad, t):
         g, b = grad.double(), self.rule.shampoo_beta
         if self.rule.order is Order.PAPER and t > 1:
             self._adam(g, t - 1)
-        left, right = g @ g.mT, g.mT @ g
+        grams = [g @ g.mT, g.mT @ g]
         if self.rule.use_kl_shampoo:
-            left = g @ self.q_r @ (1 / self.e_r.clamp_min(1e-8)).diag() @ self.q_r.mT @ g.mT / self.n
-            right = g.mT @ self.q_l @ (1 / self.e_l.clamp_min(1e-8)).diag() @ self.q_l.mT @ g / self.m
+            of_rows, of_cols = (q @ (1 / e.clamp_min(1e-8)).diag() @ q.mT / len(e) for q, e in zip(self.q, self.e))
+            grams = [g @ of_cols @ g.mT, g.mT @ of_rows @ g]
         weight = (1 - b) / (1 - b**t)
-        self.l, self.r = self.l + weight * (left - self.l), self.r + weight * (right - self.r)
+        self.k = [k + weight * (gram - k) for k, gram in zip(self.k, grams)]
         if (t - 1) % self.rule.precondition_frequency == 0:
             self._turn(first=t == 1)
         if self.rule.order is Order.MEGATRON:
             self._adam(g, t)
 
     def _adam(self, g, t):
-        g = self.q_l.mT @ g @ self.q_r
+        q_l, q_r = self.q
+        g = q_l.mT @ g @ q_r
         self.exp_avg = 0.9 * self.exp_avg + 0.1 * g
         self.exp_avg_sq = 0.95 * self.exp_avg_sq + 0.05 * g**2
         u = (self.exp_avg / (1 - 0.9**t)) / ((self.exp_avg_sq / (1 - 0.95**t)).sqrt() + 1e-8)
-        self.p = self.p - 0.1 * 0.3 * self.p - 0.1 * self.q_l @ u @ self.q_r.mT
+        self.p = self.p - 0.1 * 0.3 * self.p - 0.1 * q_l @ u @ q_r.mT
 
     def _turn(self, *, first):
-        in_p = self.q_l @ self.exp_avg @ self.q_r.mT
-        rows, cols = torch.arange(self.m), torch.arange(self.n)
-        if self.has_left:
-            self.q_l, self.e_l, rows = self._basis(self.l, self.q_l, first=first)
-        if self.has_right:
-            self.q_r, self.e_r, cols = self._basis(self.r, self.q_r, first=first)
-        self.exp_avg = self.q_l.mT @ in_p @ self.q_r
+        in_p = self.q[0] @ self.exp_avg @ self.q[1].mT
+        orders = [torch.arange(len(q)) for q in self.q]
+        for side in (side for side in range(2) if self.has[side]):
+            self.q[side], self.e[side], orders[side] = self._basis(self.k[side], self.q[side], first=first)
+        self.exp_avg = self.q[0].mT @ in_p @ self.q[1]
         if self.rule.order is Order.PAPER:
-            self.exp_avg_sq = self.exp_avg_sq[rows][:, cols]
+            self.exp_avg_sq = self.exp_avg_sq[orders[0]][:, orders[1]]
 
     def _basis(self, k, q, *, first):
         if first:
@@ -131,14 +125,13 @@ def test_steps_follow_the_formula(kind, shape):
         advance(rule, main, state, [grad], first=step)
         formula.step(grad, step)
     torch.testing.assert_close(main, formula.p, rtol=0, atol=1e-7)
-    assert ("L" in state, "R" in state) == (formula.has_left, formula.has_right)
+    assert ["L" in state, "R" in state] == formula.has
     for name in state:
         torch.testing.assert_close(state[name], formula.states()[name], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("recorded", range(2), ids=["plain", "kl"])
 def test_the_order_of_megatron_follows_its_recorded_runs(recorded):
-    # Eigenvalues that began at one instead of zero made KL diverge where Megatron-Core's runs do not.
     run = torch.load(Path(__file__).parent / "data" / "soap_megatron_order.pt", weights_only=True)[recorded]
     hyper = Hyper(lr=run["lr"], weight_decay=run["weight_decay"], betas=tuple(run["betas"]), eps=run["eps"])
     rule, main = replace(MEGATRON, use_kl_shampoo=run["kl"]), run["start"].clone()
@@ -159,7 +152,6 @@ def moved_by_scaled(rule, shape, scale, eps):
 @pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("shape", [(12, 7), (8, 8), (3, 20)], ids=str)
 def test_steps_have_adams_size_whatever_the_scale_of_gradients(shape, order):
-    # Gradients of 1e6, for plain factors of 1e8, made the weights NaN: the squared norms of factors overflowed.
     plain, kl = replace(PLAIN, order=order), replace(KL, order=order)
     for scale in (2.0**exponent for exponent in (-30, -20, 20, 40)):
         scaled = moved_by_scaled(plain, shape, scale, eps=1e-8 * scale)
@@ -172,7 +164,6 @@ def test_steps_have_adams_size_whatever_the_scale_of_gradients(shape, order):
 
 @pytest.mark.parametrize("scale", [1e19, float("inf"), float("nan")])
 def test_a_factor_that_overflows_is_refused_before_anything_is_written(scale):
-    # LAPACK's "failed to converge" came out of the step, with moments half updated.
     main, (grad, *_) = tensor(8, 12), grads_of(8, 12, steps=1)
     state = KL.init_state(main)
     advance(KL, main, state, grads_of(8, 12, steps=2))
@@ -183,7 +174,6 @@ def test_a_factor_that_overflows_is_refused_before_anything_is_written(scale):
 
 
 def test_a_side_that_is_too_long_has_no_factor():
-    # An output layer of 128,000 rows had two factors of 64 GB.
     state = SOAPRule().init_state(torch.empty(128_000, 64, device="meta"))
     assert set(state) == {"exp_avg", "exp_avg_sq", "R", "Q_R", "eigvals_R"}
     optional = {spec.name for spec in SOAPRule().state_specs if spec.optional}
@@ -205,18 +195,6 @@ def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors()
     turned, values = state["Q_L"].double().mT @ grad @ state["Q_R"].double(), torch.linalg.svdvals(grad)
     torch.testing.assert_close(turned[:, :7].diagonal().abs(), values, **close)
     torch.testing.assert_close(turned.norm(), values.norm(), **close)
-
-
-def test_bases_stay_orthonormal_and_sorted_through_many_steps():
-    main, state = tensor(24, 10), KL.init_state(tensor(24, 10))
-    advance(KL, main, state, grads_of(24, 10, steps=60))
-    for side, n in (("L", 24), ("R", 10)):
-        q = state[f"Q_{side}"].double()
-        torch.testing.assert_close(q.mT @ q, torch.eye(n).double(), rtol=0, atol=1e-5)
-        diagonal = q.mT @ state[side].double() @ q
-        torch.testing.assert_close(state[f"eigvals_{side}"].double(), diagonal.diagonal(), rtol=1e-3, atol=1e-6)
-        # After 60 steps of following, what is off the diagonal is small beside it.
-        assert float((diagonal - diagonal.diagonal().diag()).norm()) < 0.05 * float(diagonal.norm())
 
 
 # --- SOAP-Muon: bases from eigh and QR and an iteration by SVD -------------------------------------------------------
@@ -263,8 +241,8 @@ def followed(factor, q, v):
 
 
 def by_equations(grads, first, *, mode, b=0.9):
-    """Minus lr s e O of each step, in the letters of N. Vyas's note. `first`: the rule's bases after the first step, of
-    whose null space rounding chooses the vectors."""
+    """Minus lr s e O of each step, in the letters of N. Vyas's note. `first`: bases after the first step, of whose null
+    space rounding chooses the vectors."""
     rows, cols = grads[0].shape
     scale, mu, eps = 0.5 * scale_factor(mode, rows=rows, cols=cols), 0.8, 1e-8
     m, v = torch.zeros_like(grads[0]), torch.zeros_like(grads[0])
@@ -295,7 +273,6 @@ def by_equations(grads, first, *, mode, b=0.9):
 @pytest.mark.parametrize("mode", ScaleMode)
 @pytest.mark.parametrize("shape", [(6, 6), (7, 5), (5, 7)], ids=str)
 def test_steps_of_soap_muon_follow_its_equations(shape, mode):
-    # It orthogonalised Adam's update of the gradient in the basis, which is another rule than the one of this name.
     grads = [grad.double() for grad in noise(8, *shape)]
     moves, first = steps_of(replace(SOAP_MUON, scale_mode=mode), grads, weight_decay=0.0)
     torch.testing.assert_close(moves, by_equations(grads, first, mode=mode), rtol=0, atol=1e-6)

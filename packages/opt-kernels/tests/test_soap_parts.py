@@ -23,13 +23,11 @@ MAKERS = {
 
 
 def tensors(*shape):
-    """A start, and a gradient for each step."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for _ in range(1 + STEPS)]
 
 
 def moved(maker, parts, **group):
-    """Parameters after steps, for (start, *grads) of each."""
     params = [nn.Parameter(start.clone()) for start, *_ in parts]
     optimizer = maker([{"params": params, **group}])
     for step in range(STEPS):

@@ -30,7 +30,6 @@ def product_of(backend: str) -> Any:
 
 
 def matrices(m: int, k: int, dtype: torch.dtype = torch.float32, *, batch: int = 2) -> Tensor:
-    """Sums of k products are of size 1."""
     generator = torch.Generator().manual_seed(m * 1000 + k)
     return (torch.randn(batch, m, k, generator=generator, dtype=torch.float64) / k**0.5).to(dtype)
 

@@ -64,7 +64,6 @@ def test_a_drop_in_takes_torchs_steps(name: str, backend: str) -> None:
 @pytest.mark.parametrize("to_torch", [False, True])
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "SGD nesterov"])
 def test_training_continues_with_the_other_class(name: str, to_torch: bool) -> None:
-    """Symptom: torch.optim.NAdam raised KeyError('mu_product') at its first step after loading ours."""
     cls, options = PEERS[name]
     for num_steps in (0, 1, 7):
         one, other = (build([parameter()], **options) for build in both(cls)[:: 1 if to_torch else -1])
@@ -148,8 +147,6 @@ def test_groups_of_sgd_have_their_own_momenta_and_dampenings_also_when_set_later
         step(dampened, 1)
 
 
-# --- Muon -------------------------------------------------------------------------------------------------------------
-
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought Muon")
 OF_MUON: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -164,7 +161,6 @@ OF_MUON: dict[str, dict[str, Any]] = {
 @needs_muon
 @pytest.mark.parametrize("options", OF_MUON.values(), ids=OF_MUON.keys())
 def test_a_step_at_equal_arguments_is_torchs(options: dict[str, Any]) -> None:
-    # It was 24 to 47 times as long by default.
     for shape in [(32, 128), (128, 32), (64, 64)]:
         before = parameter(*shape).detach()
         ours, theirs = (

@@ -75,7 +75,6 @@ def momentum_of(work: Work, momentum: torch.dtype) -> Tensor:
 
 
 def moved(rule: MuonRules, works: list[Work], **launch: float | Tensor) -> None:
-    """A step of two groups."""
     rule.update_([Batch(HYPER, works[:3]), Batch(replace(HYPER, lr=2e-2, momentum=0.5), works[3:])], **launch)
 
 
@@ -181,7 +180,6 @@ def test_what_cannot_be_swept_is_refused_with_a_way_on(kernel_device: torch.devi
 
 
 def test_rounds_of_the_same_tensors_may_differ_in_rule_and_split(kernel_device: torch.device) -> None:
-    """Two rules and two splits take turns on the same memory."""
     rules = (MuonRule(backend="triton", num_ns_steps=1, extra_scale_factor=factor) for factor in (1.0, 3.0))
     splits = (MatrixSpec(), MatrixSpec(split_rows=(2,), by_group=True))
     shared, fresh = (works_of("fp32", kernel_device, shapes=((4, 6),) * 3) for _ in range(2))
@@ -191,8 +189,6 @@ def test_rounds_of_the_same_tensors_may_differ_in_rule_and_split(kernel_device: 
             rule.update_([Batch(HYPER, [replace(work, matrix=matrix) for work in works])])
     assert_same_bytes(shared, fresh)
 
-
-# --- whole rules ------------------------------------------------------------------------------------------------------
 
 RULES: dict[str, MuonRules] = {
     "muon": EXACT,
@@ -206,7 +202,6 @@ RULES: dict[str, MuonRules] = {
 
 def with_backend(rule: MuonRules, backend: str) -> MuonRules:
     muon = rule if isinstance(rule, MuonRule) else rule.muon
-    # Products by torch on both sides: only what is around them differs.
     chosen = replace(muon, backend=backend, use_syrk=False)
     return chosen if isinstance(rule, MuonRule) else replace(rule, muon=chosen)
 

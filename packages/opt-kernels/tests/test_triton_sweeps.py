@@ -18,7 +18,7 @@ from opt_kernels.backends.triton.launches import _constants, sweeps
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.codecs import Plain, Scaled
 from opt_kernels.rules import SGD, Adam, ElementwiseRule, Lion
-from opt_kernels.works import Batch, Work, Works
+from opt_kernels.works import Batch, Work
 
 pytestmark = pytest.mark.needs_extra
 
@@ -45,16 +45,6 @@ def test_vector_accesses_are_promised_for_aligned_runs_alone() -> None:
         assert (found.formats.aligned, found.formats.vector) == expected
 
 
-def test_elements_keep_the_numbers_that_they_are_given_at_each_call() -> None:
-    # A table is found again by its tensors; if only the numbers have changed it must not be.
-    work = work_of(Lion(), NUMEL, "fp32", "triton")
-    assert work.main is not None
-    for first in (0, 640):
-        works = Works([work.grad], mains=[work.main], states=[work.state], firsts=(first,))
-        [found] = sweeps([Batch(HYPER, works)], OF_LION)
-        assert found.table.records[:, -1].tolist() == [first]
-
-
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_contracted_or_approximated_where_bits_are_promised(grad: torch.dtype) -> None:
     """The bits of CPUs are promised from 18 bytes an element on. Triton's own default of fusion varies by version."""
@@ -70,7 +60,6 @@ def test_nothing_is_contracted_or_approximated_where_bits_are_promised(grad: tor
 
 
 def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: torch.device) -> None:
-    # As when a parameter is narrowed in place: the table of the wide one would write behind its end.
     memory, grad = (torch.ones(numel, device=kernel_device) for numel in (256, 128))
     for dtype in (torch.float32, torch.bfloat16):
         main = memory.view(dtype)[:128]
@@ -82,7 +71,6 @@ def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: to
 
 
 def test_dtypes_and_codecs_that_kernels_would_misread_are_refused(kernel_device: torch.device) -> None:
-    """Symptom: the kernels read fp8 bytes as integers, and every gradient was positive."""
     ones, fp8 = torch.ones(300, device=kernel_device), (torch.float8_e4m3fn, torch.float8_e5m2)
     cases = [(dtype, column) for dtype in (torch.float64, *fp8) for column in ("grad", "main", "out")]
     for dtype, column in (*cases, (torch.int8, "main")):  # a remainder has the place of a main
@@ -98,9 +86,3 @@ def test_dtypes_and_codecs_that_kernels_would_misread_are_refused(kernel_device:
     for codec in (other, wide, *(Plain(dtype=dtype) for dtype in fp8)):
         with pytest.raises(LayoutError, match="backend='torch'"):
             scheme(codec)
-
-
-def test_nothing_to_update_is_no_error() -> None:
-    for rule in (Adam(backend="triton"), Lion(backend="triton")):
-        rule.update_([])
-        rule.update_([Batch(HYPER, [])])

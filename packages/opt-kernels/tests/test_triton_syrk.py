@@ -46,7 +46,6 @@ def test_small_double_and_exact_float32_products_are_left_to_torch_and_tf32_is_a
         (syrk.SMALLEST_ROWS, torch.float16, "high", True, "ieee"),
         (syrk.SMALLEST_ROWS, torch.float64, "highest", False, "ieee"),
         (syrk.SMALLEST_ROWS, torch.float32, "high", True, "tf32"),
-        # Without TF32 the kernel has no matrix instruction to use, and kept 11 kB of its accumulator in memory.
         (syrk.SMALLEST_ROWS, torch.float32, "highest", False, "ieee"),
     ):
         torch.set_float32_matmul_precision(precision)

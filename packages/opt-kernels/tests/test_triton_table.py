@@ -22,7 +22,6 @@ from opt_kernels.backends import tables as backend_tables
 from opt_kernels.backends.tables import DeviceTables, launching_on
 from opt_kernels.backends.triton import INTERPRETED, scalars
 from opt_kernels.backends.triton import grad_stats as stats
-from opt_kernels.backends.triton.launches import MAX_CHUNK, MIN_CHUNK, chunk_elements
 from opt_kernels.matrices.syrk import triton as syrk
 from opt_kernels.rules import SGD, Adam, MuonRule, Rule
 from opt_kernels.works import Batch, Hyper
@@ -33,21 +32,8 @@ Patch, Capture = pytest.MonkeyPatch, Callable[[bool], None]
 CPU = torch.device("cpu")
 
 
-def test_chunks_grow_with_the_work_and_shrink_with_the_processors() -> None:
-    for total, processors, expected in (
-        (0, 132, MIN_CHUNK),
-        (10_000_000, 132, 4096),  # a small shard on an H200
-        (10**9, 132, MAX_CHUNK),
-        (10**9, 1, MAX_CHUNK),
-    ):
-        assert chunk_elements(total, processors=processors) == expected
-
-
-# --- tables on the device --------------------------------------------------------------------------------------------
-
-
 class Table:
-    """A cached object whose deletion can be observed."""
+    """A table that can be seen to be deleted."""
 
 
 @pytest.fixture
@@ -80,7 +66,6 @@ def test_the_table_that_was_unused_longest_makes_room(tables: DeviceTables[Any])
 
 
 def test_what_a_graph_has_captured_is_kept_for_replays(tables: DeviceTables[Any], capture: Capture) -> None:
-    # A table that was built again under its old key once replaced the one that an earlier capture had used.
     captured, others = [], []
     for _ in range(2):
         tables.get("a", Table)
@@ -99,8 +84,6 @@ def test_what_a_graph_has_captured_is_kept_for_replays(tables: DeviceTables[Any]
 def test_a_stream_does_not_use_the_tables_of_another_but_a_capture_does(
     tables: DeviceTables[Any], capture: Capture, monkeypatch: Patch
 ) -> None:
-    # A table that one stream was still copying was once read by a step on another stream; torch.cuda.graph captures on
-    # a stream of its own, where nothing could be built.
     first = tables.get("a", Table)
     monkeypatch.setattr(backend_tables, "current_stream", lambda device: 7)
     capture(True)
@@ -111,9 +94,6 @@ def test_a_stream_does_not_use_the_tables_of_another_but_a_capture_does(
     assert tables.get("a", Table) is second
     monkeypatch.setattr(backend_tables, "current_stream", lambda device: 0)
     assert tables.get("a", Table) is first
-
-
-# --- numbers ---------------------------------------------------------------------------------------------------------
 
 
 def block_of(*hypers: Hyper, scale: Any = 1.0, skip: Any = None, device: torch.device = CPU) -> Tensor:
@@ -155,9 +135,6 @@ def test_device_numbers_are_not_read_and_host_numbers_not_captured(capture: Capt
     capture(True)
     with pytest.raises(scalars.FrozenHyperError, match="lr, weight_decay, step of a step that is being captured"):
         block_of(Hyper(lr=1e-2, step=3))
-
-
-# --- launches --------------------------------------------------------------------------------------------------------
 
 
 def stepped(rule: Rule) -> None:

@@ -52,7 +52,6 @@ def move_within_its_storage(weight):
 @pytest.mark.parametrize("rule", ["AdamW", "Lion", "Muon"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_step_goes_on_from_written_weights(rule, dtype):
-    """The next step restored the weights of before the load, without a word."""
     for write in (load, fill, assign, set_from_vector, move_within_its_storage):
         model, optimizer = trained(rule, dtype)
         write(model.weight)
@@ -135,7 +134,6 @@ def test_a_load_of_both_continues_bit_for_bit(model_first):
 
 
 def test_a_parameter_that_is_not_updated_may_take_part_in_an_older_graph():
-    """A step counted writes to frozen parameters and to those without a gradient, so that this backward pass raised."""
     frozen, weight = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
     optimizer = optim.AdamW([frozen, weight], lr=1e-2)
     x = torch.ones(3, requires_grad=True)
@@ -155,9 +153,6 @@ def test_a_model_made_in_inference_mode_is_trained(mains):
     for seed in range(2):
         step(model, optimizer, seed)
     assert not torch.equal(model.weight, before)
-
-
-# --- counted writes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, type("Subclass", (torch.Tensor,), {})])
@@ -180,7 +175,6 @@ def test_writes_of_the_owner_are_counted_and_those_of_others_noticed(kind):
 
 @pytest.mark.parametrize("in_inference_mode", [False, True])
 def test_an_assignment_to_data_is_noticed_also_at_the_same_address(in_inference_mode):
-    """The version stays as it was, and an allocator may return memory that an assignment has released."""
     memory = bytearray(64)
     with torch.inference_mode(in_inference_mode):
         tensor, others = torch.zeros(4), [torch.frombuffer(memory, dtype=torch.float32) for _ in range(2)]

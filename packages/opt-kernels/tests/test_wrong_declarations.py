@@ -100,7 +100,6 @@ GAIN = {"choices": (Choice("gain", 1.0, (1.0, 2.0)),)}
 WRONG = [
     *(({"update": function_of("update(p, g, m, *, lr)", body)}, message) for body, message in UPDATES.items()),
     *(({"scalars": function_of("scalars(*, lr, step)", body)}, message) for body, message in SCALARS.items()),
-    # Compiled sweeps went on with the declared value of a choice, while torch's operations took the new one.
     *((GAIN | {"update": function_of("update(p, g, m, *, lr, gain)", f"{body}\nreturn p - gain * lr, m")},
        "update assigns gain, which is a choice") for body in ("gain = gain * 2", "if lr > 1:\n    gain += 1.0")),
     ({"name": "my rule"}, "formula 'my rule' has the name 'my rule'"),
@@ -150,7 +149,6 @@ def test_values_that_numbers_and_choices_do_not_have_are_refused():
 
 
 def test_numbers_without_scalars_are_named():
-    """A ZeroDivisionError named neither the rule nor the number."""
     by_warmup = function_of("by_warmup(*, lr, warmup)", 'return {"lr": lr / warmup}')
     rule, main = elementwise(declared(scalars=by_warmup, numbers=(Number("warmup", 1.0, low=0.0),))), torch.ones(3)
     work = Work(grad=main, main=main, state=rule.init_state(main))
@@ -173,7 +171,6 @@ def with_number_literals(p, g, m, *, lr):
 @on("torch", "cpp", "triton")
 @pytest.mark.parametrize("default", [torch.float32, torch.float64], ids=str)
 def test_numbers_alone_have_the_bits_of_the_compiled_backends(backend, default):
-    """`fma` of numbers was an AttributeError; `where` of two numbers had torch's default dtype."""
     formula = declared(scalars=with_fma, update=with_number_literals)
     torch.set_default_dtype(default)
     try:
@@ -200,7 +197,6 @@ def augmented(p, g, last, trace, *, lr):
 
 @on("reference", "torch", "cpp")
 def test_an_augmented_assignment_changes_no_other_name_and_no_gradient(backend):
-    # On the first two, `last` was the new main, the gradient of float32 parameters doubled, and lr had no room for g.
     formula = declared(states=(State("last"), State("trace")), update=augmented)
     p, g, trace = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -1.0, 0.0]), torch.tensor([0.0, 1.0, 2.0])
     work = Work(grad=g.clone(), main=p.clone(), state={"last": torch.zeros(3), "trace": trace.clone()})
@@ -221,7 +217,6 @@ def trained(p, m, *, lr):
 
 
 def test_an_evaluation_changes_neither_weights_nor_states():
-    # It wrote to the live main of an optimizer.
     p, m = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])
     formula = declared(evaluation=(averaged, trained))
     assert formula.evaluated(p, {"m": m}, Hyper(lr=0.5)).tolist() == [3.0, 6.0]
@@ -281,7 +276,6 @@ def test_defaults_and_what_is_read_are_accepted():
 
 @pytest.mark.parametrize(("name", "value", "allowed"), [("weight_decay", 0.1, 0.0), ("betas", (0.9, 0.5), (0.5, 0.99))])
 def test_a_number_without_effect_that_is_written_later_is_refused_by_the_next_step(name, value, allowed):
-    """A scheduler of weight decay ran over a rule without one, in silence."""
     param = weight()
     optimizer = Undecayed([param], lr=0.5)
     optimizer.step()
@@ -311,7 +305,6 @@ def test_hooks_that_decay_read_weight_decay(hook):
 
 @pytest.mark.parametrize(("hook", "factor"), [(ClipUpdateRms(1e6), 1.0), (CautiousUpdate(), 12 / 13)], ids=repr)
 def test_hooks_with_norms_support_rules_without_weight_decay(hook, factor):
-    """Symptom: they were refused, with a message on the form of a decay that the rule does not have."""
     param = weight()
     Undecayed([param], lr=0.5, hooks=(hook,)).step()
     # In the first step u = 0.1 g has the sign of g everywhere: nothing is masked or clipped.
