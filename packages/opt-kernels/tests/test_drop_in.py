@@ -245,18 +245,6 @@ def test_step_hooks_run_around_steps_and_a_profiler_sees_them():
 # --- mains and state_dicts --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mains", ["float32", "remainder"])
-def test_a_main_keeps_what_a_bfloat16_parameter_rounds_away(mains):
-    kept, lost = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
-    optimizers = optim.AdamW([kept], lr=1e-4, weight_decay=0, mains=mains), optim.AdamW([lost], lr=1e-4, weight_decay=0)
-    for _ in range(100):
-        kept.grad = lost.grad = torch.ones(4, dtype=torch.bfloat16)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.equal(lost, torch.ones(4))
-    assert torch.equal(kept, torch.tensor(0.99).bfloat16().expand(4))
-
-
 @pytest.mark.parametrize(("first", "second"), DTYPES.values(), ids=DTYPES.keys())
 def test_states_are_saved_in_plain_numbers_and_loaded_by_another_kind(first, second):
     params = pair(dtype=torch.bfloat16)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from elementwise_works import NEEDS_TRITON, device_of
+from elementwise_works import NEEDS_TRITON, device_of, on
 from matrix_works import HYPER, moved, tensor
 
 from opt_kernels import MatrixError
@@ -29,13 +29,15 @@ def polar(x):
 
 def check_steps(shape, steps, *, decay=Decay.DECOUPLED, nesterov=False, backend=None):
     main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in range(1, steps + 1)]
+    device = device_of(backend)
     expected, momentum, scale = main.double(), torch.zeros(shape, dtype=torch.float64), max(shape[-2:]) ** 0.5
     for grad in grads:
         g = grad.double() + (0.3 * expected if decay is Decay.L2 else 0.0)
         momentum = 0.9 * momentum + 0.1 * g
         share = {Decay.DECOUPLED: 0.1 * 0.3, Decay.INDEPENDENT: 0.3, Decay.L2: 0.0}[decay]
         expected = expected * (1 - share) - 0.1 * scale * polar(0.1 * g + 0.9 * momentum if nesterov else momentum)
-    got = moved(replace(POLAR, nesterov=nesterov, weight_decay_method=decay, backend=backend), main, *grads)
+    rule = replace(POLAR, nesterov=nesterov, weight_decay_method=decay, backend=backend)
+    got = moved(rule, main.to(device), *(grad.to(device) for grad in grads)).cpu()
     # The map's 1e-3 at the ends of its range, times lr and scale.
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-3 * steps * 0.1 * scale)
 
@@ -45,7 +47,7 @@ def test_the_first_step_is_the_polar_factor_scaled_and_decays_before(shape):
     check_steps(shape, 1)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@on("reference", "torch", "triton")
 @pytest.mark.parametrize("decay", Decay)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_is_an_average_nesterov_looks_ahead_and_decays_follow_their_formulas(nesterov, decay, backend):
@@ -88,12 +90,12 @@ HEADS = {  # shape, rows, whether each group of rows is a matrix, and the rows o
 
 @pytest.mark.parametrize("case", HEADS)
 @pytest.mark.parametrize("mode", ScaleMode)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@on("reference", "torch", "triton")
 def test_heads_are_matrices_of_their_own(case, mode, backend):
     shape, rows, by_group, matrices = HEADS[case]
     rule = replace(POLAR, backend=backend, scale_mode=mode)
     for batch in ((), (3,)):
-        main, grad = tensor(*batch, *shape), tensor(*batch, *shape, seed=1)
+        main, grad = (tensor(*batch, *shape, seed=seed).to(device_of(backend)) for seed in range(2))
         got = moved(rule, main, grad, matrix=MatrixSpec(split_rows=rows, by_group=by_group))
         for of_matrix in matrices:
             separate = moved(rule, main[..., of_matrix, :], grad[..., of_matrix, :])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from drop_ins import same, step
 from torch import nn
 
 from opt_kernels import MatrixError, Number, RuleStateError, StateDictError, StateKind, StateSpec, WholeMatrices
@@ -60,14 +61,6 @@ def model():
     return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
 
 
-def train_(of, optimizer, steps):
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for param in of.parameters():
-            param.grad = torch.randn(param.shape, generator=generator)
-        optimizer.step()
-
-
 def test_a_drop_in_takes_the_steps_of_its_equation():
     trained, plain = model(), model()
     optimizer = LowRankOptimizer(trained, gain=1.5, weight_decay=0.1, scalar_optimizer="adam", betas=(0.8, 0.9))
@@ -76,9 +69,11 @@ def test_a_drop_in_takes_the_steps_of_its_equation():
     for param in (p for p in plain.parameters() if p.dim() == 2):
         m, n = param.shape
         states[param] = {"total": torch.zeros(m, n), "right": torch.eye(n, 2), "gram": torch.zeros(2, 2)}
-    for step in range(1, 4):
-        train_(trained, optimizer, [step])
-        train_(plain, others, [step])
+    for seed in range(3):
+        step(optimizer, seed)
+        for param, given in zip(plain.parameters(), trained.parameters(), strict=True):
+            param.grad = given.grad
+        others.step()
         for param, state in states.items():
             state.update(moved(state, param.grad, 0.9, 1.5))
             param.data.mul_(1 - 0.1 * 0.1).sub_(0.1 * state["left"] @ state["right"].mT)
@@ -91,12 +86,10 @@ def test_a_drop_in_takes_the_steps_of_its_equation():
 def test_it_is_copied_saved_and_resumed():
     trained, resumed = model(), model()
     optimizer, other = (LowRankOptimizer(of, scalar_optimizer="lion") for of in (trained, resumed))
-    train_(trained, optimizer, range(1, 4))
+    step(optimizer, 1, 2, 3)
     resumed.load_state_dict(trained.state_dict())
     other.load_state_dict(pickle.loads(pickle.dumps(copy.deepcopy(optimizer))).state_dict())
-    for of, with_ in ((trained, optimizer), (resumed, other)):
-        train_(of, with_, range(4, 6))
-    assert all(map(torch.equal, trained.parameters(), resumed.parameters()))
+    assert same(step(optimizer, 4, 5), step(other, 4, 5))
 
 
 def test_a_stack_has_the_states_of_each_of_its_matrices():
@@ -161,9 +154,8 @@ def test_a_wrong_state_is_refused_where_it_enters_later():
     state = {**rule.init_state(main), "right": torch.zeros(3, 6)}
     with pytest.raises(RuleStateError, match=r"'right' of a parameter of shape \(5, 6\) has shape \(3, 6\)"):
         rule.update_([Batch(Hyper(lr=0.1), [Work(grad=main, main=main, state=state)])])
-    of = model()
-    optimizer = LowRankOptimizer(of, scalar_optimizer="adam")
-    train_(of, optimizer, range(1))
+    optimizer = LowRankOptimizer(model(), scalar_optimizer="adam")
+    step(optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["right"] = saved["state"][0]["right"].mT.contiguous()
     with pytest.raises(StateDictError, match=r"'right' of '0.weight' of shape \(5, 6\).*shape"):

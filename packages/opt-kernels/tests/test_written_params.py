@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from drop_ins import step
 from elementwise_works import FAST, MARKS, ON_FAST
 from torch import nn
 
@@ -17,13 +18,8 @@ def trained(rule="AdamW", dtype=torch.bfloat16, **options):
     model = nn.Linear(8, 8, bias=False, dtype=dtype)
     optimizer = getattr(optim, rule)(model.parameters(), lr=1e-6, **{"mains": "float32", **options})
     for seed in range(2):
-        step(model, optimizer, seed)
+        step(optimizer, seed)
     return model, optimizer
-
-
-def step(model, optimizer, seed):
-    model.weight.grad = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(seed)).to(model.weight)
-    optimizer.step()
 
 
 def load(weight):
@@ -55,7 +51,7 @@ def test_a_step_goes_on_from_written_weights(rule, dtype):
     for write in (load, fill, assign, set_from_vector, move_within_its_storage):
         model, optimizer = trained(rule, dtype)
         write(model.weight)
-        step(model, optimizer, 2)
+        step(optimizer, 2)
         assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2), write
         assert optimizer.state[model.weight]["main"].mean().item() == pytest.approx(3.0, abs=1e-4), write
 
@@ -66,8 +62,8 @@ def test_elements_that_are_moved_or_written_with_their_value_keep_the_low_bits_o
     """Only written elements lose the lower half of their main; a NaN is followed like any other value."""
     (model, optimizer), (other, undisturbed) = (trained(backend=backend, mains=mains) for _ in range(2))
     model.weight.data = model.weight.detach().clone()
-    step(model, optimizer, 2)
-    step(other, undisturbed, 2)
+    step(optimizer, 2)
+    step(undisturbed, 2)
     assert torch.equal(model.weight, other.weight)
     state, wanted = optimizer.state[model.weight], undisturbed.state[other.weight]
     assert all(map(torch.equal, state.values(), wanted.values()))
@@ -76,8 +72,8 @@ def test_elements_that_are_moved_or_written_with_their_value_keep_the_low_bits_o
             model.weight.copy_(model.weight.clone())
             model.weight[0] = 2.0
             model.weight[1, 0] = torch.nan
-        step(model, optimizer, 3)
-        step(other, undisturbed, 3)
+        step(optimizer, 3)
+        step(undisturbed, 3)
         assert torch.equal(state["main"][2:], wanted["main"][2:])
         assert torch.equal(state["main"][1, 1:], wanted["main"][1, 1:])
         assert (state["main"][0] - 2.0).abs().max() < 1e-5
@@ -92,7 +88,7 @@ def test_a_write_before_a_skipped_step_or_one_without_a_gradient_is_followed_in_
     model.weight.grad = torch.full_like(model.weight, torch.inf) if next_grad else None
     optimizer.step()
     optimizer.step()
-    step(model, optimizer, 2)
+    step(optimizer, 2)
     assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
 
 
@@ -109,13 +105,13 @@ def test_mains_are_compared_after_a_write_of_others_only(backend, rule, monkeypa
     compared = []
     monkeypatch.setattr("opt_kernels.optim.state.follow_", lambda main, param: compared.append(param))
     for seed in range(3):
-        step(model, optimizer, seed)
+        step(optimizer, seed)
     assert not compared
     optimizer.state[model.weight]["main"].fill_(3.0)
-    step(model, optimizer, 3)
+    step(optimizer, 3)
     assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
     fill(model.weight)
-    step(model, optimizer, 4)
+    step(optimizer, 4)
     assert len(compared) == 1
 
 
@@ -123,13 +119,13 @@ def test_mains_are_compared_after_a_write_of_others_only(backend, rule, monkeypa
 def test_a_load_of_both_continues_bit_for_bit(model_first):
     model, optimizer = trained()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    step(model, optimizer, 2)
+    step(optimizer, 2)
     other, resumed = trained()
-    step(other, resumed, 5)
+    step(resumed, 5)
     loads = [lambda: other.load_state_dict(saved[0]), lambda: resumed.load_state_dict(saved[1])]
     for load_part in loads if model_first else reversed(loads):
         load_part()
-    step(other, resumed, 2)
+    step(resumed, 2)
     assert torch.equal(optimizer.state[model.weight]["main"], resumed.state[other.weight]["main"])
 
 
@@ -151,7 +147,7 @@ def test_a_model_made_in_inference_mode_is_trained(mains):
     optimizer = optim.AdamW(model.parameters(), lr=0.5, mains=mains)
     before = model.weight.detach().clone()
     for seed in range(2):
-        step(model, optimizer, seed)
+        step(optimizer, seed)
     assert not torch.equal(model.weight, before)
 
 
