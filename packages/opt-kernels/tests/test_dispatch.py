@@ -40,19 +40,16 @@ def module_of(op: str, backend: str | None, tensors: Sequence[torch.Tensor]) -> 
     return version(op, function, backend=backend, tensors=tensors).__module__.removeprefix("opt_kernels.")
 
 
-def test_the_device_decides_and_an_explicit_choice_wins(installed: Installed, caplog: pytest.LogCaptureFixture) -> None:
-    installed(Backend.CPP, True)
+@pytest.mark.parametrize(("there", "chosen"), [(True, "backends.cpp.update"), (False, "backends.torch_native")])
+def test_the_device_decides_and_an_explicit_choice_wins(
+    there: bool, chosen: str, installed: Installed, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(Backend.CPP, there)
     for _ in range(3):
-        assert module_of("update", None, CPU) == "backends.cpp.update"
-    assert caplog.messages == ["update runs as backends.cpp.update.update_"]
+        assert module_of("update", None, CPU) == chosen
+    assert caplog.messages == [f"update runs as {chosen}.update_"]
     assert module_of("update", "torch", CPU) == module_of("update", None, []) == "backends.torch_native"
     assert module_of("update", "reference", CPU) == "backends.reference"
-
-
-def test_without_a_compiler_torch_does_it_and_logs_it(installed: Installed, caplog: pytest.LogCaptureFixture) -> None:
-    installed(Backend.CPP, False)
-    assert module_of("update", None, CPU) == "backends.torch_native"
-    assert caplog.messages == ["update runs as backends.torch_native.update_"]
 
 
 def test_a_gpu_without_triton_is_warned_of_once(installed: Installed, caplog: pytest.LogCaptureFixture) -> None:

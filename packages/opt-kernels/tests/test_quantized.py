@@ -9,16 +9,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from matrix_works import tensor as normal
 from processes import world_of_one
 from torch import Tensor, nn
 
 from opt_kernels.quantized import RECIPES, QuantizationError, QuantizedTensor, is_quantized, quantize_linears_
 
 ON_RECIPES = pytest.mark.parametrize("recipe", RECIPES)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def groups_of(recipe: str, shape: tuple[int, ...]) -> Tensor:

@@ -7,15 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from matrix_works import tensor as normal
 from torch import Tensor, nn
 
 from opt_kernels.quantized import QuantizationError, QuantizedTensor
 
 REFUSED = "would write a view of an fp8 parameter"
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def weight() -> nn.Parameter:

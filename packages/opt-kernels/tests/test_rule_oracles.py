@@ -1,15 +1,13 @@
 """Elementwise rules against their papers, written out in float64, and against torch.optim where it has them."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from opt_kernels import optim
 from opt_kernels.formulas import FORMULAS, q_pochhammer
-from opt_kernels.rules import elementwise
-from opt_kernels.works import Batch, Hyper, Work
 
 NUMEL, STEPS = 64, 12
 
@@ -132,31 +130,25 @@ PAPERS = [
 ]  # fmt: skip
 
 
-def run(name, **options):
-    formula = FORMULAS[name]
-    choices = {choice.name: options[choice.name] for choice in formula.choices if choice.name in options}
-    rule = elementwise(formula, backend="reference", **choices).in_float64()
-    numbers = formula.defaults | {"lr": 0.01, "weight_decay": 0.1} | options
-    hyper = Hyper(
-        own={name: numbers[name] for name in rule.hyper_names},
-        **{name: numbers[name] for name in ("lr", "weight_decay", "betas", "eps", "momentum") if name in numbers},
-    )
-    main = start()
-    state = rule.init_state(main)
-    for step, grad in enumerate(grads(), start=1):
-        rule.update_([Batch(replace(hyper, step=step), [Work(grad=grad, main=main, state=state)])])
-    return main
+def trained(name, **options):
+    """The weights after steps of the drop-in, in float64."""
+    param = nn.Parameter(start())
+    optimizer = getattr(optim, FORMULAS[name].title)([param], lr=0.01, weight_decay=0.1, **options)
+    for grad in grads():
+        param.grad = grad
+        optimizer.step()
+    return param.detach()
 
 
 @pytest.mark.parametrize(("rule", "options", "paper"), PAPERS)
 def test_a_rule_takes_its_papers_steps(rule, options, paper):
     # Both in float64: a few roundings a step.
-    torch.testing.assert_close(run(rule, **options), paper(start(), grads()), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(trained(rule, **options), paper(start(), grads()), rtol=1e-12, atol=1e-13)
 
 
 def test_the_exact_variant_of_mars_takes_gradients_at_the_previous_weights():
     old = [grad + 0.1 for grad in reversed(grads())]
-    param = torch.nn.Parameter(start())
+    param = nn.Parameter(start())
     optimizer = optim.MARSAdamW([param], lr=0.01, gamma=0.3, weight_decay=0.1)
     for step, (grad, at_old_weights) in enumerate(zip(grads(), old)):
         if step:

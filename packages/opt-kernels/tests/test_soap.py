@@ -10,7 +10,7 @@ from matrix_works import HYPER, grads_of, stepped, tensor
 from opt_kernels import MatrixError
 from opt_kernels.matrices import CoefficientType, MatmulPrecision, ScaleMode
 from opt_kernels.matrices.muon import scale_factor
-from opt_kernels.matrices.orthogonalization import Coefficients
+from opt_kernels.matrices.orthogonalization import Coefficients, reference_newton_schulz
 from opt_kernels.rules import Order, SOAPMuonRule, SOAPRule
 from opt_kernels.rules.soap import Orthonormalization
 from opt_kernels.works import Batch, Hyper, Work
@@ -197,21 +197,17 @@ def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors()
     torch.testing.assert_close(turned.norm(), values.norm(), **close)
 
 
-# --- SOAP-Muon: bases from eigh and QR and an iteration by SVD -------------------------------------------------------
+# --- SOAP-Muon -------------------------------------------------------------------------------------------------------
 
 OF_MUON = Hyper(lr=0.1, weight_decay=0.3, momentum=0.8, eps=1e-8)
-NS_STEPS, (A, B, C) = 4, (2.0, -1.5, 0.5)
+COEFFICIENTS = (Coefficients(2.0, -1.5, 0.5),)
 SOAP_MUON = SOAPMuonRule(
-    num_ns_steps=NS_STEPS,
+    num_ns_steps=4,
     coefficient_type=CoefficientType.CUSTOM,
-    custom_coefficients=(Coefficients(A, B, C),),
+    custom_coefficients=COEFFICIENTS,
     fp32_matmul_prec=MatmulPrecision.HIGHEST,
     extra_scale_factor=0.5,
 )
-
-
-def noise(num_steps, *shape):
-    return [tensor(*shape, seed=seed) for seed in range(num_steps)]
 
 
 def steps_of(rule, grads, **hyper):
@@ -224,14 +220,6 @@ def steps_of(rule, grads, **hyper):
         moves.append(main - before)
         first = first or {name: value.clone() for name, value in state.items()}
     return moves, first
-
-
-def newton_schulz(x):
-    left, values, right = torch.linalg.svd(x, full_matrices=False)
-    values = values / values.norm()
-    for _ in range(NS_STEPS):
-        values = A * values + B * values**3 + C * values**5
-    return left @ values.diag() @ right
 
 
 def followed(factor, q, v):
@@ -257,7 +245,7 @@ def by_equations(grads, first, *, mode, b=0.9):
             found = q_l @ (p / v.clamp_min(eps**2).sqrt()) @ q_r.mT
             four = [torch.linalg.matrix_norm(x @ x.mT).sqrt() for x in (u, found)]  # Schatten-4 norms
             u = found * four[0] / four[1]
-        moves.append(-0.1 * scale * newton_schulz(u))
+        moves.append(-0.1 * scale * reference_newton_schulz(u[None], segments=(4 * COEFFICIENTS,))[0])
         left, right = b * left + (1 - b) * g @ g.mT, b * right + (1 - b) * g.mT @ g
         if t == 1:
             for q, factor in ((q_l, left), (q_r, right)):  # they are eigenvectors, in descending order
@@ -273,7 +261,7 @@ def by_equations(grads, first, *, mode, b=0.9):
 @pytest.mark.parametrize("mode", ScaleMode)
 @pytest.mark.parametrize("shape", [(6, 6), (7, 5), (5, 7)], ids=str)
 def test_steps_of_soap_muon_follow_its_equations(shape, mode):
-    grads = [grad.double() for grad in noise(8, *shape)]
+    grads = [tensor(*shape, seed=seed).double() for seed in range(8)]
     moves, first = steps_of(replace(SOAP_MUON, scale_mode=mode), grads, weight_decay=0.0)
     torch.testing.assert_close(moves, by_equations(grads, first, mode=mode), rtol=0, atol=1e-6)
     (decayed,), _ = steps_of(replace(SOAP_MUON, scale_mode=mode), grads[:1])
@@ -282,7 +270,7 @@ def test_steps_of_soap_muon_follow_its_equations(shape, mode):
 
 @pytest.mark.parametrize("exponent", [-40, 40])
 def test_a_power_of_two_factors_out_of_soap_muon(exponent):
-    grads, scale = noise(5, 6, 9), 2.0**exponent
+    grads, scale = [tensor(6, 9, seed=seed) for seed in range(5)], 2.0**exponent
     scaled, _ = steps_of(SOAP_MUON, [grad * scale for grad in grads], eps=1e-8 * scale)
     # The first step is Muon's, whose norm has a lower bound of 1e-7.
     start = 1 if exponent < 0 else 0

@@ -1,7 +1,6 @@
 """Matrices cut over tensor-parallel ranks, ranks being threads: the same update as that of the whole matrix."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -79,14 +78,6 @@ def cut_update(rule: Rule, mains: list[Tensor], grads: list[list[Tensor]], cut: 
     with ThreadPoolExecutor(cut.size) as pool:
         by_rank = list(pool.map(run, groups))
     return [torch.cat(parts, dim=cut.dim) for parts in zip(*by_rank)], calls
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_per_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 SHAPES = [(48, 16), (48, 96), (48, 48), (48, 16)]
