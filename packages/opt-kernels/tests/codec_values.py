@@ -23,7 +23,6 @@ CODECS = {
 }
 ON_CODECS = pytest.mark.parametrize(("codec", "signed"), CODECS.values(), ids=CODECS.keys())
 SPECIAL = [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, 1e-45, -1e-40, 3.4028235e38, -3.4028235e38, 1.1754944e-38]
-INF_WORD = 0x7F800000
 
 
 def _words(upper: Tensor, lower: list[int]) -> Tensor:

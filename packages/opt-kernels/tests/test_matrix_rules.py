@@ -14,7 +14,6 @@ from opt_kernels.rules import (
     GRAD_SQUARES,
     AdaptiveMuonRule,
     Lines,
-    MatrixRule,
     MuonRule,
     Needs,
     Order,
@@ -124,7 +123,6 @@ def test_zero_gradients_only_decay_and_leave_finite_states(rule):
 
 @on_rules
 def test_states_are_declared_as_they_are_and_empty_matrices_are_nothing_to_do(rule):
-    assert isinstance(rule, MatrixRule)
     assert rule.needs is Needs.MATRICES
     state = init_state(rule, tensor(8, 12), NOT_SPLIT)  # refuses other shapes and dtypes
     assert {spec.name for spec in rule.state_specs if not spec.optional} <= state.keys()

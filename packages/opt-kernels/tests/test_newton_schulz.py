@@ -131,7 +131,6 @@ def test_schedules_repeat_as_their_sets_say_and_wrong_ones_are_refused() -> None
     custom = schedule(CoefficientType.CUSTOM, num_steps=3, custom=[(1.5, -0.5, 0.0), (2.0, -1.5, 0.5)])
     assert custom == (Coefficients(1.5, -0.5, 0.0), Coefficients(2.0, -1.5, 0.5), Coefficients(1.5, -0.5, 0.0))
     for kind, num_steps, of_custom, message in (
-        (CoefficientType.QUINTIC, 0, None, "num_ns_steps is 0"),
         (CoefficientType.CUBIC5, 6, None, "exactly 5 steps"),
         (CoefficientType.CUSTOM, 5, None, "needs custom_coefficients"),
         (CoefficientType.CANS, 5, [(1.0, 0.0, 0.0)], "set it to 'custom'"),

@@ -123,14 +123,8 @@ def test_options_that_are_not_allowed_are_refused_by_name():
 class Wrong(LowRank):
     def init_state(self, main):
         state = super().init_state(main)
-        match self.rank:
-            case 1:
-                state["right"] = state["right"].mT
-            case 2:
-                state["gram"] = state["gram"].double()
-            case _:
-                del state["left"]
-        return state
+        changed = {1: {"right": state["right"].mT}, 2: {"gram": state["gram"].double()}, 3: {"left": None}}
+        return {name: value for name, value in (state | changed[self.rank]).items() if value is not None}
 
 
 WrongOptimizer = drop_in(Wrong)

@@ -28,32 +28,31 @@ def load(weight):
     module.load_state_dict({"weight": torch.full_like(weight, 3.0)})
 
 
-def fill(weight):
+WRITES = {
+    "load": load,
+    "fill": lambda weight: weight.fill_(3.0),
+    "assign": lambda weight: setattr(weight, "data", torch.full_like(weight, 3.0)),
+    "vector": lambda weight: nn.utils.vector_to_parameters(torch.full_like(weight, 3.0).view(-1), [weight]),
+    "move within the storage": lambda weight: setattr(
+        weight, "data", torch.cat([weight.detach(), torch.full_like(weight, 3.0)])[len(weight) :]
+    ),
+}
+
+
+def write(weight, way="fill"):
     with torch.no_grad():
-        weight.fill_(3.0)
-
-
-def assign(weight):
-    weight.data = torch.full_like(weight, 3.0)
-
-
-def set_from_vector(weight):
-    torch.nn.utils.vector_to_parameters(torch.full((weight.numel(),), 3.0, dtype=weight.dtype), [weight])
-
-
-def move_within_its_storage(weight):
-    weight.data = torch.cat([weight.detach(), torch.full_like(weight, 3.0)])[len(weight) :]
+        WRITES[way](weight)
 
 
 @pytest.mark.parametrize("rule", ["AdamW", "Lion", "Muon"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_step_goes_on_from_written_weights(rule, dtype):
-    for write in (load, fill, assign, set_from_vector, move_within_its_storage):
+    for way in WRITES:
         model, optimizer = trained(rule, dtype)
-        write(model.weight)
+        write(model.weight, way)
         step(optimizer, 2)
-        assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2), write
-        assert optimizer.state[model.weight]["main"].mean().item() == pytest.approx(3.0, abs=1e-4), write
+        assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2), way
+        assert optimizer.state[model.weight]["main"].mean().item() == pytest.approx(3.0, abs=1e-4), way
 
 
 @ON_FAST
@@ -80,11 +79,11 @@ def test_elements_that_are_moved_or_written_with_their_value_keep_the_low_bits_o
         assert state["main"][1, 0].isnan()
 
 
-@pytest.mark.parametrize("write", [fill, assign])
+@pytest.mark.parametrize("way", ["fill", "assign"])
 @pytest.mark.parametrize("next_grad", ["infinite", None])
-def test_a_write_before_a_skipped_step_or_one_without_a_gradient_is_followed_in_the_next(write, next_grad):
+def test_a_write_before_a_skipped_step_or_one_without_a_gradient_is_followed_in_the_next(way, next_grad):
     model, optimizer = trained(max_norm=1.0)
-    write(model.weight)
+    write(model.weight, way)
     model.weight.grad = torch.full_like(model.weight, torch.inf) if next_grad else None
     optimizer.step()
     optimizer.step()
@@ -110,7 +109,7 @@ def test_mains_are_compared_after_a_write_of_others_only(backend, rule, monkeypa
     optimizer.state[model.weight]["main"].fill_(3.0)
     step(optimizer, 3)
     assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
-    fill(model.weight)
+    write(model.weight)
     step(optimizer, 4)
     assert len(compared) == 1
 
