@@ -26,3 +26,9 @@ def poisoned() -> Iterator[None]:
     torch._C._set_deterministic_algorithms(True)
     yield
     torch._C._set_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device(backend: str, kernel_device: torch.device) -> torch.device:
+    """Where sweeps of the test's backend run."""
+    return kernel_device if backend == "triton" else torch.device("cpu")

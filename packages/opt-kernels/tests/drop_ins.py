@@ -1,5 +1,7 @@
 """Parameters, gradients and steps for tests of drop-in optimizers."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -50,3 +52,9 @@ def same(some, others):
         torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) if isinstance(a, Tensor) else a == b
         for a, b in zip(some, others, strict=True)
     )
+
+
+def layers(*sizes):
+    """Linear layers from each size to the next."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(*of) for of in pairwise(sizes)))

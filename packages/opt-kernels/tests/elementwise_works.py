@@ -33,6 +33,11 @@ RULES: Mapping[str, Make] = {
 }
 
 
+def only_lr(*, lr: float) -> dict[str, float]:
+    """The scalars of a formula that has one."""
+    return {"lr": lr}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """The numbers that a parameter is kept in."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from codec_values import CODECS, EVERY_UPPER_HALF, ON_CODECS, at_ties, near_ties, single_ties, split
-from elementwise_works import COMPILED, NEEDS_COMPILER, in_another_process, main_of, on
+from elementwise_works import COMPILED, NEEDS_COMPILER, in_another_process, main_of, on, only_lr
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import version
@@ -32,22 +32,13 @@ CPU = torch.device("cpu")
 HYPER = Hyper(lr=1.0, weight_decay=0.0, momentum=0.0)
 
 
-@pytest.fixture
-def device(backend: str, kernel_device: torch.device) -> torch.device:
-    return kernel_device if backend == "triton" else CPU
-
-
-def no_scalars(*, lr: float) -> dict[str, float]:
-    return {"lr": lr}
-
-
 def swap(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
     """Reads the state into the main, and writes the gradient to the state."""
     return x, g
 
 
 def swapped(codec: StateCodec, signed: bool, values: Tensor, state: Mapping[str, Tensor], backend: str) -> Work:
-    formula = Formula(name="swap", states=(State(name="x", signed=signed),), scalars=no_scalars, update=swap)
+    formula = Formula(name="swap", states=(State(name="x", signed=signed),), scalars=only_lr, update=swap)
     kept = {name: tensor.to(values.device, copy=True) for name, tensor in state.items()}
     work = Work(grad=values.clone(), main=torch.zeros_like(values), state=kept)
     run = version("update", "update_", backend=backend, tensors=[values])
@@ -195,7 +186,7 @@ def main() -> None:
         for codec, signed in CODECS.values():
             state = {"x": at_the_end_of_memory(numel, codec.dtype)}
             state[scale_name("x")] = at_the_end_of_memory(-(-numel // 128), torch.float32)
-            formula = Formula(name="swap", states=(State(name="x", signed=signed),), scalars=no_scalars, update=swap)
+            formula = Formula(name="swap", states=(State(name="x", signed=signed),), scalars=only_lr, update=swap)
             grad, main = (at_the_end_of_memory(numel, torch.float32) for _ in range(2))
             run = version("update", "update_", backend="cpp", tensors=[main])
             run([Batch(Hyper(lr=0.1), [Work(grad=grad, main=main, state=state)])], formula, {"x": codec})

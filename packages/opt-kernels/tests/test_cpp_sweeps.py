@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from elementwise_works import HYPER, NEEDS_COMPILER, assert_same, cut, in_another_process, work_of
+from elementwise_works import HYPER, NEEDS_COMPILER, assert_same, cut, in_another_process, only_lr, work_of
 from torch import Tensor
 
 from opt_kernels.backends import reference
@@ -75,10 +75,6 @@ def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
 SPECIAL = [0.0, 1e-45, 1e-38, 3e38, torch.inf, torch.nan]
 DIVISORS = [1.0, 0.3, 0.9999999, 1e-4, 2.0**-39, 1.1e12, 2.0**-41, 1e-30, 1e30, 1e38, 1e-45, -0.7, 0.0, torch.inf]
 CODECS = {"x": codec_for("x", torch.int8, signed=True)}
-
-
-def only_lr(*, lr: float) -> dict[str, float]:
-    return {"lr": lr}
 
 
 def swept(sweep: Any, update: Any, lr: float, main: Tensor, grad: Tensor) -> Work:

@@ -7,7 +7,7 @@ from threading import Event, Lock
 import numpy as np
 import pytest
 import torch
-from elementwise_works import ON_FAST
+from elementwise_works import ON_FAST, only_lr
 
 from opt_kernels.formulas import (
     Choice,
@@ -44,10 +44,6 @@ def moved(formula, backend, numbers):
         rule.update_([Batch(Hyper(lr=0.1, step=step, own=own), [Work(grad=grad, main=main, state=state)])])
         found += [main.clone(), *(value.clone() for value in state.values())]
     return found
-
-
-def only_lr(*, lr):
-    return {"lr": lr}
 
 
 def lookahead_scalars(*, lr, step):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from drop_ins import step
+from drop_ins import layers, step
 from torch import nn
 
 from opt_kernels.formulas import FORMULAS
@@ -29,13 +29,8 @@ from opt_kernels.rules import SOAPRule, elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-
-
 def trained(make, times=3):
-    net = model()
+    net = layers(8, 16, 4)
     step(make(net), *range(times))
     return [param.detach() for param in net.parameters()]
 
@@ -45,7 +40,7 @@ OF_ADAM = [(CautiousDecay(), ClipUpdateRms(0.5)), (RelativeUpdate(),), (Cautious
 
 @pytest.mark.parametrize("hooks", OF_ADAM, ids=repr)
 def test_a_drop_in_moves_each_parameter_as_its_hooked_rule_does_alone(hooks):
-    net, rule = model(), hooked(AdamRule(), hooks)
+    net, rule = layers(8, 16, 4), hooked(AdamRule(), hooks)
     optimizer = AdamW(net.parameters(), lr=0.01, weight_decay=0.1, hooks=hooks)
     before = copy.deepcopy([*net.parameters()])
     step(optimizer, 0)
@@ -63,7 +58,7 @@ def test_a_group_may_have_hooks_of_its_own():
         return AdamW([matrices, rest, {"params": [net[1].bias]}], lr=0.01, hooks=(CautiousDecay(),))
 
     plain, cautious = (lambda net, h=h: AdamW(net.parameters(), lr=0.01, hooks=h) for h in ((), (CautiousDecay(),)))
-    norm = model()[0].weight.detach().norm()
+    norm = layers(8, 16, 4)[0].weight.detach().norm()
     assert torch.isclose(trained(make)[0].norm(), norm, rtol=1e-6)
     assert not torch.isclose(trained(plain)[0].norm(), norm, rtol=1e-6)
     found = trained(make, 1)
@@ -73,7 +68,7 @@ def test_a_group_may_have_hooks_of_its_own():
 
 def test_hooks_of_muon_are_by_rule():
     hooks = {"muon": (Hyperball(),), "adam": (RelativeUpdate(),)}
-    start = [*model().parameters()]
+    start = [*layers(8, 16, 4).parameters()]
     got = trained(lambda net: Muon(net, lr=0.02, weight_decay=0.0, scalar_optimizer="adam", hooks=hooks))
     for before, after in zip(start[::2], got[::2]):
         assert torch.isclose(before.norm(), after.norm(), rtol=1e-6)
@@ -89,12 +84,12 @@ def saved(optimizer):
 
 def test_a_state_dict_records_hooks_and_loading_names_others(caplog):
     hooks = (CautiousDecay(), ClipUpdateRms(0.5))
-    optimizer = AdamW(model().parameters(), hooks=hooks)
+    optimizer = AdamW(layers(8, 16, 4).parameters(), hooks=hooks)
     step(optimizer, 0)
     state = saved(optimizer)
     assert state["param_groups"][0]["hooks"] == ("CautiousDecay()", "ClipUpdateRms(threshold=0.5)")
     for now in (hooks, (CautiousDecay(),), ()):
-        other = AdamW(model().parameters(), hooks=now)
+        other = AdamW(layers(8, 16, 4).parameters(), hooks=now)
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="opt_kernels"):
             other.load_state_dict(state)
@@ -105,7 +100,7 @@ def test_a_state_dict_records_hooks_and_loading_names_others(caplog):
 
 
 def test_a_group_keeps_its_hooks_over_a_load():
-    net = model()
+    net = layers(8, 16, 4)
     groups = [{"params": [net[0].weight], "hooks": (ClipUpdateRms(),)}, {"params": [net[1].weight]}]
     optimizer = AdamW(groups, hooks=(CautiousDecay(),))
     step(optimizer, 0)
@@ -121,9 +116,9 @@ def zeros(*shape):
 
 SCHEDULE_FREE = elementwise(FORMULAS["schedule_free"], backend="torch")
 OF_DROP_INS = [
-    (lambda: AdamW([model()[0].bias], weight_decay=0.0, hooks=(Hyperball(),)),
+    (lambda: AdamW([layers(8, 16, 4)[0].bias], weight_decay=0.0, hooks=(Hyperball(),)),
      "parameter of shape (16,): it is for matrices"),
-    (lambda: AdamW([model()[0].weight], hooks=(Hyperball(),)),
+    (lambda: AdamW([layers(8, 16, 4)[0].weight], hooks=(Hyperball(),)),
      "weight_decay=0.01: it keeps the norm instead of decaying it; set 0.0"),
     (lambda: AdamW(zeros(4, 4), weight_decay=0.0, hooks=(Hyperball(),)),
      "these are all zeros; pass Hyperball(radius=...)"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drop_ins import step
+from drop_ins import layers, step
 from elementwise_works import device_of, on
 from torch import nn
 
@@ -42,16 +42,11 @@ def test_options_of_a_drop_in_are_those_of_its_rule(cls, options, rule):
     assert cls([nn.Parameter(torch.ones(2, 2))], **options).rule == rule
 
 
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
-
-
 @pytest.mark.parametrize(
     ("name", "peer"), [("adam", lambda *params, **o: Adam(*params, decoupled_weight_decay=True, **o)), ("lion", Lion)]
 )
 def test_what_is_no_matrix_moves_by_the_scalar_optimizer(name, peer):
-    net, other = model(), model()
+    net, other = layers(8, 24, 4), layers(8, 24, 4)
     options = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
     optimizer = Muon(net.parameters(), scalar_optimizer=name, **options)
     vectors = [p for p in other.parameters() if p.dim() == 1]
@@ -65,7 +60,7 @@ def test_what_is_no_matrix_moves_by_the_scalar_optimizer(name, peer):
 
 
 def test_muonh_keeps_the_norm_of_every_matrix_and_of_matrices_alone():
-    net = model()
+    net = layers(8, 24, 4)
     optimizer = MuonH(net, lr=0.05, scalar_optimizer="adam")
     norms = [float(p.detach().norm()) for p in net.parameters()]
     step(optimizer, 0, 1, 2)

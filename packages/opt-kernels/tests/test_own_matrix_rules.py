@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from drop_ins import same, step
+from drop_ins import layers, same, step
 from torch import nn
 
 from opt_kernels import MatrixError, Number, RuleStateError, StateDictError, StateKind, StateSpec, WholeMatrices
@@ -56,13 +56,8 @@ def moved(state, grad, momentum, gain):
 LowRankOptimizer = drop_in(LowRank, lr=0.1, rank=2)
 
 
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
-
-
 def test_a_drop_in_takes_the_steps_of_its_equation():
-    trained, plain = model(), model()
+    trained, plain = layers(6, 5, 4), layers(6, 5, 4)
     optimizer = LowRankOptimizer(trained, gain=1.5, weight_decay=0.1, scalar_optimizer="adam", betas=(0.8, 0.9))
     others = torch.optim.AdamW([p for p in plain.parameters() if p.dim() == 1], 0.1, (0.8, 0.9), weight_decay=0.1)
     states = {}
@@ -84,7 +79,7 @@ def test_a_drop_in_takes_the_steps_of_its_equation():
 
 
 def test_it_is_copied_saved_and_resumed():
-    trained, resumed = model(), model()
+    trained, resumed = layers(6, 5, 4), layers(6, 5, 4)
     optimizer, other = (LowRankOptimizer(of, scalar_optimizer="lion") for of in (trained, resumed))
     step(optimizer, 1, 2, 3)
     resumed.load_state_dict(trained.state_dict())
@@ -110,7 +105,7 @@ def test_options_that_are_not_allowed_are_refused_by_name():
         ({"rank": 0}, ValueError, "state 'left' with shape=('m', 0)"),
     ):
         with pytest.raises(error, match=re.escape(message)):
-            LowRankOptimizer(model(), **options)
+            LowRankOptimizer(layers(6, 5, 4), **options)
     with pytest.raises(TypeError, match="pass a Formula, or a class of matrix rules"):
         drop_in(LowRank())
     with pytest.raises(NumberError, match="ranks=2: rule 'LowRank' has no such option"):
@@ -138,7 +133,7 @@ def test_a_wrong_state_is_refused_by_the_name_of_its_parameter():
     ):
         message = f"state {name!r} of '0.weight' of shape (5, 6) {found}, but rule 'low_rank' declares {declared}"
         with pytest.raises(RuleStateError, match=re.escape(message)):
-            WrongOptimizer(model(), rank=rank, scalar_optimizer="adam")
+            WrongOptimizer(layers(6, 5, 4), rank=rank, scalar_optimizer="adam")
         with pytest.raises(RuleStateError, match=r"of layer\.weight"):
             init_state(Wrong(rank=rank), torch.zeros(5, 6), NOT_SPLIT, of="layer.weight")
 
@@ -148,7 +143,7 @@ def test_a_wrong_state_is_refused_where_it_enters_later():
     state = {**rule.init_state(main), "right": torch.zeros(3, 6)}
     with pytest.raises(RuleStateError, match=r"'right' of a parameter of shape \(5, 6\) has shape \(3, 6\)"):
         rule.update_([Batch(Hyper(lr=0.1), [Work(grad=main, main=main, state=state)])])
-    optimizer = LowRankOptimizer(model(), scalar_optimizer="adam")
+    optimizer = LowRankOptimizer(layers(6, 5, 4), scalar_optimizer="adam")
     step(optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["right"] = saved["state"][0]["right"].mT.contiguous()

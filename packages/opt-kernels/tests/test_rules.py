@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from codec_values import DTYPES
-from elementwise_works import KEPT, ON_FAST, assert_same, device_of, main_of, on, written
+from elementwise_works import KEPT, ON_FAST, assert_same, device_of, main_of, on, only_lr, written
 
 import opt_kernels
 from opt_kernels import optim
@@ -117,10 +117,6 @@ def test_narrow_states_stay_close(formula):
         assert (found.main - expected)[is_large].abs().median() < bound, narrow
         if formula.name not in ("lion", "signum"):  # their signs survive
             assert not torch.equal(found.main, expected)
-
-
-def only_lr(*, lr: float) -> dict[str, float]:
-    return {"lr": lr}
 
 
 def plain(p, g, exp_avg, exp_avg_sq, *, lr):

@@ -18,11 +18,6 @@ SIZES = [(1, 1), (63, 65), (128, 64), (128, 130), (256, 512), (256, 1024), (300,
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture
-def device(backend: str, kernel_device: torch.device) -> torch.device:
-    return kernel_device if backend == "triton" else torch.device("cpu")
-
-
 def product_of(backend: str) -> Any:
     if backend == "triton":
         return import_module("opt_kernels.matrices.syrk.triton").halved_product

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from elementwise_works import on
+from elementwise_works import on, only_lr
 from torch import nn
 
 from opt_kernels import formulas
@@ -17,10 +17,6 @@ from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 LIMITS = (3.0, 4.0)
-
-
-def scalars(*, lr):
-    return {"lr": lr}
 
 
 def update(p, g, m, *, lr):
@@ -53,7 +49,7 @@ def function_of(head, body):
 
 
 def declared(**changes):
-    return Formula(**{"name": "mine", "states": (State("m"),), "scalars": scalars, "update": update} | changes)
+    return Formula(**{"name": "mine", "states": (State("m"),), "scalars": only_lr, "update": update} | changes)
 
 
 UPDATES = {
