@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels import optim
+from opt_kernels.formulas import Formula, Number, State, fma
 from opt_kernels.optim import catalogue, matrix_catalogue
 
 MATRIX_NAMES = [*matrix_catalogue.__all__]
@@ -58,3 +59,20 @@ def layers(*sizes):
     """Linear layers from each size to the next."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(*of) for of in pairwise(sizes)))
+
+
+def averaging_scalars(*, lr, beta1):
+    return {"lr": lr, "weight": 1 - beta1}
+
+
+def averaging(p, g, m, *, lr, weight):
+    m = fma(weight, g - m, m)
+    return p - lr * m, m
+
+
+UNDECAYED = Formula(
+    name="undecayed", states=(State("m"),), scalars=averaging_scalars, update=averaging,
+    numbers=(Number("betas", (0.9, 0.99)),),
+)  # fmt: skip
+Undecayed = optim.drop_in(UNDECAYED)
+"""A rule that reads neither weight_decay nor beta2."""

@@ -9,7 +9,7 @@ from weakref import ref
 import pytest
 import torch
 from drop_ins import parameter, same, step
-from elementwise_works import NEEDS_COMPILER
+from elementwise_works import on
 from torch import nn
 
 from opt_kernels.backends.cpp import update as cpp
@@ -31,14 +31,12 @@ FORMS = {
     "rounded stochastically": (torch.bfloat16, {"stochastic_rounding": True}),
     "codes": (torch.float32, {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}),
 }
-CPP = pytest.param("cpp", marks=NEEDS_COMPILER)
-ON_ALL = pytest.mark.parametrize("build", ["triton", CPP, "muon"])
 
 
-def built(build, groups, **options):
-    if build == "muon":
+def built(backend, groups, **options):
+    if backend == "muon":
         return Muon(groups, lr=0.1, backend="triton", scalar_optimizer="adam", nesterov=False, **options)
-    return AdamW(groups, lr=0.1, backend=build, **options)
+    return AdamW(groups, lr=0.1, backend=backend, **options)
 
 
 def forget(optimizer):
@@ -125,11 +123,11 @@ def disturb(what, optimizer, params):
             groups[0]["hooks"] = (CautiousUpdate(),)
 
 
-def trained(what, form, build, *, forgets):
+def trained(what, form, backend, *, forgets):
     """Weights, states and errors over steps, with a change between two of them."""
     dtype, options = FORMS[form]
     params = [parameter(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(SHAPES)]
-    optimizer = built(build, [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}], **options)
+    optimizer = built(backend, [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}], **options)
     found = []
     for number in range(5):
         new_grads([param for param in params if param.requires_grad], number)
@@ -145,21 +143,21 @@ def trained(what, form, build, *, forgets):
     return [*found, *(tensor.detach().clone() for tensor in (*params, *states))]
 
 
-def check(what, form, build):
-    assert same(*(trained(what, form, build, forgets=forgets) for forgets in (False, True)))
+def check(what, form, backend):
+    assert same(*(trained(what, form, backend, forgets=forgets) for forgets in (False, True)))
 
 
-@pytest.mark.parametrize("build", ["triton", CPP])
+@on("triton", "cpp")
 @pytest.mark.parametrize("what", [*GRADS, *WEIGHTS, "in another group", *STATES, *GROUPS])
-def test_a_step_reads_tensors_where_they_are(what, build):
-    check(what, "float32", build)
+def test_a_step_reads_tensors_where_they_are(what, backend):
+    check(what, "float32", backend)
 
 
-@pytest.mark.parametrize("build", ["triton", CPP])
+@on("triton", "cpp")
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "float32"])
-def test_a_step_in_any_form_reads_tensors_where_they_are(form, build):
+def test_a_step_in_any_form_reads_tensors_where_they_are(form, backend):
     for what in ("grad elsewhere", "weight elsewhere", "state elsewhere", "loaded"):
-        check(what, form, build)
+        check(what, form, backend)
 
 
 @pytest.mark.parametrize("what", ["grad gone", "grad transposed", "grads of other dtypes"])
@@ -173,9 +171,9 @@ def test_the_rounds_of_muon_read_tensors_where_they_are(what):
     check(what, "bfloat16 with remainders", "muon")
 
 
-@ON_ALL
+@on("triton", "cpp", "muon")
 @pytest.mark.parametrize("late", range(len(SHAPES)))
-def test_a_first_gradient_that_comes_late_is_used(build, late):
+def test_a_first_gradient_that_comes_late_is_used(backend, late):
 
     def run(make):
         params = [parameter(*shape) for shape in SHAPES]
@@ -186,16 +184,16 @@ def test_a_first_gradient_that_comes_late_is_used(build, late):
             optimizer.step()
         return params, [float(optimizer.state[param]["step"]) for param in params]
 
-    params, counts = run(lambda params: built(build, params))
+    params, counts = run(lambda params: built(backend, params))
     assert counts == [2.0 if place == late else 6.0 for place in range(len(SHAPES))]
-    if build != "muon":
+    if backend != "muon":
         torch.testing.assert_close(params, run(lambda params: torch.optim.AdamW(params, lr=0.1))[0])
 
 
-@ON_ALL
-def test_tables_keep_no_gradients_alive(build):
+@on("triton", "cpp", "muon")
+def test_tables_keep_no_gradients_alive(backend):
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
-    optimizer = built(build, params)
+    optimizer = built(backend, params)
     for number in range(4):
         new_grads(params, number)
         optimizer.step()
@@ -204,13 +202,13 @@ def test_tables_keep_no_gradients_alive(build):
     assert [grad() for grad in grads] == [None, None]
 
 
-@ON_ALL
-def test_gradients_at_new_and_old_places_are_read_where_they_are(build):
+@on("triton", "cpp", "muon")
+def test_gradients_at_new_and_old_places_are_read_where_they_are(backend):
     """Tables are kept for some sets of addresses: here more than there is room for, in no order."""
 
     def run(*, forgets):
         params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-        optimizer = built(build, [{"params": params[1:]}, {"params": params[:1], "lr": 0.2}])
+        optimizer = built(backend, [{"params": params[1:]}, {"params": params[:1], "lr": 0.2}])
         places = [[torch.zeros(shape) for shape in SHAPES] for _ in range(10)]
         for number in (0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8, 9, 0, 3, 3):
             for param, grad in zip(params, places[number], strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,21 +180,10 @@ def test_a_missing_compiler_is_reported_once_with_the_slower_path(monkeypatch: P
         caplog.clear()
 
 
-def refused(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.CompletedProcess((), 1, "", "internal compiler error")
-
-
-def raises(error: Exception) -> Any:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    return fail
-
-
-FAILURES: dict[str, tuple[str, Any]] = {
-    "No space left": ("tempfile.TemporaryDirectory", raises(OSError(28, "No space left on device"))),
-    "timed out": ("subprocess.run", raises(subprocess.TimeoutExpired("c++", compiler.TIMEOUT))),
-    "internal compiler error": ("subprocess.run", refused),
+FAILURES: dict[str, tuple[str, Mock]] = {
+    "No space left": ("tempfile.TemporaryDirectory", Mock(side_effect=OSError(28, "No space left on device"))),
+    "timed out": ("subprocess.run", Mock(side_effect=subprocess.TimeoutExpired("c++", compiler.TIMEOUT))),
+    "out of memory": ("subprocess.run", Mock(return_value=subprocess.CompletedProcess((), 1, "", "out of memory"))),
 }
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from drop_ins import NAMES, parameter, step
+from drop_ins import NAMES, Undecayed, parameter, step
 from torch import nn
 
 from opt_kernels import BackendError, MatrixError, optim
@@ -71,6 +71,14 @@ NUMBERS = [
 OF_GROUPS = [
     *((name, *case) for name in ("Muon", "SOAP", "NorMuon", "NAMO", "AdamW") for case in NUMBERS),
     ("AdEMAMix", {"alpha": -2.0}, r"alpha=-2.0 is not allowed"),
+    (
+        Undecayed,
+        {"weight_decay": 0.1},
+        "weight_decay=0.1 has no effect: formula 'undecayed' never reads it; pass 0.0, or",
+    ),
+    (Undecayed, {"betas": (0.9, 0.5)}, r"betas=\(0.9, 0.5\): formula 'undecayed' never reads beta2; leave it at 0.99"),
+    (Undecayed, {"betas": [0.5, 0.98]}, "formula 'undecayed' never reads beta2; leave it at 0.99"),
+    (Undecayed, {"betas": 0.9}, "betas=0.9 is not allowed; pass 2 numbers of at least 0 and below 1"),
     ("SGD", {"eps": 0.9}, "0.9"),
     ("SGD", {"nesterov": True}, "nesterov=True"),
     ("Muon", {"use_muon": False}, r"use_muon=False .* Did you mean 'use_matrix_rule'\?"),
@@ -89,7 +97,7 @@ OF_GROUPS = [
 
 @pytest.mark.parametrize(("name", "options", "message"), OF_GROUPS)
 def test_a_number_or_key_is_refused_from_the_constructor_a_group_and_one_that_is_added(name, options, message):
-    build = getattr(optim, name)
+    build = getattr(optim, name) if isinstance(name, str) else name
     if options.keys() <= {"lr", "weight_decay", "betas", "alpha"}:
         with pytest.raises(ValueError, match=message):
             build([parameter()], **options)

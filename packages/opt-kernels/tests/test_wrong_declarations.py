@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
+from drop_ins import Undecayed
 from elementwise_works import on, only_lr
 from torch import nn
 
 from opt_kernels import formulas
 from opt_kernels.formulas import Choice, Formula, Number, NumberError, State, fma, where
 from opt_kernels.hooks import CautiousDecay, CautiousUpdate, ClipUpdateRms, CoupledDecay, LrDecoupledDecay
-from opt_kernels.optim import drop_in
 from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -214,42 +214,10 @@ def test_an_evaluation_changes_neither_weights_nor_states():
 # --- numbers that a formula never reads: an explicit value is refused, the default is accepted ------------------------
 
 
-def averaging_scalars(*, lr, beta1):
-    return {"lr": lr, "weight": 1 - beta1}
-
-
-def averaging(p, g, m, *, lr, weight):
-    m = fma(weight, g - m, m)
-    return p - lr * m, m
-
-
-BETAS = (Number("betas", (0.9, 0.99)),)
-Undecayed = drop_in(declared(name="undecayed", numbers=BETAS, scalars=averaging_scalars, update=averaging))
-UNREAD = [
-    ({"weight_decay": 0.1}, "weight_decay=0.1 has no effect: formula 'undecayed' never reads it; pass 0.0, or"),
-    ({"betas": (0.9, 0.5)}, "betas=(0.9, 0.5): formula 'undecayed' never reads beta2; leave it at 0.99"),
-    ({"betas": [0.5, 0.98]}, "formula 'undecayed' never reads beta2; leave it at 0.99"),
-    ({"betas": 0.9}, "betas=0.9 is not allowed; pass 2 numbers of at least 0 and below 1"),
-]
-
-
 def weight():
     param = nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
     param.grad = torch.linspace(2, -1, 12).reshape(3, 4)
     return param
-
-
-@pytest.mark.parametrize(("options", "message"), UNREAD, ids=str)
-def test_a_drop_in_refuses_a_number_without_effect(options, message):
-    optimizer = Undecayed([weight()])
-    for build in (
-        lambda: Undecayed([weight()], **options),
-        lambda: Undecayed([{"params": [weight()], **options}]),
-        lambda: optimizer.add_param_group({"params": [weight()], **options}),
-    ):
-        with pytest.raises(NumberError, match=re.escape(message)):
-            build()
-    assert len(optimizer.param_groups) == 1
 
 
 def test_defaults_and_what_is_read_are_accepted():
