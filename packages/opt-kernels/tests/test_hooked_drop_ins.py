@@ -41,13 +41,15 @@ OF_ADAM = [(CautiousDecay(), ClipUpdateRms(0.5)), (RelativeUpdate(),), (Cautious
 @pytest.mark.parametrize("hooks", OF_ADAM, ids=repr)
 def test_a_drop_in_moves_each_parameter_as_its_hooked_rule_does_alone(hooks):
     net, rule = layers(8, 16, 4), hooked(AdamRule(), hooks)
-    optimizer = AdamW(net.parameters(), lr=0.01, weight_decay=0.1, hooks=hooks)
-    before = copy.deepcopy([*net.parameters()])
+    groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[1].parameters(), "lr": 0.02}]
+    optimizer = AdamW(groups, weight_decay=0.1, hooks=hooks)
+    before = copy.deepcopy(net)
     step(optimizer, 0)
-    for param, start in zip(net.parameters(), before):
-        work = Work(grad=param.grad, main=start.data, state=rule.init_state(start.data))
-        rule.update_([Batch(Hyper(lr=0.01, weight_decay=0.1, step=1), [work])])
-        assert torch.equal(param, start)
+    for lr, moved, layer in zip((0.01, 0.02), net, before):
+        for param, start in zip(moved.parameters(), layer.parameters()):
+            work = Work(grad=param.grad, main=start.data, state=rule.init_state(start.data))
+            rule.update_([Batch(Hyper(lr=lr, weight_decay=0.1, step=1), [work])])
+            assert torch.equal(param, start)
     assert copy.deepcopy(optimizer).hooks == hooks
 
 
