@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from opt_config import OptimizerConfig
-from opt_scheduler import as_lr_scheduler, cosine
 from opt_stack import get_optimizer
 
 lightning = pytest.importorskip("lightning")  # an optional session installs the trainers
@@ -116,15 +115,3 @@ def test_parameters_in_16_bits_have_fp32_main_values(precision: str) -> None:
     for name, weight in fit(Toy(ours())).state_dict().items():
         assert found[name].element_size() == 2
         torch.testing.assert_close(found[name].float(), weight, rtol=2 * rounding, atol=rounding, msg=name)
-
-
-def test_a_schedule_of_opt_scheduler_runs_by_step() -> None:
-    class Scheduled(Toy):
-        def configure_optimizers(self) -> Any:
-            optimizer = self.make(self.layers)
-            schedule = as_lr_scheduler(optimizer, cosine(1.0, 0.1, steps=STEPS_PER_EPOCH), relative=True)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    used = fit(Scheduled(ours())).used
-    curve = cosine(1e-2, 1e-3, steps=STEPS_PER_EPOCH)
-    assert used == pytest.approx([curve(step) for step in range(STEPS_PER_EPOCH)])
