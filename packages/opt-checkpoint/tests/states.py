@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opt_checkpoint import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from opt_checkpoint import LocalNonpersistentObject, ShardedObject, ShardedTensor, load, read_index, sharded_like
 
 ROWS, COLUMNS, LARGE_NUMEL = 12, 40, 70_001
 
@@ -51,3 +52,11 @@ def assert_is_step(loaded: dict[str, Any], step: int, rank: int, size: int) -> N
     assert loaded["rng"] == {"seed": step * 10}
     assert loaded["step"] == step
     assert loaded["groups"] == expected["groups"]
+
+
+def whole_tensors(path: Path, prefix: str = "", **options: Any) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose keys begin with `prefix`, whole, as one process loads them."""
+    stored = {key: tensor for key, tensor in read_index(path).tensors.items() if key.startswith(prefix)}
+    found = {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in stored.items()}
+    load({key: sharded_like(key, target) for key, target in found.items()}, path, **options)
+    return found

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 import torch
 from checkpoint_ranks import RankPool
 from processes import FSDP2_RUNS
+from small_models import assert_same_state, grouped, state_of, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,8 +39,7 @@ CUT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 def network(kind: str = "alone", size: int = 1, *, rows: int = 7) -> nn.Module:
     """A small network under a wrapper of torch, which computes the same everywhere; of 8 rows, one without a norm."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, rows), nn.Tanh(), nn.Linear(rows, 3), *([nn.LayerNorm(3)] if rows == 7 else []))
+    model = nn.Sequential(*small_models.network(rows=rows), *([nn.LayerNorm(3)] if rows == 7 else []))
     if kind == "fsdp2 of tp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], CUT)
@@ -48,38 +49,9 @@ def network(kind: str = "alone", size: int = 1, *, rows: int = 7) -> nn.Module:
     return DistributedDataParallel(model) if kind == "ddp" else model
 
 
-def grouped(model: nn.Module, *, lr: float = 0.05) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": lr / 2}]
-    return torch.optim.AdamW(groups, lr=lr)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> list[float]:
-    """The same data on every rank, so that all sharded ways compute the same."""
-    losses = []
-    for step in range(start, stop):
-        data = torch.randn(16, 5, generator=torch.Generator().manual_seed(step))
-        loss = model(data).square().sub(0.3).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
     save({"optimizer": sharded_optimizer(model, optimizer)}, path)
     return path
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {n: optimizer.state.get(p, {}) for n, p in model.named_parameters()}
-
-
-def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert {n: set(s) for n, s in a.items()} == {n: set(s) for n, s in b.items()}
-    assert all(torch.equal(a[n][k], b[n][k]) and a[n][k].dtype == b[n][k].dtype for n in a for k in a[n])
 
 
 @pytest.fixture

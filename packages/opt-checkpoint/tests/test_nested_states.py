@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import load_as_ranks, save_as_ranks
+from small_models import assert_same_weights, network, stepped
 from states import assert_is_step, state_at
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
@@ -37,22 +38,6 @@ from opt_checkpoint import (
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def network(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def stepped(model: nn.Module) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 3)).square().sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-def assert_same(a: nn.Module, b: nn.Module) -> None:
-    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
-
 # ----- the path is part of the key
 
 
@@ -69,7 +54,7 @@ def test_two_models_and_two_optimizers_keep_their_own_values(tmp_path: Path) -> 
         loaded = load({name: sharded_model(again)}, tmp_path / "x").state
         assert type(loaded[name]) is dict  # which torch.load(weights_only=True) reads
         load_optimizer(again, other, tmp_path / "x", at=(f"{name}_optimizer",))
-        assert_same(again, model)
+        assert_same_weights(again, model)
         for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
             assert torch.equal(other.state[mine]["exp_avg"], optimizers[name].state[theirs]["exp_avg"])
         assert other.param_groups[0]["lr"] == optimizers[name].param_groups[0]["lr"]
@@ -85,22 +70,22 @@ def test_keys_are_those_of_stock_dcp(tmp_path: Path) -> None:
         again = network(2)
         target = {"train": {"model": again.state_dict()}, "step": 0, "rates": [0.0, {"eps": 0.0}]}
         dcp_load(target, checkpoint_id=tmp_path / name)
-        assert_same(again, model)
+        assert_same_weights(again, model)
         assert (target["step"], target["rates"]) == (7, [0.1, {"eps": 1e-8}])
     dcp_save({"train": {"model": network(5).state_dict()}, "step": 8}, checkpoint_id=tmp_path / "stock")
     assert load({"train": {"model": sharded_model(again)}, "step": None}, tmp_path / "stock").state["step"] == 8
-    assert_same(again, network(5))
+    assert_same_weights(again, network(5))
 
 
 def test_keys_without_paths_of_other_programs_are_given_to_one_part_only(tmp_path: Path) -> None:
     dcp_save(network(1).state_dict(), checkpoint_id=tmp_path / "old")
     again = network(2)
     load({"model": sharded_model(again)}, tmp_path / "old")
-    assert_same(again, network(1))
+    assert_same_weights(again, network(1))
     model, ema = network(2), network(3)
     with pytest.raises(CheckpointKeyError, match=r"model\.0\.weight is stored as 0\.weight; pass aliases="):
         load({"model": sharded_model(model), "ema": sharded_model(ema)}, tmp_path / "old")
-    assert_same(ema, network(3))
+    assert_same_weights(ema, network(3))
 
 
 def test_a_part_that_is_not_stored_does_not_get_another_parts_values(tmp_path: Path) -> None:
@@ -111,9 +96,9 @@ def test_a_part_that_is_not_stored_does_not_get_another_parts_values(tmp_path: P
         ema = network(3)
         with pytest.raises(CheckpointKeyError, match=r"ema\.0\.weight"):
             load({"ema": sharded_model(ema)}, tmp_path / name)
-        assert_same(ema, network(3))
+        assert_same_weights(ema, network(3))
     load({"ema": sharded_model(ema)}, tmp_path / "root", aliases={"ema.": ""})
-    assert_same(ema, network(1))
+    assert_same_weights(ema, network(1))
 
 
 # ----- plain tensors
@@ -123,13 +108,13 @@ def test_a_state_dict_is_stored_as_tensors_and_loaded_in_place(tmp_path: Path) -
     model = network(1)
     optimizer = stepped(model)
     save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3}, tmp_path / "x")
-    assert read_index(tmp_path / "x").tensors["model.0.weight"].shape == (4, 3)
+    assert read_index(tmp_path / "x").tensors["model.0.weight"].shape == (7, 5)
     assert verify_checkpoint(tmp_path / "x") == []
     again = network(2)
     other = stepped(again)
     report = load({"model": again.state_dict(), "optim": other.state_dict(), "step": 0}, tmp_path / "x")
     assert report.missing == report.unexpected == ()
-    assert_same(again, model)
+    assert_same_weights(again, model)
     other.load_state_dict(report.state["optim"])
     assert torch.equal(other.state[again[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
     stock = {"model": network(3).state_dict()}
@@ -181,7 +166,7 @@ def test_missing_and_unexpected_are_those_of_torch(tmp_path: Path) -> None:
 def test_nothing_is_loaded_into_or_saved_from_the_meta_device(tmp_path: Path) -> None:
     save({"model": sharded_model(network(1))}, tmp_path / "x")
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        model = network()
     for state in (sharded_model(model), model.state_dict()):
         with pytest.raises(CheckpointMismatchError, match=r"0.weight is on the meta device.*model.to_empty"):
             load({"model": state}, tmp_path / "x")
@@ -189,7 +174,7 @@ def test_nothing_is_loaded_into_or_saved_from_the_meta_device(tmp_path: Path) ->
         save({"model": sharded_model(model)}, tmp_path / "y")
     model.to_empty(device="cpu")
     load({"model": sharded_model(model)}, tmp_path / "x")
-    assert_same(model, network(1))
+    assert_same_weights(model, network(1))
 
 
 def test_exact_conversions_happen_and_are_reported(tmp_path: Path) -> None:

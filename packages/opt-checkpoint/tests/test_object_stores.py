@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from failing_calls import WRITES, Calls, bucket_in, get, objects_in, put
+from small_models import assert_same_weights, network, stepped
 from states import LARGE_NUMEL, assert_is_step, state_at, whole_at
 
 from opt_checkpoint import (
@@ -86,21 +87,19 @@ def converted(*arguments: Any) -> int:
 
 def test_conversions_read_from_and_write_to_a_store(bucket: ObjectPath, tmp_path: Path) -> None:
     """`convert` took a URL for a path: pathlib dropped a slash, and a directory `memory:` was written to."""
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.25)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    model = network()
+    optimizer = stepped(model, named=True, lr=0.25)
     save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, bucket / "one")
     assert converted(bucket / "one", tmp_path / "one.pt", "--to", "torch") == 0
     assert converted(tmp_path / "one.pt", bucket / "two", "--from", "torch") == 0
-    again, other = torch.optim.AdamW(model.named_parameters()), torch.nn.Linear(3, 2)
+    again, other = torch.optim.AdamW(model.named_parameters()), network(2)
     load_optimizer(model, again, bucket / "two")
     assert again.param_groups[0]["lr"] == 0.25
-    assert torch.equal(again.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(again.state[model[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
     assert converted(bucket / "one", tmp_path / "st", "--to", "safetensors", "--prefix", "model.") == 0
     assert converted(tmp_path / "st", bucket / "three", "--from", "safetensors", "--prefix", "model.") == 0
     load({"model": sharded_model(other)}, bucket / "three")
-    assert torch.equal(other.weight, model.weight)
+    assert_same_weights(other, model)
 
 
 def test_formats_of_others_are_refused_in_stores(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_ranks import RankPool
 from processes import FSDP2_RUNS
+from small_models import train, trained
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
@@ -30,29 +31,6 @@ from opt_checkpoint.__main__ import main
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.AdamW]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.5},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    train(model, optimizer, steps)
-    return model, optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    losses = []
-    for step in range(steps):
-        loss = model(torch.full((2, 3), step + 1.0)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def save_theirs(form: str, path: Path) -> list[float]:
     """Saves with stock DCP under a place in the state; the losses of the steps after it."""
     model, optimizer = trained()
@@ -66,7 +44,7 @@ def save_theirs(form: str, path: Path) -> list[float]:
         save(state, path)
     else:
         dcp_save(state, checkpoint_id=path)
-    return train(model, optimizer, 3)
+    return train(model, optimizer, 2, 5)
 
 
 @pytest.mark.parametrize("form", ["nested", "flattened", "ours", "ours, flattened"])
@@ -78,9 +56,9 @@ def test_the_losses_go_on_from_what_get_state_dict_gave(tmp_path: Path, form: st
     load({"model": sharded_model(again)}, tmp_path / "x")
     report = load_optimizer(again, other, tmp_path / "x", at=("optim",))
     assert report.uninitialised == report.gone == report.groups.new == ()
-    assert [(g["lr"], g["weight_decay"]) for g in other.param_groups] == [(0.01, 0.1), (0.5, 0.01)]
+    assert [(g["lr"], g["weight_decay"]) for g in other.param_groups] == [(0.05, 0.1), (0.5, 0.0)]
     assert {param_state["calls"] for param_state in other.state.values()} == {7}
-    assert train(again, other, 3) == losses
+    assert train(again, other, 2, 5) == losses
 
 
 def load_sharded(rank: int, size: int, path: str) -> list[float]:
@@ -91,7 +69,7 @@ def load_sharded(rank: int, size: int, path: str) -> list[float]:
     optimizer = torch.optim.AdamW([{"params": vectors}, {"params": matrices}])
     load({"model": sharded_model(model)}, path)
     load_optimizer(model, optimizer, path, at=("optim",))
-    return train(model, optimizer, 3)
+    return train(model, optimizer, 2, 5)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -99,7 +77,7 @@ def test_stock_dcp_goes_on_from_a_checkpoint_of_ours(tmp_path: Path, flat: bool)
     model, optimizer = trained()
     state = {"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer), "step": 2}
     save(state, tmp_path / "ours")
-    losses = train(model, optimizer, 3)
+    losses = train(model, optimizer, 2, 5)
     command = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "dcp", "--name", "optim"]
     assert main(command) == 0
     assert verify_checkpoint(tmp_path / "theirs") == []
@@ -110,7 +88,7 @@ def test_stock_dcp_goes_on_from_a_checkpoint_of_ours(tmp_path: Path, flat: bool)
     dcp_load(target, checkpoint_id=tmp_path / "theirs")
     set_state_dict(again, other, model_state_dict=target["model"], optim_state_dict=target["optim"], options=options)
     assert target["step"] == 2
-    assert train(again, other, 3) == losses
+    assert train(again, other, 2, 5) == losses
     assert main(command) == 2  # it is there already
 
 
@@ -142,7 +120,7 @@ def test_the_message_says_where_the_optimizer_is(tmp_path: Path) -> None:
 
 def test_numbers_of_state_and_groups_with_a_tensor_are_read(tmp_path: Path) -> None:
     again, _ = trained(0)
-    states: Any = {"0.weight": {"exp_avg": torch.ones(4, 3), "calls": 3}}
+    states: Any = {"0.weight": {"exp_avg": torch.ones(7, 5), "calls": 3}}
     for name, lr in (("theirs", 0.25), ("ours", torch.tensor(0.25))):
         state = {"state": states, "param_groups": [{"lr": lr, "params": ["0.weight"]}]}
         save(state, tmp_path / name) if name == "ours" else dcp_save(state, checkpoint_id=tmp_path / name)
