@@ -26,7 +26,6 @@ from opt_checkpoint import (
     GroupMismatchError,
     load,
     load_optimizer,
-    read_index,
     save,
     sharded_like,
     sharded_model,
@@ -132,75 +131,6 @@ def test_rows_in_several_runs_are_refused(ranks: RankPool) -> None:
     for message in ranks.run(4, refuse_runs):
         assert "w of shape (8, 5) is placed as" in message
         assert "its local values (4, 5) may not be one block of it. Make every cut" in message
-
-
-class LocalCodes(torch.optim.SGD):
-    """Keeps a moment of local shards as code; its state_dict hands out DTensors of plain numbers."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            local, grad = (t.to_local() if isinstance(t, DTensor) else t for t in (param, param.grad))
-            code = self.state[param].setdefault("code", torch.zeros_like(local, dtype=torch.int32))
-            code += (grad * 1024).round().int()
-            local.sub_(0.01 * code.float() / 1024)
-
-    def state_dict(self) -> dict[str, Any]:
-        packed = super().state_dict()
-        states = enumerate(self.state.get(p) for p in self.param_groups[0]["params"])
-        packed["state"] = {i: {"moment": self.decoded(i, state["code"])} for i, state in states if state}
-        return packed
-
-    def decoded(self, number: int, code: torch.Tensor) -> torch.Tensor:
-        like, local = self.param_groups[0]["params"][number], code.float() / 1024
-        if not isinstance(like, DTensor):
-            return local
-        return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for number, states in state_dict["state"].items():
-            assert states["moment"].dtype == torch.float32
-            moment = states["moment"]
-            local = moment.to_local() if isinstance(moment, DTensor) else moment
-            self.state[self.param_groups[0]["params"][number]] = {"code": (local * 1024).round().int()}
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"]):
-            group.update({k: v for k, v in loaded.items() if k != "params"})
-
-
-def train_coded(rank: int, size: int, path: str, start: int) -> list[torch.Tensor]:
-    model = network()
-    if size > 1:
-        mesh = init_device_mesh("cpu", (size,))
-        parallelize_module(model, mesh, CUT)
-        for name, param in list(model[3].named_parameters()):
-            model[3].register_parameter(name, nn.Parameter(DTensor.from_local(param, mesh, [Replicate()])))
-    optimizer = LocalCodes(model.parameters(), lr=0.5 if start else 0.25)
-    if start:
-        load({"model": sharded_model(model)}, path)
-        load_optimizer(model, optimizer, path)
-        assert optimizer.param_groups[0]["lr"] == 0.25
-    for param in model.parameters():
-        param.grad = torch.ones_like(param) * (start + 1)
-    optimizer.step()
-    if not start:
-        save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, path)
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
-def test_an_optimizer_that_keeps_local_codes_is_saved_as_it_hands_its_state_out(
-    ranks: RankPool, tmp_path: Path, before: int, after: int
-) -> None:
-    """It was refused together with DTensors; without them its codes were saved, which other layouts could not read."""
-    path = str(tmp_path / "x")
-    ranks.run(before, train_coded, path, 0)
-    moment = torch.zeros(7, 5)
-    assert not any("code" in key for key in read_index(path).tensors)
-    load({"m": sharded_like("optimizer.state.moment.0.weight", moment)}, path)
-    assert torch.equal(moment, torch.ones(7, 5))
-    (first, *_) = ranks.run(after, train_coded, path, 1)
-    (again, *_) = ranks.run(1, train_coded, path, 1)
-    assert all(torch.equal(ours, expected) for ours, expected in zip(first, again, strict=True))
 
 
 # ----- one process

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint import save as dcp_save
 
 from opt_checkpoint import ShardedObject, load_optimizer, save, sharded_like, sharded_optimizer
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.convert.safetensors_files import find_arrays
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file, torch_file_to_checkpoint
 
 
@@ -187,17 +186,6 @@ def test_diff_sees_damage(steps: Path, run: Any, side: str, step: str) -> None:
     assert f"__0_0.distcp: damaged in the {side}: has" in run("diff", steps / "step-1", steps / "step-2")[1]
 
 
-def test_convert_to_and_from(tmp_path: Path, trained: Any, run: Any) -> None:
-    model, optimizer = trained
-    save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
-    assert run("convert", tmp_path / "x", tmp_path / "x.pt", "--to", "torch")[0] == 0
-    assert run("convert", tmp_path / "x.pt", tmp_path / "y", "--from", "torch")[0] == 0
-    assert run("diff", tmp_path / "x", tmp_path / "y")[1] == "equal\n"
-    options = ("--to", "safetensors", "--tensor", "*exp_avg.*", "--prefix", "optimizer.state.exp_avg.")
-    assert run("convert", tmp_path / "x", tmp_path / "s", *options) == (0, f"{tmp_path / 's' / 'model.safetensors'}\n")
-    assert set(find_arrays(tmp_path / "s")) == {n for n, _ in model.named_parameters()}
-
-
 def test_an_export_names_what_is_no_tensor(tmp_path: Path, run: Any) -> None:
     lists = {"mixed": [torch.ones(1), 5], "t": [torch.ones(1)]}
     state = {"w": torch.ones(2), "step": 7, "cfg": {"a": "x"}, "lists": lists}
@@ -226,6 +214,7 @@ REFUSED: list[tuple[tuple[str, ...], Any, str]] = [
     (TORCH, b"junk" * 100, "x.pt cannot be read by torch.load"),
     (TORCH, {"state": {}, "param_groups": Hostile()}, "nothing of it was run"),
     (TORCH, [[1]], "holds no optimizer state dict"),
+    (SLOTS[:3], OPTIMIZER, "was not written by Megatron-Core"),
     (SLOTS, [{"nome": "w"}], "given.json: entry 0"),
     (SLOTS, ["w"], "given.json is not a JSON list of objects"),
     (SLOTS, {"name": "w"}, "given.json holds a dict"),

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from processes import FSDP2_RUNS, RankError, run_program
+from states import whole_tensors
 
 import opt_checkpoint
-from opt_checkpoint import load, read_index, sharded_like
 from opt_checkpoint.__main__ import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -36,13 +36,6 @@ def test_the_readmes_programs_run_and_its_commands_too(tmp_path: Path, monkeypat
     assert set(codes.values()) == {0}
 
 
-def weights_at_the_end(folder: Path) -> dict[str, torch.Tensor]:
-    index = read_index(folder / "train-run" / "step-000000200")
-    weights = {key: torch.zeros(t.shape) for key, t in index.tensors.items() if key.startswith("model.")}
-    load({key: sharded_like(key, weight) for key, weight in weights.items()}, index.path)
-    return weights
-
-
 @pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 def test_the_readmes_run_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
     for name in ("killed", "whole"):
@@ -58,7 +51,9 @@ def test_the_readmes_run_goes_on_after_a_kill_on_another_number_of_ranks(tmp_pat
     (tmp_path / "killed/train.py").write_text(PROGRAMS[0])
     for name in ("killed", "whole"):  # both to the end, in one process
         run_program(tmp_path / name / "train.py", folder=tmp_path / name)
-    resumed, whole = (weights_at_the_end(tmp_path / name) for name in ("killed", "whole"))
+    resumed, whole = (
+        whole_tensors(tmp_path / name / "train-run/step-000000200", "model.") for name in ("killed", "whole")
+    )
     assert len(whole) == 4
     for key, weight in whole.items():  # averaging two equal gradients is exact
         assert torch.equal(resumed[key], weight), key
@@ -71,12 +66,3 @@ def test_the_package_imports_only_torch_and_numpy() -> None:
     assert {name.partition(".")[0] for name in imported} == {"opt_checkpoint"}
     assert not [name for name in imported if name.startswith("opt_checkpoint.convert") or "tier" in name]  # on use
     assert all(getattr(opt_checkpoint, name) is not None for name in opt_checkpoint.__all__)
-
-
-def test_readme_and_source_files_are_short() -> None:
-    assert len(README.split()) <= 1500
-    assert max(map(len, README.splitlines())) <= 120
-    for path in (Path(__file__).parent.parent / "src").rglob("*.py"):
-        lines = path.read_text().splitlines()
-        assert len(lines) <= 400, path
-        assert lines[0].startswith('"""'), path

@@ -204,20 +204,16 @@ def test_names_are_left_out_by_a_rule_with_one_side() -> None:
 
 def test_the_presets_name_every_tensor_of_their_models() -> None:
     layers, heads, hidden, inner, vocab = 2, 4, 8, 12, 11
-    shapes = {
-        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
-        "self_attention.linear_qkv.layer_norm_bias": (hidden,),
-        "self_attention.linear_qkv.weight": (3 * hidden, hidden),
-        "self_attention.linear_qkv.bias": (3 * hidden,),
-        "self_attention.linear_proj.weight": (hidden, hidden),
-        "self_attention.linear_proj.bias": (hidden,),
-        "mlp.linear_fc1.layer_norm_weight": (hidden,),
-        "mlp.linear_fc1.layer_norm_bias": (hidden,),
-        "mlp.linear_fc1.weight": (inner, hidden),
-        "mlp.linear_fc1.bias": (inner,),
-        "mlp.linear_fc2.weight": (hidden, inner),
-        "mlp.linear_fc2.bias": (hidden,),
+    linear = {
+        "self_attention.linear_qkv": (3 * hidden, hidden),
+        "self_attention.linear_proj": (hidden, hidden),
+        "mlp.linear_fc1": (inner, hidden),
+        "mlp.linear_fc2": (hidden, inner),
     }
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linear.items()}
+    normed = ("self_attention.linear_qkv", "mlp.linear_fc1")
+    shapes |= {f"{name}.layer_norm_{part}": (hidden,) for name in normed for part in ("weight", "bias")}
     gpt2 = {f"decoder.layers.{name}": (layers, *shape) for name, shape in shapes.items()}
     gpt2 |= {f"decoder.final_layernorm.{name}": (hidden,) for name in ("weight", "bias")}
     gpt2 |= {f"embedding.{n}_embeddings.weight": (rows, hidden) for n, rows in (("word", 16), ("position", 5))}

@@ -269,10 +269,3 @@ def test_unknown_options_and_places_without_a_checkpoint_are_refused(saved: Path
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointNotFoundError):
             load({}, path)
-
-
-def test_an_empty_key_is_a_key(tmp_path: Path) -> None:
-    save({"a": sharded_like("", torch.arange(3.0)), "b": sharded_like("b", torch.ones(2))}, tmp_path / "x")
-    target = torch.zeros(3)
-    load({"a": sharded_like("", target)}, tmp_path / "x")
-    assert torch.equal(target, torch.arange(3.0))

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from opt_checkpoint import (
     CheckpointCorruptError,
     CheckpointKeyError,
-    ShardedObject,
     ShardedTensor,
     load,
     read_index,
@@ -177,13 +176,6 @@ def test_a_group_without_the_worlds_rank_zero_saves_and_loads(ranks: RankPool, t
     ranks.run(3, one_group_of_two, str(tmp_path / "x"))
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert verify_checkpoint(tmp_path / "x") == []
-
-
-def test_objects_of_a_grid_come_back_to_their_places(tmp_path: Path) -> None:
-    states = [{"rng": ShardedObject("a/rng", {"rank": r}, (3,), (r,))} for r in range(3)]
-    save_as_ranks(states, tmp_path / "x")
-    loaded = load_as_ranks([{"rng": ShardedObject("a/rng", None, (3,), (r,))} for r in (2, 0)], tmp_path / "x")
-    assert loaded == [{"rng": {"rank": 2}}, {"rng": {"rank": 0}}]
 
 
 @pytest.mark.parametrize("numel", [6, 300_000], ids=["small", "large"])
