@@ -12,6 +12,7 @@ import torch
 from checkpoint_ranks import RankPool
 from processes import FSDP2_RUNS
 from small_models import assert_same_state, grouped, state_of, train
+from states import whole_tensors
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -111,10 +112,10 @@ def test_from_each_to_each_the_losses_go_on(ranks: RankPool, tmp_path: Path, bef
 @pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs no model that FSDP2 sharded without a GPU")
 def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(ranks: RankPool, tmp_path: Path) -> None:
     """Both cut the rows of the first matrix: FSDP2 what tensor parallelism left, though its mesh axis stands first."""
-    both, weights = ("fsdp2 of tp", 4), [torch.zeros(8, 5) for _ in range(2)]
-    for before, after, weight in ((both, (both, ("alone", 1)), weights[0]), (("fsdp2", 2), (both,), weights[1])):
+    both, apart = ("fsdp2 of tp", 4), ("fsdp2", 2)
+    for before, after in ((both, (both, ("alone", 1))), (apart, (both,))):
         assert_losses_go_on(ranks, tmp_path / before[0], before, after, 8)
-        load({"model": {"0.weight": sharded_like("0.weight", weight)}}, tmp_path / before[0])
+    weights = (whole_tensors(tmp_path / kind)["model.0.weight"] for kind, _ in (both, apart))
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 

@@ -128,21 +128,12 @@ def test_an_optimizer_that_matches_nothing_is_an_error_unless_allowed(model: Any
 
 
 def test_state_takes_over_all_but_key_data_and_dtype() -> None:
-    param = ShardedTensor.from_rank_offsets(
-        "w",
-        torch.zeros(4, 3),
-        (0, 1, 2),
-        (1, 1, 2),
-        prepend_axis_num=1,
-        replica_id=(0, 1, 2),
-        allow_shape_mismatch=True,
-    )
+    others = {"prepend_axis_num": 1, "replica_id": (0, 1, 2), "allow_shape_mismatch": True}
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, 1, 2), (1, 1, 2), **others)
     values = torch.ones(4, 3, dtype=torch.float64)
     state = make_sharded_optimizer_tensor(param, values, "optimizer.state.exp_avg")
-    assert (state.key, state.dtype) == ("optimizer.state.exp_avg.w", torch.float64)
-    assert state.data is values
-    same = ("local_shape", "global_shape", "global_offset", "replica_id", "prepend_axis_num", "allow_shape_mismatch")
-    assert all(getattr(state, f) == getattr(param, f) for f in same)
+    own = {"key": "optimizer.state.exp_avg.w", "data": values, "dtype": torch.float64}
+    assert vars(state) == {**vars(param), **own}
 
 
 def test_another_shape_is_an_error_of_both_kinds() -> None:
