@@ -137,6 +137,15 @@ def test_rows_in_several_runs_are_refused(ranks: RankPool) -> None:
 # ----- one process
 
 
+def assert_comes_back(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, make: Any) -> Any:
+    """Saved, and loaded into a copy of the model and a new optimizer; these two, and the report."""
+    again = copy.deepcopy(model)
+    other = make(list(again.parameters()))
+    report = load_optimizer(again, other, save_optimizer(model, optimizer, path))
+    assert_same_state(state_of(again, other), state_of(model, optimizer))
+    return again, other, report
+
+
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
     "amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True),
@@ -152,10 +161,7 @@ def test_other_optimizers_come_back_with_every_state(tmp_path: Path, name: str) 
     model = network()
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     train(model, optimizer, 0, STEPS)
-    again = copy.deepcopy(model)
-    other = OPTIMIZERS[name](list(again.parameters()))
-    load_optimizer(again, other, save_optimizer(model, optimizer, tmp_path / "x"))
-    assert_same_state(state_of(again, other), state_of(model, optimizer))
+    again, other, _ = assert_comes_back(model, optimizer, tmp_path / "x", OPTIMIZERS[name])
     assert train(again, other, STEPS, 6) == train(model, optimizer, STEPS, 6)
 
 
@@ -168,12 +174,9 @@ def test_never_stepped_frozen_and_zero_gradient_parameters(tmp_path: Path) -> No
     model[0].weight.requires_grad_(False)
     model[2].bias.register_hook(torch.zeros_like)
     train(model, optimizer, 0, 2)
-    again = copy.deepcopy(model)
-    other = torch.optim.AdamW(again.parameters())
-    report = load_optimizer(again, other, save_optimizer(model, optimizer, tmp_path / "frozen"))
+    again, other, report = assert_comes_back(model, optimizer, tmp_path / "frozen", torch.optim.AdamW)
     assert report.uninitialised == ("0.weight",)
     assert other.state[again[2].bias]["step"].item() == 2
-    assert_same_state(state_of(again, other), state_of(model, optimizer))
 
 
 def test_tied_parameters_are_saved_once(tmp_path: Path) -> None:
@@ -217,10 +220,7 @@ def test_names_are_those_without_wrappers(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(beside.parameters())
     (beside.module.weight.sum() + 2 * beside.weight.sum()).backward()
     optimizer.step()
-    again = copy.deepcopy(beside)
-    other = torch.optim.AdamW(again.parameters())
-    load_optimizer(again, other, save_optimizer(beside, optimizer, tmp_path / "x"))
-    assert_same_state(state_of(again, other), state_of(beside, optimizer))
+    assert_comes_back(beside, optimizer, tmp_path / "x", torch.optim.AdamW)
 
 
 # ----- what is refused, on every rank, with the optimizer as it was

@@ -53,15 +53,6 @@ def bucket() -> ObjectPath:
     return ObjectPath.at(f"memory://{uuid.uuid4().hex}/runs")
 
 
-def test_what_was_saved_is_loaded_bit_equal_from_every_kind_of_store(tmp_path: Path, bucket: ObjectPath) -> None:
-    for place in (str(bucket / "one"), bucket / "two", f"file://{tmp_path}/three", bucket_in(tmp_path)):
-        save(state_at(3, 0, 1), place)
-        report = load(state_at(0, 0, 1, filled=False), place)
-        assert_is_step(report.state, 3, 0, 1)
-        assert report.missing == report.unexpected == ()
-        assert verify_checkpoint(place) == []
-
-
 def test_files_in_a_store_are_those_of_a_directory(bucket: ObjectPath, tmp_path: Path) -> None:
     """A checkpoint that was downloaded, or a directory that was uploaded, is read as it is."""
     save(state_at(4, 0, 1), bucket / "one")

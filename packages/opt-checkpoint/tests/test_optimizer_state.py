@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +50,6 @@ SIGNATURES = {
     "make_sharded_optimizer_tensor": "(model_param, optim_param, prefix)",
     "optim_state_to_sharding_state": "(optim_state_dict, id_to_sharded_param_map, exclude_keys=())",
 }
-HINT = " Make sure state dict contains original torch.nn.Parameters (not pure torch.Tensors) by passing `kee"
 
 
 def test_the_modules_have_megatron_cores_names_signatures_and_our_objects() -> None:
@@ -61,9 +59,6 @@ def test_the_modules_have_megatron_cores_names_signatures_and_our_objects() -> N
         parameters = inspect.signature(getattr(found["optimizer"], name)).parameters.values()
         positional = [p.replace(annotation=p.empty) for p in parameters if p.kind is not p.KEYWORD_ONLY]
         assert str(inspect.Signature(positional)) == expected
-    assert found["optimizer"].KEEP_VARS_HINT.startswith(HINT)
-    assert isinstance(found["optimizer"].logger, logging.Logger)
-    assert found["core"].CheckpointingException is CheckpointingException
     for module in found.values():  # no second class of the same name, which `isinstance` would tell from the first
         for name in module.__all__:
             assert getattr(opt_checkpoint, name, getattr(module, name)) is getattr(module, name)
