@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_models
 import torch
 from checkpoint_ranks import RankPool
 from processes import FSDP2_RUNS
-from small_models import assert_same_state, grouped, state_of, train
+from small_models import assert_same_state, grouped, network, state_of, train, trained
 from states import whole_tensors
 from torch import nn
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -37,9 +38,9 @@ STEPS = 3
 CUT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def network(kind: str = "alone", size: int = 1, *, rows: int = 7) -> nn.Module:
-    """A small network under a wrapper of torch, which computes the same everywhere; of 8 rows, one without a norm."""
-    model = nn.Sequential(*small_models.network(rows=rows), *([nn.LayerNorm(3)] if rows == 7 else []))
+def wrapped(kind: str, size: int, *, rows: int = 7) -> nn.Module:
+    """The small network under a wrapper of torch, which computes the same everywhere."""
+    model = network(rows=rows)
     if kind == "fsdp2 of tp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], CUT)
@@ -54,19 +55,11 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Pat
     return path
 
 
-@pytest.fixture
-def trained() -> tuple[nn.Module, torch.optim.AdamW]:
-    model = network()
-    optimizer = grouped(model)
-    train(model, optimizer, 0, STEPS)
-    return model, optimizer
-
-
 # ----- from ranks to ranks
 
 
 def train_and_save(rank: int, size: int, kind: str, rows: int, path: str) -> list[float]:
-    model = network(kind, size, rows=rows)
+    model = wrapped(kind, size, rows=rows)
     optimizer = grouped(model)
     losses = train(model, optimizer, 0, STEPS)
     if kind == "fsdp2 of tp":
@@ -75,14 +68,14 @@ def train_and_save(rank: int, size: int, kind: str, rows: int, path: str) -> lis
     return losses + train(model, optimizer, STEPS, 2 * STEPS)
 
 
-def load_and_train(rank: int, size: int, kind: str, rows: int, path: str) -> list[float]:
-    model = network(kind, size, rows=rows)
+def load_and_train(rank: int, size: int, kind: str, rows: int, path: str, at: str = "optimizer") -> list[float]:
+    model = wrapped(kind, size, rows=rows)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     optimizer = grouped(model, lr=9.0)
     load({"model": sharded_model(model)}, path)
-    report = load_optimizer(model, optimizer, path)
+    report = load_optimizer(model, optimizer, path, at=(at,))
     assert report.uninitialised == report.gone == report.groups.new == ()
     assert [g["lr"] for g in optimizer.param_groups] == [0.05, 0.025]
     if kind == "fsdp2":
@@ -109,7 +102,20 @@ def test_from_each_to_each_the_losses_go_on(ranks: RankPool, tmp_path: Path, bef
     assert_losses_go_on(ranks, tmp_path / "x", before, WORLDS, 7)
 
 
-@pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs no model that FSDP2 sharded without a GPU")
+needs_fsdp2 = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
+
+
+@needs_fsdp2
+def test_what_one_process_saved_with_stock_dcp_goes_on_under_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
+    model, optimizer = trained(STEPS)
+    weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp_save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "x")
+    losses = train(model, optimizer, STEPS, 2 * STEPS)
+    for resumed in ranks.run(2, load_and_train, "fsdp2", 7, str(tmp_path / "x"), "optim"):
+        assert resumed == pytest.approx(losses, rel=1e-5)
+
+
+@needs_fsdp2
 def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(ranks: RankPool, tmp_path: Path) -> None:
     """Both cut the rows of the first matrix: FSDP2 what tensor parallelism left, though its mesh axis stands first."""
     both, apart = ("fsdp2 of tp", 4), ("fsdp2", 2)
@@ -120,7 +126,7 @@ def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(ranks: RankPool, tmp
 
 
 def refuse_runs(rank: int, size: int) -> str:
-    weight = network("fsdp2 of tp", size, rows=8)[0].weight
+    weight = wrapped("fsdp2 of tp", size, rows=8)[0].weight
     placements = [weight.placements[0], Replicate()]
     options = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
     with pytest.raises(CheckpointingException) as caught:
@@ -169,7 +175,7 @@ def test_never_stepped_frozen_and_zero_gradient_parameters(tmp_path: Path) -> No
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     report = load_optimizer(model, optimizer, save_optimizer(model, optimizer, tmp_path / "never"))
-    assert len(report.uninitialised) == 6
+    assert len(report.uninitialised) == 4
     assert not optimizer.state
     model[0].weight.requires_grad_(False)
     model[2].bias.register_hook(torch.zeros_like)
@@ -226,8 +232,8 @@ def test_names_are_those_without_wrappers(tmp_path: Path) -> None:
 # ----- what is refused, on every rank, with the optimizer as it was
 
 
-def test_when_loading_fails_the_optimizer_is_as_it_was(tmp_path: Path, trained: Any) -> None:
-    model, optimizer = trained
+def test_when_loading_fails_the_optimizer_is_as_it_was(tmp_path: Path) -> None:
+    model, optimizer = trained(STEPS)
     path = save_optimizer(model, optimizer, tmp_path / "x")
     before = copy.deepcopy(state_of(model, optimizer))
     train(model, optimizer, 0, 1)
@@ -243,8 +249,8 @@ def test_when_loading_fails_the_optimizer_is_as_it_was(tmp_path: Path, trained: 
     assert joined.param_groups[0]["lr"] == 0.5
 
 
-def test_states_that_were_lost_are_named(tmp_path: Path, trained: Any) -> None:
-    model, optimizer = trained
+def test_states_that_were_lost_are_named(tmp_path: Path) -> None:
+    model, optimizer = trained(STEPS)
     state = sharded_optimizer(model, optimizer)
     del state["state"]["0.weight"]["exp_avg_sq"], state["state"]["0.bias"]["step"]
     save({"optimizer": state}, tmp_path / "x")
@@ -272,18 +278,16 @@ def load_with_a_strange_model_on_rank_1(rank: int, size: int, path: str) -> str:
     return str(caught.value)
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path, trained: Any) -> None:
-    path = save_optimizer(*trained, tmp_path / "x")
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    path = save_optimizer(*trained(STEPS), tmp_path / "x")
     for message in (load_into_another_shape(0, 1, str(path)), *ranks.run(2, load_into_another_shape, str(path))):
         assert "0.weight has shape [4, 5], but its state was saved for shape [7, 5]" in message
     for message in ranks.run(2, load_with_a_strange_model_on_rank_1, str(path)):
         assert "rank 1: CheckpointValueError: a parameter of shape (7, 5) of the optimizer is not in the mod" in message
 
 
-def test_state_of_another_class_of_optimizer_is_reported(
-    tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, optimizer = trained
+def test_state_of_another_class_of_optimizer_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained(STEPS)
     path = save_optimizer(model, optimizer, tmp_path / "x")
     load_optimizer(model, optimizer, path)
     assert "another optimizer" not in caplog.text

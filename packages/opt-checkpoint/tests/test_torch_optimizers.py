@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool
-from processes import FSDP2_RUNS
 from small_models import train, trained
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from opt_checkpoint import (
     CheckpointKeyError,
@@ -61,17 +57,6 @@ def test_the_losses_go_on_from_what_get_state_dict_gave(tmp_path: Path, form: st
     assert train(again, other, 2, 5) == losses
 
 
-def load_sharded(rank: int, size: int, path: str) -> list[float]:
-    model, _ = trained(0)
-    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": vectors}, {"params": matrices}])
-    load({"model": sharded_model(model)}, path)
-    load_optimizer(model, optimizer, path, at=("optim",))
-    return train(model, optimizer, 2, 5)
-
-
 @pytest.mark.parametrize("flat", [False, True])
 def test_stock_dcp_goes_on_from_a_checkpoint_of_ours(tmp_path: Path, flat: bool) -> None:
     model, optimizer = trained()
@@ -99,13 +84,6 @@ def test_the_optimizer_of_one_of_two_models_is_converted_to_a_torch_file(tmp_pat
     assert main(["convert", str(tmp_path / "x"), str(tmp_path / "b.pt"), "--to", "torch", "--at", "b"]) == 0
     states = torch.load(tmp_path / "b.pt", weights_only=True)["state"]
     assert torch.equal(states[0]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
-
-
-@pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
-def test_what_one_process_saved_with_stock_dcp_goes_on_under_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
-    losses = save_theirs("flattened", tmp_path / "x")
-    for resumed in ranks.run(2, load_sharded, str(tmp_path / "x")):
-        assert resumed == pytest.approx(losses, rel=1e-5)
 
 
 def test_the_message_says_where_the_optimizer_is(tmp_path: Path) -> None:
