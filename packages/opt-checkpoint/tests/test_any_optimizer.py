@@ -147,12 +147,27 @@ def assert_comes_back(model: nn.Module, optimizer: torch.optim.Optimizer, path: 
     """Saved, and loaded into a copy of the model and a new optimizer; these two, and the report."""
     again = copy.deepcopy(model)
     other = make(list(again.parameters()))
+    other.param_groups[0]["lr"] = 9.0
     report = load_optimizer(again, other, save_optimizer(model, optimizer, path))
     assert_same_state(state_of(again, other), state_of(model, optimizer))
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     return again, other, report
 
 
+class Halved(torch.optim.SGD):
+    """Hands out its state in another form, as an optimizer that keeps codes does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        return {**packed, "state": {i: {"half": s["momentum_buffer"] / 2} for i, s in packed["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = {i: {"momentum_buffer": s["half"] * 2} for i, s in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})
+
+
 OPTIMIZERS: dict[str, Any] = {
+    "of its own form": lambda ps: Halved(ps, lr=0.1, momentum=0.9),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
     "amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True),
     "adagrad": torch.optim.Adagrad,
