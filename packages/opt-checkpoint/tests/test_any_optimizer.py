@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -316,3 +316,69 @@ def test_names_that_would_become_one_are_refused() -> None:
     for describe in (sharded_model, lambda m: sharded_optimizer(m, torch.optim.SGD(m.parameters(), momentum=0.9))):
         with pytest.raises(CheckpointingException, match=r"weight.* would both be stored as weight; rename one"):
             describe(model)
+
+
+# ----- states of DTensors with another shape than the parameter's
+
+
+class Factored(torch.optim.Optimizer):
+    """Second moments by row and by column, kept and dropped, as Adafactor has them."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        grad, state = 0.5 * p, self.state[p]
+        for name, dim, keep in (("row", 1, True), ("col", 0, True), ("row1", 1, False), ("col1", 0, False)):
+            mean = (grad * grad).sum(dim=dim, keepdim=keep)
+            if isinstance(mean, DTensor):
+                mean = mean.redistribute(
+                    placements=[q if isinstance(q, Shard) else Replicate() for q in mean.placements]
+                )
+            state[name] = state[name].lerp(mean, 0.5) if name in state else mean
+        p -= 0.1 * grad / (state["row"] * state["col"] + 1).sqrt()
+
+
+def factored(sharded: bool, steps: int) -> tuple[nn.Module, Factored]:
+    model = nn.Linear(4, 9, bias=False)
+    weight = torch.arange(36.0).view(9, 4) / 10
+    if sharded:
+        weight = distribute_tensor(weight, init_device_mesh("cpu", (torch.distributed.get_world_size(),)), [Shard(0)])
+    model.weight = nn.Parameter(weight)
+    optimizer = Factored(model.parameters(), {"lr": 0.1})
+    for _ in range(steps):
+        optimizer.step()
+    return model, optimizer
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save_factored(rank: int, size: int, path: str) -> None:
+    model, optimizer = factored(True, 2)
+    save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, path)
+
+
+def resume_factored(rank: int, size: int, path: Any, sharded: bool = True) -> None:
+    model, optimizer = factored(sharded, 0)
+    other, made = factored(sharded, 1)  # the layouts that the optimizer makes itself
+    load({"model": sharded_model(model)}, path)
+    load_optimizer(model, optimizer, path)
+    for name, state in made.state[other.weight].items():
+        loaded = optimizer.state[model.weight][name]
+        assert (type(loaded), loaded.shape) == (DTensor if sharded else torch.Tensor, state.shape), name
+        if sharded:
+            assert (loaded.placements, loaded.to_local().shape) == (state.placements, state.to_local().shape), name
+    optimizer.step()
+    optimizer.step()
+    alone, reference = factored(False, 4)
+    assert torch.allclose(full(model.weight), alone.weight)
+    for name, value in reference.state[alone.weight].items():
+        assert torch.allclose(full(optimizer.state[model.weight][name]), value), name
+
+
+def test_factored_states_of_dtensors_reload_as_dtensors_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save_factored, str(tmp_path / "x"))
+    for size in (3, 2, 1):
+        ranks.run(size, resume_factored, str(tmp_path / "x"))
+    resume_factored(0, 1, tmp_path / "x", sharded=False)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import load_as_ranks, save_as_ranks
+from checkpoint_ranks import RankPool, load_as_ranks, save_as_ranks
 from small_models import assert_same_weights, network, stepped
 from states import assert_is_step, state_at
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from opt_checkpoint import (
     AsyncSaver,
@@ -27,6 +29,7 @@ from opt_checkpoint import (
     StrictHandling,
     load,
     load_optimizer,
+    read_common,
     read_index,
     save,
     sharded_like,
@@ -268,3 +271,85 @@ def test_unknown_options_and_places_without_a_checkpoint_are_refused(saved: Path
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointNotFoundError):
             load({}, path)
+
+
+# ----- None, lists and tuples
+
+
+STATE = {"m": {"w": torch.ones(2), "l": [1, 2, {"a": torch.zeros(1)}], "k": 5, "betas": [0.9, 0.95]}, "s": "text"}
+
+
+@pytest.mark.parametrize("write", [lambda path: dcp_save(STATE, checkpoint_id=path), lambda path: save(STATE, path)])
+def test_none_loads_everything_from_stock_directories_as_from_ours(tmp_path: Path, write: Any) -> None:
+    write(tmp_path / "x")
+    for wanted, expected in (
+        (None, STATE),
+        ({"m": None}, {"m": STATE["m"]}),
+        ({"m": {"l": None, "betas": None}}, {"m": {"l": STATE["m"]["l"], "betas": [0.9, 0.95]}}),
+        ({"s": None}, {"s": "text"}),
+    ):
+        report = load(wanted, tmp_path / "x", strict="return_all")
+        assert sorted_text(report.state) == sorted_text(expected)
+        assert report.missing == ()
+        assert wanted is not None or report.unexpected == ()
+    with pytest.raises(CheckpointKeyError, match="nothing"):
+        load({"nothing": None}, tmp_path / "x")
+
+
+def sorted_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {sorted_text(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(sorted_text, value)) + "]"
+    return repr(value)
+
+
+def test_tensors_in_lists_stay_tensors_for_stock_readers_and_come_back_in_lists(tmp_path: Path) -> None:
+    state = {
+        "lst": [1, torch.ones(2), [torch.arange(3), "a"], (torch.zeros(1), 5)],
+        "groups": [{"lr": torch.tensor(0.5), "betas": (0.9, 0.95)}, {"lr": 0.1}],
+        "tup": (torch.full((2,), 3.0), "b"),
+        "plain": [1, 2],
+    }
+    save(state, tmp_path / "x")
+    assert {"lst.1", "lst.2.0", "lst.3.0", "groups.0.lr", "tup.0"} == set(read_index(tmp_path / "x").tensors)
+    assert read_common(read_index(tmp_path / "x"))["lst"] == [1, None, [None, "a"], (None, 5)]
+    for wanted in (None, dict.fromkeys(state), copy.deepcopy(state), {key: torch.zeros(1) for key in state}):
+        report = load(wanted, tmp_path / "x", strict="raise_all")
+        assert sorted_text(report.state) == sorted_text(state)
+    zeros = [0, torch.zeros(2), [torch.zeros(3, dtype=torch.int64), ""], (torch.ones(1), 0)]
+    target = {"lst": zeros, "groups": [{"lr": torch.tensor(0.0), "betas": ()}, {"lr": 0.0}], "tup": (), "plain": []}
+    dcp_load(target, checkpoint_id=tmp_path / "x")
+    assert sorted_text(target) == sorted_text(state)
+    assert verify_checkpoint(tmp_path / "x") == []
+
+
+def dtensors_in_lists(rank: int, size: int, path: str) -> None:
+    mesh, values = init_device_mesh("cpu", (size,)), torch.arange(20.0).view(5, 4)
+    save({"lst": [1, distribute_tensor(values, mesh, [Shard(0)]), torch.ones(2)]}, path)
+    target = [0, distribute_tensor(torch.zeros(5, 4), mesh, [Shard(1)]), torch.zeros(2)]
+    state = load({"lst": target}, path).state["lst"]
+    assert state[0] == 1
+    assert state[1] is target[1]
+    assert torch.equal(target[1].full_tensor(), values)
+    assert torch.equal(state[2], torch.ones(2))
+    whole = load({"lst": None}, path).state["lst"]
+    assert isinstance(whole, list)
+    assert torch.equal(whole[1], values)
+    with pytest.raises(CheckpointingException, match="'tup' is a tuple that contains sharded values; make it a list"):
+        save({"tup": (distribute_tensor(values, mesh, [Shard(0)]),)}, path + "-tuple")
+
+
+def test_a_dtensor_in_a_list_is_loaded_in_place(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, dtensors_in_lists, str(tmp_path / "x"))
+
+
+def test_none_warns_of_sharded_tensors_that_it_does_not_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    save({"m": sharded_model(model), "step": 3, "ema": model.state_dict()}, tmp_path / "x")
+    assert load(None, tmp_path / "x").state.keys() == {"step", "ema"}
+    assert "None at the top of the state loads plain values" in caplog.text
+    assert "m.bias, m.weight" in caplog.text
+    caplog.clear()
+    load({"m": sharded_model(model), "step": None, "ema": None}, tmp_path / "x")
+    assert caplog.text.count("None at") == 0

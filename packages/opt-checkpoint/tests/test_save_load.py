@@ -1,11 +1,15 @@
-"""Save and load: strictness, dtypes, padding, balance, reads, and stock DCP in both directions."""
+"""Save and load: dtypes, padding, balance, reads, what cannot be stored, and stock DCP in both directions."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from opt_checkpoint import (
     CheckpointCorruptError,
+    CheckpointingException,
     CheckpointKeyError,
+    CheckpointMismatchError,
     ShardedTensor,
+    TieredCheckpointManager,
     load,
     read_index,
     save,
@@ -215,3 +222,118 @@ def test_dtypes_that_are_only_stored_are_saved_and_loaded(tmp_path: Path) -> Non
         target = torch.zeros_like(bits)
         load({"w": sharded_like("w", target.view(dtype))}, path)
         assert torch.equal(target, bits), name
+
+
+def test_a_file_url_is_synced_like_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or fsync(fd))
+    save({"w": torch.ones(3)}, tmp_path / "path")
+    by_path = len(synced)
+    save({"w": torch.ones(3)}, f"file://{tmp_path}/a%20url")
+    assert len(synced) == 2 * by_path > 0
+    assert {p.name for p in (tmp_path / "a url").iterdir()} == {p.name for p in (tmp_path / "path").iterdir()}
+    assert torch.equal(load({"w": None}, f"file://localhost{tmp_path}/path").state["w"], torch.ones(3))
+    monkeypatch.chdir(tmp_path)
+    with TieredCheckpointManager(f"file://{tmp_path}/local%20tier", "durable", durable_every=2) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+    assert {path.name for path in tmp_path.iterdir()} == {"a url", "path", "local tier", "durable"}
+    for url in ("file://host/run", "file://run", "file:///run?x=1", "file:///run#x"):
+        with pytest.raises(CheckpointingException, match=r"names a host|has a query or fragment"):
+            save({"w": torch.ones(3)}, url)
+
+
+def test_big_endian_archives_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    values = torch.arange(1.0, 5.0)
+    dcp_save({"w": values}, checkpoint_id=tmp_path / "x")
+    (file,) = (tmp_path / "x").glob("*.distcp")
+    raw, swapped = file.read_bytes(), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(swapped, "w") as new:
+        for name in old.namelist():
+            content = b"big" if name.endswith("/byteorder") else old.read(name)
+            new.writestr(name, values.numpy().byteswap().tobytes() if "/data/" in name else content)
+    file.write_bytes(swapped.getvalue().ljust(len(raw), b"\0"))
+    ours, stock = torch.zeros(4), torch.zeros(4)
+    load({"w": ours}, tmp_path / "x")
+    dcp_load({"w": stock}, checkpoint_id=tmp_path / "x")
+    assert torch.equal(ours, values)
+    assert torch.equal(stock, values)
+
+
+def test_a_single_element_of_a_larger_tensor_is_stored_and_loaded(tmp_path: Path) -> None:
+    """Its stride is that of the larger tensor, though it counts as contiguous."""
+    values, target = torch.arange(6.0).view(3, 2), torch.zeros(3, 2)
+    save({"w": values[1:2, 1], "v": values[2:, 1:].t(), "m": [values[:1, 1]]}, tmp_path / "x")
+    load({"w": target[1:2, 1], "v": target[2:, 1:].t()}, tmp_path / "x")
+    assert target.tolist() == [[0, 0], [0, 3], [0, 5]]
+    assert load({"m": None}, tmp_path / "x").state["m"][0].tolist() == [1]
+
+
+BAD = {
+    "an object": ({"x": object()}, {}, r"x is a object that could not be loaded again without running its pickle"),
+    "a function": ({"x": lambda: 0}, {}, r"x is a function that could not be loaded again"),
+    "an array": ({"rng": {"np": np.zeros(2)}}, {}, r"rng\.np is a ndarray .* it needs numpy"),
+    "a numpy number": ({"step": np.int64(5)}, {}, r"step is a int64 .*int\(x\)"),
+    "a numpy number in a list": ({"l": {"s": [1, np.float64(2)]}}, {}, r"l\.s is a list"),
+    "a numpy detail": ({"a": 1}, {"details": {"step": np.int64(5)}}, r"details\['step'\] is .*int64"),
+    "a detail that is NaN": ({"a": 1}, {"details": {"loss": float("nan")}}, r"details\['loss'\] is nan"),
+    "a sparse tensor": ({"x": torch.eye(3).to_sparse()}, {}, r"x has layout torch\.sparse_coo.*to_dense"),
+    "a sparse tensor in a list": ({"l": [1, (torch.eye(3).to_sparse(),)]}, {}, r"l\.1\.0 has layout torch\.sparse_coo"),
+    "a sparse tensor in compressed rows": ({"x": torch.eye(3).to_sparse_csr()}, {}, r"x has layout torch\.sparse_csr"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path, case: str) -> None:
+    state, options, message = BAD[case]
+    with pytest.raises(CheckpointingException, match=message):
+        save(state, tmp_path / "x", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_expanded_target_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    save({"w": torch.ones(3, 2), "v": torch.ones(4)}, tmp_path / "x")
+    other = torch.zeros(4)
+    for expanded in (torch.zeros(2).expand(3, 2), torch.zeros(3, 1).expand(3, 2)):
+        with pytest.raises(CheckpointMismatchError, match=r"w: the target of shape \[3, 2\] is expanded .*contiguous"):
+            load({"v": other, "w": expanded}, tmp_path / "x")
+        assert (other == 0).all()
+    save({"w": torch.ones(2).expand(3, 2)}, tmp_path / "y")  # it may be saved
+    assert load({"w": None}, tmp_path / "y").state["w"].tolist() == [[1, 1]] * 3
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_blocks_that_overlap_by_one_row_and_leave_one_out_are_refused(tmp_path: Path, axis: int) -> None:
+    """As many elements as the tensor has: only the comparison of neighbours sees it."""
+
+    local = (3, 6) if axis == 0 else (6, 3)
+
+    def block(start: int) -> ShardedTensor:
+        offset = (start, 0) if axis == 0 else (0, start)
+        return ShardedTensor("w", torch.full(local, float(start)), torch.float32, local, (6, 6), offset, None)
+
+    for starts in ((0, 2), (1, 3)):
+        with pytest.raises(CheckpointingException, match=r"w: Invalid access pattern: rank 0 holds .* both as main"):
+            save_as_ranks([{"w": block(start)} for start in starts], tmp_path / "x")
+    save_as_ranks([{"w": block(start)} for start in (0, 3)], tmp_path / "y")
+
+
+def test_files_are_only_appended_to_and_torch_reads_large_archives_without_a_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(700_001)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda *a: pytest.fail("a written byte is changed"))
+        save({"w": values, "turned": values[:700_000].view(700, 1000).t()}, tmp_path / "x")
+    target = {"w": torch.zeros_like(values), "turned": torch.zeros(1000, 700)}
+    dcp_load(target, checkpoint_id=tmp_path / "x")
+    assert torch.equal(target["w"], values)
+    assert torch.equal(target["turned"], values[:700_000].view(700, 1000).t())
+    assert verify_checkpoint(tmp_path / "x") == []
+    (tmp_path / "x" / "manifest.bin").unlink()  # what remains is read as any stock directory is
+    for file in (tmp_path / "x").glob("*.distcp"):
+        file.write_bytes(b"another program's file".ljust(64) + file.read_bytes()[64:])
+    assert verify_checkpoint(tmp_path / "x") == []
+    again = torch.zeros_like(values)
+    load({"w": again}, tmp_path / "x")
+    assert torch.equal(again, values)
