@@ -19,7 +19,15 @@ from states import state_at
 from torch import nn
 from torch.distributed.checkpoint import save as dcp_save
 
-from opt_checkpoint import ShardedObject, load_optimizer, save, sharded_like, sharded_optimizer
+from opt_checkpoint import (
+    ShardedObject,
+    differences,
+    load_optimizer,
+    read_index,
+    save,
+    sharded_like,
+    sharded_optimizer,
+)
 from opt_checkpoint.__main__ import main
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file, torch_file_to_checkpoint
 
@@ -42,6 +50,8 @@ def test_a_checkpoint_becomes_a_state_dict_that_torch_loads(tmp_path: Path, trai
     assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "x.pt"]
     largest = max(v.nbytes for states in state_dict["state"].values() for v in states.values())
+    torch_file_to_checkpoint(tmp_path / "x.pt", tmp_path / "y")
+    assert list(differences(read_index(tmp_path / "x"), read_index(tmp_path / "y"))) == []
     assert (tmp_path / "x.pt").stat().st_size < 60 * (largest + 400)  # every tensor has a storage of its own
 
 

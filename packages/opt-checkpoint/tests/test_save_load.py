@@ -27,6 +27,7 @@ from opt_checkpoint import (
     CheckpointingException,
     CheckpointKeyError,
     CheckpointMismatchError,
+    ShardedObject,
     ShardedTensor,
     TieredCheckpointManager,
     load,
@@ -183,6 +184,16 @@ def test_a_group_without_the_worlds_rank_zero_saves_and_loads(ranks: RankPool, t
     ranks.run(3, one_group_of_two, str(tmp_path / "x"))
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert verify_checkpoint(tmp_path / "x") == []
+
+
+def test_objects_of_a_grid_come_back_to_their_places(tmp_path: Path) -> None:
+    def objects(rank: int, *, filled: bool = True) -> dict[str, ShardedObject]:
+        of = {"b": "a/rng", "a": "data"}
+        return {p: ShardedObject(key, {key: rank} if filled else None, (3,), (rank,)) for p, key in of.items()}
+
+    save_as_ranks([objects(rank) for rank in range(3)], tmp_path / "x")
+    loaded = load_as_ranks([objects(rank, filled=False) for rank in (2, 0)], tmp_path / "x")
+    assert loaded == [{"b": {"a/rng": rank}, "a": {"data": rank}} for rank in (2, 0)]
 
 
 @pytest.mark.parametrize("numel", [6, 300_000], ids=["small", "large"])
