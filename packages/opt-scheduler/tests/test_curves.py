@@ -52,6 +52,8 @@ MEGATRON = OptimizerParamScheduler(
     lr_decay_style="WSD", wsd_decay_steps=4, lr_wsd_decay_style="linear",
     start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
 )  # fmt: skip
+FALL, RISE = linear(1.0, 0.0, steps=4), piecewise_constant([1.0, 2.0], at=[5])
+JUMP = cut(RISE, 5)
 # name: schedule, {step: value known from the formula, worked out by hand or with a calculator}
 KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
     "constant": (constant(0.3), {0: 0.3, 7.5: 0.3, 1e12: 0.3}),
@@ -69,48 +71,36 @@ KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
     "piecewise-constant": (piecewise_constant([3.0, 2.0, 1.0], at=[5, 7]), {0: 3, 4.9: 3, 5: 2, 7: 1, 8: 1}),
     "step-decay": (step_decay(1.0, factor=0.1, every=3, times=2), {0: 1, 2: 1, 3: 0.1, 6: 0.01, 60: 0.01}),
     "warmup": (warmup(constant(1.0), steps=4), {0: 0.0, 1: 0.25, 4: 1.0, 5: 1.0}),
-    "warmup-of-nothing": (warmup(linear(1.0, 0.0, steps=4), steps=0), {0: 1.0, 4: 0.0}),
+    "warmup-of-nothing": (warmup(FALL, steps=0), {0: 1.0, 4: 0.0}),
     "join": (join(linear(0.0, 1.0, steps=2), constant(5.0, steps=2), constant(7.0)), {1: 0.5, 2: 5, 3.9: 5, 4: 7}),
-    "join-hides-a-jump": (
-        join(cut(piecewise_constant([1.0, 2.0], at=[5]), 5), constant(1.0)),
-        {4.9: 1.0, 5: 1.0, 6: 1.0},
-    ),
-    "repeat": (repeat(linear(1.0, 0.0, steps=4), times=2), {0: 1.0, 3: 0.25, 4: 1.0, 7: 0.25, 8: 0.0, 100: 0.0}),
-    "repeat-for-ever": (repeat(linear(1.0, 0.0, steps=4)), {4_000_001: 0.75}),
+    "join-hides-a-jump": (join(JUMP, constant(1.0)), {4.9: 1.0, 5: 1.0, 6: 1.0}),
+    "repeat": (repeat(FALL, times=2), {0: 1.0, 3: 0.25, 4: 1.0, 7: 0.25, 8: 0.0, 100: 0.0}),
+    "repeat-for-ever": (repeat(FALL), {4_000_001: 0.75}),
     "cyclic": (cyclic(1.0, 3.0, up_steps=2, down_steps=2, times=2), {0: 1, 2: 3, 4: 1, 6: 3, 8: 1, 9: 1}),
     "one-cycle": (one_cycle(1.0, up_steps=3, down_steps=9, end=0.1), {0: 0.04, 3: 1.0, 12: 0.1, 13: 0.1}),
     "restarts": (
-        restarts(linear(1.0, 0.0, steps=4), times=3, t_mult=2, decay=0.5),
+        restarts(FALL, times=3, t_mult=2, decay=0.5),
         {0: 1.0, 3: 0.25, 4: 0.5, 8: 0.25, 11: 0.0625, 12: 0.25, 20: 0.125, 28: 0.0, 99: 0.0},
     ),
-    "restarts-decay-only": (
-        restarts(linear(1.0, 0.0, steps=4), decay=0.5),
-        {0: 1.0, 3: 0.25, 4: 0.5, 7: 0.125, 8: 0.25, 41: 0.75 / 1024},
-    ),
+    "restarts-decay-only": (restarts(FALL, decay=0.5), {0: 1.0, 3: 0.25, 4: 0.5, 7: 0.125, 8: 0.25, 41: 0.75 / 1024}),
     "restarts-shrink": (
         restarts(
-            cut(piecewise_constant([3.0, 2.0, 1.0], at=[4, 8]) * linear(1.0, 0.0, steps=12), 12), times=2, t_mult=0.5
+            cut(linear(1.0, 0.0, steps=12) * piecewise_constant([3.0, 2.0, 1.0], at=[4, 8]), 12), times=2, t_mult=0.5
         ),
         {0: 3.0, 6: 1.0, 12: 3.0, 15: 1.0, 18: 0.0, 19: 0.0},
     ),
-    "restarts-end-in-a-jump": (
-        restarts(cut(piecewise_constant([1.0, 2.0], at=[5]), 5), times=2, t_mult=3),
-        {4: 1.0, 5: 1.0, 19: 1.0, 20: 2.0},
-    ),
-    "sum": (linear(1.0, 0.0, steps=4) + constant(0.5) + 1, {0: 2.5, 2: 2.0, 9: 1.5}),
-    "difference": (2 - linear(1.0, 0.0, steps=4) - constant(0.5), {0: 0.5, 2: 1.0, 4: 1.5}),
-    "product": (linear(1.0, 0.0, steps=4) * piecewise_constant([1.0, 3.0], at=[2]), {1: 0.75, 2: 1.5, 3: 0.75, 5: 0}),
-    "jumps-cancel": (
-        piecewise_constant([1.0, 2.0], at=[5]) + piecewise_constant([2.0, 1.0], at=[5]),
-        {4: 3.0, 5: 3.0, 6: 3.0},
-    ),
-    "scaled-by-operators": (-(linear(1.0, 0.0, steps=4) * 10) / 4, {0: -2.5, 1: -1.875, 4: 0.0}),
-    "scale": (scale(linear(1.0, 0.0, steps=4), 10), {1: 7.5}),
+    "restarts-end-in-a-jump": (restarts(JUMP, times=2, t_mult=3), {4: 1.0, 5: 1.0, 19: 1.0, 20: 2.0}),
+    "sum": (FALL + constant(0.5) + 1, {0: 2.5, 2: 2.0, 9: 1.5}),
+    "difference": (2 - FALL - constant(0.5), {0: 0.5, 2: 1.0, 4: 1.5}),
+    "product": (FALL * piecewise_constant([1.0, 3.0], at=[2]), {1: 0.75, 2: 1.5, 3: 0.75, 5: 0}),
+    "jumps-cancel": (RISE + piecewise_constant([2.0, 1.0], at=[5]), {4: 3.0, 5: 3.0, 6: 3.0}),
+    "scaled-by-operators": (-(FALL * 10) / 4, {0: -2.5, 1: -1.875, 4: 0.0}),
+    "scale": (scale(FALL, 10), {1: 7.5}),
     "clip": (clip(linear(1.0, 0.0, steps=10), low=0.25, high=0.75), {0: 0.75, 5: 0.5, 9: 0.25}),
-    "shift-later": (shift(linear(1.0, 0.0, steps=4), 2), {0: 1.0, 2: 1.0, 4: 0.5, 6: 0.0}),
-    "shift-earlier": (shift(linear(1.0, 0.0, steps=4), -2), {0: 0.5, 2: 0.0}),
-    "stretch": (stretch(linear(1.0, 0.0, steps=4), 2.5), {5: 0.5, 10: 0.0}),
-    "cut": (cut(linear(1.0, 0.0, steps=4), 1), {0.5: 0.875, 1: 0.75, 4: 0.75}),
+    "shift-later": (shift(FALL, 2), {0: 1.0, 2: 1.0, 4: 0.5, 6: 0.0}),
+    "shift-earlier": (shift(FALL, -2), {0: 0.5, 2: 0.0}),
+    "stretch": (stretch(FALL, 2.5), {5: 0.5, 10: 0.0}),
+    "cut": (cut(FALL, 1), {0.5: 0.875, 1: 0.75, 4: 0.75}),
     "cooldown": (cooldown(linear(1.0, 0.0, steps=10), at=5, steps=4), {5: 0.5, 6: 0.25, 9: 0.0}),
     "wsd": (wsd(1.0, warmup_steps=2, stable_steps=4, decay_steps=4), {1: 0.5, 2: 1, 6: 1, 7: 0.5, 10: 0}),
     "wsd-s": (
@@ -244,7 +234,6 @@ def test_a_restart_falls_on_its_own_step_however_its_logarithm_rounds() -> None:
             assert period == 0 or 0 <= schedule(math.nextafter(start, 0.0)) < 1e-9
 
 
-FALL = linear(1.0, 0.0, steps=5)
 # How the message begins, and what was asked for. A recipe names its own arguments, not those of the curves inside.
 REFUSED: dict[str, Callable[[], object]] = {
     "linear: steps=0 must be more than 0": lambda: linear(1.0, 0.0, steps=0),
