@@ -3,7 +3,7 @@
 import copy
 import json
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,12 +36,10 @@ def everything(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
     return copy.deepcopy({"state": scheduler.state_dict(), "groups": scheduler.param_groups})
 
 
-def test_the_state_has_megatron_cores_keys_and_those_it_omits() -> None:
-    assert set(saved()) == {
-        "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
-        "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
-        "init_lr", "wsd_decay_steps", "lr_wsd_decay_style", "warmup_first", "version",
-    }  # fmt: skip
+MEGATRON_KEYS = (
+    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
+    "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
+)  # fmt: skip
 
 
 def test_loading_sets_the_step_and_the_groups_at_once_and_twice_is_once() -> None:
@@ -84,38 +82,36 @@ def test_a_run_resumed_anywhere_equals_one_never_stopped(step: int, more: int, s
     assert everything(resumed) == everything(unbroken)
 
 
-class TestFlags:
-    OTHER: ClassVar[dict[str, Any]] = {"max_lr": 2.0, "lr_decay_steps": 210, "init_lr": 0.5}
+OTHER: dict[str, Any] = {"max_lr": 2.0, "lr_decay_steps": 210, "init_lr": 0.5}
+# How the scheduler and the saved one were built, and what the loaded state has of its own.
+FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "take": (OTHER | TAKE, {}, {}),
+    "keep": (OTHER | KEEP, {}, OTHER),
+    "keep some": (OTHER | {"override_opt_param_scheduler": ["lr_decay_steps"]}, {}, {"lr_decay_steps": 210}),
+    "keep what was given": ({"min_lr": None} | KEEP, WSD | {"lr_decay_style": "linear"}, {}),
+    "agree": (AGREE, {}, {}),
+}
 
-    def test_taking_the_checkpoint_s_values(self) -> None:
-        scheduler = build(**self.OTHER, **TAKE)
-        scheduler.load_state_dict(saved())
-        assert scheduler.state_dict() == saved()
 
-    def test_keeping_one_s_own(self) -> None:
-        scheduler = build(**self.OTHER, **KEEP)
-        own = scheduler.state_dict()
-        scheduler.load_state_dict(saved())
-        assert scheduler.state_dict() == own | {"num_steps": 50}
+@pytest.mark.parametrize(("given", "before", "own"), FLAGS.values(), ids=FLAGS)
+def test_flags_choose_between_the_checkpoint_s_values_and_one_s_own(
+    given: dict[str, Any], before: dict[str, Any], own: dict[str, Any]
+) -> None:
+    scheduler = build(**given)
+    scheduler.load_state_dict(saved(**before))
+    assert scheduler.state_dict() == saved(**before) | own
 
-    def test_what_was_not_given_is_not_kept_over_the_checkpoint_and_what_was_assigned_is(self) -> None:
-        scheduler = build(**KEEP, min_lr=None)
-        scheduler.load_state_dict(saved(**WSD | {"lr_decay_style": "linear"}))
-        assert (scheduler.min_lr, scheduler.wsd_decay_steps, scheduler.lr_wsd_decay_style) == (0.1, 20, "exponential")
-        scheduler = build(**KEEP, min_lr=None)
-        scheduler.min_lr = 0.3
-        scheduler.load_state_dict(saved())
-        assert scheduler.min_lr == 0.3
 
-    def test_only_the_named_fields_are_kept(self) -> None:
-        scheduler = build(**self.OTHER, override_opt_param_scheduler=["lr_decay_steps"])
-        scheduler.load_state_dict(saved())
-        assert (scheduler.lr_decay_steps, scheduler.max_lr, scheduler.init_lr) == (210, 1.0, 0.0)
+def test_what_was_assigned_counts_as_given() -> None:
+    scheduler = build(**KEEP, min_lr=None)
+    scheduler.min_lr = 0.3
+    scheduler.load_state_dict(saved())
+    assert scheduler.min_lr == 0.3
 
-    def test_without_a_flag_a_difference_is_refused(self) -> None:
-        build(**AGREE).load_state_dict(saved())
-        with pytest.raises(ScheduleError, match="lr_decay_steps is 220 here and 110 in the checkpoint; set use_checkp"):
-            build(lr_decay_steps=220, **AGREE).load_state_dict(saved())
+
+def test_without_a_flag_a_difference_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="lr_decay_steps is 220 here and 110 in the checkpoint; set use_checkp"):
+        build(lr_decay_steps=220, **AGREE).load_state_dict(saved())
 
 
 class TestGroupsOnLoad:
@@ -139,63 +135,50 @@ class TestGroupsOnLoad:
         assert copied == {"max_lr": 1.0, "min_lr": 0.1, "lr": 1.0, "weight_decay": pytest.approx(0.02)}
 
 
-class TestRefusedStates:
-    STATE: ClassVar[dict[str, Any]] = saved()
-    CASES: ClassVar[dict[str, tuple[dict[str, Any], str]]] = {
-        "missing": (
-            {key: value for key, value in STATE.items() if key not in ("max_lr", "num_steps")},
-            "OptimizerParamScheduler: state: 2 problems\n  - max_lr is missing (keys: start_lr, max_lr)\n"
-            "  - num_steps is missing (keys: num_iters, num_steps)",
-        ),
-        "newer": (STATE | {"version": 2}, "OptimizerParamScheduler: version=2 of the state is newer than 1, the last"),
-        "negative": (STATE | {"num_steps": -1}, "OptimizerParamScheduler: state: num_steps=-1 must be a number"),
-        "impossible": (
-            STATE | {"lr_warmup_steps": 500},
-            "OptimizerParamScheduler: lr_warmup_steps=500 must be less tha",
-        ),
-        "impossible-for-a-group": (
-            STATE | {"min_lr": 0.6},
-            "group 0 with {'max_lr': 0.5}: max_lr=0.5 must be at least",
-        ),
-    }
-
-    @pytest.mark.parametrize(("state", "message"), CASES.values(), ids=CASES)
-    def test_a_refused_state_changes_nothing(self, state: dict[str, Any], message: str) -> None:
-        scheduler = build({"max_lr": 0.5})
-        scheduler.step(3)
-        before = everything(scheduler)
-        with pytest.raises(ScheduleError) as caught:
-            scheduler.load_state_dict(state)
-        assert str(caught.value).startswith(message)
-        assert everything(scheduler) == before
+STATE = saved()
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {key: value for key, value in STATE.items() if key not in ("max_lr", "num_steps")},
+        "OptimizerParamScheduler: state: 2 problems\n  - max_lr is missing (keys: start_lr, max_lr)\n"
+        "  - num_steps is missing (keys: num_iters, num_steps)",
+    ),
+    (STATE | {"version": 2}, "OptimizerParamScheduler: version=2 of the state is newer than 1, the last"),
+    (STATE | {"num_steps": -1}, "OptimizerParamScheduler: state: num_steps=-1 must be a number"),
+    (STATE | {"lr_warmup_steps": 500}, "OptimizerParamScheduler: lr_warmup_steps=500 must be less tha"),
+    (STATE | {"min_lr": 0.6}, "group 0 with {'max_lr': 0.5}: max_lr=0.5 must be at least"),
+]
 
 
-class TestOldStates:
-    """What checkpoints of Megatron-Core hold, by age."""
-
-    CASES: ClassVar[dict[str, dict[str, Any]]] = {
-        "today": {
-            "max_lr": 1.0, "lr_warmup_steps": 10, "num_steps": 60, "lr_decay_style": "linear", "lr_decay_steps": 110,
-            "min_lr": 0.1, "start_wd": 0.0, "end_wd": 0.2, "wd_incr_style": "linear", "wd_incr_steps": 100,
-        },
-        "without-weight-decay": {
-            "max_lr": 1.0, "warmup_steps": 10, "num_steps": 60, "decay_style": "linear", "decay_steps": 110,
-            "min_lr": 0.1,
-        },
-        "in-iterations": {
-            "start_lr": 1.0, "warmup_iter": 10, "num_iters": 60, "decay_style": "linear", "end_iter": 110,
-            "min_lr": 0.1,
-        },
-    }  # fmt: skip
-
-    @pytest.mark.parametrize("container", [None, "opt_param_scheduler", "lr_scheduler"])
-    @pytest.mark.parametrize("age", CASES)
-    def test_it_is_understood(self, age: str, container: str | None) -> None:
-        state = self.CASES[age] if container is None else {container: self.CASES[age], "iteration": 60}
-        scheduler = build(max_lr=5.0, min_lr=0.0, lr_warmup_steps=1, lr_decay_steps=2, lr_decay_style="cosine")
+@pytest.mark.parametrize(("state", "message"), REFUSED, ids=["missing", "newer", "negative", "impossible", "group"])
+def test_a_refused_state_changes_nothing(state: dict[str, Any], message: str) -> None:
+    scheduler = build({"max_lr": 0.5})
+    scheduler.step(3)
+    before = everything(scheduler)
+    with pytest.raises(ScheduleError) as caught:
         scheduler.load_state_dict(state)
-        assert scheduler.state_dict() == build().state_dict() | {"num_steps": 60}
-        assert scheduler.get_lr() == pytest.approx(0.55)
+    assert str(caught.value).startswith(message)
+    assert everything(scheduler) == before
+
+
+# What checkpoints of Megatron-Core hold, by age.
+AGES: dict[str, dict[str, Any]] = {
+    "today": {key: STATE[key] for key in MEGATRON_KEYS},
+    "without-weight-decay": {
+        "max_lr": 1.0, "warmup_steps": 10, "num_steps": 50, "decay_style": "linear", "decay_steps": 110, "min_lr": 0.1,
+    },
+    "in-iterations": {
+        "start_lr": 1.0, "warmup_iter": 10, "num_iters": 50, "decay_style": "linear", "end_iter": 110, "min_lr": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("container", [None, "opt_param_scheduler", "lr_scheduler"])
+@pytest.mark.parametrize("age", AGES)
+def test_a_checkpoint_of_megatron_core_is_understood(age: str, container: str | None) -> None:
+    state = AGES[age] if container is None else {container: AGES[age], "iteration": 50}
+    scheduler = build(max_lr=5.0, min_lr=0.0, lr_warmup_steps=1, lr_decay_steps=2, lr_decay_style="cosine")
+    scheduler.load_state_dict(state)
+    assert scheduler.state_dict() == STATE
 
 
 @pytest.mark.parametrize(
