@@ -50,17 +50,15 @@ def dtypes_in_another_order(rank: int) -> nn.Module:
     return nn.ModuleDict({name: children[name] for name in sorted(children, reverse=rank != 1)})
 
 
+def averaged_on_one(rank: int) -> Config:
+    return replace(SHARDED, average_in_collective=rank == 1)
+
+
 DIFFERENT: dict[str, Callable[[int], tuple[Config, nn.Module]]] = {
     "layout of chunk 0, fp32 dense": lambda rank: (SHARDED, nn.Linear(4, 5 if rank == 1 else 4)),
     "layout of chunk 0, fp32 experts": lambda rank: (SHARDED, other_experts(rank)),
-    "average_in_collective is False on rank 0 and True on rank 1": lambda rank: (
-        replace(SHARDED, average_in_collective=rank == 1),
-        nn.Linear(4, 4),
-    ),
-    "order of buffers is chunk 0, fp32 dense, flat shards, fp32 gradients, chunk 0, bf16": lambda rank: (
-        SHARDED,
-        dtypes_in_another_order(rank),
-    ),
+    "average_in_collective is False on rank 0 and True on": lambda rank: (averaged_on_one(rank), nn.Linear(4, 4)),
+    "order of buffers is chunk 0, fp32 dense, flat sh": lambda rank: (SHARDED, dtypes_in_another_order(rank)),
 }
 
 
@@ -137,20 +135,12 @@ def test_a_broadcast_that_only_some_ranks_ask_for_is_refused_on_every_rank() -> 
     assert errors_of(2, rank_main) == [refused] * 2
 
 
+INSTANCES, AVERAGED = replace(SHARDED, num_distributed_optimizer_instances=2), Config(average_in_collective=True)
 REFUSALS: dict[str, tuple[type[Exception], Callable[[], object]]] = {
-    "num_distributed_optimizer_instances=2, but the groups make up 1; pass an inter_dist_opt group": (
-        ValueError,
-        lambda: wrap(replace(SHARDED, num_distributed_optimizer_instances=2)),
-    ),
-    "average_in_collective=True averages, calculate_per_token_loss=True sums": (
-        ValueError,
-        lambda: wrap(Config(average_in_collective=True), per_token=True),
-    ),
+    "instances=2, but the groups make up 1; pass an inter_dist_opt group": (ValueError, lambda: wrap(INSTANCES)),
+    "average_in_collective=True averages, calc": (ValueError, lambda: wrap(AVERAGED, per_token=True)),
     "overlap_param_gather=False: parameters": (ValueError, lambda: wrap().enable_forward_pre_hook()),
-    r"left its buffer \(torch.float32 on cpu\) and is now torch.bfloat16": (
-        StorageError,
-        lambda: wrap().to(torch.bfloat16),
-    ),
+    r"left its buffer \(torch.float32 on cpu\) and is": (StorageError, lambda: wrap().to(torch.bfloat16)),
     "is now torch.bfloat16 on cpu; convert": (StorageError, lambda: wrap(Config()).to(torch.bfloat16)),
 }
 

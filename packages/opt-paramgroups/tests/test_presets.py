@@ -92,12 +92,8 @@ def test_layer_decay_shrinks_rates_towards_the_input():
     assert [rates[f"layers.{i}.norm.weight"] for i in range(3)] == [0.5**3, 0.5**2, 0.5]
     assert rates["output.weight"] == 1.0
     assert entry_by_name(model, config, overrides, "min_lr")["layers.2.norm.weight"] == 0.25
-
-
-def test_layer_decay_of_a_stage_counts_the_whole_models_layers():
-    overrides = get_layer_decay_overrides([Model(num_layers=1)], 0.5, num_layers=9)
-    rates = entry_by_name(Model(num_layers=1), OptimizerConfig(lr=1.0), overrides, "max_lr")
-    assert rates["layers.0.norm.weight"] == 0.5**9
+    of_nine = get_layer_decay_overrides([model], 0.5, num_layers=9)  # of a stage that holds the first three
+    assert entry_by_name(model, config, of_nine, "max_lr")["layers.0.norm.weight"] == 0.5**9
 
 
 def test_bad_layer_decay_is_refused():
