@@ -87,17 +87,11 @@ def trains() -> dict[str, bool]:
     found["in the step"] = largest_difference(plain, None) < 1e-12
     rows = [dist.new_group([2 * i, 2 * i + 1]) for i in range(size // 2)]
     columns = [dist.new_group(list(range(j, size, 2))) for j in range(2)]
-    world = dist.group.WORLD
+    world, row = dist.group.WORLD, rows[rank // 2]
     groups = ProcessGroups(
-        dp=world,
-        expt_dp=world,
-        mp=None,
-        tp_ep_pp=None,
-        intra_dp_cp=rows[rank // 2],
-        intra_expt_dp=rows[rank // 2],
+        dp=world, expt_dp=world, mp=None, tp_ep_pp=None, intra_dp_cp=row, intra_expt_dp=row, intra_dist_opt=row,
         inter_dist_opt=columns[rank % 2],
-        intra_dist_opt=rows[rank // 2],
-    )
+    )  # fmt: skip
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, num_distributed_optimizer_instances=2, bucket_size=100
     )
