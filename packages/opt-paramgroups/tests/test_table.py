@@ -9,9 +9,7 @@ from models import Experts, Model
 from opt_config import OptimizerConfig
 from opt_paramgroups import (
     GroupRow,
-    as_json,
     as_markdown,
-    as_text,
     get_matrix_rule_overrides,
     get_param_groups,
     get_standard_config_overrides,
@@ -45,25 +43,11 @@ def test_a_group_without_parameters_has_a_row():
     assert (row.num_params, row.numel, row.dtypes, row.first_param, row.overrides) == (0, 0, "", "", "eps=1e-06")
 
 
-def test_text_is_aligned():
-    lines = as_text(rows()).splitlines()
-    header = "name optimizer params numel dtypes lr min lr weight decay overrides first param"
-    assert lines[0].split() == header.split()
-    assert len(lines) == 6
-    at = lines[0].index("optimizer")
-    assert [line[at:].split()[0] for line in lines[1:]] == ["muon", "muon", "adam", "adam", "adam"]
-    assert "12,808" in lines[1]
-
-
 def test_markdown_has_a_column_for_each_field_even_where_names_hold_bars():
     lines = as_markdown([row._replace(name="a|b") for row in rows()]).splitlines()
     assert lines[1] == "| " + " | ".join(["---"] * 10) + " |"
     assert {line.replace(r"\|", "").count("|") for line in lines} == {11}
     assert any(r"\|" in line for line in lines)
-
-
-def test_json_gives_the_rows_back():
-    assert [GroupRow(**row) for row in json.loads(as_json(rows()))] == rows()
 
 
 @pytest.mark.needs_extra
