@@ -20,38 +20,19 @@ from opt_distributed.comm.threads import ThreadComm
 WIDTH = 16
 NUM_LAYERS = 12
 FORWARD, BACKWARD = 1.0, 2.0
+X = torch.ones(1, WIDTH, requires_grad=True)
 COMPUTE = NUM_LAYERS * (FORWARD + BACKWARD)
 CONFIG = Config(
     use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=WIDTH * WIDTH
 )
 
 
-class Timed(torch.autograd.Function):
-    """Advances a timeline, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, timeline: Timeline, name: str) -> Tensor:
-        ctx.timeline, ctx.name = timeline, name
-        timeline.compute(f"forward {name}", FORWARD)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.timeline.compute(f"backward {ctx.name}", BACKWARD)
-        return grads[0], None, None
-
-
-class Layer(nn.Module):
+def timed_layer(timeline: Timeline, name: str) -> nn.Module:
     """A linear layer that takes time."""
-
-    def __init__(self, timeline: Timeline, name: str):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(WIDTH))
-        self.timeline, self.name = timeline, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Timed.apply(x @ self.weight, self.timeline, self.name)  # type: ignore[no-untyped-call]
-        return y
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    layer.register_forward_hook(lambda *_: timeline.compute(f"forward {name}", FORWARD))
+    layer.register_full_backward_pre_hook(lambda *_: timeline.compute(f"backward {name}", BACKWARD))
+    return layer
 
 
 class Backwards(nn.Sequential):
@@ -64,7 +45,7 @@ class Backwards(nn.Sequential):
 
 
 def wrap(timeline: Timeline, kind: type[nn.Sequential] = nn.Sequential, **fields: Any) -> DistributedDataParallel:
-    model = kind(*(Layer(timeline, str(index)) for index in range(NUM_LAYERS)))
+    model = kind(*(timed_layer(timeline, str(index)) for index in range(NUM_LAYERS)))
     return DistributedDataParallel(replace(CONFIG, **fields), model, groups=over(DelayedComm(timeline)))
 
 
@@ -72,7 +53,7 @@ def iterate(ddp: DistributedDataParallel, timeline: Timeline) -> float:
     """Forward, backward, and what a step asks of the wrapper; returns how much longer it took than its compute."""
     began = timeline.now
     timeline.events.clear()
-    backward(ddp(torch.ones(1, WIDTH)).sum())
+    backward(ddp(X).sum())
     ddp.finish_grad_sync()
     timeline.events.append("step")
     for buffer in ddp.synced_buffers:
@@ -95,7 +76,7 @@ def test_each_bucket_is_issued_once_when_its_layer_is_done_after_a_first_iterati
     for iteration in range(3):
         timeline.events.clear()
         with ddp.no_sync():
-            backward(ddp(torch.ones(1, WIDTH)).sum())
+            backward(ddp(X).sum())
         assert not timeline.issued("reduce_scatter")
         iterate(ddp, timeline)
         assert len(timeline.issued("reduce_scatter")) == len(timeline.issued("all_gather")) == NUM_LAYERS
@@ -113,7 +94,7 @@ def test_a_sum_in_fp32_holds_memory_for_one_bucket_at_a_time() -> None:
     timeline = Timeline()
     ddp = wrap(timeline, reduce_scatter_with_fp32_accumulation=True)
     iterate(ddp, timeline)
-    backward(ddp(torch.ones(1, WIDTH)).sum())
+    backward(ddp(X).sum())
     flights = [bucket._flight for bucket in ddp.grad_sync.buckets]
     assert sum(flight is not None and flight._pending is not None for flight in flights) == 1
 
