@@ -75,29 +75,27 @@ def test_a_shard_group_of_none_is_one_rank_in_a_larger_data_parallel_group() -> 
             assert (ranks(axes.inter), axes.num_replicas) == ([0, 1], 2)
 
 
-ALONE = {"mp": None, "tp_ep_pp": None}
-REFUSALS: dict[str, Callable[[], ProcessGroups]] = {
-    "dp_cp of 1 ranks, but dp of 2": lambda: groups(dp=[0, 1], dp_cp=None, cp=None, expt_dp=[0, 1], **ALONE),
-    "dp_cp or dp of 2 ranks, but intra_dp_cp of 1": lambda: groups(
-        dp=[0, 1], intra_dp_cp=None, inter_dist_opt=None, expt_dp=[0, 1], **ALONE
-    ),
-    "expt_dp of 2 ranks, but intra_expt_dp of 1": lambda: groups(
-        dp=[0, 1], expt_dp=[0, 1], intra_expt_dp=None, inter_dist_opt=None, **ALONE
-    ),
-    "lacks dp_cp .*: needed with context parallelism": lambda: groups(dp=[0, 2], cp=[0, 1], expt_dp=[0, 2], **ALONE),
-    r"lacks expt_dp .*; mp ": lambda: groups(dp=[0, 1]),
-    r"dp .* and tp of 2 ranks; the ranks of tp hold other parts": lambda: groups(dp=[0, 1, 2, 3], tp=[0, 1]),
-    "dp and mp make up 2 of the world's 4 ranks; pass intra_dist_opt": lambda: groups(
-        dp=[0, 1], expt_dp=[0, 1], **ALONE
-    ),
-    "unknown role 'data' of a process group": lambda: groups(data=None),
-}
+ALONE, PAIR = {"mp": None, "tp_ep_pp": None}, [0, 1]
+REFUSALS: dict[str, dict[str, Any]] = {  # the groups, by role
+    "dp_cp of 1 ranks, but dp of 2": {"dp": PAIR, "dp_cp": None, "cp": None, "expt_dp": PAIR, **ALONE},
+    "dp_cp or dp of 2 ranks, but intra_dp_cp of 1": {
+        "dp": PAIR, "intra_dp_cp": None, "inter_dist_opt": None, "expt_dp": PAIR, **ALONE,
+    },
+    "expt_dp of 2 ranks, but intra_expt_dp of 1": {
+        "dp": PAIR, "expt_dp": PAIR, "intra_expt_dp": None, "inter_dist_opt": None, **ALONE,
+    },
+    "lacks dp_cp .*: needed with context parallelism": {"dp": [0, 2], "cp": PAIR, "expt_dp": [0, 2], **ALONE},
+    r"lacks expt_dp .*; mp ": {"dp": PAIR},
+    r"dp .* and tp of 2 ranks; the ranks of tp hold other parts": {"dp": [0, 1, 2, 3], "tp": PAIR},
+    "dp and mp make up 2 of the world's 4 ranks; pass intra_dist_opt": {"dp": PAIR, "expt_dp": PAIR, **ALONE},
+    "unknown role 'data' of a process group": {"data": None},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSALS)
 def test_groups_that_would_leave_ranks_out_of_a_reduction_are_refused(message: str) -> None:
     with fake_world(4), pytest.raises(ProcessGroupError, match=message):
-        roles_of(REFUSALS[message](), sharded=False, has_experts=False)
+        roles_of(groups(**REFUSALS[message]), sharded=False, has_experts=False)
 
 
 def test_gradients_are_finalized_over_the_group_of_each_role() -> None:
