@@ -42,6 +42,12 @@ MEGATRON_KEYS = (
 )  # fmt: skip
 
 
+def test_the_state_has_megatron_cores_keys_and_those_it_omits() -> None:
+    assert saved().keys() == {
+        *MEGATRON_KEYS, "init_lr", "wsd_decay_steps", "lr_wsd_decay_style", "warmup_first", "version",
+    }  # fmt: skip
+
+
 def test_loading_sets_the_step_and_the_groups_at_once_and_twice_is_once() -> None:
     # Megatron-Core adds: 50 becomes 100, and into a scheduler already at 7 it becomes 57. It also writes the groups
     # before it has restored the fields, so that the first update after a resume has another weight decay.
