@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from opt_scheduler import linear
 from opt_scheduler.__main__ import main
-from opt_scheduler.draw import text_plot
 
 FLAGS = ["--max-lr", "1e-3", "--min-lr", "1e-4", "--lr-warmup-steps", "10", "--lr-decay-steps", "110"]
 
 
-def test_a_table_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_a_plot_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["table", *FLAGS, "--at", "0,5,60,110", "--end-wd", "0.1", "--wd-incr-style", "linear"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows == [
@@ -24,6 +22,9 @@ def test_a_table_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
         ["60", "0.00055", "0.0545455"],
         ["110", "0.0001", "0.1"],
     ]
+    assert main(["plot", *FLAGS]) == 0
+    plot = capsys.readouterr().out
+    assert (plot.splitlines()[0], plot.count("•")) == ("lr", 72)
 
 
 @pytest.mark.parametrize("arguments", [["table", "--rows", "20000"], ["plot", "--height", "2000"]])
@@ -105,13 +106,6 @@ def test_an_unknown_setting_in_the_file_is_an_error(tmp_path: Path, capsys: pyte
     assert "field='max_lrs' is not known" in capsys.readouterr().err
     assert main(["table", "--file", str(file), *FLAGS]) == 2
     assert "did you mean 'max_lr'?" in capsys.readouterr().err
-
-
-def test_a_terminal_plot_has_its_extremes_where_they_are() -> None:
-    lines = text_plot([linear(4.0, 0.0, steps=20)], steps=20, width=21, height=5).splitlines()
-    assert lines[0] == "         4 ┤•••"
-    assert lines[4] == "         0 ┤" + " " * 18 + "•••"
-    assert lines[6].split() == ["0", "20"]
 
 
 @pytest.mark.needs_extra
