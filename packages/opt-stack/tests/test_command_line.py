@@ -101,6 +101,7 @@ def test_groups_are_a_table(config: Any, capsys: Any) -> None:
             "optimizer='muon' needs whole matrices, but use_distributed_optimizer=True",
             id="combination",
         ),
+        pytest.param({"bf16": True}, MODEL, "bf16=True: has no effect", id="without effect"),
         pytest.param({}, ["--model", "stack_models:nothing"], "has no attribute 'nothing'", id="factory"),
         pytest.param({}, [*MODEL, "--rank", "1"], "--rank 1: a world of 1 has ranks 0 to 0", id="rank"),
         pytest.param({"bf16": True}, ["--section", "train"], "train", id="section"),

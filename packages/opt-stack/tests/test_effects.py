@@ -3,7 +3,6 @@
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from opt_distributed.comm import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_paramgroups import get_standard_config_overrides
 from opt_stack import get_optimizer
-from opt_stack.__main__ import main
 from opt_stack.planning.plan import Overrides
 
 MATRIX = ParamKey(name="0.weight")
@@ -65,15 +63,6 @@ def test_ranks_agree_on_whether_a_precision_has_an_effect(last: torch.dtype) -> 
     first, second = run_threads(2, rank_main)
     assert first == second
     assert (first == "built") == (last is torch.bfloat16)
-
-
-def test_the_command_line_refuses_a_precision_without_effect(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"lr": 1e-2, "bf16": true}')
-    assert main(["plan", str(config), "--model", f"{__name__}:make_model"]) == 2
-    assert "bf16=True: has no effect" in capsys.readouterr().err
 
 
 @pytest.fixture

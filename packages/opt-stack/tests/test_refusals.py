@@ -5,7 +5,6 @@ What a configuration refuses by itself is tested in opt-config, what an override
 
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import make_dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -31,62 +30,36 @@ def frozen() -> list[nn.Module]:
     return [make_model().requires_grad_(False)]
 
 
-def wrapped(**changes: Any) -> Callable[[], list[nn.Module]]:
-    return lambda: [DistributedDataParallel(DistributedDataParallelConfig(**changes), make_model())]
-
-
 def with_holes() -> list[nn.Module]:
     model = make_model()
     model[0].weight = nn.Parameter(torch.zeros(*model[0].weight.shape, 2)[..., 0])
     return [model]
 
 
-def on_meta() -> list[nn.Module]:
-    return [make_model().to("meta")]
-
-
-CASES = {
-    "parameters without values": (
-        {"model": on_meta},
-        "'0.weight' is on the meta device, where it has no values; call model.to_empty(device=...) and initialise the ",
-    ),
-    "coupled decay of SOAP": (
-        {"optimizer": "soap", "decoupled_weight_decay": False},
-        "decoupled_weight_decay=False: optimizer='soap' supports only decoupled decay; leave it at True",
-    ),
-    "coupled decay of SOAP-Muon": (
-        {"optimizer": "soap_muon", "decoupled_weight_decay": False},
-        "decoupled_weight_decay=False: optimizer='soap_muon' supports only decoupled decay; leave it at True",
-    ),
-    "bf16 model without bf16": (
+SOAP, SOAP_MUON = ({"optimizer": rule, "decoupled_weight_decay": False} for rule in ("soap", "soap_muon"))
+PG = ProcessGroups(dp=None, mp=None, tp_ep_pp=None)
+ZERO1 = {"pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None, expt_dp=None), "use_distributed_optimizer": True}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "parameters without values": ({"model": lambda: [make_model().to("meta")]}, "'0.weight' is on the meta device"),
+    "coupled decay of SOAP": (SOAP, "decoupled_weight_decay=False: optimizer='soap' supports only decoupled decay"),
+    "and of SOAP-Muon": (SOAP_MUON, "decoupled_weight_decay=False: optimizer='soap_muon' supports only decoupled"),
+    "bf16 model": (
         {"model": lambda: [make_model(torch.bfloat16)]},
         "parameter '0.weight' (and 3 more) is torch.bfloat16; fp16=False and bf16=False allow torch.float32: set bf16",
     ),
-    "fp16 model with bf16": (
+    "fp16 model": (
         {"model": lambda: [make_model(torch.float16)], "bf16": True},
         "is torch.float16; fp16=False and bf16=True allow torch.bfloat16, torch.float32: set fp16=True",
     ),
-    "float64 model": (
-        {"model": lambda: [make_model(torch.float64)]},
-        "is torch.float64; fp16=False and bf16=False allow torch.float32: convert the model",
-    ),
+    "float64 model": ({"model": lambda: [make_model(torch.float64)]}, "is torch.float64; fp16=False and bf16=False"),
     "nothing to train": ({"model": frozen}, "model_chunks hold no trainable parameter on any rank; at least one needs"),
     "overrides that conflict": (
         {"overrides": {BIAS: {"wd_mult": 0.0}, FIRST: {"wd_mult": 1.0}}},
-        "parameter '0.bias': key '*.bias' sets 'wd_mult' to 0.0, key '0.*' to 1.0; set it in one of them only",
+        "parameter '0.bias': key '*.bias' sets 'wd_mult' to 0.0, key '0.*' to 1.0",
     ),
-    "groups without a role": (
-        {"pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None)},
-        "pg_collection lacks expt_dp (replicas of the experts): needed always; set a role to None",
-    ),
-    "sharded without its role": (
-        {"pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None, expt_dp=None), "use_distributed_optimizer": True},
-        "pg_collection lacks intra_dist_opt (all ranks of one optimizer instance): needed where optimizer state is ",
-    ),
-    "a parameter with holes": (
-        {"model": with_holes},
-        "parameter '0.weight' of shape (7, 5) and strides (10, 2) has holes, overlapping elements or its negative bit ",
-    ),
+    "groups without a role": ({"pg": PG}, "pg_collection lacks expt_dp (replicas of the experts): needed always"),
+    "sharded without its role": (ZERO1, "pg_collection lacks intra_dist_opt (all ranks of one optimizer instance)"),
+    "a parameter with holes": ({"model": with_holes}, "'0.weight' of shape (7, 5) and strides (10, 2) has holes"),
 }
 
 
@@ -108,26 +81,17 @@ def test_a_step_without_a_learning_rate_says_where_to_set_it() -> None:
 # --- groups of one's own ----------------------------------------------------------------------------------------------
 
 MODEL = make_model()
-GROUPS = {
-    "no dict": ([MODEL[0].weight], "param_groups[0] is Parameter; must be a dict with 'params'"),
+WEIGHT, BIAS_PARAM, STRANGER = MODEL[0].weight, MODEL[0].bias, nn.Parameter(torch.zeros(3))
+FROZEN = nn.Parameter(torch.zeros(3), requires_grad=False)
+TWICE = [{"params": [WEIGHT], "name": "a"}, {"params": [BIAS_PARAM], "name": "a"}]
+GROUPS: dict[str, tuple[list[Any], str]] = {
+    "no dict": ([WEIGHT], "param_groups[0] is Parameter; must be a dict with 'params'"),
     "no params": ([{"lr": 1.0}], "param_groups[0] is dict; must be a dict with 'params'"),
-    "a stranger": (
-        [{"params": [nn.Parameter(torch.zeros(3))]}],
-        "group 'group 0' has a parameter of shape (3,): it is not a trainable parameter of model_chunks; leave it out",
-    ),
-    "a frozen one": (
-        [{"params": [nn.Parameter(torch.zeros(3), requires_grad=False)], "name": "last"}],
-        "group 'last' has a parameter of shape (3,), which is frozen: it is not a trainable parameter of model_chunks",
-    ),
+    "a stranger": ([{"params": [STRANGER]}], "group 'group 0' has a parameter of shape (3,): it is not a trainable"),
+    "a frozen one": ([{"params": [FROZEN], "name": "last"}], "group 'last' has a parameter of shape (3,), which is fr"),
     "no tensor": ([{"params": ["0.weight"]}], "group 'group 0' has a parameter '0.weight': it is not a trainable"),
-    "one in two groups": (
-        [{"params": [MODEL[0].weight]}, {"params": [MODEL[0].weight]}],
-        "parameter '0.weight' is in group 'group 0' and in 'group 1'; it must be in one",
-    ),
-    "one name twice": (
-        [{"params": [MODEL[0].weight], "name": "a"}, {"params": [MODEL[0].bias], "name": "a"}],
-        "param_groups: two groups have name='a'; names must be unique: checkpoints find groups by name",
-    ),
+    "one in two groups": ([{"params": [WEIGHT]}] * 2, "'0.weight' is in group 'group 0' and in 'group 1'"),
+    "one name twice": (TWICE, "param_groups: two groups have name='a'; names must be unique"),
     "nothing": ([], "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"),
 }
 
@@ -143,15 +107,13 @@ def test_arguments_of_other_types_and_fields_assigned_later_are_refused_in_a_sen
     """An AttributeError of the internals did not say what to pass."""
     model, config, wrapper = make_model(), OptimizerConfig(lr=1e-2), DistributedDataParallelConfig()
     config.adam_beta1, wrapper.bucket_size = 2.0, -1
+    build_any: Any = get_optimizer
     calls: list[tuple[Any, str]] = [
-        (lambda: get_optimizer({"lr": 0.1}, [model]), "config is a dict; pass opt_stack.OptimizerConfig"),  # type: ignore[arg-type]
-        (lambda: get_optimizer([model], OptimizerConfig(lr=0.1)), "config is a list; pass .* as the first argument"),  # type: ignore[arg-type]
-        (
-            lambda: get_optimizer(OptimizerConfig(lr=0.1), model.parameters()),
-            "model_chunks holds a Parameter; pass the",
-        ),  # type: ignore[arg-type]
-        (lambda: get_optimizer(OptimizerConfig(lr=0.1), [model], [1]), "must map ParamKeys"),  # type: ignore[arg-type]
-        (lambda: get_optimizer(config, [model]), r"adam_beta1=2\.0: must be in \[0, 1\)"),
+        (lambda: build_any({"lr": 0.1}, [model]), "config is a dict; pass opt_stack.OptimizerConfig"),
+        (lambda: build_any([model], OptimizerConfig(lr=0.1)), "config is a list; pass .* as the first argument"),
+        (lambda: build_any(OptimizerConfig(lr=0.1), model.parameters()), "model_chunks holds a Parameter; pass the"),
+        (lambda: build_any(OptimizerConfig(lr=0.1), [model], [1]), "must map ParamKeys"),
+        (lambda: build_any(config, [model]), r"adam_beta1=2\.0: must be in \[0, 1\)"),
         (lambda: DistributedDataParallel(wrapper, model), "bucket_size=-1"),
     ]
     for call, message in calls:

@@ -84,9 +84,11 @@ def test_gradients_are_clipped_and_unscaled_before_the_class_sees_them() -> None
             model.zero_grad()
         backward(ours, step, scale=optimizer.scale_loss)
         backward(theirs, step)
+        grads = [param.grad.clone() for param in ours.parameters()]
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
         assert optimizer.step().grad_norm == pytest.approx(norm.item(), rel=1e-6)
         assert norm > 0.05
+        assert_equal([param.grad for param in ours.parameters()], grads)  # they are read only
         other.step()
     # The clip coefficient is rounded to fp32 by torch, and multiplied with the loss scale's inverse here.
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
@@ -100,15 +102,6 @@ def test_a_step_that_is_skipped_on_an_accelerator_keeps_the_weights(skip: bool) 
     rule = torch_rule("theirs", torch.optim.SGD).make(config())
     rule.update_([(Hyper(lr=0.5, momentum=0.0), [work])], skip=torch.tensor(skip))
     assert main.tolist() == [1.0 if skip else 0.5] * 3
-
-
-def test_gradients_are_read_only() -> None:
-    model = make_model()
-    optimizer = get_optimizer(config(), [model], rules=registry(torch.optim.SGD, momentum=0.9))
-    backward(model, 0)
-    before = [param.grad.clone() for param in model.parameters()]
-    optimizer.step()
-    assert_equal([param.grad for param in model.parameters()], before)
 
 
 class WarmsUp(torch.optim.Optimizer):
@@ -168,36 +161,24 @@ class KeepsMoreForMatrices(torch.optim.Adam):
         return loss
 
 
+Adafactor, SGD, NAdam = torch.optim.Adafactor, torch.optim.SGD, torch.optim.NAdam
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (KeepsMoreForMatrices, {}, "KeepsMoreForMatrices keeps different state for vectors and matrices"),
     (torch.optim.LBFGS, {}, "LBFGS({}) cannot be stepped: "),
     (torch.optim.SparseAdam, {}, "SparseAdam({}) cannot be stepped: "),
-    (
-        torch.optim.Adafactor,
-        {},
-        "Adafactor keeps 'row_var' as a tensor of shape (3, 1) for a parameter of shape (3, 4); allowed are tensors of",
-    ),
-    (
-        CountsInItsGroup,
-        {},
-        "CountsInItsGroup keeps param_groups[0]['k'] outside of optimizer.state, where a checkpoint",
-    ),
+    (Adafactor, {}, "Adafactor keeps 'row_var' as a tensor of shape (3, 1) for a parameter of shape (3, 4)"),
+    (CountsInItsGroup, {}, "CountsInItsGroup keeps param_groups[0]['k'] outside of optimizer.state"),
     (CountsInAnAttribute, {}, "CountsInAnAttribute keeps calls outside of optimizer.state"),
-    (torch.optim.SGD, {"lr": 0.1}, "lr=0.1 cannot be fixed here; set it in OptimizerConfig"),
-    (torch.optim.SGD, {"momentum": -1.0}, "cannot be stepped: Invalid momentum value: -1.0"),
-    (torch.optim.SGD, {"momentun": 0.9}, "unexpected keyword argument 'momentun'"),
+    (SGD, {"lr": 0.1}, "lr=0.1 cannot be fixed here; set it in OptimizerConfig"),
+    (SGD, {"momentum": -1.0}, "cannot be stepped: Invalid momentum value: -1.0"),
+    (SGD, {"momentun": 0.9}, "unexpected keyword argument 'momentun'"),
 ]
-SHARDED = "optimizer='theirs' wraps torch's NAdam, which needs the whole state on every rank; set it to False"
 NARROW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
 UNSERVED: list[tuple[Any, dict[str, Any], str]] = [
-    (torch.optim.NAdam, {"use_distributed_optimizer": True}, f"use_distributed_optimizer=True: {SHARDED}"),
-    (
-        torch.optim.NAdam,
-        {"use_layer_wise_distributed_optimizer": True},
-        f"layer_wise_distributed_optimizer=True: {SHARDED}",
-    ),
+    (NAdam, {"use_distributed_optimizer": True}, "use_distributed_optimizer=True: optimizer='theirs' wraps torch's"),
+    (NAdam, {"use_layer_wise_distributed_optimizer": True}, "layer_wise_distributed_optimizer=True: optimizer='theirs"),
     (torch.optim.Rprop, {}, "weight_decay=0.1: optimizer='theirs' is Rprop, which has none; set 0.0"),
-    (torch.optim.NAdam, NARROW, "exp_avg_dtype=torch.bfloat16: optimizer='theirs' is torch's NAdam, which keeps its"),
+    (NAdam, NARROW, "exp_avg_dtype=torch.bfloat16: optimizer='theirs' is torch's NAdam, which keeps its"),
 ]
 
 

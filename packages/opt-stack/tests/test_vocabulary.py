@@ -1,9 +1,5 @@
 """Muon and the embeddings of stock torch models: the optimizer, the wrapper and the plan tell the same."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from processes import world_of_one
@@ -12,7 +8,6 @@ from torch.distributed.fsdp import fully_shard
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_stack import DistributedDataParallel, get_optimizer
-from opt_stack.__main__ import main
 
 MUON = OptimizerConfig(optimizer="muon", lr=1e-2)
 
@@ -42,12 +37,6 @@ EXPECTED = {
 }
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
 def test_an_unmarked_model_gives_muon_its_hidden_matrices_only(caplog: pytest.LogCaptureFixture) -> None:
     assert rules(get_optimizer(MUON, [Tagger()])) == EXPECTED
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
@@ -71,26 +60,14 @@ def test_nothing_is_said_where_all_parameters_have_one_rule(caplog: pytest.LogCa
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_wrapped_model_and_one_that_torch_sharded_are_no_different(one_rank: None) -> None:
+def test_a_wrapped_model_and_one_that_torch_sharded_are_no_different() -> None:
     layer_wise = OptimizerConfig(optimizer="muon", lr=1e-2, use_layer_wise_distributed_optimizer=True)
-    wrapped = DistributedDataParallel(
-        DistributedDataParallelConfig(use_distributed_optimizer=True), Tagger(), optimizer_config=layer_wise
-    )
-    assert rules(get_optimizer(layer_wise, [wrapped])) == EXPECTED
-    sharded = Tagger()
-    fully_shard(sharded.hidden)
-    fully_shard(sharded)
-    assert rules(get_optimizer(MUON, [sharded])) == EXPECTED
-    assert rules(get_optimizer(MUON, [nn.parallel.DistributedDataParallel(Tagger())])) == EXPECTED
-
-
-def test_the_plan_on_the_command_line_is_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"lr": 1e-2, "optimizer": "muon"}))
-    assert main(["plan", str(config), "--model", f"{__name__}:Tagger"]) == 0
-    out = capsys.readouterr().out
-    assert "muon updates 1 parameters, 16 elements" in out
-    assert "adam updates 4 parameters, 55 elements" in out
-    assert "parameter 'head.weight'" in caplog.text
+    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    with world_of_one():
+        wrapped = DistributedDataParallel(sharded, Tagger(), optimizer_config=layer_wise)
+        assert rules(get_optimizer(layer_wise, [wrapped])) == EXPECTED
+        model = Tagger()
+        fully_shard(model.hidden)
+        fully_shard(model)
+        assert rules(get_optimizer(MUON, [model])) == EXPECTED
+        assert rules(get_optimizer(MUON, [nn.parallel.DistributedDataParallel(Tagger())])) == EXPECTED

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from stack_models import assert_equal, backward, make_model, over, stepped, train, weights
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -46,18 +45,6 @@ def load(model: nn.Module, path: Path) -> None:
     opt_checkpoint.load({"model": opt_checkpoint.sharded_model(model)}, path)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def load_by_torch(model: nn.Module, path: Path) -> None:
-    dcp.save(saved_halves().state_dict(), checkpoint_id=path)
-    dcp.load(model.state_dict(), checkpoint_id=path)
-
-
-def set_from_vector(model: nn.Module, path: Path) -> None:
-    params = list(model.parameters())
-    vector = torch.full((sum(param.numel() for param in params),), 0.5, dtype=torch.bfloat16)
-    nn.utils.vector_to_parameters(vector, params)
-
-
 def assign_data(model: nn.Module, path: Path) -> None:
     for param in model.parameters():
         param.data = torch.full_like(param, 0.5)
@@ -72,15 +59,12 @@ WRITES: dict[str, Write] = {
     "of a part": lambda model, path: model[2].load_state_dict({"weight": torch.zeros(3, 7), "bias": model[2].bias}),
     "in place": halves,
     "opt_checkpoint.load": load,
-    "torch's load": load_by_torch,
-    "vector_to_parameters": set_from_vector,
     "param.data": assign_data,
 }
 
 
 @pytest.mark.parametrize("config", [BF16, SCALED], ids=["fp32 copies", "scaled fp16"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_step_that_would_restore_the_old_weights_is_refused(
     write: Write, config: OptimizerConfig, tmp_path: Path
 ) -> None:
