@@ -148,15 +148,10 @@ def offloaded_and_restored(optimizer: Optimizer, _: list[nn.Parameter]) -> None:
     optimizer.restore_from_cpu()
 
 
-def evaluated(optimizer: Optimizer, _: list[nn.Parameter]) -> None:
-    optimizer.eval()
-    optimizer.train()
-
-
 DISTURBED: list[Disturb] = [
     grad_elsewhere, grad_transposed, grads_gone_and_back, weight_elsewhere, weight_transposed, weight_of_another_dtype,
     weight_replaced, numbers_changed, state_set, state_elsewhere, state_transposed, memory_of_states_replaced,
-    mains_elsewhere, loaded, weights_reloaded, offloaded_and_restored, evaluated,
+    mains_elsewhere, loaded, weights_reloaded, offloaded_and_restored,
 ]  # fmt: skip
 
 

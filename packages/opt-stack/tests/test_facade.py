@@ -1,20 +1,17 @@
 """The façade is a torch optimizer: in torch's schedulers and loops, with live groups, closures and hooks."""
 
 import math
-import re
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from stack_models import assert_equal, backward, make_model, over, train, weights
+from stack_models import assert_equal, backward, make_model, train, weights
 from torch import nn
 from torch.profiler import profile
 
 from opt_config import OptimizerConfig
-from opt_distributed import run_threads
-from opt_distributed.comm.threads import ThreadComm
 from opt_stack import get_optimizer
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)
@@ -186,34 +183,6 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
 
 
 # --- what it holds ----------------------------------------------------------------------------------------------------
-
-
-UNFIT: dict[Any, str] = {
-    ...: "state_dict lacks '0.weight' of model chunk 0",
-    None: "state_dict's '0.weight' of model chunk 0 is a NoneType; it must be a tensor of shape (7, 5)",
-    (3,): "state_dict's '0.weight' of model chunk 0 has shape (3,); the parameter's is (7, 5)",
-    (5, 7): "state_dict's '0.weight' of model chunk 0 has shape (5, 7); the parameter's is (7, 5)",
-}
-
-
-def test_main_values_are_those_of_a_state_dict_or_none_is_changed_on_any_rank() -> None:
-    """A rank that did not own the parameter took the rest of the state; a transposed matrix was taken by all."""
-    state: dict[str, Any] = {name: torch.full(p.shape, 1 / 3).double() for name, p in make_model().named_parameters()}
-
-    def rank_main(comm: ThreadComm) -> None:
-        config = OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True)
-        optimizer = get_optimizer(config, [make_model(torch.bfloat16)], {}, pg_collection=over(comm))
-        before = [main.clone() for main in optimizer.get_parameters()]
-        for shape, message in UNFIT.items():
-            value = torch.ones(shape) if isinstance(shape, tuple) else shape
-            given = {n: v for n, v in {**state, "0.weight": value}.items() if v is not ...}
-            with pytest.raises(ValueError, match=re.escape(message)):
-                optimizer.reload_model_params(given)
-            assert_equal(optimizer.get_parameters(), before)
-        optimizer.reload_model_params(state)
-        assert_equal(optimizer.get_parameters(), [torch.full_like(main, 1 / 3) for main in before])
-
-    run_threads(3, rank_main)
 
 
 @pytest.mark.parametrize("step", ["step", "prepare_grads"])

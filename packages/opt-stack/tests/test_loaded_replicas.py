@@ -1,6 +1,7 @@
 """Loads on some ranks only are refused in the next step, since replicas would differ; loads on all ranks reach all."""
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from stack_models import assert_equal, backward, make_model, over, weights
-from torch import nn
+from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
@@ -180,17 +181,38 @@ def test_replicas_are_compared_after_writes_of_some_ranks_only(layout: str, monk
 SHARDED = ("ZeRO-1", "wrapped ZeRO-1", "overlapping")
 
 
+UNFIT: dict[Any, str] = {
+    ...: "state_dict lacks '0.weight' of model chunk 0",
+    None: "state_dict's '0.weight' of model chunk 0 is a NoneType; it must be a tensor of shape (7, 5)",
+    (3,): "state_dict's '0.weight' of model chunk 0 has shape (3,); the parameter's is (7, 5)",
+    (5, 7): "state_dict's '0.weight' of model chunk 0 has shape (5, 7); the parameter's is (7, 5)",
+}
+
+
 @pytest.mark.parametrize("layout", SHARDED)
 @pytest.mark.parametrize("config", [FP32, replace(FP32, bf16=True)], ids=["fp32", "bf16"])
 def test_parameters_are_those_of_the_state_dict_that_main_values_were_read_from(
     layout: str, config: OptimizerConfig
 ) -> None:
-    """Each rank had the new values in its own shard and the old ones in all others."""
-    given = {name: torch.full(p.shape, 0.5) for name, p in make_model().named_parameters()}
+    """Each rank had the new values in its own shard and the old ones in all others. Of a state dict that did not fit, a
+    rank that did not own the parameter took the rest; a transposed matrix was taken by all."""
+    given: dict[str, Any] = {name: torch.full(p.shape, 1 / 3) for name, p in make_model().named_parameters()}
 
     def rank_main(comm: ThreadComm) -> None:
         model, optimizer = build(comm, layout, config)
-        optimizer.reload_model_params(given)
+
+        def mains() -> list[Tensor]:
+            return [main.detach().clone() for main in optimizer.get_parameters()]
+
+        before = mains()
+        for shape, message in UNFIT.items():
+            value = torch.ones(shape) if isinstance(shape, tuple) else shape
+            unfit = {n: v for n, v in {**given, "0.weight": value}.items() if v is not ...}
+            with pytest.raises(ValueError, match=re.escape(message)):
+                optimizer.reload_model_params(unfit)
+            assert_equal(mains(), before)
+        optimizer.reload_model_params({name: value.double() for name, value in given.items()})
+        assert_equal(mains(), [torch.full_like(main, 1 / 3) for main in before])
         assert_equal([*weights(model).values()], [value.to(config.precision.params) for value in given.values()])
 
     run_threads(3, rank_main)

@@ -123,17 +123,12 @@ def test_the_wrapper_takes_both_orders_and_trains(wrap: Any) -> None:
 def test_arguments_in_no_order_are_refused() -> None:
     model: Any = make_model()
     ours: Any = SimpleNamespace()
+    order = "(SimpleNamespace, Sequential, DistributedDataParallelConfig): write DistributedDataParallel(transformer_c"
+    twice = "(DistributedDataParallelConfig, DistributedDataParallelConfig, Sequential"
     mistakes: list[tuple[Any, str]] = [
-        (
-            lambda: WRAP(ours, model, DDP()),
-            "DistributedDataParallel(SimpleNamespace, Sequential, DistributedDataParallelConfig): write "
-            "DistributedDataParallel(transformer_config, ddp_config, module)",
-        ),
+        (lambda: WRAP(ours, model, DDP()), order),
         (lambda: WRAP(DDP()), "write DistributedDataParallel"),
-        (
-            lambda: WRAP(DDP(), DDP(), model),
-            "(DistributedDataParallelConfig, DistributedDataParallelConfig, Sequential",
-        ),
+        (lambda: WRAP(DDP(), DDP(), model), twice),
         (lambda: WRAP(ours, ours, model), "with ddp_config of opt_stack.DistributedDataParallelConfig"),
         (lambda: WRAP(ours, DDP(), model, full_param_layout=object()), "full_param_layout is planned by the wrapper"),
         (lambda: megatron.finalize_model_grads([model]), "wrap it in DistributedDataParallel, or leave plain modules"),

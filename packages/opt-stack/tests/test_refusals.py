@@ -36,6 +36,11 @@ def with_holes() -> list[nn.Module]:
     return [model]
 
 
+def wrapped(**changes: Any) -> Callable[[], list[nn.Module]]:
+    return lambda: [DistributedDataParallel(DistributedDataParallelConfig(**changes), make_model())]
+
+
+GATHERS = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 SOAP, SOAP_MUON = ({"optimizer": rule, "decoupled_weight_decay": False} for rule in ("soap", "soap_muon"))
 PG = ProcessGroups(dp=None, mp=None, tp_ep_pp=None)
 ZERO1 = {"pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None, expt_dp=None), "use_distributed_optimizer": True}
@@ -43,6 +48,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "parameters without values": ({"model": lambda: [make_model().to("meta")]}, "'0.weight' is on the meta device"),
     "coupled decay of SOAP": (SOAP, "decoupled_weight_decay=False: optimizer='soap' supports only decoupled decay"),
     "and of SOAP-Muon": (SOAP_MUON, "decoupled_weight_decay=False: optimizer='soap_muon' supports only decoupled"),
+    "first chunk early without a second": (
+        {"overlap_param_gather_with_optimizer_step": True, "model": wrapped(**GATHERS), **GATHERS},
+        "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped",
+    ),
     "bf16 model": (
         {"model": lambda: [make_model(torch.bfloat16)]},
         "parameter '0.weight' (and 3 more) is torch.bfloat16; fp16=False and bf16=False allow torch.float32: set bf16",

@@ -71,16 +71,6 @@ def test_the_state_of_torchs_own_adamw_loads() -> None:
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)  # one rounding a step
 
 
-def test_what_was_not_saved_is_as_before_the_first_step() -> None:
-    _, optimizer = trained(ADAMW, 3)
-    saved = values(optimizer)
-    saved["state"] = {}
-    optimizer.load_state_dict(saved)
-    for state in optimizer.state_dict()["state"].values():
-        assert float(state["step"]) == 0.0
-        assert not state["exp_avg"].any()
-
-
 def test_groups_are_found_by_name_and_parameters_within_them_too() -> None:
     model, optimizer = trained(ADAMW, 3)
     saved = values(optimizer)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import opt_checkpoint
-from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm.threads import ThreadComm
-from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
+from opt_kernels.hooks import CentralizeGradient, CoupledDecay, Hook
+from opt_stack import DistributedDataParallel, Optimizer, QKClip, get_optimizer, release_gradients
+from opt_stack.qk_clip import fused_qkv
 from opt_stack.state import weights as state_weights
 
 BF16 = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
@@ -286,3 +288,24 @@ def test_an_evaluation_is_not_warned_about() -> None:
         optimizer.train()
         optimizer.train()
         train(model, optimizer, range(2))
+
+
+HOOKS = {"part of the formula": (CoupledDecay(),), "around the rule": (CentralizeGradient(),)}
+
+
+@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+def test_a_hook_around_the_rule_leaves_evaluation_as_it_is(hooks: tuple[Hook, ...]) -> None:
+    """With a hook that is not part of the formula, `eval()` did nothing, and the trained weights were evaluated."""
+    model = make_model()
+    optimizer = get_optimizer(AVERAGED, [model], hooks=hooks)
+    with pytest.raises(ConfigError, match="schedule_free"):
+        QKClip(optimizer, [fused_qkv(model[0].weight, num_heads=1, head_dim=2, value_dim=3)])
+    train(model, optimizer, range(3))
+    trained = weights(model)
+    optimizer.eval()
+    shown = weights(model)
+    assert all(not torch.equal(shown[name], trained[name]) for name in trained)
+    with pytest.raises(RuntimeError, match="in evaluation mode"):
+        optimizer.step()
+    optimizer.train()
+    assert_equal(weights(model), trained)
