@@ -5,6 +5,7 @@ What a configuration refuses by itself is tested in opt-config, what an override
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import make_dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -51,6 +52,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "first chunk early without a second": (
         {"overlap_param_gather_with_optimizer_step": True, "model": wrapped(**GATHERS), **GATHERS},
         "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped",
+    ),
+    "overlap of a plain chunk": (GATHERS, "overlap_param_gather=True, but model chunk 0 is a plain Sequential"),
+    "a wrapper that shards otherwise": (
+        {"model": wrapped(), "use_distributed_optimizer": True},
+        "OptimizerConfig has use_distributed_optimizer=True, but model chunk 0 was wrapped with use_distributed_optimi",
     ),
     "bf16 model": (
         {"model": lambda: [make_model(torch.bfloat16)]},
