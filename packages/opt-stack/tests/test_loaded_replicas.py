@@ -156,26 +156,6 @@ def test_a_rank_that_restores_what_it_wrote_goes_on(layout: str, config: Optimiz
     assert_equal(found[0], found[1])
 
 
-@layouts
-def test_replicas_are_compared_after_writes_of_some_ranks_only(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[object] = []
-    monkeypatch.setattr(Optimizer, "compare_replicas", lambda optimizer: compared.append(optimizer.is_stub_optimizer))
-
-    def rank_main(comm: ThreadComm) -> None:
-        model, optimizer = stepped(comm, layout, 2)
-        load_weights(model, optimizer)  # on all ranks
-        step(model, optimizer, 2)
-        assert not compared
-        comm.gather_objects(None)
-        if comm.rank == 0:
-            swapped_and_back(model, optimizer)
-        step(model, optimizer, 3)
-        step(model, optimizer, 4)
-
-    run_threads(2, rank_main)
-    assert len(compared) == 2  # once on each rank
-
-
 # --- loads on every rank ----------------------------------------------------------------------------------------------
 
 SHARDED = ("ZeRO-1", "wrapped ZeRO-1", "overlapping")
