@@ -130,6 +130,16 @@ def test_an_fp32_run_goes_on_from_the_mains_of_a_16_bit_one() -> None:
         assert not torch.equal(param, param.bfloat16().float())
 
 
+def test_a_parameter_without_elements_is_not_missed() -> None:
+    model = nn.ParameterDict({"none": nn.Parameter(torch.zeros(0, 3)), "some": nn.Parameter(torch.ones(2))})
+    optimizer = get_optimizer(ADAMW, [model], {})
+    model["some"].grad = torch.ones(2)
+    optimizer.step()
+    saved = values(optimizer)
+    optimizer.load_state_dict(saved)
+    assert_equal(values(optimizer), saved)
+
+
 def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_run_unless_requested() -> None:
     model, wide = trained(ADAMW, 3)
     exact = weights(model)
