@@ -19,7 +19,7 @@ import torch.distributed as dist
 from checkpoint_ranks import RankPool
 from failing_calls import Calls, die, failing
 from processes import join_world, new_meeting, start
-from states import assert_is_step, state_at
+from states import state_at
 
 from opt_checkpoint import (
     CheckpointCorruptError,
@@ -28,7 +28,6 @@ from opt_checkpoint import (
     CheckpointNotFoundError,
     Resume,
     committed_steps,
-    sharded_like,
     sharded_model,
     sharded_optimizer,
     verify_checkpoint,
@@ -140,42 +139,32 @@ def test_ranks_that_changed_nodes_fetch_their_parts(tmp_path: Path, ranks: RankP
     assert (found.step, found.tier) == (1, "local")
 
 
-def on_one_node(rank: int, size: int, folder: str) -> None:
+def save_on_one_node(rank: int, size: int, folder: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        manager = tiers(folder, rank, per_node=size)
-    warned = [str(warning.message) for warning in caught if "one node" in str(warning.message)]
-    assert len(warned) == (rank == 0)
-    assert manager._keepers is None
-    manager.save(1, state_at(1, rank, size))
-    manager.close()
-    again = tiers(folder, rank, per_node=size)
-    found = again.find()
-    assert found.tier == "local"
-    assert_is_step(again.load(state_at(0, rank, size, filled=False)).state, 1, rank, size)
-    again.close()
+        save_steps(rank, size, folder, [1], {"per_node": size})
+    return [str(warning.message) for warning in caught if "one node" in str(warning.message)]
 
 
 def test_on_one_node_there_are_no_copies_and_a_warning_says_so(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, on_one_node, str(tmp_path))
+    first, other = ranks.run(2, save_on_one_node, str(tmp_path))
+    assert "survives the loss of processes, not of the node" in "".join(first)
+    assert (len(first), other) == (1, [])
     assert [part.name for part in parts_of(tmp_path, 0, 1)] == ["rank-00000", "rank-00001"]
+    assert resumed(ranks, 2, tmp_path, per_node=2) == Resume(1, "local", (0, 1), ())
 
 
 def train(rank: int, size: int, folder: str) -> None:
     torch.manual_seed(0)
     model, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer, again = (torch.optim.AdamW(m.parameters(), lr=lr) for m, lr in ((model, 0.1), (other, 0.2)))
     model(torch.randn(2, 8)).sum().backward()
     optimizer.step()
-    own = torch.full((3,), float(rank))
     with tiers(folder, rank) as manager:
-        state = {"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer), "step": 1}
-        manager.save(1, {**state, "ema": {"own": sharded_like(f"own.{rank}", own)}})
-        manager.wait()
+        manager.save(1, {"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer), "step": 1})
     if rank == 0:
         shutil.rmtree(f"{folder}/node-1")
-    torch.distributed.barrier()
-    again = torch.optim.AdamW(other.parameters(), lr=0.2)
+    dist.barrier()
     with tiers(folder, rank) as manager:
         loaded = manager.load({"model": sharded_model(other), "step": None}, strict="ignore_all")
         manager.load_optimizer(other, again)
@@ -193,13 +182,9 @@ def test_a_model_and_its_optimizer_go_on_after_a_node_is_lost(tmp_path: Path, ra
 def save_to_both(rank: int, size: int, folder: str) -> int:
     """Save to both tiers at the same time, whose threads run in another order on each rank; how many groups it took."""
     made, new_group = [], dist.new_group
-    dist.new_group = lambda *arguments, **options: made.append(rank) or new_group(*arguments, **options)
-    try:
-        with tiers(folder, rank, durable_every=1) as manager:
-            for step in range(1, 9):
-                manager.save(step, state_at(step, rank, size))
-    finally:
-        dist.new_group = new_group
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "new_group", lambda *given, **options: made.append(rank) or new_group(*given, **options))
+        save_steps(rank, size, folder, [*range(1, 9)], {"durable_every": 1})
     return len(made)
 
 
@@ -265,8 +250,7 @@ def test_a_damaged_durable_tier_does_not_stop_a_whole_local_one(tmp_path: Path, 
 
 def damage_a_copy_on_its_way(rank: int, size: int, folder: str) -> None:
     """Rank 1's part is damaged after it was written, or between the nodes: the copy must not count."""
-
-    send, sent = torch.distributed.isend, []
+    send, sent = dist.isend, list[int]()
 
     def flip(chunk: torch.Tensor, *args: object, **options: object) -> object:
         if bytes(chunk[: len(FILE_MARK)].tolist()) == FILE_MARK:  # not the manifest, which has a checksum of its own
@@ -274,20 +258,14 @@ def damage_a_copy_on_its_way(rank: int, size: int, folder: str) -> None:
             chunk[chunk.numel() // 2] ^= 4
         return send(chunk, *args, **options)
 
-    manager = tiers(folder, rank)
-    manager.save(1, state_at(1, rank, size))
-    manager.wait()
-    if rank == 1:
-        torch.distributed.isend = flip
-    try:
+    with tiers(folder, rank) as manager, pytest.MonkeyPatch.context() as patched:
+        manager.save(1, state_at(1, rank, size))
+        manager.wait()
+        patched.setattr(dist, "isend", flip if rank == 1 else send)
         manager.save(2, state_at(2, rank, size))
         with pytest.raises(CheckpointCorruptError, match="on rank 1 is damaged"):
             manager.wait()
-    finally:
-        torch.distributed.isend = send
     assert bool(sent) == (rank == 1)
-    manager.close()
-    torch.distributed.barrier()
 
 
 def test_a_copied_part_is_checked_on_receipt(tmp_path: Path, ranks: RankPool) -> None:
@@ -296,19 +274,17 @@ def test_a_copied_part_is_checked_on_receipt(tmp_path: Path, ranks: RankPool) ->
 
 
 def fill_a_disk(rank: int, size: int, folder: str) -> None:
-    manager = tiers(folder, rank)
-    manager.save(1, state_at(1, rank, size))
-    manager.wait()
-    full = failing(1000 * rank, lambda name, key: name == "write" and "tmp-" in key, 28)  # no room for a copy
-    with Calls(full):
-        manager.save(2, state_at(2, rank, size))
-        with pytest.raises(CheckpointFailedError, match="No space left") as caught:
-            manager.wait()
-    assert caught.value.causes[1].errno == 28  # type: ignore[attr-defined]
-    found = manager.find()
-    assert found.step == 1
-    manager.save(3, state_at(3, rank, size))  # the next one goes on
-    manager.close()
+    with tiers(folder, rank) as manager:
+        manager.save(1, state_at(1, rank, size))
+        manager.wait()
+        full = failing(1000 * rank, lambda name, key: name == "write" and "tmp-" in key, 28)  # no room for a copy
+        with Calls(full):
+            manager.save(2, state_at(2, rank, size))
+            with pytest.raises(CheckpointFailedError, match="No space left") as caught:
+                manager.wait()
+        assert caught.value.causes[1].errno == 28  # type: ignore[attr-defined]
+        assert manager.latest() == 1
+        manager.save(3, state_at(3, rank, size))  # the next one goes on
 
 
 def test_a_full_disk_is_an_error_on_every_rank_and_the_step_before_stays(tmp_path: Path, ranks: RankPool) -> None:
@@ -358,30 +334,23 @@ def test_killed_in_the_middle_of_replication_the_step_before_is_resumed(
     assert resumed(ranks, 2, tmp_path) == Resume(3, "local", (0, 1), ())
 
 
-def test_a_process_alone_resumes_from_the_local_tier(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="survives the loss of processes, not of the node"):
-        manager = tiers(str(tmp_path), 0, durable_every=2)
-    assert manager.find() is None
-    with pytest.raises(CheckpointNotFoundError):
-        manager.load({})
-    assert [manager.save(step, state_at(step, 0, 1)) for step in (1, 2, 3)] == [False, True, False]
-    manager.close()
-    with pytest.warns(UserWarning, match="one node"):
-        assert resume(0, 1, str(tmp_path), {}) == Resume(3, "local", (0,), ())
+@pytest.mark.filterwarnings("ignore:.*one node")
+def test_a_process_alone_resumes_from_the_local_tier_and_a_reader_writes_nothing(tmp_path: Path) -> None:
+    with tiers(str(tmp_path), 0, durable_every=2) as manager:
+        assert manager.find() is None
+        with pytest.raises(CheckpointNotFoundError):
+            manager.load({})
+        assert list(tmp_path.iterdir()) == []
+        assert [manager.save(step, state_at(step, 0, 1)) for step in (1, 2, 3)] == [False, True, False]
+    assert resume(0, 1, str(tmp_path), {}) == Resume(3, "local", (0,), ())
 
 
-def test_a_reader_of_a_new_place_writes_nothing(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="one node"):
-        assert tiers(str(tmp_path / "x"), 0).find() is None
-    assert not (tmp_path / "x").exists()
-
-
+@pytest.mark.filterwarnings("ignore:.*one node")
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"run": "../other"}', b'{"run": 3}'])
 def test_a_damaged_name_of_the_run_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "durable").mkdir()
     (tmp_path / "durable" / "run.json").write_bytes(content)
-    with pytest.warns(UserWarning, match="one node"):
-        manager = tiers(str(tmp_path), 0)
+    manager = tiers(str(tmp_path), 0)
     for call in (manager.find, lambda: manager.save(1, {"step": 1})):
         with pytest.raises(CheckpointCorruptError, match=r"run\.json is damaged"):
             call()
