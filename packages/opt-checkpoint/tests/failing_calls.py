@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -152,6 +153,33 @@ class LossyCalls(Calls):
             for source, target in reversed(self._renames):
                 if target.exists():
                     target.rename(source)
+
+
+# ----- damage
+
+
+def damaged(raw: bytes, rng: random.Random) -> bytes:
+    """The same bytes with a few of them changed, removed, added or exchanged."""
+    changed = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at, other = (rng.randrange(len(changed) + 1) for _ in range(2))
+        size, kind = rng.choice((1, 4, 8, 64, 4096)), rng.randrange(7)
+        part, end = changed[at : at + size], len(changed)
+        if kind == 0 and part:
+            changed[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            changed[at : at + size] = rng.randbytes(len(part))
+        elif kind == 2:
+            changed[at : at + size] = bytes(len(part))
+        elif kind == 3:
+            del changed[at : rng.choice((at + size, at + size, end))]
+        elif kind == 4:
+            changed[rng.choice((at, end)) : at] = rng.randbytes(size)
+        elif kind == 5:
+            changed[at:at] = changed[other : other + size]
+        elif abs(at - other) >= size:
+            changed[at : at + size], changed[other : other + size] = changed[other : other + size], part
+    return bytes(changed)
 
 
 # ----- buckets

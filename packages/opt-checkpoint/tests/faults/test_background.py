@@ -28,7 +28,6 @@ from opt_checkpoint import (
     CheckpointManager,
     TieredCheckpointManager,
     async_save,
-    committed_steps,
     load,
     sharded_like,
     verify_checkpoint,
@@ -102,23 +101,6 @@ def test_a_failure_surfaces_once_at_the_next_call(tmp_path: Path) -> None:
     saver.save(state_at(3, 0, 1), tmp_path / "3").wait()
     saver.close()
     assert verify_checkpoint(tmp_path / "3") == []
-
-
-def fail_in_the_background_of_one(rank: int, size: int, folder: str) -> str:
-    with CheckpointManager(folder) as manager:
-        with failing_at(2 if rank == 1 else -1, errno.EIO):
-            manager.save(1, state_at(1, rank, size))
-            with pytest.raises(CheckpointFailedError, match=r"rank 1: OSError: \[Errno 5\]") as caught:
-                manager.save(2, state_at(2, rank, size))
-        manager.save(3, state_at(3, rank, size))
-    return str(caught.value)
-
-
-def test_a_failure_on_one_rank_surfaces_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    texts = ranks.run(2, fail_in_the_background_of_one, str(tmp_path))
-    assert texts[0] == texts[1]
-    assert committed_steps(tmp_path) == [3]
-    assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "step-000000003").state, 3, 0, 1)
 
 
 def test_a_closed_saver_saves_no_more(tmp_path: Path) -> None:

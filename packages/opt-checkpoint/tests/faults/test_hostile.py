@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
+from failing_calls import damaged
 from states import state_at
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import save as dcp_save
@@ -355,25 +356,6 @@ def test_a_lost_manifest_does_not_make_the_directory_a_stock_checkpoint(ours: Pa
 # ----- fuzz
 
 
-def damage(raw: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, removed, added or moved."""
-    changed = bytearray(raw)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        at, kind = rng.randrange(len(changed) + 1), rng.randrange(5)
-        if kind == 0 and at < len(changed):
-            changed[at] = rng.randrange(256)
-        elif kind == 1:
-            del changed[at : at + rng.choice((1, 1, 4, 64))]
-        elif kind == 2:
-            changed[at:at] = rng.randbytes(rng.choice((1, 4, 8)))
-        elif kind == 3:
-            start = rng.randrange(len(changed) + 1)
-            changed[at:at] = changed[start : start + rng.randrange(64)]
-        elif at < len(changed):
-            changed[at] ^= 1 << rng.randrange(8)
-    return bytes(changed)
-
-
 NAMES = (
     *(f"ctorch.distributed.checkpoint.metadata\n{name}\n" for name in ("Metadata", "MetadataIndex")),
     *("ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n", "ctorch\nSize\n", "ctorch\nfloat32\n"),
@@ -421,29 +403,24 @@ def assert_only_our_errors(path: Path, seed: int) -> None:
             raise AssertionError(f"seed {seed} of {path}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("source", ["stock", "ours"])
+@pytest.mark.parametrize("source", ["stock", "ours", "ours, below a checksum that is right"])
 def test_every_damage_to_any_file_ends_in_an_error_of_ours(
     source: str, tmp_path: Path, full: bool, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good: Path = request.getfixturevalue(source)
-    victim, names = tmp_path / "folder" / "victim", sorted(p.name for p in good.iterdir())
+    good: Path = request.getfixturevalue(source.partition(",")[0])
+    victim, is_forged = tmp_path / "folder" / "victim", "checksum" in source
+    names = ["manifest.bin"] if is_forged else sorted(path.name for path in good.iterdir())
     shutil.copytree(good, victim)
     for seed in range(4000 if full else 150):
         rng = random.Random(seed)
         name = names[0] if rng.random() < 0.5 else rng.choice(names)
-        (victim / name).write_bytes(damage((good / name).read_bytes(), rng))
+        raw = (good / name).read_bytes()
+        changed = damaged(raw[:-4], rng) if is_forged else damaged(raw, rng)
+        checksum = zlib.crc32(changed).to_bytes(4, "little") if is_forged else b""
+        (victim / name).write_bytes(changed + checksum)
         assert_only_our_errors(victim, seed)
-        (victim / name).write_bytes((good / name).read_bytes())
+        (victim / name).write_bytes(raw)
         capsys.readouterr()
-
-
-def test_forged_manifests_end_in_an_error_of_ours(ours: Path, full: bool) -> None:
-    """Damage below a checksum that is right."""
-    body = (ours / "manifest.bin").read_bytes()[:-4]
-    for seed in range(3000 if full else 120):
-        changed = damage(body, random.Random(seed))
-        (ours / "manifest.bin").write_bytes(changed + zlib.crc32(changed).to_bytes(4, "little"))
-        assert_only_our_errors(ours, seed)
 
 
 def test_random_pickles_are_values_or_errors_of_ours(full: bool) -> None:
