@@ -83,17 +83,9 @@ def test_ranks_that_do_not_fit_are_an_error_everywhere_before_data_is_written(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def save_behind(state: dict[str, Any], path: Path, *, process_group: Any) -> None:
-    saver = AsyncSaver(process_group)
-    try:
-        saver.save(state, path)
-    finally:
-        saver.close()
-
-
 ON_A_PATH: dict[str, Callable[..., object]] = {
     "save": partial(save, {}),
-    "async save": partial(save_behind, {}),
+    "async save": lambda path, process_group: AsyncSaver(process_group).save({}, path),
     "load": partial(load, {}),
     "series": CheckpointManager,
 }
@@ -108,10 +100,6 @@ def test_ranks_with_different_paths_are_an_error_everywhere(tmp_path: Path, name
     assert list(tmp_path.iterdir()) == []
 
 
-def load_of_a_series(path: Path, *, process_group: Any, **options: Any) -> None:
-    CheckpointManager(path, process_group=process_group).load({}, **options)
-
-
 WITH_OPTIONS: dict[str, tuple[Callable[..., object], Any, str]] = {
     "common": (partial(save, {}), "first_rank", "equal"),
     "strict": (partial(load, {}), "very", "raise_unexpected"),
@@ -120,7 +108,7 @@ WITH_OPTIONS: dict[str, tuple[Callable[..., object], Any, str]] = {
     "keep": (CheckpointManager, 0, "3"),
     "keep_every": (CheckpointManager, 5, "None"),
     "in_background": (CheckpointManager, False, "True"),
-    "step": (load_of_a_series, 3, "None"),
+    "step": (lambda path, step=None, **group: CheckpointManager(path, **group).load({}, step=step), 3, "None"),
 }
 
 
