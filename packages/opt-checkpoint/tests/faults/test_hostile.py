@@ -38,7 +38,6 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.__main__ import main
 from opt_checkpoint.disk.data_file import crc32
-from opt_checkpoint.disk.foreign import read_pickle
 from opt_checkpoint.disk.manifest import decode_columns, encode_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -356,20 +355,6 @@ def test_a_lost_manifest_does_not_make_the_directory_a_stock_checkpoint(ours: Pa
 # ----- fuzz
 
 
-NAMES = (
-    *("torch.distributed.checkpoint.metadata\nMetadata", "torch.distributed.checkpoint.metadata\nMetadataIndex"),
-    *("torch.distributed.checkpoint.metadata\nTensorStorageMetadata", "torch\nSize", "torch\nfloat32"),
-    *("torch.distributed.checkpoint.filesystem\n_StorageInfo", "torch.serialization\n_get_layout"),
-    *("collections\nOrderedDict", "builtins\nset", "os\nsystem", "builtins\neval"),
-)
-WORDS = ("state_dict_metadata", "storage_data", "fqn", "w", "offset", "__class__", "__reduce__", "torch.load", "id")
-OPCODES = [bytes([code]) for code in b"()]}R\x81b\x85\x86\x87tueasN\x88\x890 1\x8f\x90\x91\x93\x92Q"]
-KINDS = (  # with arguments of the right form, so that many run for a while before they fail
-    *([f"c{name}\n".encode() for name in NAMES], [text(word) for word in WORDS], [b"K\0", b"K\1", b"K\7", b"K\xff"]),
-    *([b"q\0", b"q\1", b"q\2", b"h\0", b"h\1", b"h\2"], OPCODES, OPCODES),
-)
-
-
 def read_all(path: Path) -> None:
     """Everything a reader may do with a directory."""
     index = read_index(path)
@@ -410,14 +395,6 @@ def test_every_damage_to_any_file_ends_in_an_error_of_ours(
         assert_only_our_errors(victim, seed)
         (victim / name).write_bytes(raw)
         capsys.readouterr()
-
-
-def test_random_pickles_are_values_or_errors_of_ours(full: bool) -> None:
-    for seed in range(10_000 if full else 500):
-        rng = random.Random(seed)
-        raw = b"".join(rng.choice(rng.choice(KINDS)) for _ in range(rng.randrange(1, 60)))
-        with nothing_happens(), suppress(CheckpointCorruptError):
-            read_pickle(b"\x80\x02" + raw + b".", "fuzz", lambda name: name.module != "os")
 
 
 def test_calls_anywhere_in_a_metadata_file_are_not_run(stock: Path, full: bool) -> None:
