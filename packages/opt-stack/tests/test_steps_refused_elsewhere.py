@@ -10,6 +10,7 @@ import torch
 from stack_models import over
 from torch import nn
 
+from opt_checkpoint import sharded_model
 from opt_distributed import GradientError, HyperError, ReplicaError, run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles, device
 from opt_distributed.comm.threads import World
@@ -104,6 +105,20 @@ def test_a_gradient_that_one_instance_refuses_is_refused_on_all() -> None:
         assert torch.equal(model.bias, before)
 
     assert on_two_instances(program) == [None] * 4
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_each_element_of_the_state_of_two_instances_is_saved_once(sharded: bool) -> None:
+    saving = set()
+
+    def program(rank: int, roles: Roles) -> None:
+        model, optimizer = made(roles, use_distributed_optimizer=sharded)
+        state = optimizer.sharded_state_dict(sharded_model(model))
+        if not any(state["state"]["weight"]["exp_avg"].replica_id):
+            saving.add(rank)
+
+    assert on_two_instances(program) == [None] * 4
+    assert saving == ({0, 1} if sharded else {0})
 
 
 def test_instances_of_one_rank_compare_their_groups() -> None:
