@@ -34,8 +34,11 @@ def test_a_flat_range_is_few_boxes_in_row_major_order(shape: tuple[int, ...], da
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-def test_empty_tensors_have_no_boxes_and_others_those_of_their_place_in_the_global_tensor() -> None:
+def test_known_cuts_and_their_places_in_the_global_tensor() -> None:
     assert list(cut_flat_range((4, 0), 0, 0)) == []
+    assert list(cut_flat_range((4, 3), 0, 12)) == [Box((0, 0), (4, 3))]  # as few as possible
+    runs = [Box((0, 2), (1, 1)), Box((1, 0), (2, 3)), Box((3, 0), (1, 2))]
+    assert list(cut_flat_range((4, 3), 2, 11)) == runs
     assert list(boxes_of(ShardedTensor.from_rank_offsets("w", torch.zeros(0, 3)))) == []
     shape, whole, offset = (2, 3), (7, 8, 3), (6, 4, 0)
     shard = ShardedTensor("w", torch.zeros(5), torch.float32, shape, whole, offset, None, 0, 1, False, slice(1, 6))
