@@ -38,6 +38,7 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.__main__ import main
 from opt_checkpoint.disk.data_file import crc32
+from opt_checkpoint.disk.foreign import read_pickle
 from opt_checkpoint.disk.manifest import decode_columns, encode_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -355,6 +356,31 @@ def test_a_lost_manifest_does_not_make_the_directory_a_stock_checkpoint(ours: Pa
 # ----- fuzz
 
 
+NAMES = (
+    *(f"ctorch.distributed.checkpoint.metadata\n{name}\n" for name in ("Metadata", "MetadataIndex")),
+    *("ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n", "ctorch\nSize\n", "ctorch\nfloat32\n"),
+    *("ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n", "ctorch.serialization\n_get_layout\n"),
+    *("ccollections\nOrderedDict\n", "cbuiltins\nset\n", "cos\nsystem\n", "cbuiltins\neval\n"),
+)
+WORDS = ("state_dict_metadata", "storage_data", "fqn", "w", "offset", "__class__", "__reduce__", "torch.load", "id")
+ACTS = b"()]}R\x81b\x85\x86\x87tueasN\x88\x890 1\x8f\x90\x91\x93\x92Q"
+
+
+def random_pickle(rng: random.Random) -> bytes:
+    """Random opcodes with arguments of the right form, so that many run for a while before they fail."""
+    parts = [b"\x80\x02"]
+    for _ in range(rng.randrange(1, 60)):
+        arguments = (
+            lambda: rng.choice(NAMES).encode(),
+            lambda: text(rng.choice(WORDS)),
+            lambda: b"K" + rng.randbytes(1),
+            lambda: rng.choice((b"q", b"h")) + bytes([rng.randrange(3)]),
+            *(lambda: bytes([rng.choice(ACTS)]),) * 2,
+        )
+        parts.append(rng.choice(arguments)())
+    return b"".join(parts) + b"."
+
+
 def read_all(path: Path) -> None:
     """Everything a reader may do with a directory."""
     index = read_index(path)
@@ -395,6 +421,13 @@ def test_every_damage_to_any_file_ends_in_an_error_of_ours(
         assert_only_our_errors(victim, seed)
         (victim / name).write_bytes(raw)
         capsys.readouterr()
+
+
+def test_random_pickles_are_values_or_errors_of_ours(full: bool) -> None:
+    for seed in range(10_000 if full else 500):
+        raw = random_pickle(random.Random(seed))
+        with nothing_happens(), suppress(CheckpointCorruptError):
+            read_pickle(raw, "fuzz", lambda name: name.module != "os")
 
 
 def test_calls_anywhere_in_a_metadata_file_are_not_run(stock: Path, full: bool) -> None:
