@@ -120,7 +120,8 @@ LAYOUTS: dict[str, tuple[tuple[str, str], Callable[..., Any], Callable[[DeviceMe
     "plain x tp axis, mesh": (("dp", "tp"), lambda model, mesh: None, as_mesh),
     "plain, dp x cp": (("dp", "cp"), lambda model, mesh: None, as_mesh),
 }  # fmt: skip
-RUNS = [name for name in LAYOUTS if FSDP2_RUNS or ("fsdp" not in name and name != "hsdp")]
+NEWER = {"hsdp", "dp x tp, tp outermost"}  # torch 2.6 runs neither on a CPU
+RUNS = [name for name in LAYOUTS if FSDP2_RUNS or ("fsdp" not in name and name not in NEWER)]
 
 
 def train_on(name: str, fields: dict[str, Any]) -> Trained:
@@ -178,7 +179,8 @@ def expert_on_rank_1() -> nn.Module:
 
 def on_a_mesh_that_is_no_slice() -> nn.Module:
     model, (group, _) = Mlp(), dist.new_subgroups(2)
-    parallelize_module(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)), {"up": ColwiseParallel()})
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("own",))  # else torch 2.6 takes it for a slice
+    parallelize_module(model, mesh, {"up": ColwiseParallel()})
     return model
 
 

@@ -6,12 +6,13 @@ import cut_ranks as ranks
 import pytest
 import torch
 from cut_ranks import EVEN, OBLONG, SMALL, UNEVEN, fsdp, fsdp_x_tp, hsdp, replicas_of_tp, tp, train, two_axes
-from processes import Job, run_jobs
+from processes import FSDP2_RUNS, Job, run_jobs
 from torch import Tensor
 
 from opt_config import OptimizerConfig
 from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate
 
+pytestmark = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 MATRICES = ("column.weight", "row.weight", "qkv.weight")
 
 

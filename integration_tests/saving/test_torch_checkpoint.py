@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as torch_states
 from cut_ranks import Net
-from processes import Job, mesh_of, refusal, run_jobs
+from processes import FSDP2_RUNS, Job, mesh_of, refusal, run_jobs
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -23,6 +23,7 @@ from opt_config import OptimizerConfig
 from opt_kernels.optim import AdamW
 from opt_stack import get_optimizer
 
+pytestmark = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 SHAPES = {"column": (10, 10), "row": (6, 7), "qkv": (20, 3)}
 BEFORE, AFTER = 3, 2  # steps before a checkpoint and after it
 BASE: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, "muon_fp32_matmul_prec": "highest"}

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,8 +68,10 @@ class LaunchedRule:
         def update() -> None:
             numbers = [Batch(on_host(hyper), works) for hyper, works in batches]
             given = [of_work for _, works in numbers for work in works for of_work in (work.main, work.out)]
-            written = tuple(tensor for tensor in given if tensor is not None)
-            with torch.autograd._unsafe_preserve_version_counter(written):  # torch does not count a kernel's writes
+            with ExitStack() as uncounted:  # torch does not count a kernel's writes
+                for tensor in given:
+                    if tensor is not None:
+                        uncounted.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
                 self._rule.update_(numbers, grad_scale=grad_scale, skip=skip)
 
         queued("update", update)

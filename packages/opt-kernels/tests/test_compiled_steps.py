@@ -46,6 +46,7 @@ def run(rule: str, *, is_compiled: bool) -> list[Tensor]:
     return [*found, with_closure(closure).detach(), *params, *states_of(optimizer)]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="dynamo fails if a function writes to a dict before a break")
 @pytest.mark.parametrize("rule", BUILDS)
 def test_a_compiled_step_is_the_step(rule: str) -> None:
     assert all(map(torch.equal, run(rule, is_compiled=True), run(rule, is_compiled=False)))
