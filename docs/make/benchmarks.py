@@ -41,7 +41,6 @@ ABOUT = {
         "Eight chunks of 64 MB, format 2. A ratio compares with `torch.distributed.checkpoint` (*stock DCP*) or with "
         "the disk alone, and above 1 means that ours is faster. The numbers in parentheses are the goals of the test.",
     ),
-    "io-2-cpus-isal-saves": About("Saving checkpoints, a second run", "The saves of the section above, run again."),
     "planning-2-cpus-isal": About(
         "Planning a save over 4,096 ranks",
         "Half a million chunks. A first save plans on rank 0; a later save of the same layout reuses the plan. Times "

@@ -46,7 +46,8 @@ def test_an_error_at_any_call_before_the_commit_commits_nothing_and_leaks_nothin
                 shutil.rmtree(tmp_path / "target")
             else:
                 assert left == set(), counting.made[call - 1]
-    assert (open_descriptors(), threading.active_count()) == (fds, threads)
+    assert open_descriptors() <= fds  # another test's may be closed late
+    assert threading.active_count() == threads
     save(state_at(2, 0, 1), tmp_path / "target")
     assert verify_checkpoint(tmp_path / "target") == verify_checkpoint(tmp_path / "good") == []
 
