@@ -1,4 +1,4 @@
-"""Main values in scaled fp16 or in 24 bits: steps that bf16 loses, and what is kept of any value."""
+"""Main values in scaled fp16 or in 24 bits: steps that bf16 loses, and what is kept of any value or in a skipped step."""
 
 from typing import Any
 
@@ -108,3 +108,12 @@ def test_values_beyond_the_parameters_dtype_are_kept_and_one_that_is_not_finite_
     main.close_()
     torch.testing.assert_close(main.value(), torch.full((3,), 70_000.0), rtol=2.0**-11, atol=0)
     assert main.target.isinf().all()
+
+
+def test_a_skip_decided_on_the_device_changes_no_byte() -> None:
+    main = CodedMain.of(torch.randn(300).to(BF16))
+    before = [tensor.clone() for tensor in (main.target, *main.kept())]
+    for skips in (True, False):
+        main.open_().mul_(2.0)
+        main.close_(skip=torch.tensor(skips))
+        assert all(map(torch.equal, before, (main.target, *main.kept()))) is skips

@@ -66,6 +66,9 @@ def test_other_groups_and_a_group_without_a_value_are_refused() -> None:
         other.load_state_dict(state)
     with pytest.raises(ScheduleError, match="group 0: relative=True needs a 'lr' to multiply"):
         FieldScheduler(optimizer({"lr": None}), {"lr": HALVING}, relative=True)
+    for given in (iter([]), [SimpleNamespace()]):  # the first is as model.parameters()
+        with pytest.raises(ScheduleError, match=r"has no param_groups; pass an optimizer such as torch\.optim\.AdamW"):
+            FieldScheduler(given, HALVING)
 
 
 @pytest.mark.parametrize(("rates", "relative"), [((1e-3, 1e-2), False), ((1e-3, 1e-2), True), ((1e-3, 1e-3), False)])

@@ -86,10 +86,11 @@ def test_state_of_another_rule_with_the_same_names_is_refused(saved_by: str, loa
 
 def test_what_is_not_broken_loads_unless_the_source_of_main_values_is_misspelt() -> None:
     """It was taken for "parameters", which starts a 16-bit run from rounded values."""
-    optimizer, state_dict = stepped(), edited(lambda state_dict: None)
+    optimizer, state_dict = stepped(), edited(lambda d: d["grad_scaler"].update(scale=4.0))
     assert_refused(optimizer, state_dict, "main_values='paramters'", main_values="paramters")
     optimizer.load_state_dict(state_dict)
-    assert_equal(optimizer.state_dict()["state"], state_dict["state"])
+    for part in ("state", "grad_scaler"):
+        assert_equal(optimizer.state_dict()[part], state_dict[part])
 
 
 def test_a_loaded_tensor_is_the_optimizers_own() -> None:

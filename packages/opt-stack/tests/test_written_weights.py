@@ -294,7 +294,7 @@ HOOKS = {"part of the formula": (CoupledDecay(),), "around the rule": (Centraliz
 
 
 @pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
-def test_a_hook_around_the_rule_leaves_evaluation_as_it_is(hooks: tuple[Hook, ...]) -> None:
+def test_a_hook_around_the_rule_leaves_evaluation_and_its_saved_state_as_they_are(hooks: tuple[Hook, ...]) -> None:
     """With a hook that is not part of the formula, `eval()` did nothing, and the trained weights were evaluated."""
     model = make_model()
     optimizer = get_optimizer(AVERAGED, [model], hooks=hooks)
@@ -307,5 +307,11 @@ def test_a_hook_around_the_rule_leaves_evaluation_as_it_is(hooks: tuple[Hook, ..
     assert all(not torch.equal(shown[name], trained[name]) for name in trained)
     with pytest.raises(RuntimeError, match="in evaluation mode"):
         optimizer.step()
-    optimizer.train()
-    assert_equal(weights(model), trained)
+    saved, again = copy.deepcopy(optimizer.state_dict()), make_model()
+    other = get_optimizer(AVERAGED, [again], hooks=hooks)
+    again.load_state_dict(shown)
+    other.load_state_dict(saved)
+    assert_equal(weights(again), shown)
+    for resumed, of_it in ((model, optimizer), (again, other)):
+        of_it.train()
+        assert_equal(weights(resumed), trained)
