@@ -98,6 +98,8 @@ def test_state_of_another_split_is_refused_by_the_name_of_the_option(tmp_path: P
     train(model, optimizer, range(2))
     save(state_of(model, optimizer), tmp_path / "saved")
     model, refusing = made(marks=marks_now, **changes_now)
+    says = "1 fused q, k and v taken as one matrix each; soap_split_qkv=True splits them" in str(refusing.plan)
+    assert says == (other == "fused rows whole")
     with pytest.raises(CheckpointKeyError, match=f"{message}.*set soap_split_qkv, head_rows and split_sizes as in"):
         load(state_of(model, refusing), tmp_path / "saved")
     loaded = load(state_of(model, refusing), tmp_path / "saved", strict="return_all").state["optimizer"]

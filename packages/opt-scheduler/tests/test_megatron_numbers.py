@@ -1,4 +1,4 @@
-"""Megatron-Core's numbers: its formulas, written down a second time."""
+"""Megatron-Core's numbers: some measured on it, and its formulas, written down a second time."""
 
 import math
 from types import SimpleNamespace
@@ -18,6 +18,23 @@ BASE: dict[str, Any] = {
 
 def build(**arguments: Any) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(SimpleNamespace(param_groups=[{"params": []}]), **BASE | arguments)
+
+
+MEASURED = [  # the style, that of the last 20 steps, the steps, the rates there in units of 1e-4
+    ("linear", None, (5, 11, 60, 111), (5, 9.91, 5.5, 1)),
+    ("cosine", None, (11, 60, 90), (9.99778, 5.5, 1.85942)),
+    ("inverse-square-root", None, (11, 60, 110, 111), (9.53463, 4.08248, 3.01511, 3.01511)),
+    ("WSD", "linear", (90, 91, 105), (10, 9.55, 3.25)),
+    ("WSD", "cosine", (91, 95, 105), (9.9446, 8.68198, 2.31802)),
+    ("WSD", "exponential", (91, 95, 105), (9.38685, 7.13614, 2.70286)),
+    ("WSD", "minus_sqrt", (91, 95, 105), (7.98754, 5.5, 2.20577)),
+]
+
+
+@pytest.mark.parametrize(("style", "anneal", "steps", "expected"), MEASURED)
+def test_rates_are_megatron_cores_to_the_printed_digits(style: str, anneal: Any, steps: Any, expected: Any) -> None:
+    scheduler = build(lr_decay_style=style, wsd_decay_steps=20, lr_wsd_decay_style=anneal)
+    assert [f"{scheduler.lr_at(step) * 1e4:.6g}" for step in steps] == [f"{rate:.6g}" for rate in expected]
 
 
 def reference_lr(n: float, *, high: float, low: float, a: dict[str, Any]) -> float:

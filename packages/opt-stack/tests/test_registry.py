@@ -132,10 +132,10 @@ class Declares(NoRemainder):
         return {"gram": torch.zeros_like(main)}
 
 
-def build_with(rule: Any, options: dict[str, Any] | None = None, model: Any = None) -> Optimizer:
+def build_with(rule: Any, options: dict[str, Any] | None = None) -> Optimizer:
     rules = Registry().with_rule(RuleEntry(name="mine", summary="", make=lambda config: rule, hyper=lambda config: {}))
     config = OptimizerConfig(optimizer="mine", lr=1e-2, **(options or {}))
-    return get_optimizer(config, [model or make_model(config.precision.params)], rules=rules)
+    return get_optimizer(config, [make_model(config.precision.params)], rules=rules)
 
 
 @pytest.mark.parametrize(
