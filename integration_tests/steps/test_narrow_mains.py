@@ -1,4 +1,4 @@
-"""Main values in scaled fp16 or in 24 bits: steps that bf16 loses, and what is kept of any value or in a skipped step."""
+"""Main values in scaled fp16 or in 24 bits: steps that bf16 loses, and what is kept, also in a skipped step."""
 
 from typing import Any
 
