@@ -180,10 +180,24 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_other_optimizers_come_back_with_every_state(tmp_path: Path, name: str) -> None:
     model = network()
+    model[0].bias.requires_grad_(False)  # which has no state
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     train(model, optimizer, 0, STEPS)
     again, other, _ = assert_comes_back(model, optimizer, tmp_path / "x", OPTIMIZERS[name])
     assert train(again, other, STEPS, 6) == train(model, optimizer, STEPS, 6)
+
+
+def come_back_cut(rank: int, size: int, path: str) -> None:
+    model, make = network(rows=8), OPTIMIZERS["of its own form"]
+    parallelize_module(model, init_device_mesh("cpu", (size,)), CUT)
+    optimizer = make(list(model.parameters()))
+    train(model, optimizer, 0, STEPS)
+    assert_comes_back(model, optimizer, Path(path), make)
+
+
+def test_states_of_another_form_are_saved_so_of_dtensors_too(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, come_back_cut, str(tmp_path / "x"))
+    assert whole_tensors(tmp_path / "x").keys() == {f"optimizer.state.half.{name}" for name in network().state_dict()}
 
 
 def test_never_stepped_frozen_and_zero_gradient_parameters(tmp_path: Path) -> None:

@@ -59,11 +59,13 @@ def test_a_checkpoint_becomes_a_state_dict_that_torch_loads(tmp_path: Path, trai
 def test_a_state_dict_becomes_a_checkpoint_that_any_sharding_loads(tmp_path: Path, trained: Any, named: bool) -> None:
     model, _ = trained
     optimizer = stepped(model, named=named, lr=0.25)
+    optimizer.state[model[0].weight]["calls"] = 3
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
     names = None if named else [n for n, _ in model.named_parameters()]
     torch_file_to_checkpoint(tmp_path / "x.pt", tmp_path / "x", names=names)
     again = torch.optim.AdamW(model.parameters())
     load_optimizer(model, again, tmp_path / "x")
+    assert [of.state[model[0].weight].pop("calls") for of in (again, optimizer)] == [3, 3]
     assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
     assert again.param_groups[0]["lr"] == 0.25
 

@@ -58,7 +58,9 @@ def test_padding_may_differ_where_that_is_allowed(tmp_path: Path, rows: int, exp
 @pytest.mark.parametrize(("rows", "columns"), [(9, 14), (3000, 3001)], ids=["small", "streamed"])
 def test_blocks_and_views_that_are_not_contiguous_are_saved_and_loaded(tmp_path: Path, rows: int, columns: int) -> None:
     whole, part = torch.randn(rows, columns), slice(columns // 2, columns // 2 + 5)
-    save({"w": sharded_like("w", whole), "t": sharded_like("t", whole.t()), "p": whole[:, part]}, tmp_path / "x")
+    odd = torch.ones(rows * columns + 1, dtype=torch.uint8)  # bytes, of which checksums are combined
+    state = {"w": sharded_like("w", whole), "t": sharded_like("t", whole.t()), "p": whole[:, part], "odd": odd}
+    save(state, tmp_path / "x")
     assert verify_checkpoint(tmp_path / "x") == []
     block, turned, target = torch.zeros(rows, 5), torch.zeros(rows, columns), torch.zeros(rows, columns)
     shard = ShardedTensor("w", block, torch.float32, (rows, 5), (rows, columns), (0, part.start), None)

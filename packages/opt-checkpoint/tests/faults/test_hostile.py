@@ -199,6 +199,14 @@ def test_a_hostile_stock_chunk_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_stock_directory_of_safetensors_is_refused_by_name(stock: Path) -> None:
+    (file,) = stock.glob("*.distcp")
+    header = b'{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
+    file.write_bytes((len(header).to_bytes(8, "little") + header).ljust(file.stat().st_size, b"\0"))
+    with pytest.raises(CheckpointCorruptError, match=r"written with SerializationFormat\.SAFETENSORS"):
+        read_index(stock)
+
+
 # ----- archives, links, FIFOs
 
 
