@@ -72,9 +72,7 @@ def test_runs_of_elements_make_the_same_codes(recipe: str, cuts: tuple[int, ...]
     flat, bounds = values.view(-1), [0, *cuts, values.numel()]
     largest = torch.full((parted.num_scales,), -1.0)
     for start, stop in pairwise(bounds):
-        of_rank = torch.full_like(largest, -1.0)
-        parted.largest_(of_rank, flat[start:stop], start)
-        largest = torch.maximum(largest, of_rank)
+        parted.largest_(largest, flat[start:stop], start)
     of_whole = torch.full_like(largest, -1.0)
     whole.largest_(of_whole, flat, 0)
     assert torch.equal(largest, of_whole)

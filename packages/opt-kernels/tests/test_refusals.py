@@ -38,6 +38,7 @@ OPTIONS = [
     ("Muon", {"fp32_matmul_prec": "bf16"}, ValueError, "'bf16' is not a MatmulPrecision; pass one of 'medium', 'high'"),
     ("AdaptiveMuon", {"moment2_method": "nemo"}, ValueError, "'nemo' is not a SecondMoment; pass one of 'adamuon'"),
     ("AdaptiveMuon", {"lines": "cols"}, ValueError, "only 'normuon' has lines"),
+    ("AdaptiveMuon", {"lines": "cols", "moment2_method": "namo"}, ValueError, "lines='cols' with 'namo'"),
     ("NorMuon", {"lines": "row"}, ValueError, "'row' is not a Lines"),
     ("NAMO", {"weight_decay_method": "l2"}, ValueError, "NAMO with L2 weight decay"),
     ("SOAP", {"precondition_frequency": 0}, ValueError, "precondition_frequency is 0"),
