@@ -78,6 +78,17 @@ def test_the_commands_of_a_package_exist(package: str) -> None:
         assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_readme_installs_the_package_with_all_siblings_that_it_needs(package: str) -> None:
+    """From the checkout: pip would take what is missing from an index, where the name could be anybody's."""
+    needed = {package}
+    while more := set().union(*map(declared, needed)) - needed:
+        needed |= more
+    readme = (ROOT / "packages" / package / "README.md").read_text()
+    (command,) = re.findall(r"^python -m pip install((?:[ \\\n]*\./packages/\S+)+)", readme, re.MULTILINE)
+    assert {*re.findall(r"\./packages/(\S+)", command)} in (needed, {"opt-*"})
+
+
 # --- sessions and workflows -------------------------------------------------------------------------------------------
 
 NOXFILE = (ROOT / "noxfile.py").read_text()
