@@ -183,6 +183,22 @@ def test_stochastic_rounding_is_right_on_average(name):
 
 
 @pytest.mark.parametrize("name", MEASURED)
+def test_many_works_and_groups_are_updated_as_each_alone(name):
+    subject, hypers = hooked(Adam(backend="torch"), made(HOOKS[name])), [HYPER, replace(HYPER, lr=0.01)]
+    together, alone = (
+        [
+            replace(Kept().work(subject, start_of(shape)), grad=gradients(shape, 1)[0].float())
+            for shape in ((8, 16), (5, 3), (7, 64), (4, 4))
+        ]
+        for _ in range(2)
+    )
+    subject.update_([Batch(hypers[0], together[:2]), Batch(hypers[1], together[2:])])
+    for index, work in enumerate(alone):
+        subject.update_([Batch(hypers[index // 2], [work])])
+    assert all(map(torch.equal, map(main_of, together), map(main_of, alone)))
+
+
+@pytest.mark.parametrize("name", MEASURED)
 def test_device_numbers_are_followed(name):
     subject = hooked(Adam(backend="torch"), made(HOOKS[name]))
     tensors = {"lr": torch.tensor(LR, dtype=torch.float64), "weight_decay": torch.tensor(WD, dtype=torch.float64)}
