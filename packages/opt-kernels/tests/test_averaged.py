@@ -69,6 +69,19 @@ def test_a_run_resumed_from_either_mode_is_the_run_that_was_not_stopped(kind: di
     assert MAIN not in saved["state"][0] or saved["state"][0][MAIN].dtype is torch.float32
 
 
+def test_trained_weights_follow_from_the_average_where_only_that_was_saved() -> None:
+    (a, first), (b, second) = build(), build()
+    step(first, 0, 1, 2)
+    trained = a.detach().clone()
+    first.eval()
+    saved = first.state_dict()
+    del saved["state"][0]["trained_weights"]
+    b.data.copy_(a)
+    second.load_state_dict(saved)
+    second.train()
+    torch.testing.assert_close(b.detach(), trained)
+
+
 def test_a_step_in_evaluation_mode_is_refused_and_copies_keep_the_mode() -> None:
     param, optimizer = build()
     before = param.detach().clone()
