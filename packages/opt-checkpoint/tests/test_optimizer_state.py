@@ -59,6 +59,8 @@ def test_the_modules_have_megatron_cores_names_signatures_and_our_objects() -> N
         parameters = inspect.signature(getattr(found["optimizer"], name)).parameters.values()
         positional = [p.replace(annotation=p.empty) for p in parameters if p.kind is not p.KEYWORD_ONLY]
         assert str(inspect.Signature(positional)) == expected
+    assert {"KEEP_VARS_HINT", "logger"} <= set(found["optimizer"].__all__)
+    assert found["core"].CheckpointingException is CheckpointingException
     for module in found.values():  # no second class of the same name, which `isinstance` would tell from the first
         for name in module.__all__:
             assert getattr(opt_checkpoint, name, getattr(module, name)) is getattr(module, name)
