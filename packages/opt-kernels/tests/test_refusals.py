@@ -12,6 +12,7 @@ from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import RelativeUpdate
 from opt_kernels.optim import on_device
 from opt_kernels.quantized import QuantizedTensor
+from opt_kernels.rules import SGD
 
 OPTIONS = [
     ("AdamW", {"optim_bits": 8}, TypeError, r"AdamW: .*'optim_bits'\. optim_bits: exp_avg_dtype=torch.int8, exp_avg"),
@@ -61,6 +62,11 @@ OPTIONS = [
 def test_an_illegal_option_is_refused(name, options, error, message):
     with pytest.raises(error, match=message):
         getattr(optim, name)([parameter(3, 3)], **options)
+
+
+def test_nesterov_without_a_buffer_is_refused():
+    with pytest.raises(ValueError, match="momentum_buffer=True"):
+        SGD(nesterov=True, momentum_buffer=False)
 
 
 NUMBERS = [
