@@ -130,12 +130,21 @@ def test_different_loss_scales_are_refused() -> None:
 
 @layouts
 @pytest.mark.parametrize("config", [FP32, replace(FP32, bf16=True)], ids=["fp32", "bf16"])
-def test_a_rank_that_restores_what_it_wrote_goes_on(layout: str, config: OptimizerConfig) -> None:
-    """As after an evaluation of other weights, such as an average, on one rank."""
+def test_ranks_that_restore_what_they_wrote_go_on_and_are_compared_if_others_wrote_nothing(
+    layout: str, config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an evaluation of other weights, such as an average, on one rank or on both."""
+    compare, compared = Optimizer.compare_replicas, list[Optimizer]()
 
-    def rank_main(comm: ThreadComm, *, writes: bool) -> dict[str, Any]:
+    def counted(optimizer: Optimizer) -> None:
+        compared.append(optimizer)
+        compare(optimizer)
+
+    monkeypatch.setattr(Optimizer, "compare_replicas", counted)
+
+    def rank_main(comm: ThreadComm, *, writers: int) -> dict[str, Any]:
         model, optimizer = stepped(comm, layout, 2, config)
-        if writes and comm.rank == 0:
+        if comm.rank < writers:
             trained = copy.deepcopy(model.state_dict())
             model.load_state_dict({name: value * 0.5 for name, value in trained.items()})
             model.load_state_dict(trained)
@@ -143,8 +152,10 @@ def test_a_rank_that_restores_what_it_wrote_goes_on(layout: str, config: Optimiz
         step(model, optimizer, 3)
         return settled(model)
 
-    found = [run_threads(2, partial(rank_main, writes=writes)) for writes in (True, False)]
-    assert_equal(found[0], found[1])
+    expected = run_threads(2, partial(rank_main, writers=0))
+    for writers, times in ((2, 0), (1, 2)):  # once on each rank
+        assert_equal(run_threads(2, partial(rank_main, writers=writers)), expected)
+        assert len(compared) == times
 
 
 # --- loads on every rank ----------------------------------------------------------------------------------------------
