@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from fuzz.cases import Grid, Place
 from fuzz.ranks import process_groups
-from processes import once_a_world, refusal, run_processes
+from processes import Job, once_a_world, refusal, run_jobs, run_processes
+from tiers import NIGHT
 from torch import Tensor, nn
 
 from opt_checkpoint import ShardedTensor, load, save, sharded_model, sharded_optimizer
@@ -180,11 +181,20 @@ CASES: dict[str, tuple[str, list[Grid], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The tensors of four ranks that saved on each layout and resumed on it and on others, by case."""
+    jobs, others = {}, 2 if NIGHT else 1
+    for case, (kind, layouts, options) in CASES.items():
+        pairs = {saved: [saved, *((layouts[i:] + layouts)[1 : 1 + others])] for i, saved in enumerate(layouts)}
+        folder = str(tmp_path_factory.mktemp("saved"))
+        jobs[case] = Job(save_and_resume_all, (kind, pairs, folder, options))
+    return run_jobs(4, jobs)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_divided_model_is_resumed_on_its_own_and_on_other_layouts(case: str, tmp_path: Any) -> None:
-    kind, layouts, options = CASES[case]
-    pairs = {saved: [saved, *((layouts[i:] + layouts)[1:3])] for i, saved in enumerate(layouts)}
-    per_rank = run_processes(4, save_and_resume_all, kind, pairs, str(tmp_path), options)
+def test_a_divided_model_is_resumed_on_its_own_and_on_other_layouts(case: str, four: Any) -> None:
+    (kind, _, options), per_rank = CASES[case], four[case]
     expected = truth(kind)
     rounding = {"rtol": 2e-2, "atol": 2e-2} if "bf16" in options else {"rtol": 1e-5, "atol": 1e-6}
     for saved, layout in per_rank[0]:
