@@ -54,7 +54,7 @@ KINDS: tuple[tuple[Callable[[Case], bool], Mistake], ...] = (
         lambda case: case.setup.is_sharded and not case.setup.wrapped,
         _mistake("overlap_param_gather", overlap_param_gather=True),
     ),
-    # There is no other chunk to step while the first is gathered.
+    # A single chunk is gathered: no other can be stepped meanwhile.
     (
         lambda case: case.setup.overlap_gather and case.setup.sharding == "flat" and case.setup.chunks == 1,
         _mistake("overlap_param_gather_with_optimizer_step", overlap_param_gather_with_optimizer_step=True),

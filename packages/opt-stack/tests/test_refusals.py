@@ -141,8 +141,9 @@ def test_a_field_of_megatron_bridge_without_a_counterpart_is_named(monkeypatch: 
     """Real installs are tested at night; here a class stands for Megatron-Core's configuration."""
     theirs = make_dataclass("OptimizerConfig", [("lr", float, 0.1), ("of_theirs", int, 0)])
     monkeypatch.setitem(sys.modules, "megatron.core.optimizer", SimpleNamespace(OptimizerConfig=theirs))
-    monkeypatch.delitem(sys.modules, "opt_stack.adapters.megatron_bridge", raising=False)
-    config = import_module("opt_stack.adapters.megatron_bridge").StackOptimizerConfig
+    monkeypatch.setitem(sys.modules, name := "opt_stack.adapters.megatron_bridge", None)  # what was there comes back
+    del sys.modules[name]
+    config = import_module(name).StackOptimizerConfig
     assert config(lr=0.5, stack={"min_lr": 0.25}).to_stack().min_lr == 0.25
     with pytest.raises(ConfigError, match="of_theirs=3"):
         config(of_theirs=3).to_stack()
