@@ -33,3 +33,11 @@ def test_the_scheduler_brings_in_the_standard_library_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_importing_everything_leaves_dtensors_and_dcp_to_those_who_use_them() -> None:
+    # Each takes longer than all of opt_stack.
+    slow = {"sympy", "torch.distributed.checkpoint"}
+    code = f"import sys, opt_stack; print(sorted({slow} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from opt_checkpoint import (
     LayoutBound,
@@ -36,6 +35,7 @@ from opt_distributed.pieces.piece import Numbers, OwnedPiece, encode_again_, ini
 from opt_distributed.step.unit import Unit
 from opt_kernels.backends import in_memory_order
 from opt_kernels.codecs import StateCodec, scale_name
+from opt_kernels.dtensor import is_dtensor
 from opt_kernels.works import StateKind, StateSpec
 
 __all__ = [
@@ -219,7 +219,7 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
 def _saves_values(piece: OwnedPiece) -> bool:
     """Whether a state_dict has decoded values instead of codes and scales: where another optimizer may have other
     blocks, because they are runs of a rank's part, or of memory that is not in the order of elements."""
-    return isinstance(piece.param, DTensor) or not all(state.is_contiguous() for state in piece.state.values())
+    return is_dtensor(piece.param) or not all(state.is_contiguous() for state in piece.state.values())
 
 
 def _specs(unit: Unit, piece: OwnedPiece) -> list[StateSpec]:
@@ -238,7 +238,7 @@ def _saved_name(piece: OwnedPiece, spec: StateSpec) -> str:
     if spec.whole and piece.stage is not None:
         block = piece.stage.whole(piece.id)
         return name + ("" if block.shape == piece.stage.shape(piece.id) else "@" + ".".join(map(str, block.offset)))
-    if isinstance(piece.param, DTensor):
+    if is_dtensor(piece.param):
         return name + ("" if _is_like_param(piece, spec) else part_of_mesh(piece.param))
     return name + piece.part + ("" if piece.is_whole else f"[{piece.of_param.start}:{piece.of_param.stop}]")
 

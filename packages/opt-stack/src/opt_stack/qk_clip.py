@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from opt_checkpoint import sharded_like
 from opt_config import ConfigError
 from opt_distributed.comm import Op, Roles, agree, agreed
 from opt_distributed.pieces import HostMain, OwnedPiece, local
+from opt_kernels.dtensor import is_dtensor
 from opt_stack.optimizer import Optimizer
 
 Role = tuple[float, float]  # what the output of a row is used for: (a, b) if it is scaled by gamma^(a * alpha + b)
@@ -294,7 +294,7 @@ def _scale_(piece: OwnedPiece, factors: Tensor) -> None:
 def _of_piece(factors: Tensor, piece: OwnedPiece) -> Tensor:
     """Return the factors of a piece's rows in a shape that broadcasts to its main values."""
     shape = local(piece.param).shape
-    if isinstance(piece.param, DTensor):
+    if is_dtensor(piece.param):
         first = sharded_like("", piece.param.detach()).global_offset[0]
         factors = factors[first : first + shape[0]]
     if piece.is_whole:

@@ -7,10 +7,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
-from torch.distributed.checkpoint.state_dict_saver import save_state_dict
-
 from opt_config import resolved
 from opt_distributed.comm import Comm, agreed
 from opt_stack.planning.plan import Plan
@@ -50,10 +46,13 @@ def write_group_map(path: str | Path, groups: Sequence[Mapping[str, Any]], *, ev
 
 def _save_alone(state: dict[str, Any], path: str) -> None:
     """Write a torch.distributed.checkpoint directory from this process only, in any world."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # half a second; few programs write group maps
+    from torch.distributed.checkpoint.state_dict_saver import save, save_state_dict
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that torch.distributed is not used, which is intended
-        if "no_dist" in signature(save_dcp).parameters:
-            save_dcp(state, checkpoint_id=path, no_dist=True)
+        if "no_dist" in signature(save).parameters:
+            save(state, checkpoint_id=path, no_dist=True)
         else:  # torch 2.6
             save_state_dict(state, FileSystemWriter(path), no_dist=True)
 

@@ -26,7 +26,6 @@ from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, GlobalPlan, Offer
 from opt_checkpoint.disk.archives import dump_object
 from opt_checkpoint.disk.data_file import crc32, file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter
-from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 from opt_checkpoint.disk.foreign import MEGATRON_MARK, MEGATRON_MARKED, METADATA
 from opt_checkpoint.disk.index import (
     COMMON_KEY,
@@ -294,6 +293,9 @@ class CheckpointWriter:
             CheckpointingException: a planned item was not written; see also `Store.commit`.
             OSError: the file system reports an error.
         """
+        # Imports torch.distributed.checkpoint, which takes half a second.
+        from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
+
         tensors, archives = _stored(planner, written)
         objects = {key: place for file in written for key, place in file.objects.items()}
         paths = {key: path for layout in planner.plan.layouts for key, path in layout.plain.items()}

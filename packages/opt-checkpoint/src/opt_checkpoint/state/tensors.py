@@ -3,17 +3,20 @@ block of the global tensor."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 STORAGE_CLASSES: Mapping[torch.dtype, str] = MappingProxyType({
     torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
@@ -77,12 +80,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     `to_local()` creates a new tensor if gradients are enabled, and from torch 2.13 on for every parameter, so it cannot
     be used to compare identities.
     """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
-def is_dtensor(tensor: object) -> bool:
-    """Whether a value is a DTensor."""
-    return isinstance(tensor, DTensor)
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor. Does not import their module: without it no DTensor exists."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
@@ -98,11 +102,11 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
             parallelism on one axis (`_StridedShard`) they are one block, unless an uneven axis makes it ambiguous.
     """
     shape, zeros = tuple(tensor.shape), (0,) * tensor.dim()
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ShardedTensor(key, tensor, tensor.dtype, shape, shape, zeros, (1,) * tensor.dim(), replica_id)
     local, offset = local_tensor(tensor), _offset_of(key, tensor)
     # A mesh that is a part of the world, such as `mesh["dp"]` of dp and tp, does not describe replicas outside it.
-    replica = tuple(c for c, p in zip(_coordinate(tensor), tensor.placements) if isinstance(p, Replicate))
+    replica = tuple(c for c, p in zip(_coordinate(tensor), tensor.placements) if p.is_replicate())
     return ShardedTensor(
         key=key,
         data=local,
@@ -119,8 +123,10 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
 
 def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
     """`local` as a tensor with the layout of `tensor`: a DTensor if `tensor` is one."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return local
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -132,8 +138,10 @@ def empty_like_sharded(param: Tensor, shape: Shape, dtype: torch.dtype) -> Tenso
     An axis of the parameter that the state keeps, such as the rows of a factored second moment of shape (rows, 1) or
     (rows,), is sharded like the parameter's. All others are replicated.
     """
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         raise RuntimeError("the parameter is not a DTensor")
+    from torch.distributed.tensor import Replicate, Shard, empty
+
     axes = [_kept_axis(p.dim, tuple(param.shape), shape) if type(p) is Shard else None for p in param.placements]
     placements = [Replicate() if axis is None else Shard(axis) for axis in axes]
     return empty(shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
@@ -155,6 +163,8 @@ def _offset_of(key: str, tensor: DTensor) -> Shape:
 
     Compares exact types, because `_StridedShard` subclasses `Shard` only in some versions of torch.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     kinds = {type(placement) for placement in tensor.placements}
     if kinds <= {Shard, Replicate}:
         chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opt_config import ConfigError
 from opt_distributed.comm.collectives import Comm, TorchComm, agree, group_of
 from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_outside
 from opt_distributed.comm.roles import Roles
+from opt_kernels.dtensor import is_dtensor
 from opt_kernels.quantized import FP8, is_quantized, quantized
 from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, parameters_by_id
 
@@ -135,7 +135,7 @@ def _stored(tensor: Tensor) -> Tensor | None:
     if is_quantized(tensor):
         return None
     found = tensor.detach()
-    found = found.to_local() if isinstance(found, DTensor) else found
+    found = found.to_local() if is_dtensor(found) else found
     return found if found.layout is torch.strided and not found.is_meta and found.numel() else None
 
 

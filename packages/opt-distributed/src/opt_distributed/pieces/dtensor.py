@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from opt_checkpoint import sharded_like
 from opt_distributed.buffers.wires import naming
@@ -16,13 +15,14 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.comm.groups import root_of
 from opt_distributed.pieces.sources import ReadGrads, Run
+from opt_kernels.dtensor import is_dtensor
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory; the tensor itself if it is not a DTensor."""
     found: Tensor = tensor.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
+    return found.to_local() if is_dtensor(found) else found
 
 
 def laid_out_like(part: Tensor, param: Tensor) -> Tensor:
@@ -30,8 +30,10 @@ def laid_out_like(part: Tensor, param: Tensor) -> Tensor:
 
     Returns `part` itself if `param` is not a DTensor, or has a local part of another shape.
     """
-    if not isinstance(param, DTensor) or part.shape != local(param).shape or part.dim() == 0:
+    if not is_dtensor(param) or part.shape != local(param).shape or part.dim() == 0:
         return part
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         part.detach(), param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
@@ -46,8 +48,8 @@ def local_part(tensor: Tensor, param: Tensor) -> Tensor:
         ValueError: `tensor` is a DTensor and `param` is not, or on another mesh; or its shape is not that of `param`.
             The message continues a sentence about the tensor.
     """
-    if not isinstance(param, DTensor):
-        if isinstance(tensor, DTensor):
+    if not is_dtensor(param):
+        if is_dtensor(tensor):
             raise ValueError("is a DTensor, but the parameter is a plain tensor; pass tensor.full_tensor()")
         return tensor
     if tensor.shape != param.shape:
@@ -55,7 +57,7 @@ def local_part(tensor: Tensor, param: Tensor) -> Tensor:
             f"has shape {tuple(tensor.shape)}, but the parameter is a DTensor of shape {tuple(param.shape)}; pass a "
             "DTensor or the whole tensor, of that shape"
         )
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         whole, shape = tensor.detach(), local(param).shape
         if not shape.numel():
             return whole.new_empty(shape)
@@ -74,7 +76,7 @@ def local_part(tensor: Tensor, param: Tensor) -> Tensor:
 
 def part_of_mesh(param: Tensor) -> str:
     """A name of this rank's part of a DTensor, equal on replicas of the part; empty if the part is the whole."""
-    if not isinstance(param, DTensor) or local(param).shape == param.shape:
+    if not is_dtensor(param) or local(param).shape == param.shape:
         return ""
     coordinate = param.device_mesh.get_coordinate() or ()
     at = [
@@ -91,7 +93,7 @@ def is_first_replica(tensor: Tensor) -> bool:
     Tensor-parallel axes of the root mesh that the tensor's own mesh lacks replicate it, too: a parameter that
     `fully_shard` cuts over the `"dp"` of a mesh `("dp", "tp")` is the same on all ranks of `"tp"`.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return True
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate() or ()
@@ -103,7 +105,7 @@ def is_first_replica(tensor: Tensor) -> bool:
 
 def mesh_comms(tensor: Tensor, axes: Sequence[int]) -> tuple[TorchComm, ...]:
     """The groups of ranks along these axes of a DTensor's mesh."""
-    assert isinstance(tensor, DTensor)
+    assert is_dtensor(tensor)
     return tuple(TorchComm(tensor.device_mesh.get_group(axis)) for axis in axes)
 
 
@@ -201,7 +203,7 @@ class _AveragedReplicas:
 
 def _address(param: Tensor) -> int:
     """The address of this rank's part. Creates no tensor, because it is called in every step."""
-    assert isinstance(param, DTensor)
+    assert is_dtensor(param)
     return param._local_tensor.data_ptr()
 
 
@@ -213,8 +215,8 @@ def _local_grad(param: Tensor) -> Tensor | None:
     grad = param.grad
     if grad is None:
         return None
-    assert isinstance(param, DTensor)
-    assert isinstance(grad, DTensor)
+    assert is_dtensor(param)
+    assert is_dtensor(grad)
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local(grad)

@@ -14,13 +14,13 @@ from typing import Any, NoReturn, ParamSpec
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from opt_config import ConfigError, DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_distributed import finalize_model_grads as finalize
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
 from opt_distributed.comm import Given, ProcessGroups, TorchComm, world
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
+from opt_kernels.dtensor import is_dtensor
 from opt_kernels.rules import Needs
 from opt_stack.factory import get_optimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
@@ -318,7 +318,7 @@ def _grads(parameters: Iterable[Tensor] | Tensor, use_decoupled_grad: bool) -> S
 
 def _plain(tensors: Iterable[Tensor] | Tensor) -> list[Tensor]:
     found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if any(isinstance(tensor, DTensor) for tensor in found):
+    if any(is_dtensor(tensor) for tensor in found):
         raise ConfigError(
             "a gradient is a DTensor, whose mesh this function does not sum over; use optimizer.get_grad_norm(), "
             "clip_grad_norm(max_norm) and count_zeros() between prepare_grads() and step_with_ready_grads()"

@@ -16,13 +16,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain, local
 from opt_distributed.saving import decoded, kept_states
 from opt_distributed.step import Stepper, Unit, read_hyper
 from opt_kernels.backends import Writes
+from opt_kernels.dtensor import is_dtensor
 from opt_kernels.formulas import Formula
 from opt_kernels.hooks import bare
 from opt_kernels.rules import ElementwiseRule
@@ -49,7 +49,7 @@ class LoadedWeights:
             param: str(id) for group in groups for id, param in zip(group["param_ids"], group["params"], strict=True)
         }
         # The elements of a sharded DTensor are on this rank only.
-        replicated = [param for param in self._names if has_replicas and not isinstance(param, DTensor)]
+        replicated = [param for param in self._names if has_replicas and not is_dtensor(param)]
         self._writes = Writes(_counted([*(piece.param for piece in (*self._copied, *averaged)), *replicated]))
         compared = set(self._writes.tensors)
         self._uncompared = Writes([tensor for tensor in _counted(self._names) if tensor not in compared])
@@ -66,7 +66,7 @@ class LoadedWeights:
             if params:
                 module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
                 # `fully_shard` registers gathered parameters in between.
-                if not any(isinstance(param, DTensor) for param in params.values()):
+                if not any(is_dtensor(param) for param in params.values()):
                     self._unchecked.append((module, params))
 
     def note(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
@@ -167,9 +167,7 @@ class _Note:
 def _counted(params: Iterable[Tensor]) -> list[Tensor]:
     """The tensors whose versions count writes to parameters: themselves, and the local parts of DTensors."""
     with torch.no_grad():  # else `to_local` returns an alias with a version of its own
-        tensors = (
-            t for param in params for t in ((param, param.to_local()) if isinstance(param, DTensor) else (param,))
-        )
+        tensors = (t for param in params for t in ((param, param.to_local()) if is_dtensor(param) else (param,)))
         # Nothing counts the writes of a tensor that was made in torch.inference_mode().
         return list(dict.fromkeys(tensor for tensor in tensors if not tensor.is_inference()))
 
