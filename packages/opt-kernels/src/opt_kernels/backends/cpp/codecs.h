@@ -1,8 +1,8 @@
 // Codecs of states, as `opt_kernels/codecs/codec.py` defines them: a group of codes under one scale at a time. What they
 // have in common; the codecs are in `narrow.h` and `integers.h`.
 //
-// Loops are written so that compilers vectorise them for any processor. What they cannot vectorise, conversions of half
-// and look-ups of bytes, has a second version for processors with instructions for it, with the same results.
+// Loops are written so that compilers vectorise them for any processor. What they vectorise badly, conversions of half,
+// look-ups of bytes and packing, has a second version for processors with instructions for it, with the same results.
 //
 // Each codec has:
 //
@@ -16,25 +16,57 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
-#define ONLY_AVX2 1  // compilers vectorise as well where there is AVX-512
+#if defined(__AVX512BW__)
+#define WIDE(operation) _mm512_##operation
+using Floats = __m512;
+using Words = __m512i;
+#elif defined(__AVX2__) && defined(__FMA__)
+#define WIDE(operation) _mm256_##operation
+using Floats = __m256;
+using Words = __m256i;
+#endif
 
-// 32 elements in four registers. Each operation is written for all four before the next one, because a processor does not
-// look far enough ahead to overlap four chains of operations that come one after the other.
+#ifdef WIDE
+// A block is four registers of elements. Each operation is written for all four before the next one, because a processor
+// does not look far enough ahead to overlap four chains of operations that come one after the other.
 #define EACH for (int q = 0; q < 4; q++)
+constexpr int64_t LANES = sizeof(Floats) / sizeof(float), BLOCK = 4 * LANES;
 
-static inline __m256 all(float x) { return _mm256_set1_ps(x); }
-static inline __m256 absolute(__m256 x) { return _mm256_andnot_ps(all(-0.0f), x); }
+static inline Floats all(float x) { return WIDE(set1_ps)(x); }
+static inline Words all_words(uint32_t x) { return WIDE(set1_epi32)(int(x)); }
+static inline Floats absolute(Floats x) { return Floats(Words(x) & all_words(MAGNITUDE)); }
 
-static inline void load_32(const float *values, __m256 (&x)[4]) { EACH x[q] = _mm256_loadu_ps(values + 8 * q); }
+static inline void load_block(const float *values, Floats (&x)[4]) { EACH x[q] = WIDE(loadu_ps)(values + LANES * q); }
+static inline void store_block(float *values, const Floats (&x)[4]) { EACH WIDE(storeu_ps)(values + LANES * q, x[q]); }
 
-// Writes bytes that packing has left in the order of its quarters.
-static inline void store_32(void *codes, __m256i bytes) {
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, order));
+// The codes of a block as floats.
+template <class Code>
+static inline void load_codes(const Code *codes, Floats (&x)[4]) {
+    EACH {
+        __m128i part = {};
+        memcpy(&part, codes + LANES * q, LANES);
+        x[q] = WIDE(cvtepi32_ps)(Code(-1) < 0 ? WIDE(cvtepi8_epi32)(part) : WIDE(cvtepu8_epi32)(part));
+    }
 }
 
-static inline bool has_zero(__m256i bytes) { return _mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())); }
+// Writes bytes that packing has left in the order of its quarters.
+static inline void store_bytes(void *codes, Words bytes) {
+#if defined(__AVX512BW__)
+    const Words order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(codes, _mm512_permutexvar_epi32(order, bytes));
+#else
+    const Words order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((Words *)codes, _mm256_permutevar8x32_epi32(bytes, order));
+#endif
+}
+
+static inline bool has_zero(Words bytes) {
+#if defined(__AVX512BW__)
+    return _mm512_testn_epi8_mask(bytes, bytes) != 0;
+#else
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())) != 0;
+#endif
+}
 #endif
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)

@@ -16,8 +16,8 @@ struct Companded : Coded<int8_t, true> {
             table.look_up(_mm512_abs_epi8(part), part, values + k);
             for (int64_t i = k; i < k + 64; i++) values[i] *= scale;
         }
-#elif ONLY_AVX2
-        for (; k + 32 <= n; k += 32) decode_32(codes + k, scale, values + k);
+#elif defined(WIDE)
+        for (; k + BLOCK <= n; k += BLOCK) decode_block(codes + k, scale, values + k);
 #endif
         for (; k < n; k++) values[k] = value(codes[k]) * scale;
     }
@@ -29,31 +29,33 @@ struct Companded : Coded<int8_t, true> {
         const float factor = divisor < 1.0f ? 1.0f : 0.5f, offset = divisor * factor, most = 254.0f * factor;
         *scale = largest == 0 ? 0.0f : divisor;
         int64_t k = 0;
-#if ONLY_AVX2
-        for (; k + 32 <= n; k += 32) encode_32(values + k, factor, offset, most, codes + k);
+#ifdef WIDE
+        for (; k + BLOCK <= n; k += BLOCK) encode_block(values + k, factor, offset, most, codes + k);
 #endif
 #pragma GCC ivdep
         for (; k < n; k++) codes[k] = int8_t(nearest(values[k] / fma(__builtin_fabsf(values[k]), factor, offset) * most));
     }
 
    private:
-#if ONLY_AVX2
-    static inline void decode_32(const int8_t *codes, float scale, float *values) {
-        __m256 code[4], y[4];
-        EACH code[q] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(codes + 8 * q))));
-        EACH y[q] = _mm256_sub_ps(all(254.0f), absolute(code[q]));
-        EACH y[q] = _mm256_div_ps(code[q], y[q]);
-        EACH _mm256_storeu_ps(values + 8 * q, _mm256_mul_ps(y[q], all(scale)));
+#ifdef WIDE
+    static inline void decode_block(const int8_t *codes, float scale, float *values) {
+        Floats code[4], y[4];
+        load_codes(codes, code);
+        EACH y[q] = WIDE(sub_ps)(all(254.0f), absolute(code[q]));
+        EACH y[q] = WIDE(div_ps)(code[q], y[q]);
+        EACH y[q] = WIDE(mul_ps)(y[q], all(scale));
+        store_block(values, y);
     }
 
-    static inline void encode_32(const float *values, float factor, float offset, float most, int8_t *codes) {
-        __m256 x[4], y[4];
-        __m256i code[4];
-        load_32(values, x);
-        EACH y[q] = _mm256_fmadd_ps(absolute(x[q]), all(factor), all(offset));
-        EACH y[q] = _mm256_div_ps(x[q], y[q]);
-        EACH code[q] = _mm256_cvtps_epi32(_mm256_mul_ps(y[q], all(most)));
-        store_32(codes, _mm256_packs_epi16(_mm256_packs_epi32(code[0], code[1]), _mm256_packs_epi32(code[2], code[3])));
+    static inline void encode_block(const float *values, float factor, float offset, float most, int8_t *codes) {
+        Floats x[4], y[4];
+        Words code[4];
+        load_block(values, x);
+        EACH y[q] = WIDE(fmadd_ps)(absolute(x[q]), all(factor), all(offset));
+        EACH y[q] = WIDE(div_ps)(x[q], y[q]);
+        EACH code[q] = WIDE(cvtps_epi32)(WIDE(mul_ps)(y[q], all(most)));
+        const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
+        store_bytes(codes, WIDE(packs_epi16)(first, second));
     }
 #endif
 };
@@ -67,8 +69,8 @@ struct Root : Coded<uint8_t, false> {
     static inline void decode(const uint8_t *codes, const float *scales, float *values, int64_t n) {
         const float scale = *scales;
         int64_t k = 0;
-#if ONLY_AVX2
-        for (; k + 32 <= n; k += 32) decode_32(codes + k, scale, values + k);
+#ifdef WIDE
+        for (; k + BLOCK <= n; k += BLOCK) decode_block(codes + k, scale, values + k);
 #endif
 #pragma GCC ivdep
         for (; k < n; k++) values[k] = value(codes[k], scale);
@@ -80,9 +82,9 @@ struct Root : Coded<uint8_t, false> {
         *scale = unit;
         int64_t k = 0;
         int32_t smallest = 0xFF;
-#if ONLY_AVX2
-        __m256i each = _mm256_set1_epi8(-1);
-        for (; k + 32 <= n; k += 32) each = _mm256_min_epu8(each, encode_32(values + k, inverse, codes + k));
+#ifdef WIDE
+        Words each = all_words(~0u);
+        for (; k + BLOCK <= n; k += BLOCK) each = WIDE(min_epu8)(each, encode_block(values + k, inverse, codes + k));
         smallest = has_zero(each) ? 0 : smallest;
 #endif
 #pragma GCC ivdep
@@ -95,21 +97,23 @@ struct Root : Coded<uint8_t, false> {
     }
 
    private:
-#if ONLY_AVX2
-    static inline void decode_32(const uint8_t *codes, float scale, float *values) {
-        __m256 root[4];
-        EACH root[q] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(codes + 8 * q))));
-        EACH root[q] = _mm256_mul_ps(root[q], all(scale));
-        EACH _mm256_storeu_ps(values + 8 * q, _mm256_mul_ps(root[q], root[q]));
+#ifdef WIDE
+    static inline void decode_block(const uint8_t *codes, float scale, float *values) {
+        Floats root[4];
+        load_codes(codes, root);
+        EACH root[q] = WIDE(mul_ps)(root[q], all(scale));
+        EACH root[q] = WIDE(mul_ps)(root[q], root[q]);
+        store_block(values, root);
     }
 
-    static inline __m256i encode_32(const float *values, float inverse, uint8_t *codes) {
-        __m256 x[4];
-        __m256i code[4];
-        load_32(values, x);
-        EACH code[q] = _mm256_cvtps_epi32(_mm256_mul_ps(x[q], all(inverse)));
-        const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(code[0], code[1]), _mm256_packs_epi32(code[2], code[3]));
-        store_32(codes, bytes);
+    static inline Words encode_block(const float *values, float inverse, uint8_t *codes) {
+        Floats x[4];
+        Words code[4];
+        load_block(values, x);
+        EACH code[q] = WIDE(cvtps_epi32)(WIDE(mul_ps)(x[q], all(inverse)));
+        const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
+        const Words bytes = WIDE(packus_epi16)(first, second);
+        store_bytes(codes, bytes);
         return bytes;
     }
 #endif

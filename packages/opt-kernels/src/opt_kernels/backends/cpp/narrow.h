@@ -71,33 +71,31 @@ static inline void widen(const half *codes, float scale, float *values, int64_t 
     for (; k < n; k++) values[k] = scaled<SIGNED>(Float::value(codes[k].bits), scale);
 }
 
-#if ONLY_AVX2
-// 32 codes, as `narrow` has them, of values that are rounded without being scaled: `normal` is the word of the smallest
-// value whose code is normal. A sum's exponent and units are halves of its word, which one product of integers joins. Signs
-// are seen in words saturated to bytes, four times as many at a time.
+#ifdef WIDE
+// A block of codes, as `narrow` has them, of values that are rounded without being scaled: `normal` is the word of the
+// smallest value whose code is normal. A sum's exponent and units are halves of its word, which one product of integers
+// joins. Signs are seen in words saturated to bytes, four times as many at a time.
 template <class Float, bool SIGNED>
-static inline __m256i narrow_32(const float *values, uint32_t normal, uint8_t *codes) {
+static inline Words narrow_block(const float *values, uint32_t normal, uint8_t *codes) {
     constexpr int SHIFT = Float::SHIFT, ROOM = SHIFT - 16;
-    __m256 x[4];
-    __m256i words[4], code[4];
-    load_32(values, x);
-    EACH words[q] = _mm256_castps_si256(x[q]);
+    Floats x[4];
+    Words words[4], code[4];
+    load_block(values, x);
+    EACH words[q] = Words(x[q]);
     EACH {
-        const __m256i exponent = _mm256_and_si256(words[q], _mm256_set1_epi32(INFINITE));
-        const __m256i power = _mm256_max_epi32(exponent, _mm256_set1_epi32(int(normal)));
-        const __m256 size = SIGNED ? absolute(x[q]) : x[q];
-        const __m256 sum = _mm256_fmadd_ps(_mm256_castsi256_ps(power), all(float(1 << SHIFT)), size);
-        code[q] = _mm256_madd_epi16(_mm256_castps_si256(sum), _mm256_set1_epi32(1 << 16 | 1 << ROOM));
+        const Words power = WIDE(max_epi32)(words[q] & all_words(INFINITE), all_words(normal));
+        const Floats sum = WIDE(fmadd_ps)(Floats(power), all(float(1 << SHIFT)), SIGNED ? absolute(x[q]) : x[q]);
+        code[q] = WIDE(madd_epi16)(Words(sum), all_words(1 << 16 | 1 << ROOM));
     }
-    const __m256i least = _mm256_set1_epi16(short((normal + (uint32_t(SHIFT) << 23)) >> 16));
-    const __m256i first = _mm256_sub_epi16(_mm256_packs_epi32(code[0], code[1]), least);
-    const __m256i second = _mm256_sub_epi16(_mm256_packs_epi32(code[2], code[3]), least);
-    __m256i bytes = _mm256_packus_epi16(_mm256_srli_epi16(first, ROOM), _mm256_srli_epi16(second, ROOM));
+    const Words least = WIDE(set1_epi16)(short((normal + (uint32_t(SHIFT) << 23)) >> 16));
+    const Words first = WIDE(sub_epi16)(WIDE(packs_epi32)(code[0], code[1]), least);
+    const Words second = WIDE(sub_epi16)(WIDE(packs_epi32)(code[2], code[3]), least);
+    Words bytes = WIDE(packus_epi16)(WIDE(srli_epi16)(first, ROOM), WIDE(srli_epi16)(second, ROOM));
     if (SIGNED) {
-        const __m256i signs = _mm256_packs_epi16(_mm256_packs_epi32(words[0], words[1]), _mm256_packs_epi32(words[2], words[3]));
-        bytes = _mm256_or_si256(bytes, _mm256_and_si256(signs, _mm256_set1_epi8(char(Float::SIGN))));
+        const Words first_signs = WIDE(packs_epi32)(words[0], words[1]), second_signs = WIDE(packs_epi32)(words[2], words[3]);
+        bytes |= WIDE(packs_epi16)(first_signs, second_signs) & WIDE(set1_epi8)(char(Float::SIGN));
     }
-    store_32(codes, bytes);
+    store_bytes(codes, bytes);
     return bytes;
 }
 #endif
@@ -107,13 +105,13 @@ template <class Float, bool SIGNED>
 static inline bool narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
     int64_t k = 0;
     int32_t smallest = 0xFF;
-#if ONLY_AVX2
+#ifdef WIDE
     // NORMAL over a power of two; of moderate ones, so that sums are finite and normal.
     const uint32_t power = word_of(factor), normal = Float::NORMAL + (127u << 23) - power;
     const bool is_moderate = power - (63u << 23) < 128u << 23;
-    __m256i each = _mm256_set1_epi8(-1);
-    for (; k + 32 <= n && is_moderate; k += 32)
-        each = _mm256_min_epu8(each, narrow_32<Float, SIGNED>(values + k, normal, codes + k));
+    Words each = all_words(~0u);
+    for (; k + BLOCK <= n && is_moderate; k += BLOCK)
+        each = WIDE(min_epu8)(each, narrow_block<Float, SIGNED>(values + k, normal, codes + k));
     smallest = has_zero(each) ? 0 : smallest;
 #endif
 #pragma GCC ivdep
