@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from states import assert_is_step, state_at
 
 from opt_checkpoint import Resume, TieredCheckpointManager
 from opt_checkpoint.run.series import step_name
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 def tiers(folder: str, rank: int, *, per_node: int = 1, **options: Any) -> TieredCheckpointManager:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from checkpoint_ranks import save_as_ranks
-from failing_calls import Calls, LossyCalls, PowerLoss, at, die
-from processes import join_world, new_meeting, start
+from failing_calls import Calls, LossyCalls, PowerLoss, at, bucket_in, die
+from processes import start
 from states import assert_is_step, state_at
 
-from opt_checkpoint import CheckpointManager, committed_steps, save, verify_checkpoint
+from opt_checkpoint import CheckpointManager, ObjectPath, committed_steps, save, verify_checkpoint
 from opt_checkpoint.run.series import step_name
 from opt_checkpoint.store.lease import LEASE
 
@@ -56,75 +53,46 @@ def test_the_directories_above_a_first_checkpoint_survive_a_loss_of_power(tmp_pa
 # ----- kills
 
 
-def check_restart(folder: Path) -> int:
+def check_restart(place: Path | ObjectPath) -> int:
     """Every committed step is whole and equals what was saved; a restart resumes from the newest, and clears up when
     it saves."""
-    steps = committed_steps(folder)
+    steps, folder = committed_steps(place), place if isinstance(place, Path) else Path("/") / place.key
     for step in steps:
-        assert verify_checkpoint(folder / step_name(step)) == []
-    manager = CheckpointManager(folder, keep=10_000, in_background=False)
+        assert verify_checkpoint(place / step_name(step)) == []
+    manager = CheckpointManager(place, keep=10_000, in_background=False)
     assert_is_step(manager.load(state_at(0, 0, 1, filled=False)).state, steps[-1], 0, 1)
-    for killed in folder.glob(".opt-checkpoint-tmp-*"):
-        lease = killed / LEASE
-        if not lease.exists() or not lease.stat().st_size:  # killed before its lease was written, or before the commit
-            for path in (*killed.iterdir(), killed):
-                os.utime(path, (0, 0))
-    manager.save(steps[-1] + 1, state_at(steps[-1] + 1, 0, 1))
-    assert sorted(p.name for p in folder.iterdir()) == [step_name(s) for s in (*steps, steps[-1] + 1)]
+    if not any(lease.stat().st_size for lease in folder.rglob(LEASE)):  # not yet written, or removed before the commit
+        for path in folder.rglob("*"):
+            os.utime(path, (0, 0))
+    manager.save(3, state_at(3, 0, 1))
+    left = {path.relative_to(folder).parts[0] for path in folder.rglob("*") if path.is_file()}
+    assert left == {step_name(step) for step in (*steps, 3)}
     return steps[-1]
 
 
-def save_and_die(folder: str, step: int, call: int) -> None:
-    """A save that is killed before its given call to the file system."""
+def save_and_die(folder: str, in_bucket: bool, call: int) -> None:
+    """A save that is killed before its given call to the file system, or request."""
     with at(call, die):
-        save(state_at(step, 0, 1), Path(folder) / step_name(step))
+        save(state_at(2, 0, 1), (bucket_in if in_bucket else Path)(folder) / step_name(2))
     os._exit(0)
 
 
-def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path: Path, full: bool) -> None:
+@pytest.mark.parametrize(
+    "in_bucket", [False, pytest.param(True, marks=pytest.mark.needs_extra)], ids=["disk", "bucket"]
+)
+def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(
+    tmp_path: Path, full: bool, in_bucket: bool
+) -> None:
+    place_in = bucket_in if in_bucket else Path
+    save(state_at(1, 0, 1), place_in(tmp_path) / step_name(1))
     with Calls() as counting:
-        save(state_at(1, 0, 1), tmp_path / "counted")
-    calls = range(1, len(counting.made) + 1)
-    for call in calls if full else calls[::3]:
-        folder = tmp_path / str(call)
-        save(state_at(1, 0, 1), folder / step_name(1))
-        process = start(save_and_die, str(folder), 2, call)
+        save(state_at(2, 0, 1), place_in(tmp_path) / step_name(2))
+    commit = 1 + max(n for n, name in enumerate(counting.names) if name == ("create" if in_bucket else "rename"))
+    last = len(counting.made)
+    for call in range(1, last + 1) if full else {2, 7, commit - 2, commit, last}:
+        place = place_in(tmp_path / str(call))
+        save(state_at(1, 0, 1), place / step_name(1))
+        process = start(save_and_die, str(tmp_path / str(call)), in_bucket, call)
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-        renamed = counting.names.index("rename") + 1 < call
-        assert check_restart(folder) == (2 if renamed else 1)
-
-
-def save_until_killed(rank: int, size: int, meeting: str, folder: str, background: bool) -> None:
-    """Resume from the newest step, then save step after step."""
-    join_world(rank, size, meeting)
-    manager = CheckpointManager(folder, keep=2, in_background=background)
-    for step in itertools.count((manager.latest() or 0) + 1):
-        manager.save(step, state_at(step, rank, size))
-
-
-def run_until_killed(folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
-    """Start two ranks, kill some of them a while after their first commit, then the rest; exit codes by rank."""
-    before, meeting, deadline = committed_steps(folder), new_meeting(folder.parent), time.monotonic() + 60
-    processes = [start(save_until_killed, rank, 2, meeting, str(folder), background) for rank in (0, 1)]
-    while committed_steps(folder) == before and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(after_s)
-    for victim in victims:
-        os.kill(processes[victim].pid, signal.SIGKILL)
-    time.sleep(0.1)
-    for process in processes:
-        process.kill()
-        process.join(30)
-    return [process.exitcode for process in processes]
-
-
-@pytest.mark.nightly  # the moment is drawn
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-def test_killed_at_a_random_moment_the_next_run_resumes(tmp_path: Path, background: bool) -> None:
-    rng, reached = random.Random(background), [0]
-    for _ in range(100):
-        victims = rng.choice([[0], [1], [0, 1]])
-        assert -signal.SIGKILL in run_until_killed(tmp_path / "run", background, rng.random() * 0.2, victims)
-        reached.append(check_restart(tmp_path / "run"))
-        assert reached[-1] > reached[-2]
+        assert check_restart(place) == (2 if call > commit else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import error_on_all, save_as_ranks
+from processes import join_world, new_meeting, start
 from states import COLUMNS, ROWS, state_at
 
 from opt_checkpoint import (
@@ -30,10 +30,6 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.dcp.layout import weighted_sum
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from processes import join_world, new_meeting, start
 
 SHAPE, HALF = (ROWS, COLUMNS), ROWS * COLUMNS // 2
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 import threading
 import uuid
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_ranks import error_on_all
-from failing_calls import WRITES, Calls, bucket_in, die, error, failing, get, objects_in, put
-from processes import start
+from failing_calls import WRITES, Calls, error, failing, get, objects_in, put
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -250,42 +246,6 @@ def test_a_damaged_commit_is_damage_and_removes_nothing_and_is_replaced_by_anoth
     with CheckpointManager(bucket) as manager:
         manager.save(2, state_at(2, 0, 1))
     assert_is_step(load(state_at(0, 0, 1, filled=False), bucket / step_name(2)).state, 2, 0, 1)
-
-
-def save_to_store_and_die(folder: str, step: int, number: int) -> None:
-    """A save to a store that is killed before the given request that writes."""
-    calls = Calls()
-    calls.before = lambda *call: die() if sum(name in WRITES for name in calls.names) == number else None
-    with calls:
-        save(state_at(step, 0, 1), bucket_in(folder) / step_name(step))
-    os._exit(0)
-
-
-def test_killed_before_any_request_the_newest_is_whole_and_the_next_save_clears_up(tmp_path: Path, full: bool) -> None:
-    with Calls() as calls:
-        save(state_at(1, 0, 1), bucket_in(tmp_path) / "counted")
-    writing = [name for name in calls.names if name in WRITES]
-    numbers = range(1, len(writing) + 1)
-    for number in numbers if full else (2, writing.index("create") + 1):
-        bucket = bucket_in(tmp_path / str(number))
-        save(state_at(1, 0, 1), bucket / step_name(1))
-        process = start(save_to_store_and_die, f"{tmp_path}/{number}", 2, number)
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
-        assert_resumes_from(bucket, 1)
-        expire(bucket)
-        manager = CheckpointManager(bucket, in_background=False)
-        manager.save(3, state_at(3, 0, 1))
-        assert not objects_in(bucket / step_name(2))
-        assert_resumes_from(bucket, 3)
-
-
-def expire(bucket: ObjectPath) -> None:
-    """Files of a save whose lease was never written, or removed just before the commit, count by their age."""
-    folder = Path("/") / bucket.key
-    if not list(folder.rglob(LEASE)):
-        for file in folder.rglob("*"):
-            os.utime(file, (0, 0))
 
 
 def test_a_save_of_another_machine_is_kept_until_its_lease_expires(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_ranks import RankPool
+from local_tiers import tiers
 from states import state_at
 
 from opt_checkpoint import (
@@ -24,10 +24,6 @@ from opt_checkpoint import (
 from opt_checkpoint.run.series import step_name
 from opt_checkpoint.tiers import local_tier
 from opt_checkpoint.tiers.local_tier import LocalTier
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from local_tiers import tiers
 
 
 def half(step: int, rank: int) -> ShardedTensor:
