@@ -93,7 +93,7 @@ def as_launched() -> None:
 class AcceleratedRun:
     """A run of Accelerate: over DDP, or with FSDP2, which replaces the parameters in `prepare`."""
 
-    def __init__(self, config: OptimizerConfig = CONFIG, *, fsdp2: bool = False, rank_0_loads: bool = False) -> None:
+    def __init__(self, *, fsdp2: bool, rank_0_loads: bool) -> None:
         layers = make_layers()
         if fsdp2:
             options: dict[str, Any] = {"auto_wrap_policy": "no_wrap", "cpu_ram_efficient_loading": rank_0_loads}
@@ -103,11 +103,10 @@ class AcceleratedRun:
             if rank_0_loads and not self.accelerator.is_main_process:
                 for param in layers.parameters():
                     nn.init.zeros_(param)  # as a rank that loads no checkpoint has it
-            layers[2].weight.is_embedding_or_output_parameter = True
         else:
             self.accelerator = accelerate.Accelerator(cpu=True)
-        self.made: Any = DeferredOptimizer(config, layers) if fsdp2 else make_optimizer(layers)
-        self.model, self.optimizer = self.accelerator.prepare(layers, self.made)
+        made: Any = DeferredOptimizer(CONFIG, layers) if fsdp2 else make_optimizer(layers)
+        self.model, self.optimizer = self.accelerator.prepare(layers, made)
         assert isinstance(self.model, FSDPModule if fsdp2 else nn.parallel.DistributedDataParallel)
         self.norms: list[float] = []
 
@@ -131,9 +130,7 @@ def _use_fsdp2(accelerator: accelerate.Accelerator, plugin: FullyShardedDataPara
     assert accelerator.is_fsdp2
 
 
-def with_accelerate(
-    folder: Path, fsdp2: bool, saved_at: int = SAVED_AT, rank_0_loads: bool = False
-) -> tuple[Trained, Trained]:
+def with_accelerate(folder: Path, fsdp2: bool, rank_0_loads: bool = False) -> tuple[Trained, Trained]:
     """The uninterrupted run, and one that was saved and resumed.
 
     With `rank_0_loads`, the other ranks' values are broadcast from rank 0 in `prepare`.
@@ -143,11 +140,11 @@ def with_accelerate(
     unbroken = AcceleratedRun(**options)
     unbroken.train(range(STEPS))
     first = AcceleratedRun(**options)
-    first.train(range(saved_at))
+    first.train(range(SAVED_AT))
     first.accelerator.save_state(str(folder))
     resumed = AcceleratedRun(**options)
     resumed.accelerator.load_state(str(folder))
-    resumed.train(range(saved_at, STEPS))
+    resumed.train(range(SAVED_AT, STEPS))
     return unbroken.trained(), resumed.trained()
 
 
@@ -172,15 +169,6 @@ def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained | None]:
         norms.append(optimizer.get_grad_norm())
         prepared.zero_grad()
     return Trained(whole_weights(layers), norms), None
-
-
-def rules_after_fsdp2() -> list[str]:
-    """The rule of each parameter, in the model's order; an attribute keeps the last matrix away from Muon."""
-    as_launched()
-    run = AcceleratedRun(OptimizerConfig(optimizer="muon", lr=1e-2, clip_grad=0.0), fsdp2=True)
-    run.train(range(1))
-    rules = {id(p): group["optimizer"] for group in run.made.param_groups for p in group["params"]}
-    return [rules[id(param)] for param in run.model.parameters()]
 
 
 # --- Lightning --------------------------------------------------------------------------------------------------------
@@ -270,19 +258,8 @@ class _InOrder(transformers.Trainer):
         return torch.utils.data.SequentialSampler(_Rows())
 
 
-def run_hf_trainer(
-    kind: Any, model: nn.Module, rows: Any, output: Path, *, resume: bool, built: dict[str, Any], **options: Any
-) -> Any:
-    """A run on a CPU that saves a checkpoint; or resumes from the one in `output`."""
-    options |= {"report_to": [], "save_steps": SAVED_AT, "disable_tqdm": True, "use_cpu": True}
-    arguments = transformers.TrainingArguments(output_dir=str(output), **options)
-    trainer = kind(model=model, args=arguments, train_dataset=rows, **built)
-    trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED_AT}") if resume else None)
-    return trainer
-
-
 def train_with_hf_trainer(output: Path, resume: bool, uses_factory: bool) -> Trained:
-    """One run of the HF Trainer over DDP, which is given an optimizer, or builds the stack itself."""
+    """One run over DDP, which is given an optimizer, or builds the stack itself; it saves, or resumes from `output`."""
     model = _HfToy()
     built: dict[str, Any] = {"optimizer_cls_and_kwargs": (StackFactory, {"config": CONFIG})}
     if not uses_factory:
@@ -290,7 +267,10 @@ def train_with_hf_trainer(output: Path, resume: bool, uses_factory: bool) -> Tra
         built = {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))}
     options: dict[str, Any] = {"max_grad_norm": MAX_NORM, "lr_scheduler_type": "constant", "ddp_backend": "gloo"}
     options |= {"num_train_epochs": 1, "per_device_train_batch_size": ROWS // dist.get_world_size()}
-    trainer = run_hf_trainer(_InOrder, model, _Rows(), output, resume=resume, built=built, logging_steps=1, **options)
+    options |= {"report_to": [], "save_steps": SAVED_AT, "logging_steps": 1, "disable_tqdm": True, "use_cpu": True}
+    arguments = transformers.TrainingArguments(output_dir=str(output), **options)
+    trainer = _InOrder(model=model, args=arguments, train_dataset=_Rows(), **built)
+    trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED_AT}") if resume else None)
     norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
     return Trained(whole_weights(model.layers), norms)
 
@@ -305,45 +285,12 @@ def with_hf_trainer(folder: Path, uses_factory: bool) -> tuple[Trained, Trained]
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
-needs_fsdp2 = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
-
-
-@needs_fsdp2
-def test_attributes_of_parameters_that_accelerate_replaced_still_choose_their_rule() -> None:
-    assert run_processes(2, rules_after_fsdp2) == [["muon", "adam", "adam", "adam"]] * 2
-
-
-def train_gpt2(folder: Path, *, resume: bool = False) -> Any:
-    """A small GPT-2 trained by the Trainer for 6 steps with Muon on its hidden matrices."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **dropouts))
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(32, (24, 8))]
-    config = OptimizerConfig(optimizer="muon", lr=1e-2, clip_grad=0.0)
-    built = {"optimizer_cls_and_kwargs": (StackFactory, {"config": config})}
-    options: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 4, "lr_scheduler_type": "linear"}
-    return run_hf_trainer(transformers.Trainer, model, rows, folder, resume=resume, built=built, **options)
-
-
-def test_the_trainer_trains_gpt2_with_muon_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    unbroken, resumed = train_gpt2(tmp_path), train_gpt2(tmp_path, resume=True)
-    for (name, weight), other in zip(unbroken.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
-    groups = unbroken.optimizer.optimizer.param_groups
-    names = {name for group in groups for name in map(str, group["param_ids"]) if group["optimizer"] == "muon"}
-    assert "transformer.h.0.mlp.c_fc.weight" in names
-    assert "transformer.wte.weight" not in names
-    assert [group["lr"] for group in groups] == [0.0] * len(groups)  # the Trainer's schedule
-
-
 # Two halves of a batch are summed in another order than its rows at once: a few roundings a step.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 ON_TWO_RANKS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # and the arguments
     "accelerate, ddp": (with_accelerate, (False,)),
     "accelerate, fsdp2": (with_accelerate, (True,)),
-    "accelerate, fsdp2, rank 0 loads": (with_accelerate, (True, SAVED_AT, True)),
-    "accelerate, fsdp2, saved before the first step": (with_accelerate, (True, 0)),
+    "accelerate, fsdp2, rank 0 loads": (with_accelerate, (True, True)),
     "accelerate, with our wrapper": (accelerate_with_our_wrapper, ()),
     "lightning, ddp": (with_lightning, (False,)),
     "lightning, fsdp2": (with_lightning, (True,)),

@@ -38,13 +38,6 @@ class Run:
         return used
 
 
-def test_it_is_taken_for_a_scheduler_and_stepped_once_per_update() -> None:
-    run = Run()
-    assert isinstance(run.prepared, AcceleratedScheduler)
-    assert run.train(20) == LR.values(range(20))
-    assert run.prepared.get_last_lr() == [LR(20)]
-
-
 def test_accumulated_batches_do_not_count() -> None:
     assert Run(accumulate=4).train(12) == [LR(i // 4) for i in range(12)]
 
@@ -66,10 +59,12 @@ def test_a_skipped_update_does_not_count(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run.scheduler.num_steps == 2
 
 
-def test_a_resumed_run_uses_the_values_of_one_never_stopped(tmp_path: Path) -> None:
+def test_it_is_taken_for_a_scheduler_stepped_once_per_update_and_resumed(tmp_path: Path) -> None:
     first = Run()
+    assert isinstance(first.prepared, AcceleratedScheduler)
     used = first.train(7)
     first.accelerator.save_state(str(tmp_path))
     resumed = Run()
     resumed.accelerator.load_state(str(tmp_path))
     assert used + resumed.train(13) == LR.values(range(20))
+    assert resumed.prepared.get_last_lr() == [LR(20)]
