@@ -16,6 +16,7 @@ from opt_scheduler import (
     OptimizerParamScheduler,
     Schedule,
     ScheduleError,
+    as_schedule,
     clip,
     constant,
     cooldown,
@@ -114,7 +115,32 @@ KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
 ALL = [pytest.param(schedule, id=name) for name, (schedule, _) in KNOTS.items()]
 
 
-@pytest.mark.parametrize(("schedule", "knots"), [pytest.param(*case, id=name) for name, case in KNOTS.items()])
+def triangle(step: float) -> float:
+    """A function of the step as users write it."""
+    return 1.0 - abs(step - 4) / 4
+
+
+OF_CALLABLES: dict[str, tuple[Schedule, dict[float, float]]] = {  # as above, but from_dict does not give them back
+    "callable-after-operators": ((FALL - triangle) * triangle + triangle, {1: 0.375}),
+    "callable-before-operators": (triangle + triangle * (triangle - FALL), {1: 0.125}),
+    "callable-in-join": (join(constant(2.0, steps=4), triangle), {6: 0.5}),
+    "callable-in-warmup": (warmup(lambda step: 2.0 + step, steps=4), {2: 1.0}),
+    "callable-in-scale": (scale(triangle, 2), {2: 1.0}),
+    "callable-in-clip": (clip(triangle, low=0.75), {2: 0.75}),
+    "callable-in-shift": (shift(triangle, 2), {4: 0.5}),
+    "callable-in-stretch": (stretch(triangle, 2), {4: 0.5}),
+    "callable-in-cut": (cut(triangle, 2), {4: 0.5}),
+    "callable-in-repeat": (repeat(cut(triangle, 4)), {6: 0.5}),
+    "callable-in-restarts": (restarts(cut(triangle, 4), decay=0.5), {6: 0.25}),
+    "callable-in-cooldown": (cooldown(triangle, at=2, steps=4), {3: 0.25}),
+    "callable-in-rescale": (rescale(triangle, old_batch=1, new_batch=2), {1: 0.5}),
+    "number-in-warmup": (warmup(2.0, steps=4), {2: 1.0}),
+}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "knots"), [pytest.param(*case, id=name) for name, case in (KNOTS | OF_CALLABLES).items()]
+)
 def test_it_passes_through_its_points(schedule: Schedule, knots: dict[float, float]) -> None:
     # A handful of float operations: 8 rounding units are ample.
     assert schedule.values(knots) == pytest.approx(list(knots.values()), rel=2e-15, abs=2e-15)
@@ -293,3 +319,50 @@ def test_a_step_that_is_no_number_is_refused(step: object) -> None:
     # NaN gave the end value; the others a TypeError about '>'.
     with pytest.raises(ScheduleError, match=r"^ramp: step="):
         linear(1.0, 0.0, steps=10)(step)  # type: ignore[arg-type]
+
+
+# ----- operators, and callables where a schedule is expected
+
+
+def test_the_bracketing_does_not_matter() -> None:
+    a, b, c = FALL, constant(2.0), linear(0.0, 1.0, steps=3)
+    assert (a * b) * c == a * (b * c)
+    assert (a + b) + c == a + (b + c)
+    assert join(join(a, c), b) == join(a, join(c, b)) == join(a, c, b)
+
+
+def test_a_callable_has_a_name_and_cannot_be_rebuilt_from_it() -> None:
+    plain = json.loads(json.dumps((warmup(triangle, steps=4)).to_dict()))
+    assert plain["parts"][1] == {"kind": "function", "name": f"{__name__}.triangle"}
+    with pytest.raises(ScheduleError, match=r"triangle' is a callable of which only the name was saved; pass the call"):
+        Schedule.from_dict(plain)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda step: math.nan, r"<lambda>\(3\) returned nan, which is not a finite number"),
+        (lambda step: math.inf, r"<lambda>\(3\) returned inf, which is not a finite number"),
+        (lambda step: None, r"<lambda>\(3\) must return a number"),
+        (lambda: 1.0, r"<lambda>\(3\) must return a number: .* takes 0 positional arguments"),
+        (linear, r"linear\(3\) must return a number: .*missing"),
+    ],
+    ids=["nan", "inf", "nothing", "no-argument", "a-curve-that-was-not-built"],
+)
+def test_a_callable_that_gives_no_finite_number_is_refused(function: Callable[[float], float], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        as_schedule(function)(3)
+
+
+@pytest.mark.parametrize("given", ["cosine", None, {"kind": "constant"}, True])
+def test_what_is_no_schedule_is_refused(given: object) -> None:
+    with pytest.raises(ScheduleError, match="must be a Schedule, a number, or a callable that takes the step"):
+        as_schedule(given)
+
+
+def test_an_operand_of_another_type_is_a_type_error() -> None:
+    for operate in (lambda: FALL * "2", lambda: FALL + None, lambda: [1] - FALL, lambda: FALL - True):  # type: ignore[operator]
+        with pytest.raises((TypeError, ScheduleError)):
+            operate()
+    with pytest.raises(ScheduleError, match="divided by a number other than 0, not by 0"):
+        FALL / 0
