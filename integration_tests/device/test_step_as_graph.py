@@ -21,7 +21,7 @@ from torch import nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm import Comm
 from opt_distributed.comm.device import Graph
-from opt_distributed.step import verdict
+from opt_distributed.step import capture, verdict
 from opt_kernels.hooks import RelativeUpdate
 from opt_stack import Optimizer, get_optimizer
 
@@ -117,6 +117,20 @@ def test_what_a_capture_freezes_is_captured_again(change: str) -> None:
     between = lambda step, optimizer: apply(optimizer) if step == 3 else None
     program = train(between, do=[*REPLAYS[:3], *again, "replay"], may_read=True)
     assert_bits_of_a_cpu(replace(ALONE, rule=rule), program, on_device=GRAPHS, num_orders=3)
+
+
+def test_a_step_that_cannot_be_replayed_for_long_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Limits that change before every step: none is captured, nor replayed from before a change and back."""
+    monkeypatch.setattr(capture, "MANY_MISSES", STEPS // 2)
+
+    def between(step: int, optimizer: Optimizer) -> None:
+        optimizer.stepper.limits = replace(optimizer.stepper.limits, max_norm=(0.5, 0.25)[step % 2])
+
+    assert_bits_of_a_cpu(ALONE, train(between, do=[""] * STEPS), on_device=GRAPHS, num_orders=1)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"the last {STEPS // 2} steps ran without their graph" in warning
 
 
 def halves(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
