@@ -117,7 +117,8 @@ class ThreadGroups:
     def __init__(self, grid: Grid, *, late: bool):
         self.grid = grid
         self.worlds: list[World] = []
-        roles = ("tp", "expt_tp", "embd", "intra_dist_opt", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
+        roles = ("tp", "expt_tp", "embd", "pp", "ep")
+        roles += ("intra_dist_opt", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
         self._comms = {role: self._made(members_of(grid, role), late) for role in roles}
         self._comms["everyone"] = self._made([list(range(grid.size))], late)
 
@@ -145,6 +146,8 @@ class ThreadGroups:
             everyone=of["everyone"],
             instance=of["intra_dist_opt"] if self.grid.instances > 1 else None,
             embedding=of["embd"],
+            ep=of["ep"],
+            pp=of["pp"],
         )
 
 

@@ -50,10 +50,12 @@ def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sharded(run: Run) -> dict[str, Any]:
-    if run.setup.layout != "plain":
+    """A model that is not DTensors is described by the parameters' attributes or by hand: one by the run that saves,
+    the other by the run that loads, which is possible where no experts are stacked by hand."""
+    stacks, is_resumed = _stacked(run.case), run.setup is run.case.resume
+    if run.setup.layout != "plain" or (run.case.seed + (is_resumed and not stacks)) % 2:
         model = {name: value for net in run.nets for name, value in sharded_model(net).items()}
     else:
-        stacks = _stacked(run.case)
         held = [param for param in run.case.params if run.holds(param)]
         model = {param.name: _sharded(run, param, stacks.get(param.name)) for param in held}
     return {"model": model, "optimizer": run.optimizer.sharded_state_dict(model)}

@@ -13,7 +13,7 @@ from typing import Any
 import cut_ranks
 import pytest
 import torch
-from cut_ranks import EVEN, Parts
+from cut_ranks import EVEN, mark_parts
 from fake_accelerator import DeferredComm, DeferredRank, run_deferred
 from on_device import (
     ALL,
@@ -37,7 +37,6 @@ from on_device import (
 )
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
-from tp_model import cut
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
@@ -137,12 +136,13 @@ def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[
     config = OptimizerConfig(lr=0.02, clip_grad=0.0, muon_fp32_matmul_prec="highest", **fields)
 
     def train(tp: Comm, **offload: Any) -> list[Tensor]:
-        net, axes = Parts(EVEN, 0, tp), Axes(dp=Alone(), tp=tp)
+        net, axes = mark_parts(cut_ranks.Net(EVEN, 0), tp), Axes(dp=Alone(), tp=tp)
         roles = Roles(dense=axes, expert=axes, everyone=tp)
         optimizer = get_optimizer(replace(config, **offload), [net], {}, pg_collection=roles)
         for step in range(STEPS):
-            for part, whole in zip(net.children(), cut_ranks.Net(EVEN, 1 + step).children(), strict=True):
-                part.weight.grad = cut(whole.weight.detach(), tp.rank, tp.size, dim=part.dim)
+            grads = mark_parts(cut_ranks.Net(EVEN, 1 + step), tp).parameters()
+            for param, grad in zip(net.parameters(), grads, strict=True):
+                param.grad = grad.detach()
             optimizer.step()
         return [param.detach().clone() for param in net.parameters()]
 

@@ -50,50 +50,25 @@ CASES: dict[str, tuple[OptimizerConfig, ranks.Shapes, ranks.LayOut]] = {
     "soap, tp": (SOAP, UNEVEN, tp),
     "soap, an owner without rows": (SOAP, SMALL, fsdp),
 }
-BY_ATTRIBUTES = {
-    "soap": (SOAP, SOAP),
-    "soap of parts": (SOAP_OF_PARTS, SOAP_OF_PARTS),
-    "muon": (DUPLICATED, DUPLICATED),
-    "normuon, gathered to joint": (NORMUON, adaptive("normuon", "distributed")),
-    "namo": (NAMO, NAMO),
-}
 BLOCKWISE = {name: adaptive(name, "blockwise") for name in ("normuon", "namo")}
 HOOKED = {"adam": ADAM, "muon": DUPLICATED}
 HOOKED_LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, ranks.tp_on_a_part_of_the_mesh, two_axes)
 HOOKS = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate(), CentralizeGradient())
-SAVED: dict[str, tuple[OptimizerConfig, ranks.Shapes, ranks.LayOut]] = {
-    "soap": CASES["soap, fsdp"],
-    "soap of parts": CASES["soap of parts, fsdp"],
-    "normuon": CASES["normuon, hsdp"],
-    "adamuon": (ADAMUON, OBLONG, tp),
-    "namo": CASES["namo, fsdp"],
-    "adam, a vector outside the tensor-parallel plan": (ADAM, EVEN, fsdp_x_tp),
-    "muon, a vector outside the tensor-parallel plan": (DUPLICATED, EVEN, fsdp_x_tp),
-    "adam, replicas of tensor parallelism": (ADAM, EVEN, ranks.tp_on_a_part_of_the_mesh),
-}
 # In the first, rows of heads are cut, and the last rank has fewer.
 CLIPPED = {"fsdp": (UNEVEN, fsdp), "hsdp": (EVEN, hsdp), "tp": (EVEN, tp), "fsdp x tp": (EVEN, fsdp_x_tp)}
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """The results of four ranks, by job; and the paths of checkpoints."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    paths = {f"path {name}": str(folder / name) for name in SAVED}
+    """The results of four ranks, by job."""
     jobs = {name: Job(train, case) for name, case in CASES.items()}
-    for name, saved in SAVED.items():
-        jobs[f"save {name}"] = Job(ranks.train_and_save, (*saved, paths[f"path {name}"]))
-        jobs[f"load {name}"] = Job(ranks.resume, (*saved[:2], tp, paths[f"path {name}"]))
     for name, rule in BLOCKWISE.items():
         jobs |= {f"blocks {name} {at.__name__}": Job(train, (rule, EVEN, at)) for at in (replicas_of_tp, fsdp_x_tp)}
     for name, rule in HOOKED.items():
         jobs |= {f"hooks {name} {at.__name__}": Job(train, (rule, EVEN, at, HOOKS)) for at in HOOKED_LAYOUTS}
-    jobs["apart"] = Job(ranks.save_apart, (str(folder / "apart"),))
-    for name, (saved, loaded) in BY_ATTRIBUTES.items():
-        path = str(folder / f"attributes {name}")
-        jobs[f"attributes {name}"] = Job(ranks.resume_by_attributes, (saved, loaded, EVEN, path))
+    jobs["apart"] = Job(ranks.save_apart, (str(tmp_path_factory.mktemp("checkpoints")),))
     jobs |= {f"clipped {name}": Job(ranks.clip_attention, case) for name, case in CLIPPED.items()}
-    return run_jobs(4, jobs) | paths
+    return run_jobs(4, jobs)
 
 
 def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "", **tolerance: float) -> None:
@@ -132,27 +107,10 @@ def test_blocks_of_tensor_parallelism_stay_blocks_where_fsdp_cuts_them_further(r
     assert not torch.allclose(blocks[0].weights["row.weight"], whole["row.weight"], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", SAVED)
-def test_a_saved_run_goes_on_where_matrices_are_cut_otherwise_or_whole(name: str, four: Any) -> None:
-    rule, shapes, _ = SAVED[name]
-    want, alone = train(rule, shapes).weights, ranks.resume(rule, shapes, None, four[f"path {name}"])
-    for got in (*four[f"save {name}"], *four[f"load {name}"], alone):
-        assert got.keys() == want.keys()
-        assert_close(got, want, rtol=1e-6, atol=1e-7)
-
-
 def test_replicas_that_have_come_apart_are_refused_on_every_rank(four: Any) -> None:
     for message in four["apart"]:
         assert "column.weight: Invalid access pattern: rank 0" in message
         assert "their values differ" in message
-
-
-@pytest.mark.parametrize("name", BY_ATTRIBUTES)
-def test_a_tensor_parallel_run_goes_on_at_another_tensor_parallel_size(name: str, four: Any) -> None:
-    """Matrix state that one rank has, that all have, or that lies in parts, is saved as that of the whole."""
-    want = train(BY_ATTRIBUTES[name][0], EVEN).weights
-    for weights in (weights for rank in four[f"attributes {name}"] for weights in rank.values()):
-        assert_close(weights, want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("rule", HOOKED)

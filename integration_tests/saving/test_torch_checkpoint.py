@@ -4,24 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import cut_ranks
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as torch_states
-from cut_ranks import Net
-from processes import FSDP2_RUNS, Job, mesh_of, refusal, run_jobs
+from cut_ranks import fsdp
+from processes import FSDP2_RUNS, Job, refusal, run_jobs
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import opt_checkpoint
 from opt_checkpoint import sharded_model, sharded_optimizer
 from opt_config import OptimizerConfig
 from opt_kernels.optim import AdamW
-from opt_stack import get_optimizer
 
 pytestmark = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 SHAPES = {"column": (10, 10), "row": (6, 7), "qkv": (20, 3)}
@@ -54,50 +52,41 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 Weights = dict[str, Tensor]
 
 
-class Run:
-    """A model, sharded by FSDP2 where there are ranks, and its optimizer; stepped on known gradients."""
+class Run(cut_ranks.Run):
+    """Sharded by FSDP2 where there are ranks, and after some steps."""
 
     def __init__(self, kind: str, *, seed: int = 0, steps: int = 0):
-        fields = {**CONFIGS, **BY_RANK}.get(kind)
-        is_bf16 = fields.get("bf16", False) if fields is not None else "mains" in DROP_INS[kind]
-        self.dtype, self.is_sharded = torch.bfloat16 if is_bf16 else torch.float32, kind not in SHARDED
-        self.model = self._laid_out(seed)
-        if fields is None:
-            self.optimizer: Any = AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1, **DROP_INS[kind])
-        else:
-            self.optimizer = get_optimizer(OptimizerConfig(**{**BASE, **fields}), [self.model], {})
+        self.drop_in = DROP_INS.get(kind)
+        fields = {**CONFIGS, **BY_RANK}.get(kind, {"bf16": "mains" in (self.drop_in or {})})
+        super().__init__(OptimizerConfig(**{**BASE, **fields}), SHAPES, None if kind in SHARDED else fsdp, seed=seed)
         self.train(0, steps)
 
-    def _laid_out(self, seed: int) -> Net:
-        net = Net(SHAPES, seed).to(self.dtype)
-        if self.is_sharded and dist.is_initialized():
-            fully_shard(net, mesh=mesh_of(dist.get_world_size()))
-        return net
+    def build(self) -> Any:
+        if self.drop_in is None:
+            return super().build()
+        return AdamW(self.net.parameters(), lr=0.02, weight_decay=0.1, **self.drop_in)
 
     def train(self, start: int, stop: int) -> None:
         for step in range(start, stop):
-            grads = dict(self._laid_out(1 + step).named_parameters())
-            for name, param in self.model.named_parameters():
-                param.grad = grads[name].detach()
+            self.set_grads(step)
             self.optimizer.step()
         self.optimizer.zero_grad()
 
     def finish(self) -> Weights:
         self.train(BEFORE, BEFORE + AFTER)
-        found = {name: param.detach() for name, param in self.model.named_parameters()}
-        return {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in found.items()}
+        return self.weights()
 
     def states(self, options: StateDictOptions | None = None) -> dict[str, Any]:
-        model, optim = torch_states.get_state_dict(self.model, self.optimizer, options=options)
+        model, optim = torch_states.get_state_dict(self.net, self.optimizer, options=options)
         return {"model": model, "optim": optim}
 
     def by_index(self) -> dict[str, Any]:
         """As dcp takes any state dict."""
-        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+        return {"model": self.net.state_dict(), "optim": self.optimizer.state_dict()}
 
     def set_states(self, model: dict[str, Any], optim: dict[str, Any], options: StateDictOptions | None) -> None:
-        torch_states.set_model_state_dict(self.model, model, options=options)
-        set_optimizer_state_dict(self.model, self.optimizer, optim, options=options)
+        torch_states.set_model_state_dict(self.net, model, options=options)
+        set_optimizer_state_dict(self.net, self.optimizer, optim, options=options)
 
 
 # --- what a rank does; a resuming run begins with another model and an optimizer without a step -----------------------
@@ -121,14 +110,14 @@ def resume(kind: str, path: str, options: StateDictOptions | None = None) -> Wei
 
 def save_with_ours(kind: str, path: str) -> None:
     run = Run(kind, steps=BEFORE)
-    state = {"model": sharded_model(run.model), "optimizer": sharded_optimizer(run.model, run.optimizer)}
+    state = {"model": sharded_model(run.net), "optimizer": sharded_optimizer(run.net, run.optimizer)}
     opt_checkpoint.save(state, path)
 
 
 def resume_with_ours(kind: str, path: str) -> Weights:
     run = Run(kind, seed=50)
-    opt_checkpoint.load({"model": sharded_model(run.model)}, path)
-    opt_checkpoint.load_optimizer(run.model, run.optimizer, path)
+    opt_checkpoint.load({"model": sharded_model(run.net)}, path)
+    opt_checkpoint.load_optimizer(run.net, run.optimizer, path)
     return run.finish()
 
 
@@ -142,7 +131,7 @@ def broadcast_full(kind: str, cpu_offload: bool) -> tuple[dict[str, Any], Weight
 
 def round_trip_before_the_first_step(kind: str) -> Weights:
     run = Run(kind)
-    set_optimizer_state_dict(run.model, run.optimizer, get_optimizer_state_dict(run.model, run.optimizer))
+    set_optimizer_state_dict(run.net, run.optimizer, get_optimizer_state_dict(run.net, run.optimizer))
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     run.train(0, BEFORE)
     return run.finish()
@@ -151,7 +140,7 @@ def round_trip_before_the_first_step(kind: str) -> Weights:
 def refusal_by_name(kind: str) -> str:
     """What torch's function for states by parameter name raises."""
     run = Run(kind, steps=BEFORE)
-    return refusal(lambda: get_optimizer_state_dict(run.model, run.optimizer))
+    return refusal(lambda: get_optimizer_state_dict(run.net, run.optimizer))
 
 
 def save_by_index(kind: str, path: str) -> None:
@@ -166,7 +155,7 @@ def resume_by_index(kind: str, path: str) -> Weights | str:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:
         return str(error)
-    run.model.load_state_dict(state["model"])
+    run.net.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optim"])
     return run.finish()
 
@@ -244,9 +233,9 @@ def test_flattened_and_broadcast_states_reshard_too(worlds: Any, kind: str) -> N
 
 def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
     run = Run("drop-in, remainder", steps=2)
-    state = get_optimizer_state_dict(run.model, run.optimizer, options=FLATTENED)
+    state = get_optimizer_state_dict(run.net, run.optimizer, options=FLATTENED)
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True loses it"):
-        set_optimizer_state_dict(run.model, run.optimizer, state, options=FLATTENED)
+        set_optimizer_state_dict(run.net, run.optimizer, state, options=FLATTENED)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "bf16"])
@@ -261,14 +250,14 @@ def test_a_flattened_state_without_choices_is_refused_by_key_and_loads_as_docume
     with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: optim.{missing}"):
         dcp.load({"optim": present["optim"]}, checkpoint_id=tmp_path)
     with pytest.raises(KeyError, match=missing):
-        set_optimizer_state_dict(in_memory.model, in_memory.optimizer, saved, options=FLATTENED)
+        set_optimizer_state_dict(in_memory.net, in_memory.optimizer, saved, options=FLATTENED)
 
     dcp.load({"model": present["model"]}, checkpoint_id=tmp_path)
-    by_file.model.load_state_dict(present["model"])
-    opt_checkpoint.load_optimizer(by_file.model, by_file.optimizer, tmp_path, at=("optim",))
-    in_memory.model.load_state_dict(present["model"])
+    by_file.net.load_state_dict(present["model"])
+    opt_checkpoint.load_optimizer(by_file.net, by_file.optimizer, tmp_path, at=("optim",))
+    in_memory.net.load_state_dict(present["model"])
     complete = {**in_memory.states(FLATTENED)["optim"], **saved}
-    set_optimizer_state_dict(in_memory.model, in_memory.optimizer, complete, options=FLATTENED)
+    set_optimizer_state_dict(in_memory.net, in_memory.optimizer, complete, options=FLATTENED)
     assert_all_equal([by_file.finish(), in_memory.finish()], finished(kind))
 
 

@@ -10,7 +10,7 @@ from processes import mesh_of, refusal
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from tp_model import Part, cut
+from tp_model import cut
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
@@ -43,7 +43,7 @@ LayOut = Callable[[Net], None] | None  # None: plain parameters
 
 
 def fsdp(net: Net) -> None:
-    fully_shard(net, mesh=mesh_of(4))
+    fully_shard(net, mesh=mesh_of(dist.get_world_size()))
 
 
 def hsdp(net: Net) -> None:
@@ -58,8 +58,23 @@ def fsdp_x_tp(net: Net) -> None:
 
 
 def tp(net: Net) -> None:
-    mesh = mesh_of(4, names=("tp",))
+    mesh = mesh_of(dist.get_world_size(), names=("tp",))
     _distribute(net, mesh, lambda name: [Shard(1 if name == "row" else 0)])
+
+
+def tp_by_attributes(net: Net) -> None:
+    mark_parts(net, TorchComm(dist.group.WORLD))
+
+
+def mark_parts(net: Net, tp: Comm) -> Net:
+    """Leave this rank's parts of the matrices, marked as Megatron-Core marks them."""
+    for name, module in net.named_children():
+        if name != "vector":
+            dim = int(name == "row")
+            module.weight = nn.Parameter(cut(module.weight.detach(), tp.rank, tp.size, dim=dim))
+            module.weight.tensor_model_parallel, module.weight.partition_dim = True, dim
+    net.qkv.weight.qkv_split_shapes = QKV
+    return net
 
 
 def replicas_of_tp(net: Net) -> None:
@@ -99,31 +114,51 @@ class Run:
     def __init__(
         self, config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, *, seed: int = 0, hooks: GivenHooks = ()
     ):
-        self.shapes, self.lay_out = shapes, lay_out
-        self.net = laid_out(shapes, seed, lay_out)
+        self.config, self.shapes, self.lay_out, self.hooks = config, shapes, lay_out, hooks
+        self.net = self._laid_out(seed)
         self.net.qkv.weight.qkv_split_shapes = QKV  # sharding makes new parameters
-        self.optimizer = get_optimizer(config, [self.net], {}, hooks=hooks)
+        self.optimizer = self.build()
+
+    def _laid_out(self, seed: int) -> Net:
+        net = Net(self.shapes, seed).to(self.config.precision.params)
+        if self.lay_out is not None and dist.is_initialized():
+            self.lay_out(net)
+        return net
+
+    def build(self) -> Any:
+        roles = None
+        if self.lay_out is tp_by_attributes and dist.is_initialized():
+            world = TorchComm(dist.group.WORLD)
+            axes = Axes(dp=Alone(), tp=world)
+            roles = Roles(dense=axes, expert=axes, everyone=world)
+        return get_optimizer(self.config, [self.net], {}, hooks=self.hooks, pg_collection=roles)
 
     def step(self, step: int) -> float:
-        grads = dict(laid_out(self.shapes, 1 + step, self.lay_out).named_parameters())
+        self.set_grads(step)
+        return self.optimizer.step().grad_norm
+
+    def set_grads(self, step: int) -> None:
+        grads = dict(self._laid_out(1 + step).named_parameters())
         for name, param in self.net.named_parameters():
             param.grad = grads[name].detach()
-        return self.optimizer.step().grad_norm
 
     def sharded(self) -> dict[str, Any]:
         weights = sharded_model(self.net)
         return {"model": weights, "optimizer": self.optimizer.sharded_state_dict(weights)}
 
     def weights(self) -> dict[str, Tensor]:
-        found = {name: param.detach() for name, param in self.net.named_parameters()}
-        return {name: w.full_tensor() if isinstance(w, dist.tensor.DTensor) else w.clone() for name, w in found.items()}
+        return {name: _whole(param) for name, param in self.net.named_parameters()}
 
 
-def laid_out(shapes: Shapes, seed: int, lay_out: LayOut) -> Net:
-    net = Net(shapes, seed)
-    if lay_out is not None:
-        lay_out(net)
-    return net
+def _whole(param: Any) -> Tensor:
+    value = param.detach()
+    if isinstance(value, dist.tensor.DTensor):
+        return value.full_tensor()
+    if not dist.is_initialized() or not hasattr(param, "tensor_model_parallel"):
+        return value.clone()
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, value)
+    return torch.cat(parts, param.partition_dim)
 
 
 def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks: GivenHooks = ()) -> Trained:
@@ -165,70 +200,15 @@ def train_and_save(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, pat
 def resume(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:
     """Load what was saved into other weights and an empty state, and run the last step."""
     run = Run(config, shapes, lay_out, seed=50)
-    run.optimizer.load_state_dict(load(run.sharded(), path).state["optimizer"])
+    run.optimizer.load_state_dict(load(run.sharded(), path, dtype="cast").state["optimizer"])
     run.step(STEPS - 1)
     return run.weights()
 
 
 def save_apart(path: str) -> str:
     """The message of a save whose replicas of a tensor differ."""
-    net = laid_out(EVEN, 0, tp_on_a_part_of_the_mesh)
+    net = Net(EVEN, 0)
+    tp_on_a_part_of_the_mesh(net)
     with torch.no_grad():
         net.column.weight.to_local()[0, 0] += float(dist.get_rank() >= 2)
     return refusal(lambda: save(sharded_model(net), path))
-
-
-class Parts(nn.Module):
-    """The same matrices, plain and marked as tensor parallel."""
-
-    def __init__(self, shapes: Shapes, seed: int, tp: Comm):
-        super().__init__()
-        for name, held in Net(shapes, seed).named_children():
-            dim = None if name == "vector" else int(name == "row")
-            self.add_module(name, Part(held.weight.detach(), tp, dim=dim))
-        self.qkv.weight.qkv_split_shapes = QKV
-
-    def sharded(self) -> dict[str, Any]:
-        return {name: part.sharded(f"{name}.weight") for name, part in self.named_children()}
-
-    def joined(self, tp: Comm) -> dict[str, Tensor]:
-        """Join the parts in rank order, without using the checkpoint's metadata."""
-        by_rank = tp.gather_objects({name: part.weight.detach() for name, part in self.named_children()})
-        dims = {name: part.dim for name, part in self.named_children()}
-        whole = {name: [rank[name] for rank in by_rank] for name in dims}
-        return {f"{n}.weight": whole[n][0] if dim is None else torch.cat(whole[n], dim) for n, dim in dims.items()}
-
-
-def resume_by_attributes(
-    saved: OptimizerConfig, loaded: OptimizerConfig, shapes: Shapes, path: str
-) -> dict[int, dict[str, Tensor]]:
-    """Whole weights after the last step, by the number of tensor-parallel ranks that made it; two made the others."""
-    groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
-    found = {}
-    for size, config, steps in ((2, saved, range(STEPS - 1)), *((size, loaded, [STEPS - 1]) for size in groups)):
-        if dist.get_rank() < size:
-            found[size] = _run_by_attributes(config, shapes, TorchComm(groups[size]), list(steps), path)
-        dist.barrier()
-    return found
-
-
-def _run_by_attributes(
-    config: OptimizerConfig, shapes: Shapes, tp: TorchComm, steps: list[int], path: str
-) -> dict[str, Tensor]:
-    """Start from scratch and save, or resume from what was saved."""
-    net = Parts(shapes, 50 if steps[0] else 0, tp)
-    axes = Axes(dp=Alone(), tp=tp)
-    optimizer = get_optimizer(config, [net], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=tp))
-    weights = net.sharded()
-    state = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-    if steps[0]:
-        optimizer.load_state_dict(load(state, path, process_group=tp.group).state["optimizer"])
-    for step in steps:
-        for name, part in net.named_children():
-            grad = dict(Net(shapes, 1 + step).named_children())[name].weight.detach()
-            part.weight.grad = cut(grad, tp.rank, tp.size, dim=part.dim)
-        optimizer.step()
-    if not steps[0]:
-        weights = net.sharded()
-        save({"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, path, process_group=tp.group)
-    return net.joined(tp)

@@ -141,6 +141,20 @@ def test_what_tensor_parallel_ranks_share_has_one_main_replica() -> None:
     assert (first["bias"].replica_id, second["bias"].replica_id) == ((0, 0, 0), (0, 1, 0))
 
 
+def test_a_part_in_two_pieces_is_two_runs_of_rows_of_the_whole() -> None:
+    """As of a fused gate and value, of which each rank has a part."""
+    marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2}
+    for rank, of_rank in enumerate(placed("tp", [module(w=dense(**marks)) for _ in range(2)])):
+        runs = [(s.row_start, s.row_stop, s.global_shape, s.global_offset) for s in of_rank["w"].segments]
+        assert runs == [(0, 1, (4, 3), (rank, 0)), (1, 2, (4, 3), (2 + rank, 0))]
+
+
+def test_a_stack_of_experts_is_cut_into_those_of_each_rank() -> None:
+    for rank, of_rank in enumerate(placed("ep", [module(stack=expert(3, 2, 4)) for _ in range(2)])):
+        stack = of_rank["stack"]
+        assert (stack.key, stack.global_shape, stack.global_offset) == ("stack", (6, 2, 4), (3 * rank, 0, 0))
+
+
 def test_an_error_of_one_rank_is_raised_on_both() -> None:
     marks = {"tensor_model_parallel": True}
     first, second = placed("tp", [module(w=dense(**marks, partition_dim=0)), module(w=dense(**marks))])
