@@ -10,7 +10,7 @@ import torch
 from parity import sharded_state
 from torch import Tensor, nn
 
-from opt_checkpoint import CheckpointKeyError, LoadReport, ShardedTensor, load, load_optimizer, save, sharded_model
+from opt_checkpoint import CheckpointKeyError, LoadReport, ShardedTensor, load, load_optimizer, save
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
 from opt_stack import get_optimizer
@@ -166,6 +166,13 @@ def test_the_saved_rate_is_used_unless_another_is_requested(plain: Run, path: Pa
     torch.testing.assert_close(other.model.zero.weight.detach(), before * (1 - 0.125 * 0.01), rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match=r"override=\{'lr': 1.0\}: both are for a sharded state only"):
         other.optimizer.load_state_dict(other.optimizer.state_dict(), override={"lr": 1.0})
+    plain.optimizer.param_groups[0]["lr"] = -1.0
+    plain.saved(path.parent / "damaged")
+    with pytest.raises(ValueError, match=r"group .*lr=-1.0"):
+        other.resume(path.parent / "damaged")
+    assert {group["lr"] for group in other.optimizer.param_groups} == {0.125}
+    other.resume(path.parent / "damaged", override={"lr": 0.02})
+    assert {group["lr"] for group in other.optimizer.param_groups} == {0.02}
 
 
 def test_groups_that_were_joined_say_what_they_disagree_on(path: Path) -> None:
@@ -326,35 +333,13 @@ def test_two_chunks_with_one_shared_parameter_are_saved_and_loaded(tmp_path: Pat
     assert chunks[0].weight.max() < 2
 
 
-def test_two_optimizers_of_one_state_keep_their_own_moments(tmp_path: Path) -> None:
-    """Also where one of them is converted to a file of torch."""
-    models = {"first": nn.Linear(3, 2), "optimizer": nn.Linear(3, 2)}
-    rules = {"first": "sgd", "optimizer": "adam"}
-    optimizers = {at: get_optimizer(OptimizerConfig(optimizer=rules[at], lr=1e-2), models[at]) for at in models}
-
-    def step(at: str) -> None:
-        models[at](torch.ones(4, 3)).square().sum().backward()
-        optimizers[at].step()
-
-    def state() -> dict[str, object]:
-        parts = {at: sharded_model(model) for at, model in models.items()}
-        return {f"model {at}": part for at, part in parts.items()} | {
-            at: optimizers[at].sharded_state_dict(part) for at, part in parts.items()
-        }
-
-    for at in ("first", "optimizer", "optimizer"):
-        step(at)
-    before = {at: model.weight.detach().clone() for at, model in models.items()}
-    save(state(), tmp_path / "x")
-    for at in models:
-        nn.init.zeros_(models[at].weight)
-        step(at)
-    report = load(state(), tmp_path / "x")
+def test_two_optimizers_of_one_state_keep_their_own_moments(path: Path) -> None:
+    runs = {"first": trained(optimizer="sgd"), "optimizer": trained(steps=2)}
+    others = {"first": Run(optimizer="sgd"), "optimizer": Run()}
+    save({at: run.sharded() for at, run in runs.items()}, path)
+    report = load({at: run.sharded() for at, run in others.items()}, path)
     assert report.missing == report.unexpected == ()
-    for steps, at in enumerate(models, start=1):
-        optimizers[at].load_state_dict(report.state[at])
-        assert torch.equal(models[at].weight, before[at])
-        assert {int(of_param["step"]) for of_param in report.state[at]["state"].values()} == {steps}
-    checkpoint_to_torch_file(tmp_path / "x", tmp_path / "first.pt", at=("first",))
-    converted = torch.load(tmp_path / "first.pt")["state"].values()
-    assert [set(of_param) for of_param in converted] == [{"momentum_buffer", "step"}] * 2
+    for at, run in others.items():
+        run.optimizer.load_state_dict(report.state[at]["optimizer"])
+        assert_same(run.states(), runs[at].states())
+        assert torch.equal(run.model.head.weight, runs[at].model.head.weight)

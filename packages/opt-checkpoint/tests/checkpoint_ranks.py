@@ -1,7 +1,5 @@
 """Ranks for tests: gloo processes, and threads of this process."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What all tests of the package share: the worlds they run in, and how often random tests repeat."""
 
-from __future__ import annotations
-
 import pytest
 from checkpoint_ranks import RankPool
 from tiers import NIGHT

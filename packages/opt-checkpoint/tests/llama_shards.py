@@ -1,7 +1,5 @@
 """A small Llama in Hugging Face's names and its shards in Megatron-Core's, for tests of safetensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

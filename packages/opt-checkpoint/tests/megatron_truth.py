@@ -1,7 +1,5 @@
 """What Megatron-Core's optimizer held in memory when it wrote a directory, from the files of `write_megatron.py`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 from typing import Any

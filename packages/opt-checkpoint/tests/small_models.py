@@ -1,7 +1,5 @@
 """A small network of torch and its AdamW, for tests of what becomes of an optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

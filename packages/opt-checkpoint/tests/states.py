@@ -1,7 +1,5 @@
 """Small states for tests: what a rank saves at a step, known without the code under test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

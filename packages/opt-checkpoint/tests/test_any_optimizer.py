@@ -1,7 +1,5 @@
 """Anyone's optimizer: torch.optim under FSDP2, tensor-parallel DTensors, DDP and alone, from each to each."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Converters and the command line: torch state dicts, safetensors, looking, proving, comparing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The `.metadata` that is written by hand says what torch.distributed.checkpoint's own classes would say."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

@@ -1,7 +1,5 @@
 """Checkpoints of every released format and of stock DCP, kept in the repository, load bit-equal."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stored bytes: archives that torch reads, checksums, places in archives of others, early writeback, stored objects."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 import io

@@ -1,7 +1,5 @@
 """The sharded types: fields, checks in their order, rank offsets, narrowing, names on disk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameter groups by name: reordered, split, joined, changed; and Megatron-Core's identity tuple."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are from `tests_megatron/write_megatron.py` on two ranks; `tests_megatron` runs the tests of `written` on new ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

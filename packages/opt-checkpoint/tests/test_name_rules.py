@@ -1,7 +1,5 @@
 """Name maps: parts and groups against reshapes of torch, every element once, and what is refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from itertools import product

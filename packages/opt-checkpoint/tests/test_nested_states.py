@@ -1,7 +1,5 @@
 """Nested states: the path is part of the key, plain tensors are tensors, and a load says what it left."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Optimizer state as sharded state: Megatron-Core's four functions, and states of other shapes than their parameter."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

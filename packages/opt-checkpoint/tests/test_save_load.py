@@ -1,7 +1,5 @@
 """Save and load: dtypes, padding, balance, reads, what cannot be stored, and stock DCP in both directions."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Nested states and factories: paths, prefixes, building and merging; lists never meet by position."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers as torch.distributed.checkpoint stores them, flattened or not: read here, and ours read there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@
 session `megatron` sets it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

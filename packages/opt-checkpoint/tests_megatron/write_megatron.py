@@ -7,8 +7,6 @@ memory, by parameter) and `slots-<rank>.json` (where each parameter is in the bu
 few places that a CPU serves as well; `_OnCpu` answers them.
 """
 
-from __future__ import annotations
-
 import argparse
 import enum
 import json

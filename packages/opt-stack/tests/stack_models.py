@@ -42,11 +42,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def stepped(config: OptimizerConfig) -> tuple[nn.Module, Optimizer]:
-    """A bfloat16 model and its optimizer after two steps."""
-    model = make_model(torch.bfloat16)
-    optimizer = get_optimizer(config, [model], {})
-    train(model, optimizer, range(2))
+def stepped(config: OptimizerConfig, steps: int = 2) -> tuple[nn.Module, Optimizer]:
+    """A model and its optimizer after some steps."""
+    model = make_model(config.precision.params)
+    optimizer = get_optimizer(config, [model])
+    train(model, optimizer, range(steps))
     return model, optimizer
 
 

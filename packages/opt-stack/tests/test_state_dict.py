@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stack_models import assert_equal, make_model, train, weights
+from stack_models import assert_equal, make_model, stepped, train, weights
 from torch import nn
 
 from opt_config import OptimizerConfig
@@ -25,13 +25,6 @@ CONFIGS = {
 }
 
 
-def trained(config: OptimizerConfig, steps: int) -> tuple[nn.Module, Optimizer]:
-    model = make_model(config.precision.params)
-    optimizer = get_optimizer(config, [model])
-    train(model, optimizer, range(steps))
-    return model, optimizer
-
-
 def values(optimizer: Optimizer) -> Any:
     """The state dict with copies of its tensors."""
     return copy.deepcopy(optimizer.state_dict())
@@ -46,14 +39,14 @@ def through_a_file(state: Any) -> Any:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_run_resumed_from_a_file_is_the_run_never_stopped(config: OptimizerConfig) -> None:
-    unbroken, _ = trained(config, 8)
-    model, first = trained(config, 4)
+    unbroken, _ = stepped(config, 8)
+    model, first = stepped(config, 4)
     resumed = get_optimizer(config, [model])
     resumed.load_state_dict(through_a_file(first.state_dict()))
     train(model, resumed, range(4, 8))
     assert_equal(weights(model), weights(unbroken))
     saved = values(first)
-    _, other = trained(config, 5)
+    _, other = stepped(config, 5)
     for _ in range(2):  # loading twice equals loading once
         other.load_state_dict(saved)
         assert_equal(values(other), saved)
@@ -72,7 +65,7 @@ def test_the_state_of_torchs_own_adamw_loads() -> None:
 
 
 def test_groups_are_found_by_name_and_parameters_within_them_too() -> None:
-    model, optimizer = trained(ADAMW, 3)
+    model, optimizer = stepped(ADAMW, 3)
     saved = values(optimizer)
     assert len(saved["param_groups"]) == 2
     saved["param_groups"].reverse()
@@ -85,7 +78,7 @@ def test_groups_are_found_by_name_and_parameters_within_them_too() -> None:
 
 
 def test_hyper_parameters_are_restored_and_an_other_configuration_does_not_hinder() -> None:
-    _, optimizer = trained(ADAMW, 1)
+    _, optimizer = stepped(ADAMW, 1)
     optimizer.param_groups[0]["lr"] = 0.5
     other = get_optimizer(OptimizerConfig(lr=7e-2, weight_decay=0.3), [make_model()])
     held = other.param_groups
@@ -95,7 +88,7 @@ def test_hyper_parameters_are_restored_and_an_other_configuration_does_not_hinde
 
 
 def test_assigning_to_state_writes_it_and_resetting_it_starts_from_zero() -> None:
-    model, optimizer = trained(ADAMW, 3)
+    model, optimizer = stepped(ADAMW, 3)
     weight = model[0].weight
     optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.25)
     assert (optimizer.state_dict()["state"][0]["exp_avg"] == 0.25).all()
@@ -111,7 +104,7 @@ def test_assigning_to_state_writes_it_and_resetting_it_starts_from_zero() -> Non
 
 
 def test_state_has_the_names_and_memory_of_the_state_dict() -> None:
-    model, optimizer = trained(BF16, 2)
+    model, optimizer = stepped(BF16, 2)
     saved = optimizer.state_dict()["state"]
     for index, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         assert_equal(dict(optimizer.state[param]), dict(saved[index]))
@@ -122,7 +115,7 @@ def test_state_has_the_names_and_memory_of_the_state_dict() -> None:
 
 
 def test_an_fp32_run_goes_on_from_the_mains_of_a_16_bit_one() -> None:
-    model, narrow = trained(BF16, 3)
+    model, narrow = stepped(BF16, 3)
     wide = get_optimizer(ADAMW, [model.float()])
     wide.load_state_dict(narrow.state_dict())
     for index, param in enumerate(p for group in wide.param_groups for p in group["params"]):
@@ -141,7 +134,7 @@ def test_a_parameter_without_elements_is_not_missed() -> None:
 
 
 def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_run_unless_requested() -> None:
-    model, wide = trained(ADAMW, 3)
+    model, wide = stepped(ADAMW, 3)
     exact = weights(model)
     narrow = get_optimizer(BF16, [model.bfloat16()])
     with pytest.raises(ValueError, match="an fp32 run saved it"):
@@ -154,7 +147,7 @@ def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_run_unless_requested
 
 @pytest.mark.parametrize("name", ["bf16", "remainders", "fp16 mains"])
 def test_main_values_are_exactly_the_parameters_that_were_reloaded(name: str) -> None:
-    _, optimizer = trained(CONFIGS[name], 3)
+    _, optimizer = stepped(CONFIGS[name], 3)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     assert any(not torch.equal(p.float(), main) for p, main in zip(params, optimizer.get_parameters(), strict=True))
     with torch.no_grad():

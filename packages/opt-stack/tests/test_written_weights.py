@@ -172,10 +172,11 @@ def test_every_rank_refuses(kind: str) -> None:
 
 def test_an_update_in_backward_is_refused() -> None:
     model = make_model(torch.bfloat16)
-    release_gradients(get_optimizer(BF16, [model], {}))
+    released = release_gradients(get_optimizer(BF16, [model], {}))
     model.load_state_dict(given())
     with pytest.raises(RuntimeError, match=LOST):
         backward(model, 4)
+    assert released.optimizer.param_groups  # and so alive until here
     assert_equal(weights(model), given())
 
 
