@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from named import Named
-from parity import roles_over
+from parity import roles_over, sharded_state
 from torch import Tensor, nn
 
-from opt_checkpoint import CheckpointKeyError, ShardedTensor, load, save
+from opt_checkpoint import CheckpointKeyError, load, save
 from opt_config import OptimizerConfig
 from opt_distributed import StateError, run_threads
 from opt_distributed.comm import Alone, Comm
@@ -48,36 +48,21 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> dict[str, Ten
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    weights = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-
 @pytest.mark.parametrize("rule", ["soap", "soap_muon"])
-def test_parts_saved_by_two_ranks_go_on_on_four_and_on_one(tmp_path: Path, rule: str) -> None:
-    changes = {"optimizer": rule, "use_layer_wise_distributed_optimizer": True}
-    want = train(*made(optimizer=rule), range(STEPS))
+def test_parts_saved_by_one_process_go_on_on_ranks_that_hold_whole_matrices(tmp_path: Path, rule: str) -> None:
+    model, optimizer = made(optimizer=rule)
+    train(model, optimizer, range(2))
+    save(sharded_state(model, optimizer), tmp_path / "saved")
+    want = train(model, optimizer, range(2, STEPS))
 
-    def save_half(comm: Comm) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        model, optimizer = made(comm, **changes)
-        train(model, optimizer, range(2))
-        state = state_of(model, optimizer)
-        return state, train(*made(comm, **changes), range(STEPS))
+    def rank_main(comm: Comm) -> list[dict[str, Tensor]]:
+        begun, resumed = (made(comm, optimizer=rule, use_layer_wise_distributed_optimizer=True) for _ in range(2))
+        resumed[1].load_state_dict(load(sharded_state(*resumed), tmp_path / "saved").state["optimizer"])
+        return [train(*begun, range(STEPS)), train(*resumed, range(2, STEPS))]
 
-    def go_on(comm: Comm) -> tuple[Any, dict[str, Tensor]]:
-        model, optimizer = made(comm, **changes)
-        loaded = load(state_of(model, optimizer), tmp_path / "saved").state
-        optimizer.load_state_dict(loaded["optimizer"])
-        return loaded, train(model, optimizer, range(2, STEPS))
-
-    two = run_threads(2, save_half)
-    groups = {key: value for key, value in two[0][0]["optimizer"].items() if key != "state"}
-    states = {
-        f"rank {rank}": {**state, "optimizer": state["optimizer"]["state"]} for rank, (state, _) in enumerate(two)
-    }
-    save({**states, "optimizer": groups}, tmp_path / "saved")
-    for _, weights in [*two, *run_threads(4, go_on), *run_threads(1, go_on)]:
-        assert all(torch.equal(weights[name], want[name]) for name in SHAPES)
+    for ranks in (1, 2, 4):
+        for found in run_threads(ranks, rank_main):
+            assert all(torch.equal(weights[name], want[name]) for weights in found for name in SHAPES)
 
 
 # How rows were split by the saving run; how they are now; what the refusal says.
@@ -96,13 +81,13 @@ def test_state_of_another_split_is_refused_by_the_name_of_the_option(tmp_path: P
     (marks, changes), (marks_now, changes_now), message = OTHERS[other]
     model, optimizer = made(marks=marks, **changes)
     train(model, optimizer, range(2))
-    save(state_of(model, optimizer), tmp_path / "saved")
+    save(sharded_state(model, optimizer), tmp_path / "saved")
     model, refusing = made(marks=marks_now, **changes_now)
     says = "1 fused q, k and v taken as one matrix each; soap_split_qkv=True splits them" in str(refusing.plan)
     assert says == (other == "fused rows whole")
     with pytest.raises(CheckpointKeyError, match=f"{message}.*set soap_split_qkv, head_rows and split_sizes as in"):
-        load(state_of(model, refusing), tmp_path / "saved")
-    loaded = load(state_of(model, refusing), tmp_path / "saved", strict="return_all").state["optimizer"]
+        load(sharded_state(model, refusing), tmp_path / "saved")
+    loaded = load(sharded_state(model, refusing), tmp_path / "saved", strict="return_all").state["optimizer"]
     with pytest.raises(ValueError, match=r"exp_avg, exp_avg_sq was loaded and .*L.* was not"):
         refusing.load_state_dict(loaded)
     with pytest.raises(StateError, match="lacks L"):

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.works import Batch, Hyper, Work
+from opt_kernels.rules import init_state
+from opt_kernels.works import NOT_SPLIT, Batch, Hyper, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95), eps=1e-8)
 
@@ -30,7 +31,7 @@ def stepped(
 
 
 def work_of(rule: Any, main: Tensor, **work: Any) -> Work:
-    return Work(grad=main, main=main, state=rule.init_state(main), **work)
+    return Work(grad=main, main=main, state=init_state(rule, main, work.get("matrix", NOT_SPLIT)), **work)
 
 
 def moved(rule: Any, main: Tensor, *grads: Tensor, grad_scale: Any = 1.0, hyper: Hyper = HYPER, **work: Any) -> Tensor:

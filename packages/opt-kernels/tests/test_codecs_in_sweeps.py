@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from codec_values import CODECS, EVERY_UPPER_HALF, ON_CODECS, at_ties, near_ties, single_ties, split
-from elementwise_works import COMPILED, NEEDS_COMPILER, in_another_process, main_of, on, only_lr
+from elementwise_works import COMPILED, NEEDS_COMPILER, ON_FAST, in_another_process, main_of, on, only_lr
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import version
@@ -152,7 +152,7 @@ def test_weights_and_remainders_have_the_bits_of_their_definition(
             assert torch.equal(bits(out[nan]), bits(expected[nan]))
 
 
-@COMPILED
+@ON_FAST
 def test_stochastic_rounding_has_the_noise_of_the_reference(backend: str, device: torch.device) -> None:
     # Several chunks, at addresses that stay: a table that is found again must not have the numbers of before.
     tensors = [

@@ -1,14 +1,17 @@
 """Muon, AdaptiveMuon and SOAP as drop-in torch optimizers."""
 
+import copy
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-from drop_ins import layers, step
+from drop_ins import layers, parameter, params_of, same, step
 from elementwise_works import device_of, on
+from matrix_works import tensor
 from torch import nn
 
+from opt_kernels import StateDictError
 from opt_kernels.hooks import HookError
 from opt_kernels.matrices import CoefficientType, Decay, ScaleMode
 from opt_kernels.matrices.orthogonalization import Coefficients
@@ -68,6 +71,54 @@ def test_muonh_keeps_the_norm_of_every_matrix_and_of_matrices_alone():
         assert (float(p.detach().norm()) == pytest.approx(norm, rel=1e-5)) is (p.dim() == 2)
     with pytest.raises(HookError, match=r"weight_decay=0\.1"):
         MuonH([nn.Parameter(torch.randn(4, 4))], weight_decay=0.1)
+
+
+def moved(cls, start, *grads, **group):
+    param = nn.Parameter(start.clone())
+    exact = {} if cls is SOAP else {"fp32_matmul_prec": "highest"}
+    optimizer = cls([{"params": [param], **group}], lr=0.1, **exact)
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    return param.detach()
+
+
+GROUPS = [
+    ({"num_heads": 3, "split_rows": []}, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]),  # as JSON and YAML restore ()
+    ({"split_sizes": (8, 1, 3)}, [[*range(8)], [8], [9, 10, 11]]),
+    ({"split_rows": (4, 1, 1)}, [[0, 1, 2, 3, 6, 7, 8, 9], [4, 10], [5, 11]]),
+]
+
+
+@pytest.mark.parametrize("cls", [Muon, SOAP, SOAPMuon])
+def test_heads_parts_and_fused_rows_of_a_group_move_as_parameters(cls):
+    whole = tensor(4, 12, 4)  # weights and gradients, of heads that are square: null spaces are bases of rounding
+    for group, matrices in GROUPS:
+        found = moved(cls, *whole, **group)
+        for rows in matrices:
+            torch.testing.assert_close(found[rows], moved(cls, *whole[:, rows]), rtol=0, atol=1e-4)
+
+
+def test_a_state_dict_of_soap_goes_on_with_the_same_split_and_is_refused_with_another():
+    def built(**group):
+        return SOAP([{"params": [parameter(12, 7)], **group}], lr=0.1)
+
+    optimizer, resumed = built(split_rows=(4, 1, 1)), built(split_rows=[4, 1, 1])
+    (weight,) = step(optimizer, 0, 1, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(saved)
+    params_of(resumed)[0].data.copy_(weight)
+    assert same(step(resumed, 3), step(optimizer, 3))
+    # (8, 2, 2) rows make factors of the same sizes, of other rows.
+    for group in ({}, {"num_heads": 3}, {"split_sizes": (8, 2, 2)}):
+        refusing = built(**group)
+        with pytest.raises(StateDictError, match=r"'split_rows': \(4, 1, 1\)"):
+            refusing.load_state_dict(saved)
+        assert not refusing.state
+    for name in ("split_rows", "num_heads", "split_sizes"):  # as saved before SOAP had splits
+        del saved["param_groups"][0][name]
+    with pytest.raises(StateDictError, match=r"here the group has \{.*'num_heads': 3"):
+        built(num_heads=3).load_state_dict(saved)
 
 
 INFINITE = [

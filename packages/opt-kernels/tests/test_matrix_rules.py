@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from elementwise_works import NEEDS_TRITON, device_of
 from matrix_works import HYPER, grads_of, moved, stepped, tensor, work_of
 
 from opt_kernels import MatrixError
@@ -52,6 +53,34 @@ def test_a_stack_of_matrices_is_so_many_matrices(rule):
     alone = torch.stack([moved(rule, main[i], *(grad[i] for grad in grads)) for i in range(3)])
     tolerance = 2e-2 if rule.name.startswith("soap") else 1e-4
     torch.testing.assert_close(moved(rule, main, *grads), alone, rtol=0, atol=tolerance)
+
+
+PARTS = {  # shape, rows, whether each group of rows is a matrix, and the rows of each matrix
+    "heads": ((24, 40), (4,), True, [[*range(i, i + 4)] for i in range(0, 24, 4)]),
+    "uneven": ((24, 40), (5, 3, 16), False, [[*range(5)], [*range(5, 8)], [*range(8, 24)]]),
+    "groups": ((10, 8), (3, 2), True, [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]),
+    "query, key, value": ((12, 8), (4, 1, 1), False, [[0, 1, 2, 3, 6, 7, 8, 9], [4, 10], [5, 11]]),
+}
+
+
+WITH_PARTS = [
+    *(pytest.param(rule, id=name) for name, rule in RULES.items() if name in ("muon", "muon, reference")),
+    *(pytest.param(rule, id=name) for name, rule in RULES.items() if name.startswith("soap")),
+    pytest.param(replace(EXACT, backend="triton", scale_mode=ScaleMode.UNIT_RMS_NORM), id="triton", marks=NEEDS_TRITON),
+]
+
+
+@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.parametrize("rule", WITH_PARTS)
+def test_parts_of_rows_are_matrices_of_their_own(rule, case):
+    shape, rows, by_group, matrices = PARTS[case]
+    for batch in ((), (3,)):
+        tensors = tensor(*batch, *shape), *grads_of(*batch, *shape)
+        main, *grads = (values.to(device_of(rule.backend)) for values in tensors)
+        got = moved(rule, main, *grads, matrix=MatrixSpec(split_rows=rows, by_group=by_group))
+        for part in matrices:
+            alone = moved(rule, main[..., part, :], *(grad[..., part, :] for grad in grads))
+            torch.testing.assert_close(got[..., part, :], alone, rtol=0, atol=1e-4)
 
 
 @on_rules
@@ -145,6 +174,14 @@ def test_what_is_no_matrix_is_refused(rule):
         work = Work(grad=torch.zeros(shape), main=torch.zeros(shape), state={}, matrix=spec)
         with pytest.raises(MatrixError, match=message):
             rule.update_([Batch(HYPER, [work])])
+
+
+def test_state_of_another_split_is_refused():
+    rule, main = SOAPRule(), tensor(6, 6)
+    matrix = MatrixSpec(split_rows=(2,), by_group=True)
+    work = Work(grad=main, main=main, state=rule.init_state(main), matrix=matrix)
+    with pytest.raises(MatrixError, match=r"state 'L' has shape \(6, 6\), but for rows split as '2-each' its shape is"):
+        rule.update_([Batch(HYPER, [work])])
 
 
 # --- phases: parts are prepared and applied where they lie, and whole matrices transformed elsewhere ------------------

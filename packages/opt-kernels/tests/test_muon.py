@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from elementwise_works import NEEDS_TRITON, device_of, on
+from elementwise_works import device_of, on
 from matrix_works import HYPER, moved, tensor
 
 from opt_kernels import MatrixError
@@ -80,28 +80,6 @@ def test_gradients_are_read_in_any_dtype_and_scaled():
             torch.testing.assert_close(main, moved(POLAR_EXACT, torch.zeros(24, 40), grad.float()), rtol=0, atol=1e-5)
 
 
-HEADS = {  # shape, rows, whether each group of rows is a matrix, and the rows of each matrix
-    "heads": ((24, 40), (4,), True, [[*range(i, i + 4)] for i in range(0, 24, 4)]),
-    "uneven": ((24, 40), (5, 3, 16), False, [[*range(5)], [*range(5, 8)], [*range(8, 24)]]),
-    "groups": ((10, 8), (3, 2), True, [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]),
-    "query, key, value": ((12, 8), (4, 1, 1), False, [[0, 1, 2, 3, 6, 7, 8, 9], [4, 10], [5, 11]]),
-}
-
-
-@pytest.mark.parametrize("case", HEADS)
-@pytest.mark.parametrize("mode", ScaleMode)
-@on("reference", "torch", "triton")
-def test_heads_are_matrices_of_their_own(case, mode, backend):
-    shape, rows, by_group, matrices = HEADS[case]
-    rule = replace(POLAR, backend=backend, scale_mode=mode)
-    for batch in ((), (3,)):
-        main, grad = (tensor(*batch, *shape, seed=seed).to(device_of(backend)) for seed in range(2))
-        got = moved(rule, main, grad, matrix=MatrixSpec(split_rows=rows, by_group=by_group))
-        for of_matrix in matrices:
-            separate = moved(rule, main[..., of_matrix, :], grad[..., of_matrix, :])
-            torch.testing.assert_close(got[..., of_matrix, :], separate, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
 def test_16_bit_products_have_the_dtype_that_suits_the_device(device, dtype):
     inputs = MuonRule().orthogonalization.inputs
@@ -155,15 +133,11 @@ def by_formula(method, main, *grads, extra=1.0, lines=Lines.ROWS, nesterov=False
     return p
 
 
-CASES = [
-    *((method, Lines.ROWS, "reference") for method in SecondMoment),  # test_triton_muon compares backends
-    *((NORMUON, lines, "reference") for lines in (Lines.COLS, Lines.LONGER)),
-    (NAMO, Lines.ROWS, "torch"),
-    pytest.param(NAMO, Lines.ROWS, "triton", marks=NEEDS_TRITON),
-]
+CASES = [*((method, Lines.ROWS) for method in SecondMoment), (NORMUON, Lines.COLS), (NORMUON, Lines.LONGER)]
 
 
-@pytest.mark.parametrize(("method", "lines", "backend"), CASES)
+@on("reference", "torch", "triton")
+@pytest.mark.parametrize(("method", "lines"), CASES)
 @pytest.mark.parametrize("shape", OF_ADAPTIVE, ids=str)
 def test_steps_follow_the_formula(method, lines, shape, backend):
     main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]

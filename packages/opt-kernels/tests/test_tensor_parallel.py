@@ -104,28 +104,24 @@ def test_the_update_does_not_depend_on_the_number_of_ranks(mode: TpMode, spec: M
         assert all(of_rank == calls[0] for of_rank in calls)
 
 
+NORMUON = SecondMoment.NORMUON
+OF_LINES = [*((method, Lines.ROWS) for method in SecondMoment), (NORMUON, Lines.COLS), (NORMUON, Lines.LONGER)]
+
+
 @ON_MODES
-@pytest.mark.parametrize("method", SecondMoment)
-def test_adaptive_updates_do_not_depend_on_the_number_of_ranks(method: SecondMoment, mode: TpMode) -> None:
-    rule = AdaptiveMuonRule(muon=replace(MUON, tp_mode=mode), second_moment=method)
-    for cut in (Cut(4, 0), Cut(4, 1), Cut(2, 0, FUSED)):
-        got, _ = cut_update(rule, MAINS, GRADS, cut)
-        for a, b in zip(got, whole_update(rule, MAINS, GRADS, cut.spec)):
+@pytest.mark.parametrize(("method", "lines"), OF_LINES)
+def test_adaptive_updates_do_not_depend_on_the_number_of_ranks(
+    method: SecondMoment, lines: Lines, mode: TpMode
+) -> None:
+    rule = AdaptiveMuonRule(muon=replace(MUON, tp_mode=mode), second_moment=method, lines=lines)
+    shapes = [(48, 16), (24, 96)]  # of which the longer side of a part is that of the whole
+    mains = [tensor(*shape) for shape in shapes]
+    grads = [[tensor(*shape, seed=step) for shape in shapes] for step in (1, 2)]
+    for cut in (Cut(2, 0), Cut(2, 1), Cut(2, 0, FUSED)):
+        got, _ = cut_update(rule, mains, grads, cut)
+        for a, b in zip(got, whole_update(rule, mains, grads, cut.spec)):
             # AdaMuon's first steps divide each element by about its own size: 0.1 x sqrt(20) each.
             torch.testing.assert_close(a, b, rtol=2e-3, atol=5e-3 if method is SecondMoment.ADAMUON else 5e-4)
-
-
-@pytest.mark.parametrize("lines", [Lines.COLS, Lines.LONGER])
-def test_lines_of_either_kind_are_those_of_the_whole(lines: Lines) -> None:
-    muon = replace(MUON, tp_mode=TpMode.DUPLICATED)
-    rule = AdaptiveMuonRule(muon=muon, second_moment=SecondMoment.NORMUON, lines=lines)
-    # Cut so that the longer side of a part is that of the whole.
-    mains = [tensor(48, 16), tensor(16, 48)]
-    grads = [[tensor(48, 16, seed=step), tensor(16, 48, seed=step)] for step in (1, 2)]
-    for dim in (0, 1):
-        got, _ = cut_update(rule, mains, grads, Cut(2, dim))
-        for a, b in zip(got, whole_update(rule, mains, grads)):
-            torch.testing.assert_close(a, b, rtol=2e-3, atol=5e-4)
 
 
 @pytest.mark.parametrize("mode", TpMode)
@@ -141,7 +137,7 @@ def test_heads_do_not_depend_on_the_number_of_ranks(mode: TpMode, dim: int) -> N
 
 
 def test_parts_that_cannot_be_updated_alone_are_refused() -> None:
-    longer = AdaptiveMuonRule(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.LONGER)
+    longer = AdaptiveMuonRule(muon=MUON, second_moment=NORMUON, lines=Lines.LONGER)
     heads = MatrixSpec(split_rows=(32,), by_group=True)
     for rule, shape, cut, message in (
         (MUON, (48, 16), Cut(2, 0, heads), r"split_rows=\(32,\) does not divide the 24 rows"),

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import matrix_works
 import pytest
 import torch
 from elementwise_works import KEPT, Kept, main_of, shifted, written
@@ -17,7 +15,7 @@ from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import codec_for
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.matrices.muon import Inputs, rounds
-from opt_kernels.rules import AdaptiveMuonRule, MuonRule, SecondMoment
+from opt_kernels.rules import MuonRule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, TensorParallel, Work
 
 pytestmark = pytest.mark.needs_extra
@@ -189,32 +187,6 @@ def test_rounds_of_the_same_tensors_may_differ_in_rule_and_split(kernel_device: 
         for works in (shared, fresh):
             rule.update_([Batch(HYPER, [replace(work, matrix=matrix) for work in works])])
     assert_same_bytes(shared, fresh)
-
-
-# A rule, the size of gradients, and how far backends may be apart: adamuon divides small numbers by small ones.
-RULES: dict[str, tuple[MuonRule | AdaptiveMuonRule, float, float]] = {
-    "muon-16-bit-tiny": (MuonRule(nesterov=True), 1e-9, 0.02),
-    "muon-large-eps": (replace(EXACT, eps=1e2), 1.0, 1e-5),
-    "adamuon": (AdaptiveMuonRule(muon=EXACT), 1.0, 1e-4),
-    "normuon": (AdaptiveMuonRule(muon=EXACT, second_moment=SecondMoment.NORMUON), 1.0, 1e-5),
-}
-
-
-@pytest.mark.parametrize(("rule", "size", "tolerance"), RULES.values(), ids=RULES)
-def test_a_rule_moves_as_it_does_in_torch(
-    rule: MuonRule | AdaptiveMuonRule, size: float, tolerance: float, kernel_device: torch.device
-) -> None:
-    main, *grads = (tensor(2, 24, 40, seed=seed).to(kernel_device) for seed in range(3))
-    results = []
-    for backend in ("triton", "torch"):
-        changes: dict[str, Any] = {"backend": backend, "use_syrk": False}  # the same products
-        chosen = replace(rule, **changes if isinstance(rule, MuonRule) else {"muon": replace(rule.muon, **changes)})
-        work = matrix_works.work_of(chosen, main.clone(), matrix=MatrixSpec(split_rows=(4, 1, 1)))
-        matrix_works.stepped(chosen, [size * grad for grad in grads], work, grad_scale=0.5)
-        results.append((main_of(work), work.state))
-    (found, states), (expected, others) = results
-    assert float((found - expected).norm() / (expected - main.double().cpu()).norm()) < tolerance
-    torch.testing.assert_close(states, others, rtol=1e-3, atol=1e-3 if size < 1 else 1e-5)
 
 
 @pytest.mark.parametrize("mode", TpMode)

@@ -1,7 +1,6 @@
 """Weights that other code writes to parameters between steps: no step restores the old ones from a float32 main."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from elementwise_works import FAST, MARKS, ON_FAST
 from torch import nn
 
 from opt_kernels import optim
-from opt_kernels.backends import Writes
 
 
 def trained(rule="AdamW", dtype=torch.bfloat16, **options):
@@ -148,36 +146,3 @@ def test_a_model_made_in_inference_mode_is_trained(mains):
     for seed in range(2):
         step(optimizer, seed)
     assert not torch.equal(model.weight, before)
-
-
-@pytest.mark.parametrize("kind", [torch.Tensor, type("Subclass", (torch.Tensor,), {})])
-def test_writes_of_the_owner_are_counted_and_those_of_others_noticed(kind):
-    tensor = torch.zeros(3).as_subclass(kind)
-    known = Writes([torch.zeros(()), tensor])
-    before = tensor._version
-    known.count()
-    assert tensor._version == before + 1
-    assert known.are_all_own()
-    for owned in (known.count, known.accept):
-        tensor.add_(1).mul_(2)
-        assert not known.are_all_own()
-        owned()
-        assert known.are_all_own()
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="a Writes holds addresses"):
-            copied(known)
-
-
-@pytest.mark.parametrize("in_inference_mode", [False, True])
-def test_an_assignment_to_data_is_noticed_also_at_the_same_address(in_inference_mode):
-    memory = bytearray(64)
-    with torch.inference_mode(in_inference_mode):
-        tensor, others = torch.zeros(4), [torch.frombuffer(memory, dtype=torch.float32) for _ in range(2)]
-        known = Writes([torch.zeros(2), tensor])
-        known.count()
-        assert known.are_all_own()
-        while others:
-            tensor.data = others.pop()
-            assert not known.are_all_own()
-            known.accept()
-            assert known.are_all_own()
