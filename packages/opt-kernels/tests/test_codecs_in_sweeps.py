@@ -19,6 +19,7 @@ import pytest
 import torch
 from codec_values import CODECS, EVERY_UPPER_HALF, ON_CODECS, at_ties, near_ties, single_ties, split
 from elementwise_works import COMPILED, NEEDS_COMPILER, ON_FAST, in_another_process, main_of, on, only_lr
+from tiers import NIGHT
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import version
@@ -80,7 +81,8 @@ def test_every_code_is_read_as_by_the_reference(
         codes = torch.arange(256).to(torch.uint8).view(codec.dtype)
     # Codes that no value has: not finite, negative where a state never is, and -128.
     codes = bits(codes)[codes.float().isfinite() & (signed | (codes.float() >= 0)) & (codes.float() > -128)]
-    for scale in (1.0, 0.3, 2.0**-126, 2.0**100, 2.0**120):
+    few = backend == "triton" and codec.dtype is torch.float16 and not NIGHT  # an interpreter takes its time
+    for scale in (1.0, 2.0**-126) if few else (1.0, 0.3, 2.0**-126, 2.0**100, 2.0**120):
         state = {"x": codes.view(codec.dtype), scale_name("x"): torch.full((-(-codes.numel() // codec.block),), scale)}
         check(codec, signed, torch.zeros(codes.numel()), backend, device, scale, state)
 
@@ -207,6 +209,7 @@ PROCESSORS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
 
 
 @NEEDS_COMPILER
+@pytest.mark.nightly
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_older_processors_have_the_same_bits(processor: str, tmp_path: Path) -> None:
     if PROCESSORS[processor] not in FLAGS:

@@ -147,7 +147,7 @@ def test_steps_follow_the_formula(method, lines, shape, backend):
         expected = by_formula(method, main, *grads, extra=extra, lines=lines, nesterov=nesterov)
         found = moved(rule, main.to(device), *(grad.to(device) for grad in grads), hyper=ADAPTIVE)
         # fp32 states: 6e-8 of updates that AdaMuon makes sqrt(20) x lr x scale = 3 large, relatively more for small O.
-        torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=2e-4)
 
 
 def test_an_unequal_part_of_a_matrix_is_refused_by_namo():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from elementwise_works import on
+from tiers import NIGHT
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
@@ -39,6 +40,8 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_gram_matrix_equals_its_formula(size: tuple[int, int], backend: str, device: torch.device) -> None:
     product, (m, k) = product_of(backend), size
+    if backend == "triton" and not NIGHT:
+        k = min(k, 130)  # an interpreter takes its time
     for dtype in DTYPES[1:] if backend == "triton" else DTYPES:  # float64 products are left to torch
         x, added = (matrices(m, cols, dtype).to(device) for cols in (k, m))
         added = ((added + added.mT) / 2).contiguous()
@@ -57,7 +60,7 @@ def test_halves_are_mirrored_and_views_of_a_batch_taken(backend: str, device: to
     product = product_of(backend)
     wide = matrices(320, 3300, torch.bfloat16 if backend == "cpp" else torch.float32, batch=3).to(device)
     # Rows that are neither next to each other nor at even addresses; the compiled product takes no strides in a row.
-    x = wide[:, 16:272, 9:1033] if backend == "cpp" else wide[:, 16:272, 9:3081:3]
+    x = wide[:, 16:272, 9:1033] if backend == "cpp" else wide[:, 16:272, 9:777:3]
     found = product(x, x.mT)
     lower = torch.ones(256, 256, dtype=torch.bool, device=device).tril(-128)
     assert torch.equal(found.mT[:, lower], found[:, lower])

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.needs_extra, pytest.mark.usefixtures("exact_float32")]
 
 @pytest.mark.parametrize("m", [264, 259], ids=["descriptors", "pointers"])  # rows of 259 do not begin on 16 bytes
 def test_both_ways_of_loading_read_every_product_of_a_layout(m: int, kernel_device: torch.device) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16):
         unit = 2 * torch.finfo(dtype).eps
         for seed in (0, 1):
             x = torch.randn(2, m, 2 * m, generator=torch.Generator().manual_seed(seed)) / m**0.5
@@ -34,8 +34,8 @@ def triangle_kernel(rows: tl.tensor, BLOCK: tl.constexpr) -> None:
 def test_every_tile_up_to_the_diagonal_has_its_number(kernel_device: torch.device) -> None:
     # 512 rows of tiles: matrices of 65536 rows.
     expected = [row for row in range(512) for _ in range(row + 1)]
-    rows = torch.empty(131072 + 256, dtype=torch.int32, device=kernel_device)
-    triangle_kernel[(513,)](rows, BLOCK=256)
+    rows = torch.empty(33 * 4096, dtype=torch.int32, device=kernel_device)
+    triangle_kernel[(33,)](rows, BLOCK=4096)
     assert rows.tolist()[: len(expected)] == expected
 
 
