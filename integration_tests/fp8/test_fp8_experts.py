@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from fp8_training import everything, fp8_params, same, stored
 from statistics_grid import Net, Place, Shape, mean_gradients, parts, run_grid
+from tiers import sampled
 from torch import Tensor, nn
 from tp_model import comms_of, cut
 
@@ -166,7 +168,7 @@ CASES = [(name, recipe, spread) for name in GRIDS for recipe, spread in LAYOUTS]
 CASES += [("two instances", recipe, spread) for recipe in RECIPES for spread in ("flat", "wrapped")]
 
 
-@pytest.mark.parametrize(("name", "recipe", "spread"), CASES)
+@pytest.mark.parametrize(("name", "recipe", "spread"), sampled(CASES, enumerate))
 def test_every_grid_of_experts_has_the_values_of_one_process(name: str, recipe: str, spread: str) -> None:
     alone = trained_alone(recipe, spread, *replicas_on(name))
     for found in on_grid(name, lambda place: train(recipe, place, own_grads(place), **SPREADS[spread])):
@@ -174,8 +176,7 @@ def test_every_grid_of_experts_has_the_values_of_one_process(name: str, recipe: 
         assert_same(found, alone, recipe, atol=2**-4 if "whole" in spread else 0.0)
 
 
-@pytest.mark.parametrize("name", [*GRIDS, "two instances"])
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize(("recipe", "name"), [("delayed", "two instances"), *(("mxfp8", name) for name in GRIDS)])
 def test_an_overflow_in_one_expert_changes_no_byte_on_any_rank(recipe: str, name: str) -> None:
     def rank_main(place: Place) -> tuple[bool, bool]:
         net, chunk, optimizer = built(recipe, place, **SPREADS["wrapped"])
@@ -203,9 +204,10 @@ def state_of(net: Net, place: Place, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
 
-@pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("spread", ["replicated", "flat"])
-@pytest.mark.parametrize("recipe", RECIPES)
+SAVED = [*product(RECIPES, ["replicated", "flat"], GRIDS)]
+
+
+@pytest.mark.parametrize(("recipe", "spread", "name"), sampled(SAVED, enumerate))
 def test_a_checkpoint_of_experts_continues_on_every_grid(recipe: str, spread: str, name: str, tmp_path: Path) -> None:
     """Saved by one process, which goes on itself."""
     # A load without torch.distributed is not made for threads.
