@@ -28,10 +28,10 @@ FUSED = (24, 128)
 CROOKED = (24, 9)  # of its fused rows some begin at aligned addresses, others do not
 HALF_UNIT = 2.0**-24  # of float32, relative
 EXACT = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)
-# One step of 1 x + 0 x³ + 0 x⁵: each matrix over its norm, each split part over its own.
+# One step of 1 x + 0 x³ + 0 x⁵: each matrix over its norm, each split part over its own; the smallest over eps.
 ITSELF = replace(
     EXACT, coefficient_type=CoefficientType.CUSTOM, custom_coefficients=((1.0, 0.0, 0.0),), num_ns_steps=1,
-    scale_mode=ScaleMode.SPECTRAL,
+    scale_mode=ScaleMode.SPECTRAL, eps=5.0,
 )  # fmt: skip
 NARROW = replace(ITSELF, fp32_matmul_prec=MatmulPrecision.MEDIUM, backend="triton")  # 16-bit inputs
 
