@@ -58,8 +58,7 @@ def new_grads(params, number):
 
 GRADS = ["grad elsewhere", "data of grad elsewhere", "grad transposed", "grads of other dtypes", "grad gone"]
 WEIGHTS = ["weight elsewhere", "weight transposed", "weight replaced", "new group"]
-STATES = ["state replaced", "state elsewhere", "state emptied", "states named anew", "memory replaced",
-          "loaded", "saved", "counts written unseen"]  # fmt: skip
+STATES = ["state replaced", "state elsewhere", "state emptied", "loaded", "saved", "counts written unseen"]
 GROUPS = ["numbers", "hooks"]
 
 
@@ -97,14 +96,6 @@ def disturb(what, optimizer, params):
             state[name].data = state[name].clone().neg_()
         case "state emptied":
             optimizer.state[second] = {}
-        case "states named anew":  # the same tensors in the same order, under each other's names
-            moment, square = state.pop("exp_avg").abs_(), state.pop("exp_avg_sq")
-            state["exp_avg_sq"], state["exp_avg"] = moment, square
-        case "memory replaced":  # which tensors of a state_dict share
-            for of_saved in saved:
-                values = of_saved["exp_avg"].clone()
-                of_saved["exp_avg"].untyped_storage().resize_(1 << 16)
-                of_saved["exp_avg"].copy_(values)
         case "loaded":
             changed = deepcopy(optimizer.state_dict())
             for of_saved in changed["state"].values():

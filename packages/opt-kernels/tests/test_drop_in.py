@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, OneC
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from opt_kernels import optim
-from opt_kernels.optim.param_rows import scaling_of
 from opt_kernels.rules import Lion as LionRule
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -168,13 +167,9 @@ def test_tiny_gradients_are_clipped_as_torch_clips_them():
     # torch divides by the norm + 1e-6, which norms of this size show.
     param, plain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     param.grad, plain.grad = torch.full((4,), 1e-6), torch.full((4,), 1e-6)
-    scale, skip, _ = scaling_of([param], found_inf=torch.tensor([1.0]), loss_scale=None, max_norm=1e-6)
     nn.utils.clip_grad_norm_([plain], 1e-6)
     optim.SGD([param], lr=1.0, max_norm=1e-6).step()
     torch.testing.assert_close(param.detach(), -plain.grad, rtol=1e-5, atol=0)
-    assert float(scale) == pytest.approx(1 / 3, rel=1e-4)  # with capturable=True
-    assert bool(skip)  # another optimizer or rank found an overflow
-    assert not scaling_of([param], found_inf=torch.tensor([0.0]), loss_scale=None, max_norm=1e-6)[1]
     unclipped = optim.AdamW([param], max_norm=torch.inf)
     unclipped.step()
     assert unclipped.grad_norm == pytest.approx(2e-6)

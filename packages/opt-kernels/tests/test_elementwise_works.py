@@ -193,10 +193,8 @@ REFUSED_TENSORS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"main": torch.zeros(3, 8)[:, ::2]}, "make the parameter contiguous"),
     (lambda: {"main": None}, "neither a main nor its two halves"),
     (lambda: halves(torch.bfloat16, torch.uint8), "neither a main nor its two halves"),
-    (lambda: halves(torch.bfloat16, torch.int32), "neither a main nor its two halves"),
     (lambda: halves(torch.bfloat16, None), "neither a main nor its two halves"),
     (lambda: halves(torch.float16, torch.int16), "neither a main nor its two halves"),
-    (lambda: halves(torch.float32, torch.int16), "neither a main nor its two halves"),
 ]
 
 

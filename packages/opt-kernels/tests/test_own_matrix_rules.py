@@ -87,15 +87,6 @@ def test_it_is_copied_saved_and_resumed():
     assert same(step(optimizer, 4, 5), step(other, 4, 5))
 
 
-def test_a_stack_has_the_states_of_each_of_its_matrices():
-    stack = nn.Parameter(torch.randn(3, 6, 5))
-    optimizer = LowRankOptimizer([{"params": [stack], "use_matrix_rule": True}], rank=4)
-    stack.grad = torch.randn_like(stack)
-    optimizer.step()
-    shapes = {name: tuple(value.shape) for name, value in optimizer.state[stack].items() if name != "step"}
-    assert shapes == {"total": (3, 6, 5), "left": (3, 6, 4), "right": (3, 5, 4), "gram": (3, 4, 4)}
-
-
 def test_options_that_are_not_allowed_are_refused_by_name():
     for options, error, message in (
         ({"gain": 0.5}, NumberError, "gain=0.5 is not allowed; pass a number of at least 1"),

@@ -60,27 +60,21 @@ UPDATES = {
     "return p - lr * torch.sin(g), m": "calls torch.sin(g); a formula may call",
     "return p - g / 0 * lr, m": "'g / 0' divides by zero",
     "return p - lr * maximum(g, 1e39), m": "has the constant 1e+39, which is not a float32 number",
-    "return p - lr * g / (m + 1e-50), m": "has the constant 1e-50, which is not a float32 number",
     "return p - lr * g * 1j, m": "the constant '1j' is neither a number nor a string",
     "return p - lr * g * (1 / 0), m": "the constant '1 / 0' cannot be computed: division by zero",
     '"""Nothing."""': "must end with `return p, m`",
-    "return p - lr * g": "must end with `return p, m`",
     "for _ in (1, 2):\n    p = p - lr * g\nreturn p, m": "may not contain",
     "if g > 0:\n    p = p - lr * g\nreturn p, m": "`if g > 0` branches on elements (g)",
-    "return p - lr * g if g > 0 else p, m": "`if g > 0` branches on elements (g)",
     "return where(g > 0 and p > 0, p - lr, p), m": "elements (g, p); combine comparisons of elements with & and |",
     "return where(g > 0 & p > 0, p - lr, p), m": "to combine them, as in (a > 0) & (b > 0)",
-    "return p - lr * LIMITS, m": "reads LIMITS, which is not defined",
     "return p - lr * floor(g), m": "calls floor on elements, but only scalars may",
     "return p - lr * recursive(g), m": "does not call itself",
     "return p - lr * branching(g), m": "a helper of a formula may contain assignments",
-    "return p - lr * branching(g, p), m": "with 2 arguments; branching takes 1",
 }
 SCALARS = {
     'return {"lr": lr, "m": lr}': "declares the scalar 'm', which `update` does not read",  # Triton read the state
     'return {"lr": lr, "lr": 2 * lr}': "scalars returns 'lr' twice",  # Triton took the first
     'if step > 1:\n    rate = lr\nreturn {"lr": rate}': "reads rate, which is not defined there",
-    'return {"lr": lr * 1e999}': "has the constant inf; constants are finite",
     'return {"lr": lr * LIMITS}': "reads LIMITS, which is not defined",
     'return {"lr": sum(lr for _ in range(3))}': "a formula may call",
     'return {"lr": lr / (1 + step // 2)}': "'step // 2'; allowed are + - * / **, names and calls; in scalars a // b is",
@@ -241,29 +235,21 @@ def test_a_number_without_effect_that_is_written_later_is_refused_by_the_next_st
     assert torch.equal(param, before)
     optimizer.param_groups[0][name] = allowed
     optimizer.step()
-    if name == "weight_decay":  # as saved by a version that did not refuse it
-        optimizer.param_groups[0][name] = value
-        resumed = Undecayed([weight()])
-        resumed.load_state_dict(optimizer.state_dict())
-        resumed.step()
 
 
-@pytest.mark.parametrize("hook", [CautiousDecay(), LrDecoupledDecay(1.0), CoupledDecay()], ids=repr)
-def test_hooks_that_decay_read_weight_decay(hook):
-    plain, decayed = weight(), weight()
-    Undecayed([plain], lr=0.5, hooks=(hook,)).step()
-    Undecayed([decayed], lr=0.5, weight_decay=0.25, hooks=(hook,)).step()
-    assert not torch.equal(plain, decayed)
-    with pytest.raises(NumberError, match="never reads beta2"):
-        Undecayed([weight()], betas=(0.9, 0.5), weight_decay=0.25, hooks=(hook,))
-
-
-@pytest.mark.parametrize(("hook", "factor"), [(ClipUpdateRms(1e6), 1.0), (CautiousUpdate(), 12 / 13)], ids=repr)
-def test_hooks_with_norms_support_rules_without_weight_decay(hook, factor):
-    param = weight()
-    Undecayed([param], lr=0.5, hooks=(hook,)).step()
-    # In the first step u = 0.1 g has the sign of g everywhere: nothing is masked or clipped.
-    torch.testing.assert_close(param.data, weight().data - factor * 0.5 * 0.1 * param.grad)
-    with pytest.raises(NumberError, match=re.escape("weight_decay=0.1 has no effect")):
-        Undecayed([weight()], weight_decay=0.1, hooks=(hook,))
-    Undecayed([weight()], weight_decay=0.1, hooks=(hook, CautiousDecay()))
+def test_hooks_that_decay_read_weight_decay_and_those_with_norms_do_not():
+    for hook in (CautiousDecay(), LrDecoupledDecay(1.0), CoupledDecay()):
+        plain, decayed = weight(), weight()
+        Undecayed([plain], lr=0.5, hooks=(hook,)).step()
+        Undecayed([decayed], lr=0.5, weight_decay=0.25, hooks=(hook,)).step()
+        assert not torch.equal(plain, decayed)
+        with pytest.raises(NumberError, match="never reads beta2"):
+            Undecayed([weight()], betas=(0.9, 0.5), weight_decay=0.25, hooks=(hook,))
+    for hook, factor in ((ClipUpdateRms(1e6), 1.0), (CautiousUpdate(), 12 / 13)):
+        param = weight()
+        Undecayed([param], lr=0.5, hooks=(hook,)).step()
+        # In the first step u = 0.1 g has the sign of g everywhere: nothing is masked or clipped.
+        torch.testing.assert_close(param.data, weight().data - factor * 0.5 * 0.1 * param.grad)
+        with pytest.raises(NumberError, match=re.escape("weight_decay=0.1 has no effect")):
+            Undecayed([weight()], weight_decay=0.1, hooks=(hook,))
+        Undecayed([weight()], weight_decay=0.1, hooks=(hook, CautiousDecay()))
