@@ -102,18 +102,6 @@ REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
         r"model\.layers has 2 layers, and .* more \(model\.layers\.2\.weight\): .*groups=",
     ),
     "states of torch": (save_torch_states, UNKNOWN),
-    "dim too large": (
-        lambda path: describe(*OF_TP, **TP | {"partition_dim": 2}),
-        "tensor_model_parallel=True, but partition_dim=2; set param.partition_dim",
-    ),
-    "strided columns": (
-        lambda path: describe(*OF_TP, **TP | {"partition_dim": 1}, partition_stride=3),
-        "partition_stride=3 and partition_dim=1; a stride above 1 is supported along dim 0",
-    ),
-    "dim missing on one rank": (
-        lambda path: describe(*OF_TP, **(TP if dist.get_rank() else {"tensor_model_parallel": True})),
-        "but no partition_dim; set param.partition_dim",
-    ),
     "groups without tp": (
         lambda path: sharded_model(marked(**TP), groups=ProcessGroups(dp=None, mp=dist.group.WORLD)),
         "account for 1 of 2 ranks with dense parameters .*pass every group of opt_stack.ProcessGroups",

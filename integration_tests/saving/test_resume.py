@@ -32,7 +32,7 @@ from opt_config import OptimizerConfig
 from opt_distributed.comm import Alone
 from opt_kernels.codecs import codecs_of
 from opt_kernels.rules import Adam
-from opt_stack import Optimizer, Registry, RuleEntry, get_optimizer
+from opt_stack import Optimizer, get_optimizer
 
 
 def config(**fields: Any) -> OptimizerConfig:
@@ -138,10 +138,10 @@ def test_on_other_ranks_layouts_and_numbers_it_has_nearly_the_weights_of_one_pro
 # --- moments in blocks of codes, which are stored decoded, in fp32 ----------------------------------------------------
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-RULES = {
-    "wide": Adam(),
-    "int8": Adam(exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8),
-    "fp8": Adam(exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float8_e4m3fn),
+DTYPES: dict[str, dict[str, Any]] = {
+    "wide": {},
+    "int8": {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8},
+    "fp8": {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn},
 }
 PARAMS = {"rows": ((72, 24), 0), "columns": ((24, 48), 1), "vector": ((24,), None)}  # the dim that is cut
 
@@ -153,16 +153,13 @@ class Elsewhere(Alone):
         self.rank, self.size = rank, size
 
 
-def begin(rule: str, tp: Alone) -> tuple[nn.Module, Optimizer]:
+def begin(dtypes: str, tp: Alone) -> tuple[nn.Module, Optimizer]:
     """This rank's part of matrices that tensor parallelism cuts by rows and by columns, and of a vector."""
     model, generator = nn.Module(), torch.Generator().manual_seed(0)
     for name, (shape, dim) in PARAMS.items():
         model.add_module(name, Part(torch.randn(shape, generator=generator), tp, dim=dim))
-    hyper = {"betas": (0.9, 0.95), "eps": 1e-8}
-    entry = RuleEntry(name="mine", summary="", make=lambda config: RULES[rule], hyper=lambda config: hyper)
     roles = Grid(tp=Alone(), dp=Alone(), world=Alone()).roles
-    mine = OptimizerConfig(optimizer="mine", lr=1e-2)
-    return model, get_optimizer(mine, [model], pg_collection=roles, rules=Registry().with_rule(entry))
+    return model, get_optimizer(config(optimizer_options=DTYPES[dtypes]), [model], pg_collection=roles)
 
 
 def sharded(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -170,11 +167,11 @@ def sharded(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
 
-def rounded(rule: str, moment: str, values: Tensor) -> Tensor:
+def rounded(dtypes: str, moment: str, values: Tensor) -> Tensor:
     """Values that were encoded and decoded."""
-    if rule == "wide":
+    if dtypes == "wide":
         return values
-    codec, found = codecs_of(RULES[rule])[moment], torch.empty(values.numel())
+    codec, found = codecs_of(Adam(**DTYPES[dtypes]))[moment], torch.empty(values.numel())
     codes, scales = torch.empty(values.numel(), dtype=codec.dtype), torch.empty(-(-values.numel() // codec.block))
     codec.encode_(codes, scales, values.flatten())
     codec.decode_(found, codes, scales)
@@ -183,24 +180,24 @@ def rounded(rule: str, moment: str, values: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """By rule: a run after three steps, and its decoded state then."""
+    """By dtypes: a run after three steps, and its decoded state then."""
     found = {}
-    for rule in RULES:
-        model, optimizer = begin(rule, Alone())
+    for dtypes in DTYPES:
+        model, optimizer = begin(dtypes, Alone())
         for step in range(3):
             generator = torch.Generator().manual_seed(1 + step)
             for param in model.parameters():  # rows of other sizes, so that blocks differ
                 sizes = torch.logspace(-1, 0, param.shape[0]).view(-1, *[1] * (param.dim() - 1))
                 param.grad = torch.randn(param.shape, generator=generator) * sizes
             optimizer.step()
-        path, state = tmp_path_factory.mktemp("narrow") / rule, sharded(model, optimizer)
+        path, state = tmp_path_factory.mktemp("narrow") / dtypes, sharded(model, optimizer)
         save(state, path)
-        found[rule] = path, state["optimizer"]["state"]
+        found[dtypes] = path, state["optimizer"]["state"]
     return found
 
 
 @pytest.mark.parametrize("tp_rank", [None, 0, 1])
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in RULES for b in RULES if {a, b} != {"wide"}])
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in DTYPES for b in DTYPES if {a, b} != {"wide"}])
 def test_loaded_moments_are_rounded_once_on_the_blocks_that_are_there(
     before: str, after: str, tp_rank: int | None, saved: Any
 ) -> None:

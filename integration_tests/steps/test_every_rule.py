@@ -33,7 +33,7 @@ OPTIONS = {
     "ademamix": {"alpha": 8.0, "beta3_steps": 4},
     "schedule_free": {"warmup_steps": 2},
     "soft_step": {"softness": 0.25},
-    "slow_tiger": {"nesterov": False, "period": 2},
+    "slow_tiger": {"ahead": False, "period": 2},
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from parity import Held
-from processes import mesh_of, refusal
+from processes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -203,12 +203,3 @@ def resume(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) 
     run.optimizer.load_state_dict(load(run.sharded(), path, dtype="cast").state["optimizer"])
     run.step(STEPS - 1)
     return run.weights()
-
-
-def save_apart(path: str) -> str:
-    """The message of a save whose replicas of a tensor differ."""
-    net = Net(EVEN, 0)
-    tp_on_a_part_of_the_mesh(net)
-    with torch.no_grad():
-        net.column.weight.to_local()[0, 0] += float(dist.get_rank() >= 2)
-    return refusal(lambda: save(sharded_model(net), path))

@@ -34,14 +34,14 @@ def scalars(
 
 def update(
     p: Any, g: Any, momentum_buffer: Any, slow: Any, peak: Any, *,
-    rate: Any, wd: Any, weight: Any, pull: Any, is_first: Any, is_sync: Any, nesterov: bool,
+    rate: Any, wd: Any, weight: Any, pull: Any, is_first: Any, is_sync: Any, ahead: bool,
 ) -> Any:  # fmt: skip
     if is_first != 0:
         slow = p
     if wd != 0:
         g = fma(wd, p, g)
     momentum_buffer = fma(weight, g - momentum_buffer, momentum_buffer)
-    u = fma(weight, g - momentum_buffer, momentum_buffer) if nesterov else momentum_buffer
+    u = fma(weight, g - momentum_buffer, momentum_buffer) if ahead else momentum_buffer
     peak = maximum(peak * 0.999, absolute(u))
     p = p - rate * sign(u) * sqrt(absolute(u) / (peak + 1e-8))
     if is_sync != 0:
@@ -57,5 +57,5 @@ RULE = Formula(
         Number("lr", 1e-3), Number("momentum", 0.9, low=0.0, below=1.0), Number("period", 3, low=1),
         Number("pull", 0.5, low=0.0), Number("warm", 2, low=1),
     ),
-    choices=(Choice("nesterov", True),),
+    choices=(Choice("ahead", True),),
 )  # fmt: skip

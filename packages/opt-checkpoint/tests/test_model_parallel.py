@@ -155,13 +155,22 @@ def test_a_stack_of_experts_is_cut_into_those_of_each_rank() -> None:
         assert (stack.key, stack.global_shape, stack.global_offset) == ("stack", (6, 2, 4), (3 * rank, 0, 0))
 
 
-def test_an_error_of_one_rank_is_raised_on_both() -> None:
-    marks = {"tensor_model_parallel": True}
-    first, second = placed("tp", [module(w=dense(**marks, partition_dim=0)), module(w=dense(**marks))])
-    assert "no partition_dim" in str(second)
-    assert str(first).startswith(
-        "rank 1 refused: w of shape (2, 3) has tensor_model_parallel=True, but no partition_dim"
-    )
+CUT = {"tensor_model_parallel": True}
+UNPLACED: dict[str, tuple[dict[str, Any], str]] = {  # the second rank's marks
+    "no dim": (CUT, "w of shape (2, 3) has tensor_model_parallel=True, but no partition_dim; set param.partition_dim"),
+    "dim too large": (CUT | {"partition_dim": 2}, "but partition_dim=2; set param.partition_dim"),
+    "strided columns": (
+        CUT | {"partition_dim": 1, "partition_stride": 3}, "a stride above 1 is supported along dim 0"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNPLACED)
+def test_an_error_of_one_rank_is_raised_on_both(case: str) -> None:
+    marks, message = UNPLACED[case]
+    first, second = placed("tp", [module(w=dense(**CUT, partition_dim=0)), module(w=dense(**marks))])
+    assert message in second
+    assert first == f"rank 1 refused: {second}"
 
 
 def test_a_module_that_describes_itself_is_believed() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -41,22 +40,10 @@ from opt_checkpoint import (
 
 # ----- Megatron-Core's names
 
-# Parameters that may be given by position, with their defaults, as `core.dist_checkpointing.optimizer` documents them.
-SIGNATURES = {
-    "get_optim_param_to_id_map": "(optim_params_iter)",
-    "get_param_id_to_sharded_param_map": "(model_sharded_state_dict, optim_params_iter)",
-    "make_sharded_optimizer_tensor": "(model_param, optim_param, prefix)",
-    "optim_state_to_sharding_state": "(optim_state_dict, id_to_sharded_param_map, exclude_keys=())",
-}
 
-
-def test_the_modules_have_megatron_cores_names_signatures_and_our_objects() -> None:
+def test_the_modules_have_megatron_cores_names_and_our_objects() -> None:
     modules = ("core", "mapping", "optimizer", "utils", "validation")
     found: Any = {name: importlib.import_module(f"opt_checkpoint.dist_checkpointing.{name}") for name in modules}
-    for name, expected in SIGNATURES.items():
-        parameters = inspect.signature(getattr(found["optimizer"], name)).parameters.values()
-        positional = [p.replace(annotation=p.empty) for p in parameters if p.kind is not p.KEYWORD_ONLY]
-        assert str(inspect.Signature(positional)) == expected
     assert {"KEEP_VARS_HINT", "logger"} <= set(found["optimizer"].__all__)
     assert found["core"].CheckpointingException is CheckpointingException
     for module in found.values():  # no second class of the same name, which `isinstance` would tell from the first
@@ -211,18 +198,6 @@ def test_reduced_statistics_are_resharded(tmp_path: Path, axis: int, dims: tuple
     left = [a for a in (0, 1) if a not in [d % 2 for d in dims]]
     part = lambda rank, size: whole.chunk(size, left.index(axis))[rank] if axis in left else whole
     assert_resharded(tmp_path / "x", (2, 4), Reduced(dims=dims), lambda r, n: block(r, n, axis), part)
-
-
-def test_one_value_per_parameter_of_every_layer(tmp_path: Path) -> None:
-    def states(size: int, filled: bool) -> list[Any]:
-        made = lambda r, n: make_sharded_state(
-            block(r, size, 0, layer=n), torch.eye(3) * n * filled, "basis", PerParam()
-        )
-        return [{str(n): made(r, n) for n in range(3)} for r in range(size)]
-
-    save_as_ranks(states(2, True), tmp_path / "x")
-    for state in load_as_ranks(states(3, False), tmp_path / "x"):
-        assert all(torch.equal(state[str(layer)], torch.eye(3) * layer) for layer in range(3))
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

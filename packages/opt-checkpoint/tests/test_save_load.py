@@ -70,19 +70,6 @@ def test_blocks_and_views_that_are_not_contiguous_are_saved_and_loaded(tmp_path:
     assert report.bytes_wanted == 2 * block.nbytes + turned.nbytes
 
 
-@pytest.mark.parametrize("cut", [(1000, 2500), (0, 7), (123_456, 345_678)])
-def test_a_row_contiguous_reshard_reads_only_what_it_needs(tmp_path: Path, cut: tuple[int, int]) -> None:
-    whole = torch.randn(1000, 500)
-    states = [
-        {"w": sharded_like("w", whole).flat(whole.view(-1)[a:b], a, b)} for a, b in ((0, 199_999), (199_999, 500_000))
-    ]
-    save_as_ranks(states, tmp_path / "x")
-    target = torch.zeros(cut[1] - cut[0])
-    report = load({"w": sharded_like("w", whole).flat(target, *cut)}, tmp_path / "x", verify="none")
-    assert torch.equal(target, whole.view(-1)[slice(*cut)])
-    assert report.bytes_read <= 1.05 * report.bytes_wanted
-
-
 # ----- who writes what
 
 

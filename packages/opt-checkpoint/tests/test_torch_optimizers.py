@@ -94,18 +94,6 @@ def test_the_message_says_where_the_optimizer_is(tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "x"), str(tmp_path / "x.pt"), "--to", "torch", "--at", "optim"]) == 2
 
 
-def test_numbers_of_state_and_groups_with_a_tensor_are_read(tmp_path: Path) -> None:
-    again, _ = trained(0)
-    states: Any = {"0.weight": {"exp_avg": torch.ones(7, 5), "calls": 3}}
-    for name, lr in (("theirs", 0.25), ("ours", torch.tensor(0.25))):
-        state = {"state": states, "param_groups": [{"lr": lr, "params": ["0.weight"]}]}
-        save(state, tmp_path / name) if name == "ours" else dcp_save(state, checkpoint_id=tmp_path / name)
-        matrix = torch.optim.AdamW([again[0].weight], lr=0.0 * lr, foreach=False)
-        load_optimizer(again, matrix, tmp_path / name, at=())
-        assert matrix.state[again[0].weight]["calls"] == 3
-        assert matrix.param_groups[0]["lr"] == lr
-
-
 @pytest.mark.parametrize(
     "state", [[torch.ones(2), torch.ones(3)], {"a": torch.ones(2), "calls": 5}], ids=["list", "dict"]
 )

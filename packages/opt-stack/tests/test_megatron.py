@@ -219,7 +219,6 @@ def test_the_muon_getter_builds_muon_and_refuses_adam() -> None:
         megatron.get_megatron_muon_optimizer(megatron.OptimizerConfig(lr=0.1), [make_model()])
 
 
-# The public classes and functions of megatron.core.optimizer and megatron.core.distributed, version 0.19.2.
 # Modules of Megatron-Core 0.19.2 with their public names; the first row is megatron.core.optimizer and .distributed.
 MODULES = {
     "": "AdamOptimizerConfig ChainedOptimizer ConstantGradScaler DistributedDataParallel DistributedOptimizer "

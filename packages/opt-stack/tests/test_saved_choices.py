@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow_tiger
 from parity import sharded_state
 from stack_models import make_model, over, train
 
@@ -13,31 +14,9 @@ from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Comm
-from opt_kernels.formulas import Choice, Formula, Number, State, fma, sign
 from opt_stack import Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
 
-
-def scalars(*, lr: float, weight_decay: float, momentum: float) -> dict[str, float]:
-    return {"lr": lr, "decay": 1 - lr * weight_decay, "weight": 1 - momentum}
-
-
-def update(p: Any, g: Any, trace: Any, *, lr: Any, decay: Any, weight: Any, variant: Any) -> Any:
-    if variant == "sum":
-        trace = trace + g
-    if variant == "mean":
-        trace = fma(weight, g - trace, trace)
-    return p * decay - lr * sign(trace), trace
-
-
-FORMULA = Formula(
-    name="tracing",
-    states=(State("trace"),),
-    numbers=(Number("momentum", 0.9),),
-    choices=(Choice("variant", "mean", ("mean", "sum")),),
-    scalars=scalars,
-    update=update,
-)
-RULES = Registry().with_formula(FORMULA)
+RULES = Registry().with_formula(slow_tiger.RULE)
 CHOSEN = {  # fields, the same with another choice, how the choices are named
     "maximize": (
         {"optimizer": "lion"},
@@ -45,9 +24,9 @@ CHOSEN = {  # fields, the same with another choice, how the choices are named
         "was saved with maximize=False, but optimizer 'lion' has maximize=True",
     ),
     "a choice of a user's formula": (
-        {"optimizer": "tracing"},
-        {"optimizer": "tracing", "optimizer_options": {"variant": "sum"}},
-        "was saved with variant='mean', but optimizer 'tracing' has variant='sum'",
+        {"optimizer": "slow_tiger"},
+        {"optimizer": "slow_tiger", "optimizer_options": {"ahead": False}},
+        "was saved with ahead=True, but optimizer 'slow_tiger' has ahead=False",
     ),
     "a field of the configuration": (
         {"weight_decay": 0.1},
@@ -146,7 +125,7 @@ def test_groups_of_another_optimizer_get_the_record_of_their_new_rule() -> None:
 
 
 def test_a_choice_that_is_written_to_a_group_is_refused() -> None:
-    model, optimizer = built({"optimizer": "tracing"})
-    optimizer.param_groups[0]["variant"] = "sum"
-    with pytest.raises(ValueError, match="variant='sum' was added, but it was chosen when the optimizer was built"):
+    model, optimizer = built({"optimizer": "slow_tiger"})
+    optimizer.param_groups[0]["ahead"] = False
+    with pytest.raises(ValueError, match="ahead=False was added, but it was chosen when the optimizer was built"):
         train(model, optimizer, range(1))

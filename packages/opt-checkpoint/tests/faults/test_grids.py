@@ -84,9 +84,10 @@ def block_of(param: Param, layer: int | None, cut: int, tp: int) -> tuple[Sharde
 
 def piece_of(block: ShardedTensor, values: Tensor, *, filled: bool) -> dict[str, Any]:
     data = values.clone() if filled else torch.full_like(values, 77)
-    step = make_sharded_state(block, torch.tensor(5.0 if filled else 0.0), "step", PerParam())
+    steps = torch.tensor(5.0 + sum(block.global_offset[: block.prepend_axis_num]))  # of each layer others
+    step = make_sharded_state(block, steps * filled, "step", PerParam())
     moment = make_sharded_optimizer_tensor(block, data, "optimizer.state.exp_avg")
-    return {"exp_avg": moment, "step": step, "expected": values}
+    return {"exp_avg": moment, "step": step, "expected": values, "steps": steps}
 
 
 def states_of(pieces: list[dict[str, Any]]) -> dict[str, Any]:
@@ -104,4 +105,4 @@ def test_every_element_survives_any_change_of_grid(tmp_path: Path, full: bool) -
         for rank, pieces in enumerate(wanted):
             for piece in pieces:
                 assert torch.equal(piece["exp_avg"].data, piece["expected"]), f"seed {seed}, rank {rank}, {piece}"
-                assert piece["step"].data.item() == 5.0
+                assert piece["step"].data == piece["steps"]
