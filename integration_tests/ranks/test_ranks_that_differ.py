@@ -142,12 +142,6 @@ def built(comm: Comm, net: nn.Module | None = None, **fields: Any) -> object:
     return get_optimizer(config(**fields), [net or net_with()], {}, pg_collection=roles_over(comm))
 
 
-def with_groups(comm: Comm) -> object:
-    net = net_with()
-    groups = [{"params": list(net.parameters()), "weight_decay": 0.1 * comm.rank}]
-    return get_optimizer_based_on_param_groups(config(), [net], groups, pg_collection=roles_over(comm))
-
-
 def wrapped(net: nn.Module, groups: Any = None, *, per_token: bool = False, **fields: Any) -> DistributedDataParallel:
     ddp = DistributedDataParallelConfig(**fields)
     return DistributedDataParallel(ddp, net, groups=groups, calculate_per_token_loss=per_token)
@@ -175,17 +169,12 @@ DIFFERENT: dict[str, tuple[Callable[[Comm], object], tuple[str, ...]]] = {
         )
         for mark in MARKS
     },
-    "groups": (with_groups, ("weight_decay of bias.weight is 0.0 on rank 0 and 0.1 on rank 1",)),
     "another loss": (
         lambda comm: wrapped(net_with(), roles_over(comm), per_token=comm.rank == 1),
         ("calculate_per_token_loss is False on rank 0 and True on rank 1",),
     ),
     "other ranks": (
         lambda comm: built(comm, wrapped(net_with(), roles_over(Alone()))), ("data-parallel groups of 1 x 1 ranks",),
-    ),
-    "other ranks, flat": (
-        lambda comm: built(comm, wrapped(net_with(), roles_over(Alone()), **FLAT), **FLAT),
-        ("data-parallel groups of 1 x 1 ranks",),
     ),
 }  # fmt: skip
 
@@ -256,20 +245,35 @@ class Stage(nn.Module):
     def forward(self, *, sparse: bool) -> Tensor:
         ((name, inner),) = self.named_children()
         inner.sparse = sparse
-        out: Tensor = inner(torch.ones(2, 4) if name == "linear" else torch.tensor([1, 2]))
+        out: Tensor = inner(torch.ones(2, 4).bfloat16() if name == "linear" else torch.tensor([1, 2]))
         return out
 
 
-Groups = list[dict[str, Any]]
-# The groups that the first stage gets (None: its gradient is sparse), and the error there.
-OBJECTIONS: dict[str, tuple[Callable[[Groups], Groups] | None, str]] = {
-    "sparse": (None, "gradient of 'embedding.weight' is torch.sparse_coo; dense (torch.strided) gradients are allowed"),
+def set_groups(of_group: Callable[[Options], Options]) -> Callable[[nn.Module, Optimizer], None]:
+    return lambda model, optimizer: setattr(optimizer, "param_groups", list(map(of_group, optimizer.param_groups)))
+
+
+def load_zeros(model: nn.Module, optimizer: Optimizer) -> None:
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+
+
+# What happens on the first stage, and the error there.
+OBJECTIONS: dict[str, tuple[Callable[[nn.Module, Optimizer], object], str]] = {
+    "sparse": (
+        lambda model, optimizer: None,
+        "gradient of 'embedding.weight' is torch.sparse_coo; dense (torch.strided) gradients are allowed",
+    ),
     "other params": (
-        lambda groups: [g | {"params": [nn.Parameter(torch.zeros_like(p)) for p in g["params"]]} for g in groups],
+        set_groups(lambda group: group | {"params": [nn.Parameter(torch.zeros_like(p)) for p in group["params"]]}),
         REPLACED,
     ),
-    "no groups": (lambda groups: [], REPLACED),
-    "no rate": (lambda groups: [group | {"lr": None} for group in groups], "lr of group"),
+    "no groups": (lambda model, optimizer: setattr(optimizer, "param_groups", []), REPLACED),
+    "no rate": (set_groups(lambda group: group | {"lr": None}), "lr of group"),
+    "another rule": (
+        set_groups(lambda group: group | {"optimizer": "lion"}),
+        "group 'default': optimizer='lion' was set ",
+    ),
+    "loaded weights": (load_zeros, "weights were loaded into the model: 'embedding.weight' has other values"),
 }
 
 
@@ -285,7 +289,9 @@ def stepped(optimizer: Optimizer, *, halves: bool) -> str:
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["whole step", "in halves"])
-@pytest.mark.parametrize(("name", "wrapped"), [*((name, False) for name in OBJECTIONS), ("sparse", True)])
+@pytest.mark.parametrize(
+    ("name", "wrapped"), [*((name, False) for name in OBJECTIONS), ("sparse", True), ("loaded weights", True)]
+)
 def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_all(
     name: str, wrapped: bool, halves: bool
 ) -> None:
@@ -295,18 +301,19 @@ def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_al
     def rank_main(comm: Comm) -> list[tuple[str, bool]]:
         """Of each step the error, and whether a weight has moved."""
         axes = Axes(dp=Alone(), tp=Alone())
-        roles, model = Roles(dense=axes, expert=axes, everyone=comm), Stage(comm.rank)
+        roles, model = Roles(dense=axes, expert=axes, everyone=comm), Stage(comm.rank).bfloat16()
         if wrapped:
             model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)
-        optimizer, found = get_optimizer(OptimizerConfig(lr=0.1), [model], {}, pg_collection=roles), []
+        optimizer, found = get_optimizer(OptimizerConfig(lr=0.1, bf16=True), [model], {}, pg_collection=roles), []
         groups = optimizer.param_groups
         for number in range(3):
-            model(sparse=number == 1 and change is None).sum().backward()
-            if comm.rank == 0 and number == 1 and change is not None:
-                optimizer.param_groups = change(groups)
+            model(sparse=number == 1 and name == "sparse").sum().backward()
+            if comm.rank == 0 and number == 1:
+                change(model, optimizer)
             before = [param.detach().clone() for param in model.parameters()]
             error = stepped(optimizer, halves=halves)
             optimizer.param_groups = groups
+            optimizer.reload_model_params()
             optimizer.zero_grad()
             found.append((error, not all(map(torch.equal, before, model.parameters()))))
         return found

@@ -11,7 +11,7 @@ from stack_models import over
 from torch import nn
 
 from opt_checkpoint import sharded_model
-from opt_distributed import GradientError, HyperError, ReplicaError, run_threads
+from opt_distributed import HyperError, ReplicaError, run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles, device
 from opt_distributed.comm.threads import World
 from opt_stack import Optimizer, OptimizerConfig, get_optimizer
@@ -91,20 +91,6 @@ def test_state_assigned_on_one_rank_is_refused_on_all(whole: bool) -> None:
         step(model, optimizer)
 
     assert [type(error) for error in on_two_instances(program)] == [ReplicaError] * 4
-
-
-def test_a_gradient_that_one_instance_refuses_is_refused_on_all() -> None:
-    def program(rank: int, roles: Roles) -> None:
-        model, optimizer = made(roles)
-        model.weight.grad, model.bias.grad = torch.ones(16, 16), torch.ones(16)
-        if rank == 3:
-            model.weight.grad = model.weight.grad.to_sparse()
-        before = model.bias.clone()
-        with pytest.raises(GradientError, match=r"sparse|refused"):
-            optimizer.step()
-        assert torch.equal(model.bias, before)
-
-    assert on_two_instances(program) == [None] * 4
 
 
 @pytest.mark.parametrize("sharded", [False, True])
