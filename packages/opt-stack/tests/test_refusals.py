@@ -37,10 +37,12 @@ def with_holes() -> list[nn.Module]:
     return [model]
 
 
-def wrapped(**changes: Any) -> Callable[[], list[nn.Module]]:
-    return lambda: [DistributedDataParallel(DistributedDataParallelConfig(**changes), make_model())]
+def wrapped(dtype: torch.dtype = torch.float32, num_chunks: int = 1, **changes: Any) -> Callable[[], list[nn.Module]]:
+    config = DistributedDataParallelConfig(**changes)
+    return lambda: [DistributedDataParallel(config, make_model(dtype), chunk=n) for n in range(num_chunks)]
 
 
+BF16, AWARE = torch.bfloat16, {"use_precision_aware_optimizer": True}
 GATHERS = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 SOAP, SOAP_MUON = ({"optimizer": rule, "decoupled_weight_decay": False} for rule in ("soap", "soap_muon"))
 PG = ProcessGroups(dp=None, mp=None, tp_ep_pp=None)
@@ -53,6 +55,22 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "first chunk early without a second": (
         {"overlap_param_gather_with_optimizer_step": True, "model": wrapped(**GATHERS), **GATHERS},
         "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped",
+    ),
+    "first chunk early, and gathers that are aligned": (
+        {
+            "overlap_param_gather_with_optimizer_step": True,
+            "model": wrapped(num_chunks=2, align_param_gather=True, **GATHERS),
+            **GATHERS,
+        },
+        "wrapped with align_param_gather=True, which starts them from the pipeline's schedule; set one of the two to F",
+    ),
+    "large gradients under a dynamic loss scale": (
+        {"model": wrapped(torch.float16, check_for_large_grads=True), "fp16": True},
+        "check_for_large_grads=True, which compares gradients of different iterations, but the loss scale is dynamic",
+    ),
+    "gradients in bf16 that the wrapper reduces in fp32": (
+        {"model": wrapped(BF16, grad_reduce_in_fp32=True), "bf16": True, "main_grads_dtype": BF16, **AWARE},
+        "but model chunk 0 was wrapped with grad_reduce_in_fp32=True",
     ),
     "overlap of a plain chunk": (GATHERS, "overlap_param_gather=True, but model chunk 0 is a plain Sequential"),
     "a wrapper that shards otherwise": (
@@ -81,7 +99,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_built_is_refused(case: str) -> None:
+    """Large gradients may be refused under a constant loss scale."""
     changes, message = CASES[case]
+    if "large" in case:
+        build(loss_scale=8.0, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
         build(**changes)
 
