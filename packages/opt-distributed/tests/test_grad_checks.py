@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_net import Config, of_axes, over
-from deferred_training import Net, backward, batch
+from data_parallel_net import Config, backward, of_axes, over
 from fake_accelerator import DeferredRank, run_deferred
 from recording_comm import RecordingComm
+from tiers import NIGHT
 from torch import nn
 
 from opt_distributed import run_threads
@@ -17,7 +17,7 @@ from opt_distributed.buffers import DistributedDataParallel, UnusableGradientErr
 from opt_distributed.comm import Alone, Axes, Comm
 from opt_distributed.comm.threads import ThreadComm, World
 
-ORDERS = range(6)
+ORDERS = range(6 if NIGHT else 2)
 BAD_ITERATION = 1
 
 
@@ -39,14 +39,14 @@ def run(rank: DeferredRank, *, value: float, instances: int = 1) -> list[str]:
         use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=16, check_for_nan_in_grad=True
     )
     config.num_distributed_optimizer_instances = instances
-    net = Net()
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     ddp = DistributedDataParallel(config, net, groups=of_axes(axes, Alone()))
     found = []
     for iteration in range(3):
         with rank.device.host_reads_forbidden():
-            loss = ddp(batch(iteration, rank.rank)).square().mean()
+            loss = ddp(torch.ones(2, 4)).square().mean()
             if iteration == BAD_ITERATION and rank.rank == rank.size - 1:
-                loss = loss + value * net.layers[1].bias[2]
+                loss = loss + value * net[1].bias[2]
             backward(loss)
             found.append(verdict(ddp))
             ddp.zero_grad_buffer()
@@ -58,7 +58,7 @@ def run(rank: DeferredRank, *, value: float, instances: int = 1) -> list[str]:
 def test_every_rank_has_the_verdict_and_the_parameter_is_named(value: float, instances: int) -> None:
     for seed in ORDERS:
         *others, last = run_deferred(2 * instances, partial(run, value=value, instances=instances), seed=seed)
-        assert last == ["", "gradients of layers.1.bias are not finite on this rank", ""]
+        assert last == ["", "gradients of 1.bias are not finite on this rank", ""]
         for before, bad, after in others:
             assert before == after == ""
             assert bad.startswith("gradients in bucket 1 of chunk 0, fp32 dense")
