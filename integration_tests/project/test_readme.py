@@ -31,3 +31,14 @@ def test_pages_install_from_the_checkout() -> None:
 def test_a_package_s_readme_has_at_most_1500_words() -> None:
     words = {path.parent.name: len(path.read_text().split()) for path in ROOT.glob("packages/*/README.md")}
     assert {name for name, count in words.items() if count > 1500} == set()
+
+
+def test_the_files_that_the_readmes_of_packages_point_to_exist() -> None:
+    links = {
+        readme.parent / link.partition("#")[0]
+        for readme in ROOT.glob("packages/*/README.md")
+        for link in re.findall(r"\]\(([^)]+)\)", readme.read_text())
+        if "://" not in link
+    }
+    assert links
+    assert [link for link in links if not link.exists()] == []

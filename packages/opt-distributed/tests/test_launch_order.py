@@ -14,6 +14,7 @@ import pytest
 import torch
 from data_parallel_net import Config, over, shard_of
 from recording_comm import RecordingComm
+from tiers import NIGHT
 from torch import Tensor, nn
 
 from opt_distributed import GradientError, run_threads
@@ -139,7 +140,7 @@ def every(num_chunks: int, of_chunk: Mapping[str, int]) -> list[Visit]:
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS.keys())
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8 if NIGHT else 2))
 @configs
 @pytest.mark.filterwarnings("ignore:overlap_grad_reduce=True")
 def test_any_ranks_may_skip_anything_in_any_order(config: Config, grid: Grid, seed: int) -> None:

@@ -82,20 +82,6 @@ def test_flat_buckets_are_megatron_cores(name: str) -> None:
         assert starts(layout, params)[::-1][:6] == [0, 9088, 18176, 27264, 36352, 45440]
 
 
-def test_whole_parameters_follow_each_other_where_megatron_core_pads_every_shard_to_the_longest() -> None:
-    """Megatron-Core's bounds are (0, 2048), and (0, 1024), (1024, 1408): 1.33 and 1.29 times the parameters."""
-    equal = whole_layout(vectors(*[256] * 6), num_shards=4, bucket_size=1280)
-    assert [(*pair, bucket.cuts) for pair, bucket in zip(bounds(equal), equal.buckets, strict=True)] == [
-        (0, 1280, (0, 512, 768, 1024, 1280)),
-        (1280, 1536, (1280, 1280, 1536, 1536, 1536)),
-    ]
-    params = vectors(192, 128, 128, 256, 192, 192)
-    layout = whole_layout(params, num_shards=2, bucket_size=448)
-    assert (bounds(layout), unpadded(layout)) == ([(0, 640), (640, 1152)], [640, 448])
-    assert [bucket.cuts for bucket in layout.buckets] == [(0, 256, 640), (640, 960, 1088)]
-    assert starts(layout, params) == [640, 832, 960, 0, 448, 256]
-
-
 def test_shard_ranges_are_megatron_cores_and_ignore_parameter_boundaries() -> None:
     layout = flat_layout(vectors(1000, 1000), num_shards=4, shard_multiple=1)
     pieces = [piece for rank in range(4) for _, piece in layout.owned(rank)]
@@ -109,11 +95,6 @@ def test_replicated_layout_is_reversed_and_has_no_padding() -> None:
     layout = replicated_layout(params, bucket_size=66)
     assert (bounds(layout), starts(layout, params)) == ([(0, 66), (66, 73)], [66, 1, 0])
     assert layout.numel == layout.params_numel == 73
-
-
-def test_the_meanings_of_padded_have_one_name_each() -> None:
-    bucket = flat_layout(vectors(1000, 1000), num_shards=3).buckets[0]
-    assert (bucket.params_numel, bucket.extent_numel, bucket.numel) == (2000, 2024, 2304)
 
 
 # --- what holds for every layout --------------------------------------------------------------------------------------
@@ -198,11 +179,6 @@ def test_a_shared_embedding_is_alone_in_its_bucket(sizes: list[int], world: int,
         assert layout.buckets[0].slots == (Slot(params[-1].id, 0, 100),)
         layout = plan(vectors(100, 200, 300, shared=[1]), num_shards=2)
         assert [[slot.id.name for slot in bucket.slots] for bucket in layout.buckets] == [["p2"], ["p1"], ["p0"]]
-
-
-def test_no_parameters_make_no_buckets() -> None:
-    for layout in (flat_layout([], num_shards=3), whole_layout([], num_shards=3), replicated_layout([])):
-        assert (layout.buckets, layout.numel, longest_shard(layout), list(layout.owned(0))) == ((), 0, 0, [])
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------

@@ -17,9 +17,3 @@ def test_the_readmes_examples_run_and_print_what_it_says(capsys: pytest.CaptureF
     assert capsys.readouterr().out == "1832 elements, padded to 2048\n"
     exec(programs[1], scope)
     assert capsys.readouterr().out in [text for language, text in BLOCKS if language == ""]
-
-
-def test_the_files_it_points_to_exist() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links
-    assert all((Path(__file__).parents[1] / link).exists() for link in links)

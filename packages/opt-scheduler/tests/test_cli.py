@@ -27,7 +27,7 @@ def test_a_table_and_a_plot_from_flags(capsys: pytest.CaptureFixture[str]) -> No
     assert (plot.splitlines()[0], plot.count("•")) == ("lr", 72)
 
 
-@pytest.mark.parametrize("arguments", [["table", "--rows", "20000"], ["plot", "--height", "2000"]])
+@pytest.mark.parametrize("arguments", [["table", "--rows", "6000"], ["plot", "--height", "1000"]])
 def test_a_reader_that_has_enough_is_no_error(arguments: list[str]) -> None:
     """`optsched plot ... | head -1` ended with "Broken pipe"."""
     command = [sys.executable, "-m", "opt_scheduler", *arguments, *FLAGS]

@@ -35,6 +35,7 @@ def test_every_function_that_builds_a_schedule_is_shown(gallery: dict[str, Any])
     assert not missing, f"add an expression to EXPRESSIONS in docs/gallery.py, and run it, for {sorted(missing)}"
 
 
+@pytest.mark.nightly
 def test_the_picture_is_what_the_script_draws(gallery: dict[str, Any], tmp_path: Path) -> None:
     drawn = tmp_path / "drawn.svg"
     gallery["draw"](drawn)

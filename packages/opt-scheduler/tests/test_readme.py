@@ -54,9 +54,3 @@ def test_it_lists_the_names_as_the_command_does(capsys: pytest.CaptureFixture[st
 def test_its_file_is_read() -> None:
     (toml,) = blocks("toml")
     assert get_schedule(**tomllib.loads(toml)["lr"])(500) == pytest.approx(5e-4)
-
-
-def test_its_links_and_pictures_exist() -> None:
-    links = re.findall(r"\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
-    assert links
-    assert [link for link in links if not link.startswith("http") and not (README.parent / link).exists()] == []
