@@ -47,7 +47,7 @@ def steps(fields: dict[str, Any], empty: int, bad_step: int) -> Any:
 def test_a_rank_that_trains_nothing_has_the_result_of_those_that_do(
     size: int, empty: int, fields: dict[str, Any], bad_step: int
 ) -> None:
-    found = run_processes(size, steps, fields, empty, bad_step)
+    found = run_processes(size, steps, fields, empty, bad_step, reuse=True)
     _, results, scales, alone = steps(fields, -1, bad_step)
     start = dict(Net(torch.float16 if "fp16" in fields else torch.float32).named_parameters())
     assert [result[0] for result in results] == [step != bad_step for step in range(5)]
@@ -88,7 +88,7 @@ def stages(folder: str) -> tuple[list[tuple[str, int]], float, float, str]:
 
 def test_stages_have_the_same_groups_one_norm_and_one_writer(tmp_path: Path) -> None:
     """What rank 0 cannot write fails on all ranks."""
-    first, second = run_processes(2, stages, str(tmp_path))
+    first, second = run_processes(2, stages, str(tmp_path), reuse=True)
     assert first[0] == [("default", 1), ("*.bias or 1-D", 1)]
     assert second[0] == [("default", 1), ("*.bias or 1-D", 0)]
     assert first[1] == second[1]

@@ -3,6 +3,7 @@
 import math
 import warnings
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from cut_ranks import EVEN, fsdp, fsdp_x_tp, hsdp, record, replicas_of_tp, tp, t
 from parity import Held, roles_over
 from processes import FSDP2_RUNS, Job, run_jobs
 from statistics_grid import GRIDS, KINDS, Net, Place, mean_gradients, parts, run_grid
+from tiers import sampled
 from torch import nn
 from tp_model import comms_of
 
@@ -25,9 +27,10 @@ LR, CLIP = 0.5, 0.1
 SGD: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("grid", GRIDS)
+WRAPS = (False, True)
+
+
+@pytest.mark.parametrize(("grid", "kind", "wrapped"), sampled([*product(GRIDS, KINDS, WRAPS)], tuple))
 def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, wrapped: bool) -> None:
     sizes = GRIDS[grid]
     config = OptimizerConfig(lr=LR, clip_grad=CLIP, log_num_zeros_in_grad=True, **SGD, **KINDS[kind])

@@ -66,27 +66,6 @@ def test_it_trains_wrapped_chunks_with_their_buffers() -> None:
         megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [second], groups, buffers)
 
 
-def test_dense_parameters_and_experts_may_have_optimizers_of_their_own() -> None:
-    model = make_model()
-    for param in model[2].parameters():
-        param.allreduce = False  # Megatron-Core's mark of an expert
-    chunk = DistributedDataParallel(DistributedDataParallelConfig(), model)
-    groups = megatron._get_param_groups([chunk], CONFIG, {})
-    dense, experts = (
-        megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [chunk], [group]) for group in groups
-    )
-    assert [[buffer.is_expert for buffer in each.plan.buffers] for each in (dense, experts)] == [[False], [True]]
-    before = weights(model)
-    backward(chunk, 0)
-    assert dense.step().success
-    assert_equal(
-        {name: w for name, w in weights(model).items() if name[0] == "2"},
-        {n: before[n] for n in ("2.weight", "2.bias")},
-    )
-    assert experts.step().success
-    assert all((weight != before[name]).any() for name, weight in weights(model).items())
-
-
 def test_a_state_of_another_data_parallel_group_is_refused() -> None:
     def built(index: int | None) -> Any:
         model = make_model()

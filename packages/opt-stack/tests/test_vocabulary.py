@@ -47,16 +47,15 @@ def test_an_unmarked_model_gives_muon_its_hidden_matrices_only(caplog: pytest.Lo
     )
 
 
-@pytest.mark.parametrize("answer", [True, False])
-def test_an_attribute_settles_it_and_the_warning_is_gone(answer: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("rule", "answer"), [("muon", True), ("muon", False), ("adam", None)])
+def test_nothing_is_said_after_an_answer_and_where_all_parameters_have_one_rule(
+    rule: str, answer: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Tagger()
-    model.head.weight.is_embedding_or_output_parameter = answer  # type: ignore[assignment]
-    assert rules(get_optimizer(MUON, [model]))["head.weight"] == ("adam" if answer else "muon")
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_nothing_is_said_where_all_parameters_have_one_rule(caplog: pytest.LogCaptureFixture) -> None:
-    get_optimizer(OptimizerConfig(lr=1e-2), [Tagger()])
+    if answer is not None:
+        model.head.weight.is_embedding_or_output_parameter = answer  # type: ignore[assignment]
+    optimizer = get_optimizer(OptimizerConfig(optimizer=rule, lr=1e-2), [model])
+    assert rules(optimizer)["head.weight"] == ("muon" if answer is False else "adam")
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
