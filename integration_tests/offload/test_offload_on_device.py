@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm import Alone, Comm
 from opt_kernels.works import Batch, Works
 from opt_stack import Optimizer, QKClip, build, get_optimizer
 from opt_stack.qk_clip import fused_qkv
@@ -136,9 +136,8 @@ def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[
     config = OptimizerConfig(lr=0.02, clip_grad=0.0, muon_fp32_matmul_prec="highest", **fields)
 
     def train(tp: Comm, **offload: Any) -> list[Tensor]:
-        net, axes = mark_parts(cut_ranks.Net(EVEN, 0), tp), Axes(dp=Alone(), tp=tp)
-        roles = Roles(dense=axes, expert=axes, everyone=tp)
-        optimizer = get_optimizer(replace(config, **offload), [net], {}, pg_collection=roles)
+        net = mark_parts(cut_ranks.Net(EVEN, 0), tp)
+        optimizer = get_optimizer(replace(config, **offload), [net], {}, pg_collection=roles_over(tp=tp))
         for step in range(STEPS):
             grads = mark_parts(cut_ranks.Net(EVEN, 1 + step), tp).parameters()
             for param, grad in zip(net.parameters(), grads, strict=True):

@@ -91,8 +91,8 @@ def test_another_option_of_one_rank_is_refused_on_every_rank(case: str, size: in
     def rank_main(comm: Comm) -> str:
         options = dict(of_last if comm.rank == size - 1 else of_first)
         config = OptimizerConfig(lr=0.1, optimizer=options.pop("optimizer", "adam"))
-        axes = Axes(dp=comm, tp=Alone()) if parallel == "data" else Axes(dp=Alone(), tp=comm)
-        roles, model = Roles(dense=axes, expert=axes, everyone=comm), matrix(is_part=axes.tp.size > 1)
+        is_part = parallel == "tensor"
+        roles, model = roles_over(tp=comm) if is_part else roles_over(comm), matrix(is_part=is_part)
         with pytest.raises(ValueError, match=message) as caught:
             get_optimizer(config, [model], {}, pg_collection=roles, **options)
         return str(caught.value)
@@ -300,8 +300,7 @@ def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_al
 
     def rank_main(comm: Comm) -> list[tuple[str, bool]]:
         """Of each step the error, and whether a weight has moved."""
-        axes = Axes(dp=Alone(), tp=Alone())
-        roles, model = Roles(dense=axes, expert=axes, everyone=comm), Stage(comm.rank).bfloat16()
+        roles, model = roles_over(everyone=comm), Stage(comm.rank).bfloat16()
         if wrapped:
             model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)
         optimizer, found = get_optimizer(OptimizerConfig(lr=0.1, bf16=True), [model], {}, pg_collection=roles), []

@@ -96,10 +96,7 @@ def stats_of_one_weight(roles: Roles, comm: Comm, **fields: Any) -> StepStats:
 
 
 def test_stages_may_have_parameters_of_one_name() -> None:
-    axes = Axes(dp=Alone(), tp=Alone())
-    first, second = run_threads(
-        2, lambda comm: stats_of_one_weight(Roles(dense=axes, expert=axes, everyone=comm), comm)
-    )
+    first, second = run_threads(2, lambda comm: stats_of_one_weight(roles_over(everyone=comm), comm))
     assert first == second
     assert {name: of.grad_norm for name, of in first.params.items()} == pytest.approx(
         {"weight (rank 0)": math.sqrt(6), "weight (rank 1)": 2 * math.sqrt(6)}
@@ -182,9 +179,7 @@ def test_a_nan_in_the_copy_of_a_shared_parameter_stops_every_rank() -> None:
     def rank_main(comm: Comm) -> bool:
         model = Held((6,), torch.float32, torch.Generator().manual_seed(1))
         model.weight.shared = comm.rank == 1
-        axes = Axes(dp=Alone(), tp=Alone())
-        stages = Roles(dense=axes, expert=axes, everyone=comm)
-        optimizer = get_optimizer(OptimizerConfig(lr=0.01), [model], {}, pg_collection=stages)
+        optimizer = get_optimizer(OptimizerConfig(lr=0.01), [model], {}, pg_collection=roles_over(everyone=comm))
         model.weight.grad = torch.full((6,), math.nan if comm.rank == 1 else 1.0)
         return optimizer.step().success
 

@@ -25,14 +25,13 @@ from cut_ranks import (
 from cut_ranks import tp_on_a_part_of_the_mesh as tp_of_replicas
 from processes import FSDP2_RUNS, Job, run_jobs
 from torch import Tensor, nn
-from tp_model import Grid, Part, cut
+from tp_model import cut
 
-from opt_checkpoint import load, save
+from opt_checkpoint import ShardedTensor, load, save
 from opt_config import OptimizerConfig
-from opt_distributed.comm import Alone
 from opt_kernels.codecs import codecs_of
 from opt_kernels.rules import Adam
-from opt_stack import Optimizer, get_optimizer
+from opt_stack import get_optimizer
 
 
 def config(**fields: Any) -> OptimizerConfig:
@@ -146,25 +145,24 @@ DTYPES: dict[str, dict[str, Any]] = {
 PARAMS = {"rows": ((72, 24), 0), "columns": ((24, 48), 1), "vector": ((24,), None)}  # the dim that is cut
 
 
-class Elsewhere(Alone):
-    """A communicator with another rank's index, for code that only needs the index."""
+class Run:
+    """A rank's part of matrices that are cut by rows and by columns, and of a vector."""
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
+    def __init__(self, dtypes: str, rank: int = 0, size: int = 1):
+        self.net, generator, self.weights = nn.Module(), torch.Generator().manual_seed(0), {}
+        for name, (shape, dim) in PARAMS.items():
+            part = cut(torch.randn(shape, generator=generator), rank, size, dim=dim)
+            self.net.register_parameter(name, nn.Parameter(part))
+            offsets = [] if dim is None else [(dim, rank, size)]
+            self.weights[name] = ShardedTensor.from_rank_offsets(name, self.net.get_parameter(name), *offsets)
+        self.optimizer = get_optimizer(config(optimizer_options=DTYPES[dtypes]), [self.net])
 
+    def sharded(self) -> dict[str, Any]:
+        return {"model": self.weights, "optimizer": self.optimizer.sharded_state_dict(self.weights)}
 
-def begin(dtypes: str, tp: Alone) -> tuple[nn.Module, Optimizer]:
-    """This rank's part of matrices that tensor parallelism cuts by rows and by columns, and of a vector."""
-    model, generator = nn.Module(), torch.Generator().manual_seed(0)
-    for name, (shape, dim) in PARAMS.items():
-        model.add_module(name, Part(torch.randn(shape, generator=generator), tp, dim=dim))
-    roles = Grid(tp=Alone(), dp=Alone(), world=Alone()).roles
-    return model, get_optimizer(config(optimizer_options=DTYPES[dtypes]), [model], pg_collection=roles)
-
-
-def sharded(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    weights = {name: part.sharded(name) for name, part in model.named_children()}
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+    def states(self) -> dict[str, Any]:
+        """Decoded."""
+        return self.sharded()["optimizer"]["state"]
 
 
 def rounded(dtypes: str, moment: str, values: Tensor) -> Tensor:
@@ -183,31 +181,29 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
     """By dtypes: a run after three steps, and its decoded state then."""
     found = {}
     for dtypes in DTYPES:
-        model, optimizer = begin(dtypes, Alone())
+        run, path = Run(dtypes), tmp_path_factory.mktemp("narrow") / dtypes
         for step in range(3):
             generator = torch.Generator().manual_seed(1 + step)
-            for param in model.parameters():  # rows of other sizes, so that blocks differ
+            for param in run.net.parameters():  # rows of other sizes, so that blocks differ
                 sizes = torch.logspace(-1, 0, param.shape[0]).view(-1, *[1] * (param.dim() - 1))
                 param.grad = torch.randn(param.shape, generator=generator) * sizes
-            optimizer.step()
-        path, state = tmp_path_factory.mktemp("narrow") / dtypes, sharded(model, optimizer)
-        save(state, path)
-        found[dtypes] = path, state["optimizer"]["state"]
+            run.optimizer.step()
+        save(run.sharded(), path)
+        found[dtypes] = path, run.states()
     return found
 
 
-@pytest.mark.parametrize("tp_rank", [None, 0, 1])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 @pytest.mark.parametrize(("before", "after"), [(a, b) for a in DTYPES for b in DTYPES if {a, b} != {"wide"}])
 def test_loaded_moments_are_rounded_once_on_the_blocks_that_are_there(
-    before: str, after: str, tp_rank: int | None, saved: Any
+    before: str, after: str, rank: int, size: int, saved: Any
 ) -> None:
     """On a half of each matrix, by rows or by columns, blocks hold elements of several of the saved ones."""
     path, want = saved[before]
-    model, optimizer = begin(after, Alone() if tp_rank is None else Elsewhere(tp_rank, 2))
-    optimizer.load_state_dict(load(sharded(model, optimizer), path).state["optimizer"])
-    state = sharded(model, optimizer)["optimizer"]["state"]
+    run = Run(after, rank, size)
+    run.optimizer.load_state_dict(load(run.sharded(), path).state["optimizer"])
+    found = run.states()
     for name, (_, dim) in PARAMS.items():
         for moment in MOMENTS:
-            values = want[name][moment].data
-            values = values if tp_rank is None else cut(values, tp_rank, 2, dim=dim)
-            assert torch.equal(state[name][moment].data, rounded(after, moment, values)), f"{moment} of {name}"
+            expected = rounded(after, moment, cut(want[name][moment].data, rank, size, dim=dim))
+            assert torch.equal(found[name][moment].data, expected), f"{moment} of {name}"

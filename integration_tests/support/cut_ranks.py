@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from parity import Held
+from parity import Held, roles_over
 from processes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +14,7 @@ from tp_model import cut
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
-from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
+from opt_distributed.comm import Comm, TorchComm
 from opt_kernels.hooks import GivenHooks
 from opt_stack import QKClip, StepStats, get_optimizer
 from opt_stack.qk_clip import separate_qk
@@ -126,11 +126,8 @@ class Run:
         return net
 
     def build(self) -> Any:
-        roles = None
-        if self.lay_out is tp_by_attributes and dist.is_initialized():
-            world = TorchComm(dist.group.WORLD)
-            axes = Axes(dp=Alone(), tp=world)
-            roles = Roles(dense=axes, expert=axes, everyone=world)
+        is_marked = self.lay_out is tp_by_attributes and dist.is_initialized()
+        roles = roles_over(tp=TorchComm(dist.group.WORLD)) if is_marked else None
         return get_optimizer(self.config, [self.net], {}, hooks=self.hooks, pg_collection=roles)
 
     def step(self, step: int) -> float:

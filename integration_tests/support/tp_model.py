@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from opt_checkpoint import ShardedTensor
 from opt_distributed import run_threads
 from opt_distributed.comm import Axes, Comm, Roles
 from opt_distributed.comm.threads import ThreadComm, World
@@ -29,23 +28,6 @@ def run_grid(rank_main: Callable[[Grid], Any], *, tp: int = 2, dp: int = 2) -> l
     tps = comms_of([list(range(first, first + tp)) for first in range(0, tp * dp, tp)])
     dps = comms_of([list(range(first, tp * dp, tp)) for first in range(tp)])
     return run_threads(tp * dp, lambda world: rank_main(Grid(tps[world.rank], dps[world.rank], world)))
-
-
-class Part(nn.Module):
-    """This rank's part of one parameter. `dim`: what tensor parallelism cuts, None for nothing."""
-
-    def __init__(self, whole: Tensor, tp: Comm, *, dim: int | None):
-        super().__init__()
-        self.dim, self.tp = dim, tp
-        self.weight = nn.Parameter(cut(whole, tp.rank, tp.size, dim=dim))
-        if dim is not None and tp.size > 1:
-            self.weight.tensor_model_parallel, self.weight.partition_dim = True, dim
-
-    def sharded(self, key: str) -> ShardedTensor:
-        """The parameter as Megatron-Core's model describes it."""
-        offsets = [] if self.dim is None else [(self.dim, self.tp.rank, self.tp.size)]
-        replica = (0, self.tp.rank if self.dim is None else 0, 0)
-        return ShardedTensor.from_rank_offsets(key, self.weight, *offsets, replica_id=replica)
 
 
 def cut(whole: Tensor, rank: int, size: int, *, dim: int | None) -> Tensor:

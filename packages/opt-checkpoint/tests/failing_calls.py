@@ -1,7 +1,5 @@
 """One double for directories and buckets: calls that raise, act and then raise, act twice, lag, die, or lose power."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

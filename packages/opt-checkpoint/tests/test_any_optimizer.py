@@ -140,20 +140,7 @@ def assert_comes_back(model: nn.Module, optimizer: torch.optim.Optimizer, path: 
     return again, other, report
 
 
-class Halved(torch.optim.SGD):
-    """Hands out its state in another form, as an optimizer that keeps codes does."""
-
-    def state_dict(self) -> dict[str, Any]:
-        packed = super().state_dict()
-        return {**packed, "state": {i: {"half": s["momentum_buffer"] / 2} for i, s in packed["state"].items()}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = {i: {"momentum_buffer": s["half"] * 2} for i, s in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": state})
-
-
 OPTIMIZERS: dict[str, Any] = {
-    "of its own form": lambda ps: Halved(ps, lr=0.1, momentum=0.9),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
     "amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True),
     "adagrad": torch.optim.Adagrad,
@@ -171,19 +158,6 @@ def test_other_optimizers_come_back_with_every_state(tmp_path: Path, name: str) 
     train(model, optimizer, 0, STEPS)
     again, other, _ = assert_comes_back(model, optimizer, tmp_path / "x", OPTIMIZERS[name])
     assert train(again, other, STEPS, 6) == train(model, optimizer, STEPS, 6)
-
-
-def come_back_cut(rank: int, size: int, path: str) -> None:
-    model, make = network(rows=8), OPTIMIZERS["of its own form"]
-    parallelize_module(model, init_device_mesh("cpu", (size,)), CUT)
-    optimizer = make(list(model.parameters()))
-    train(model, optimizer, 0, STEPS)
-    assert_comes_back(model, optimizer, Path(path), make)
-
-
-def test_states_of_another_form_are_saved_so_of_dtensors_too(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, come_back_cut, str(tmp_path / "x"))
-    assert whole_tensors(tmp_path / "x").keys() == {f"optimizer.state.half.{name}" for name in network().state_dict()}
 
 
 def test_never_stepped_frozen_and_zero_gradient_parameters(tmp_path: Path) -> None:

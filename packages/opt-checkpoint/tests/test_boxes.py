@@ -1,7 +1,5 @@
 """Boxes of flat ranges and copies between boxes: every element exactly once, in few pieces."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The README's programs run, and what it says of the command line is true."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Stored bytes: archives that torch reads, checksums, places in archives of others, early writeback, stored objects."""
+"""Stored bytes: archives that torch reads, checksums, places in archives of others, stored objects."""
 
 import argparse
 import enum
@@ -16,7 +16,7 @@ import torch
 from checkpoint_ranks import save_as_ranks
 from states import state_at
 
-from opt_checkpoint import CheckpointCorruptError, NotLoaded, load, read_index, save, sharded_like, verify_checkpoint
+from opt_checkpoint import CheckpointCorruptError, NotLoaded, load, read_index, save
 from opt_checkpoint.disk.archives import find_values, load_object, loaded_whole, not_loaded_in
 from opt_checkpoint.disk.data_file import bytes_view
 from opt_checkpoint.disk.data_file_writer import frame_tensor
@@ -146,26 +146,6 @@ def test_paths_that_do_not_fit_their_keys_are_refused() -> None:
         columns = {"path_parts": np.array(counts, "<u4"), "path_lengths": np.array(lengths, "<u4")}
         with pytest.raises(CheckpointCorruptError, match="contradicts itself"):
             decode_paths(["a.b"], columns)
-
-
-MB = 1 << 20
-
-
-@pytest.mark.parametrize("numels", [[40 * MB // 4], [MB // 4] * 21, [16] * 10], ids=["large", "many", "small"])
-def test_writeback_starts_for_all_but_the_last_megabytes_once_while_more_is_written(
-    tmp_path: Path, numels: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs: list[tuple[int, int, int]] = []
-    note = lambda fd, start, nbytes, advice: runs.append((start, start + nbytes, os.fstat(fd).st_size))
-    monkeypatch.setattr(os, "posix_fadvise", note)
-    save({f"{i}": sharded_like(f"w{i}", torch.ones(n)) for i, n in enumerate(numels)}, tmp_path / "x")
-    size = (tmp_path / "x" / "__0_0.distcp").stat().st_size
-    ends = [0, *(end for _, end, _ in runs)]
-    assert [start for start, _, _ in runs] == ends[:-1]  # each byte once, in order
-    assert all(end <= written for _, end, written in runs)
-    assert all(end % (4 * MB) == 0 for end in ends)  # whole pages
-    assert 0 <= size - ends[-1] < 4 * MB
-    assert verify_checkpoint(tmp_path / "x") == []
 
 
 class Backend:

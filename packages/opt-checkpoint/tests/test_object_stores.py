@@ -1,7 +1,5 @@
 """Checkpoints in object stores: the public functions with URLs in place of paths."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import load_as_ranks, save_as_ranks
-from processes import world_of_one
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import opt_checkpoint
 from opt_checkpoint import (
@@ -67,16 +64,6 @@ def sharded_params(module: nn.Module, **options: Any) -> dict[str, ShardedTensor
 def test_the_first_position_of_a_repeated_parameter_wins() -> None:
     a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     assert get_optim_param_to_id_map([a, b, a]) == {id(a): 0, id(b): 1}
-
-
-def test_a_dtensor_parameter_is_found_by_its_local_values() -> None:
-    """From torch 2.13 on, to_local() of a parameter makes a new tensor at every call."""
-    with world_of_one():
-        mesh = init_device_mesh("cpu", (1,))
-        params = [torch.nn.Parameter(distribute_tensor(torch.ones(n, 2), mesh, [Shard(0)])) for n in (3, 4)]
-        described = {str(i): sharded_like(str(i), param) for i, param in enumerate(params)}
-        found = get_param_id_to_sharded_param_map(described, reversed(params))
-        assert {index: entry.key for index, entry in found.items()} == {0: "1", 1: "0"}
 
 
 def test_parameters_are_matched_by_identity_wherever_they_are(model: Any) -> None:
@@ -169,12 +156,10 @@ def test_numbers_are_stored_as_exact_scalars() -> None:
 # ----- states of other shapes, saved on one grid and loaded on another
 
 
-def block(rank: int, size: int, axis: int, *, layer: int | None = None) -> ShardedTensor:
-    """A (12, 8) parameter cut along an axis, possibly one of 3 stacked layers."""
+def block(rank: int, size: int, axis: int) -> ShardedTensor:
+    """A (12, 8) parameter cut along an axis."""
     shape = tuple(n // size if a == axis else n for a, n in enumerate((12, 8)))
-    p = 0 if layer is None else 1
-    offsets = [(axis + p, rank, size)] + ([(0, layer, 3)] if layer is not None else [])
-    return ShardedTensor.from_rank_offsets("w", torch.zeros(shape), *offsets, prepend_axis_num=p)
+    return ShardedTensor.from_rank_offsets("w", torch.zeros(shape), (axis, rank, size))
 
 
 def assert_resharded(

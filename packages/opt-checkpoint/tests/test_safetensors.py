@@ -1,7 +1,5 @@
 """Models in safetensors files: exported and read by every layout, compared with the `safetensors` package."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports to safetensors and imports from them that fail: on all ranks, and before anything is overwritten."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -25,7 +25,6 @@ from opt_checkpoint import (
     CheckpointingException,
     CheckpointKeyError,
     CheckpointMismatchError,
-    ShardedObject,
     ShardedTensor,
     TieredCheckpointManager,
     load,
@@ -173,17 +172,6 @@ def test_a_group_without_the_worlds_rank_zero_saves_and_loads(ranks: RankPool, t
     assert verify_checkpoint(tmp_path / "x") == []
 
 
-def test_objects_of_a_grid_come_back_to_their_places(tmp_path: Path) -> None:
-    def objects(rank: int, *, filled: bool = True) -> dict[str, ShardedObject]:
-        of = {"b": "a/rng", "a": "data"}
-        return {p: ShardedObject(key, {key: rank} if filled else None, (3,), (rank,)) for p, key in of.items()}
-
-    save_as_ranks([objects(rank) for rank in range(3)], tmp_path / "x")
-    wanted = [dict(reversed(objects(rank, filled=False).items())) for rank in (2, 0)]  # in another order
-    loaded = load_as_ranks(wanted, tmp_path / "x")
-    assert loaded == [{"b": {"a/rng": rank}, "a": {"data": rank}} for rank in (2, 0)]
-
-
 @pytest.mark.parametrize("numel", [6, 300_000], ids=["small", "large"])
 def test_conjugate_and_negated_views_are_saved_and_loaded_by_the_values_they_show(tmp_path: Path, numel: int) -> None:
     whole = torch.complex(torch.randn(numel), torch.randn(numel))
@@ -299,22 +287,6 @@ def test_an_expanded_target_is_refused_before_anything_is_read(tmp_path: Path) -
         assert (other == 0).all()
     save({"w": torch.ones(2).expand(3, 2)}, tmp_path / "y")  # it may be saved
     assert load({"w": None}, tmp_path / "y").state["w"].tolist() == [[1, 1]] * 3
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_blocks_that_overlap_by_one_row_and_leave_one_out_are_refused(tmp_path: Path, axis: int) -> None:
-    """As many elements as the tensor has: only the comparison of neighbours sees it."""
-
-    local = (3, 6) if axis == 0 else (6, 3)
-
-    def block(start: int) -> ShardedTensor:
-        offset = (start, 0) if axis == 0 else (0, start)
-        return ShardedTensor("w", torch.full(local, float(start)), torch.float32, local, (6, 6), offset, None)
-
-    for starts in ((0, 2), (1, 3)):
-        with pytest.raises(CheckpointingException, match=r"w: Invalid access pattern: rank 0 holds .* both as main"):
-            save_as_ranks([{"w": block(start)} for start in starts], tmp_path / "x")
-    save_as_ranks([{"w": block(start)} for start in (0, 3)], tmp_path / "y")
 
 
 def test_files_are_only_appended_to_and_torch_reads_large_archives_without_a_checksum(

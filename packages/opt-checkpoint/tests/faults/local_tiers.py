@@ -1,7 +1,5 @@
 """Runs of several ranks with a local and a durable tier: saved, damaged and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """F11, F12: saving in the background: isolation, order, failure, and the end of the process."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

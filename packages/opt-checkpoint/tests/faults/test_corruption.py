@@ -1,7 +1,5 @@
 """F7, F8: any change to any file is found by `verify`, and by `load` for every byte that it uses."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -1,7 +1,5 @@
 """Power that is lost or a kill at any call: a committed checkpoint is whole, and what was not synced is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import suppress

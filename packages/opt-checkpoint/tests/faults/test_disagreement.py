@@ -1,7 +1,5 @@
 """F14, F15, F16: ranks that do not fit together, states that do not fit the checkpoint, and a rank that dies."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

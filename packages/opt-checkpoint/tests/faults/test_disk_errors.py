@@ -1,7 +1,5 @@
 """F5, F6: a disk that is full, broken or slow to accept bytes: a clean error on all ranks, or none at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """F1: five exchanges a save and a load; whatever a rank raises, wherever, all ranks raise, and none waits."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """F19: random save -> load grids. Every element is bit-equal to the unsharded reference for any two layouts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Hostile files: reading one runs nothing, changes nothing, stays small, and ends in an error of ours."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

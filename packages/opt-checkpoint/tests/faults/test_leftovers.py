@@ -1,7 +1,5 @@
 """F9, F18: other files next to checkpoints, and ranks that do not see the same directory."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Object stores that fail: requests that raise, time out, arrive twice or lose their answer, and trainers that die."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

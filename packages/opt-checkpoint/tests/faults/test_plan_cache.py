@@ -1,7 +1,5 @@
 """A plan that is remembered between saves never describes what ranks no longer hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace

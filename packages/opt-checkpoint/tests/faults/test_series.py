@@ -1,7 +1,5 @@
 """A series of steps: runs that go back, damaged steps that are saved again, and one trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

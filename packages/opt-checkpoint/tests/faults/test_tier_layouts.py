@@ -1,7 +1,5 @@
 """A local tier that does not fit the world that resumes: another layout, another number of ranks, half of a step."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two tiers: nodes that are lost, copies that are damaged, steps that are half replicated, and runs that are others."""
 
-from __future__ import annotations
-
 import os
 import queue
 import random

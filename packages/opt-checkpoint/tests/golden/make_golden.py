@@ -5,8 +5,6 @@
 Makes `NAME-ours` (three ranks, every kind of content) and `NAME-stock` (stock DCP of the torch installed).
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
