@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity import roles_over
+from on_device import zero
+from parity import Net, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
@@ -14,52 +15,37 @@ from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Comm
 from opt_stack import get_optimizer
 
-
-def linear(dtype: torch.dtype) -> nn.Module:
-    model = nn.Linear(3, 2).to(dtype)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.arange(param.numel()).view_as(param) / 4)
-    return model
+SHAPES = {"embedding": (2, 3), "bias": (2,), "qkv": (12, 3), "scale": (1,)}
 
 
 def train(comm: Comm, *, backend: str | None, **fields: Any) -> tuple[list[Tensor], list[Any]]:
     """Four steps, the third of which has no gradient of the bias; on several ranks of a ZeRO-1 chunk. The compiled
-    function changes weights and gradients (in the buffer), and reads weights after the step."""
+    function changes a weight and its gradient, and reads the weight after the step."""
     config, roles, wraps = OptimizerConfig(lr=0.1, weight_decay=0.01, **fields), roles_over(comm), comm.size > 1
-    model = net = linear(config.precision.params)
-    if wraps:
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        model = DistributedDataParallel(ddp, net, groups=roles)
-    optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
+    net = Net(config.precision.params, SHAPES)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model: nn.Module = DistributedDataParallel(ddp, net, groups=roles) if wraps else net
+    optimizer, weight = get_optimizer(config, [model], {}, pg_collection=roles), net.qkv.weight
 
+    @torch.no_grad()
     def run(x: Tensor) -> tuple[Tensor, Any]:
-        with torch.no_grad():
-            if wraps:
-                net.bias.main_grad.mul_(2.0)
-            else:
-                net.weight.grad.mul_(2.0)
-                if not config.fp16:  # whose main values are copies: a step refuses to undo other changes of weights
-                    net.weight.mul_(0.5)
+        (weight.main_grad if wraps else weight.grad).mul_(2.0)
+        if not (wraps or config.fp16):  # whose main values are copies: a step refuses to undo other changes of weights
+            weight.mul_(0.5)
         result = optimizer.step()
-        return net.weight.detach() * x, result
+        return weight.detach() * x, result
 
     step = run if backend is None else torch.compile(run, backend=backend)
     found, results = [], []
     for number in range(4):
         optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-        if wraps:
-            model(torch.full((1, 3), 0.25 * (comm.rank + number + 1), dtype=net.weight.dtype)).sum().backward()
-        else:
-            for param in net.parameters():
-                param.grad = torch.arange(param.numel(), dtype=param.dtype).view_as(param) * 0.25
-            if number == 2:
-                net.bias.grad = None
-        product, result = step(torch.full((), float(number), dtype=net.weight.dtype))
-        found += [product, *(bucket.result.clone() for bucket in (model.grad_sync.buckets if wraps else ()))]
+        optimizer.scale_loss(model(grads_of(number, comm.rank, comm.size, SHAPES))).backward()
+        if number == 2 and not wraps:
+            net.bias.weight.grad = None
+        product, result = step(torch.full((), float(number), dtype=weight.dtype))
+        found.append(product)
         results.append(tuple(result))
-        if wraps:
-            optimizer.zero_grad()
+        zero(model, optimizer)
     return [*found, *(param.detach().clone() for param in net.parameters())], results
 
 
@@ -86,11 +72,10 @@ def test_a_compiled_step_has_the_weights_and_results_of_the_step(mode: str) -> N
 def test_errors_of_a_compiled_step_are_those_of_the_step() -> None:
     """Gradients stayed disabled in the whole process after such an error."""
     torch._dynamo.reset()
-    model = linear(torch.float32)
+    model = Net(torch.float32, SHAPES)
     optimizer = get_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.01), [model])
     step = torch.compile(optimizer.step, backend="eager")
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
+    model(grads_of(0, 0, 1, SHAPES)).backward()
     step()
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.param_groups[0]["betas"] = (0.9,)

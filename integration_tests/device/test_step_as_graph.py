@@ -16,6 +16,7 @@ import torch
 from fake_accelerator import DeferredRank, run_deferred
 from on_device import BAD_STEP, FLAT, Program, Trained, assert_bits_of_a_cpu, iterate, launched, outcome, schedule
 from parity import Case, Numbers, Spread, roles_over
+from tiers import in_turn
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig
@@ -156,8 +157,7 @@ MAINS_IN_24_BITS = {"use_precision_aware_optimizer": True, "main_params_dtype": 
 FORMATS = {numbers.value: (numbers, {}) for numbers in Numbers} | {"24-bit mains": (Numbers.BF16, MAINS_IN_24_BITS)}
 
 
-@pytest.mark.parametrize("rule", ["adam", "muon"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "rule"), in_turn(FORMATS, ["adam", "muon"]))
 def test_the_host_code_of_triton_kernels_can_be_captured(rule: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Triton's interpreter, whose kernels are queued; their tables hold real addresses."""
     on_device.queue_triton_kernels(monkeypatch)

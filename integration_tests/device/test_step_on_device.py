@@ -3,7 +3,6 @@
 More orders at night.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from fake_accelerator import DeferredComm, DeferredRank, run_deferred
 from on_device import ALL, FLAT, HALF, OVERLAPS, SHAPES, SIZE, STEPS, Trained, built, iterate, launch_rules_, launched
 from parity import Case, Numbers, Spread, Wrapping, grads_of
+from tiers import in_turn
 from torch import Tensor, nn
 
 from opt_distributed import run_threads
@@ -50,20 +50,18 @@ HOOKS: dict[str, dict[str, Any]] = {
 def cases() -> Iterator[tuple[str, Case, Mapping[str, Any]]]:
     for case in on_device.layouts():
         yield str(case), case, {}
-    for spread in (Spread.REPLICATED, Spread.FLAT):
+    for (name, fields), spread in in_turn(FORMATS.items(), (Spread.REPLICATED, Spread.FLAT)):
         case = replace(FLAT, spread=spread, numbers=Numbers.BF16)
-        for name, fields in FORMATS.items():
-            yield f"{name}, {spread.value}", case, {"use_precision_aware_optimizer": True, **fields}
-    for recipe, wrapping in itertools.product(RECIPES, Wrapping):
-        for spread in (Spread.REPLICATED, Spread.FLAT)[wrapping is not Wrapping.PLAIN :]:
-            case = replace(FLAT, spread=spread, numbers=Numbers.BF16, wrapping=wrapping)
-            yield f"{recipe}, {case}", case, {"fp8_recipe": recipe}
-    for name, fields in HOOKS.items():
+        yield f"{name}, {spread.value}", case, {"use_precision_aware_optimizer": True, **fields}
+    layouts = [(Spread.FLAT, Wrapping.OVERLAP), (Spread.REPLICATED, Wrapping.PLAIN), (Spread.FLAT, Wrapping.WRAPPED)]
+    for recipe, (spread, wrapping) in in_turn([*RECIPES] * 2, [*layouts, (Spread.FLAT, Wrapping.PLAIN)]):
+        case = replace(FLAT, spread=spread, numbers=Numbers.BF16, wrapping=wrapping)
+        yield f"{recipe}, {case}", case, {"fp8_recipe": recipe}
+    of_hooks = [(Numbers.FP16, Wrapping.PLAIN), (Numbers.REMAINDER, Wrapping.OVERLAP)]
+    for (name, fields), (numbers, wrapping) in in_turn(HOOKS.items(), of_hooks):
         is_muon = isinstance(fields["hooks"], dict)
         for spread in (Spread.WHOLE,) if is_muon else (Spread.FLAT, Spread.REPLICATED):
-            case = replace(FLAT, spread=spread, rule="muon" if is_muon else "adam")
-            yield f"{name}, {case}", case, fields
-            case = replace(case, numbers=Numbers.REMAINDER, wrapping=Wrapping.OVERLAP)
+            case = replace(FLAT, spread=spread, rule="muon" if is_muon else "adam", numbers=numbers, wrapping=wrapping)
             yield f"{name}, {case}", case, fields
     for rule, spread in (("soap", Spread.WHOLE), ("adaptive_muon", Spread.WHOLE), ("lion", Spread.FLAT)):
         yield rule, replace(FLAT, numbers=Numbers.BF16, rule=rule, spread=spread), {}

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fp8_training import everything, fp8_params, same, stored
-from statistics_grid import Net, Place, Shape, mean_gradients, parts, run_grid
+from grids import comms_of
+from statistics_grid import Net, Shape, mean_gradients, parts
 from tiers import sampled
 from torch import Tensor, nn
-from tp_model import comms_of, cut
+from tp_model import Place, cut, run_grid
 
 from opt_checkpoint import ShardedTensor, load, save
 from opt_config import DistributedDataParallelConfig, OptimizerConfig

@@ -1,20 +1,19 @@
-"""Cases of the composition fuzz: frozen values and who holds what. Torch and the standard library only.
+"""Cases of the composition fuzz: frozen values, who holds what, and the weights and gradients of every rank.
 
 A case says which model is trained by which rule in which dtypes, on which grid of ranks, how gradients and state
 travel, and what goes wrong on the way. `drawing.draw(seed)` makes them.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping
+import zlib
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from grids import Grid, Place
+from torch import Tensor
 
 MATRIX_RULES = ("muon", "adaptive_muon")
-RULES = ("adam", "adam_l2", "sgd", "lion", *MATRIX_RULES)
 OTHER_ORDERS = "each rank runs its layers in another order"  # which FSDP2 does not allow
 HABITS = ("reduces before the step", "steps by halves", "toggles hooks", "offloads", "recomputes activations")
 HABITS += (OTHER_ORDERS,)
@@ -25,72 +24,15 @@ HYPER = {
     "lion_beta1": 0.9123, "lion_beta2": 0.9717, "muon_momentum": 0.9, "adaptive_muon_beta2": 0.95,
     "adaptive_muon_eps": 1e-8,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """Ranks by what they hold, in the order of Megatron-Core: rank = (stage * dp + replica) * tp + index within tp.
-
-    Experts divide the `dp * tp` ranks of a stage again: expert tensor parallelism innermost, then expert parallelism,
-    then replicas of the experts. Optimizer instances are consecutive replicas.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    instances: int = 1
-    ep: int = 1
-    etp: int = 1
-    cp: int = 1  # replicas that are context-parallel peers; only process groups tell them from others
-
-    @property
-    def size(self) -> int:
-        return self.dp * self.tp * self.pp
-
-    @property
-    def expert_dp(self) -> int:
-        """Replicas of an expert."""
-        return self.dp * self.tp // (self.ep * self.etp)
-
-    @property
-    def is_possible(self) -> bool:
-        per_stage = self.dp * self.tp
-        return per_stage % (self.ep * self.etp) == 0 and not (
-            self.dp % self.instances or self.expert_dp % self.instances
-        )
-
-    def place(self, rank: int) -> "Place":
-        """The coordinate of a rank on every axis."""
-        outer, tp = divmod(rank, self.tp)
-        stage, replica = divmod(outer, self.dp)
-        expert_replica, of_expert = divmod(replica * self.tp + tp, self.etp * self.ep)
-        ep, etp = divmod(of_expert, self.etp)
-        instance = replica // (self.dp // self.instances)
-        return Place(tp, replica, stage, instance, etp, ep, expert_replica)
-
-    def places(self) -> list["Place"]:
-        return [self.place(rank) for rank in range(self.size)]
-
-    def __str__(self) -> str:
-        axes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "instances", "ep", "etp")}
-        return "x".join(f"{name}{size}" for name, size in axes.items() if size > 1 or name == "dp")
-
-
-class Place(NamedTuple):
-    tp: int
-    replica: int
-    stage: int
-    instance: int
-    etp: int
-    ep: int
-    expert_replica: int
+UNIT = 1 / 64
+TOP = 255  # integers up to here are exact in bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
     name: str
+    number: int  # of the layer; decides on the stage and the chunk
     shape: tuple[int, ...]
-    number: int  # position in the model; decides on the stage and the chunk
     wide: bool = False  # fp32 in a 16-bit model
     cut: int | None = None  # the dim that (expert) tensor parallelism cuts
     expert: int | None = None  # number of the expert that it belongs to
@@ -102,6 +44,14 @@ class Param:
     frozen: bool = False
     left_out: bool = False  # trainable, but in no parameter group
     uses: int = 1  # modules that use it in one forward
+    own: tuple[str, Any] = ("", None)  # an entry of its parameter group that is not the configuration's
+
+    @property
+    def is_trained(self) -> bool:
+        return not (self.frozen or self.left_out)
+
+    def own_entries(self) -> dict[str, Any]:
+        return dict([self.own]) if self.own[0] else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,39 +60,32 @@ class Setup:
 
     grid: Grid = field(default_factory=Grid)
     sharding: str = "replicated"  # "flat", "whole"
-    wrapped: bool = False  # in DistributedDataParallel
-    overlap_grads: bool = False
-    overlap_gather: bool = False
-    aligned: bool = False  # align_param_gather: no schedule requests gathers, so reads and reductions start them
-    gathers_with_step: bool = False  # the first chunk's parameters are gathered while the others are stepped
-    checks_nan: bool = False  # check_for_nan_in_grad: an exception in place of a skipped step
-    bucket_size: int | None = None
-    num_buckets: int | None = None
-    reduce_in_fp32: bool = True
-    average_in_collective: bool = False
-    sum_in_fp32: bool = False  # reduce_scatter_with_fp32_accumulation
-    sums_locally: bool = False  # gradients of all parameters add up in fp32 before they are rounded and sent
-    pads_for_busbw: bool = False
     chunks: int = 1
     microbatches: int = 1
-    per_token: bool = False
-    processes: bool = False  # ranks are gloo processes; else threads
-    late: bool = False  # threads: an asynchronous collective delivers when it is waited for, and not before
-    groups_none: bool = False  # pg_collection=None: the world is data parallel
     on_host: float = 0.0  # optimizer_offload_fraction; 0: no optimizer_cpu_offload
+    late: bool = False  # threads: an asynchronous collective delivers when it is waited for, and not before
+    processes: bool = False  # ranks are gloo processes; else threads
+    groups_none: bool = False  # pg_collection=None: the world is data parallel
     layout: str = "plain"  # of processes: DTensors by "fsdp2", "hsdp", "tp_plan", "fsdp2_x_tp"
+    wrapped: bool = False  # in DistributedDataParallel; what follows only applies then
+    per_token: bool = False
+    gathers_with_step: bool = False  # the first chunk's parameters are gathered while the others are stepped
+    ddp: dict[str, Any] = field(default_factory=dict)  # fields of DistributedDataParallelConfig
 
     @property
     def is_sharded(self) -> bool:
         return self.sharding != "replicated"
+
+    @property
+    def overlaps_gather(self) -> bool:
+        return bool(self.ddp.get("overlap_param_gather"))
 
     def __str__(self) -> str:
         others = [name if value is True else f"{name}={value}" for name, value in _unusual(self, "grid", "sharding")]
         return " ".join([str(self.grid), self.sharding, *others])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skip:
+class Skip(NamedTuple):
     """A forward that does not use a parameter."""
 
     step: int
@@ -151,24 +94,23 @@ class Skip:
     microbatch: int | None  # None: all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bad:
+class Bad(NamedTuple):
     """One element of one rank's gradient that is not finite."""
 
     step: int
     param: str
     rank: int
+    microbatch: int
     value: float
-    microbatch: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mistake:
-    """Fields of the configurations that make a case one that has to be refused."""
+    """Fields of the configurations that make a case one that has to be refused on every rank, before the first step."""
 
     words: str  # that the refusal must hold
-    fields: tuple[tuple[str, Any], ...] = ()  # of OptimizerConfig
-    ddp_fields: tuple[tuple[str, Any], ...] = ()
+    fields: dict[str, Any] = field(default_factory=dict)  # of OptimizerConfig
+    ddp_fields: dict[str, Any] = field(default_factory=dict)
     rank: int | None = None  # the only rank that makes it; None: all
     groups_none: bool = False  # pg_collection=None
 
@@ -183,27 +125,18 @@ class Case:
     resume: Setup | None = None  # the run is saved before step `resume_at` and goes on in this setup
     resume_at: int = 0
     resume_numbers: str | None = None  # of the resumed run, where they are others
+    reload_at: int | None = None  # before that step a new model and optimizer take the state dicts of the old ones
     mistake: Mistake | None = None
     steps: int = 3
-    clip: float = 0.0
-    counts_zeros: bool = False
-    overrides: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] | None = ()  # by parameter; None: the standard ones
+    fields: dict[str, Any] = field(default_factory=dict)  # of OptimizerConfig
+    standard_overrides: bool = False  # vectors are not decayed
     zero_share: float = 0.0  # of gradient elements that are zero on every rank
     skips: tuple[Skip, ...] = ()
     bad: tuple[Bad, ...] = ()
-    scale: float = 1024.0  # initial or constant loss scale
-    window: int = 1000
-    hysteresis: int = 2
-    skip_above: float = math.inf  # grad_norm_skip_threshold
     schedules: bool = False  # the learning rate falls from step to step
     keeps_grads: bool = False  # zero_grad(set_to_none=False)
-    reload_at: int | None = None  # before that step a new model and optimizer take the state dicts of the old ones
-    habits: tuple[str, ...] = ()  # of the training loop, see HABITS
-    scale_mode: str = "spectral"
     looks_each_step: bool = True  # weights are compared after every step; else after the last one
-    nesterov: bool = False
-    tp_mode: str = "blockwise"
-    moment2: str = "adamuon"
+    habits: tuple[str, ...] = ()  # of the training loop, see HABITS
 
     def numbers_of(self, setup: Setup) -> str:
         """In which the part of the case with this setup computes."""
@@ -218,12 +151,12 @@ class Case:
     def setup_at(self, step: int) -> Setup:
         return self.resume if self.resume is not None and step >= self.resume_at else self.setup
 
-    def overrides_of(self, param: Param) -> Mapping[str, Any]:
-        return MappingProxyType(dict(dict(self.overrides or ()).get(param.name, ())))
-
     def rule_of(self, param: Param) -> str:
         is_left_out = self.rule in MATRIX_RULES and (len(param.shape) != 2 or param.embedding)
-        return str(self.overrides_of(param).get("optimizer", "adam" if is_left_out else self.rule))
+        return str(param.own_entries().get("optimizer", "adam" if is_left_out else self.rule))
+
+    def is_wrong(self, rank: int) -> bool:
+        return self.mistake is not None and self.mistake.rank in (None, rank)
 
     def param(self, name: str) -> Param:
         return next(param for param in self.params if param.name == name)
@@ -235,6 +168,12 @@ class Case:
             parts.append(f"saved before step {self.resume_at} and resumed on [{self.resume}]")
         said = ("seed", "rule", "numbers", "params", "setup", "resume", "resume_at")
         return f"case {self.seed}: " + ", ".join([*parts, *(f"{k}={v!r}" for k, v in _unusual(self, *said))])
+
+
+def _unusual(value: Any, *but: str) -> list[tuple[str, Any]]:
+    """The fields that are not at their defaults, without those in `but`."""
+    fields = [(field.name, field.default, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [(name, present) for name, default, present in fields if name not in but and present != default]
 
 
 # --- which rank has which part of a parameter -------------------------------------------------------------------------
@@ -255,16 +194,14 @@ def chunk_of(param: Param, setup: Setup) -> int:
     return param.number // setup.grid.pp % setup.chunks
 
 
-def cut_of(param: Param, place: Place, grid: Grid) -> tuple[int, int]:
-    """The index of the rank's part and the number of parts; (0, 1) for a parameter that is not cut."""
-    if param.cut is None:
-        return 0, 1
-    return (place.tp, grid.tp) if param.expert is None else (place.etp, grid.etp)
+def num_parts(param: Param, grid: Grid) -> int:
+    """Into which (expert) tensor parallelism cuts the parameter."""
+    return 1 if param.cut is None else grid.tp if param.expert is None else grid.etp
 
 
-def kept_as(param: Param, place: Place, setup: Setup) -> int:
-    """The part of the parameter that the rank reports: ranks with the same number must report the same bits."""
-    return 0 if setup.layout != "plain" else cut_of(param, place, setup.grid)[0]
+def part_of(param: Param, place: Place) -> int:
+    """The number of the rank's part; 0 of a parameter that is not cut."""
+    return 0 if param.cut is None else place.tp if param.expert is None else place.etp
 
 
 def replica_of(param: Param, place: Place) -> int:
@@ -277,19 +214,68 @@ def num_replicas(param: Param, grid: Grid) -> int:
 
 def is_used(case: Case, param: Param, *, step: int, microbatch: int, replica: int) -> bool:
     return not any(
-        skip.param == param.name
-        and skip.step == step
+        (skip.param, skip.step) == (param.name, step)
         and skip.replica in (None, replica)
         and skip.microbatch in (None, microbatch)
         for skip in case.skips
     )
 
 
-def is_trained(param: Param) -> bool:
-    return not (param.frozen or param.left_out)
+def cut(value: Tensor, param: Param, place: Place, grid: Grid) -> Tensor:
+    """The part of a whole parameter, or of its gradient, that a rank holds."""
+    if param.cut is None or num_parts(param, grid) == 1:
+        return value
+    return value.chunk(num_parts(param, grid), param.cut)[part_of(param, place)].contiguous()
 
 
-def _unusual(value: Any, *but: str) -> list[tuple[str, Any]]:
-    """The fields that are not at their defaults, without those in `but`."""
-    fields = [(field.name, field.default, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return [(name, present) for name, default, present in fields if name not in but and present != default]
+# --- weights and gradients, which every rank can make -----------------------------------------------------------------
+#
+# Gradients are small integers over a power of two, times the odd part of the number of replicas. So every sum over
+# microbatches and ranks and every mean is exact in fp16, bf16 and fp32, in any order, and what is left to tolerate is
+# the rounding of the norm and of the rule.
+
+
+def first_weight(case: Case, param: Param) -> Tensor:
+    """The whole parameter before the first step, float64, exact in its dtype."""
+    values = torch.rand(param.shape, generator=_generator(case.seed, "weight", param.name)) - 0.5
+    return values.to(case.dtype_of(param, case.setup)).double()
+
+
+def gradient(case: Case, param: Param, *, step: int, microbatch: int, replica: int, tp: int, is_copy: bool) -> Tensor:
+    """What one replica's microbatch adds to the whole parameter's gradient, float64.
+
+    `tp`: the tensor-parallel rank; it matters only where the gradient differs between them (`over_tp`). `is_copy`: of
+    the second copy of a tied parameter.
+    """
+    setup = case.setup_at(step)
+    odd = setup.grid.dp // (setup.grid.dp & -setup.grid.dp)
+    parts = setup.grid.tp if param.over_tp else 1
+    terms = num_replicas(param, setup.grid) * setup.microbatches * odd * parts * (1 + param.tied)
+    largest = max(TOP // terms, 1)
+    key = (case.seed, "gradient", param.name, step, microbatch, replica, tp if param.over_tp else 0, is_copy)
+    values = torch.randint(-largest, largest + 1, param.shape, generator=_generator(*key))
+    present = torch.rand(param.shape, generator=_generator(case.seed, "zeros", param.name, step)) >= case.zero_share
+    return values * present * odd * UNIT
+
+
+def local_gradient(case: Case, param: Param, rank: int, *, step: int, microbatch: int) -> Tensor:
+    """This rank's gradient after backward, with the case's faults."""
+    grid = case.setup_at(step).grid
+    place = grid.place(rank)
+    at = {"replica": replica_of(param, place), "tp": place.tp, "is_copy": is_copy(param, place)}
+    found = cut(gradient(case, param, step=step, microbatch=microbatch, **at), param, place, grid)
+    for bad in case.bad:
+        if bad[:4] == (step, param.name, rank, microbatch):
+            found.view(-1)[found.numel() // 2] = bad.value
+    return found
+
+
+def tokens(case: Case, step: int, replica: int) -> int:
+    """In the losses of one replica's iteration. Together they are a power of two, so that the mean is exact."""
+    each = [1 + (3 * step + 5 * other) % 7 for other in range(case.setup_at(step).grid.dp)]
+    each[-1] += (1 << (sum(each) - 1).bit_length()) - sum(each)
+    return each[replica]
+
+
+def _generator(*key: object) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))

@@ -1,15 +1,21 @@
-"""Draw valid cases from seeds. Torch and the standard library only."""
+"""Draw cases from seeds: independent choices, without those that do not go together."""
 
-import dataclasses
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fuzz import cases
-from fuzz.cases import HABITS, MATRIX_RULES, OTHER_ORDERS, RULES, Bad, Case, Grid, Param, Setup, Skip, is_trained
-from fuzz.mistakes import with_mistake
+from grids import Grid
 
+from fuzz import cases
+from fuzz.cases import HABITS, MATRIX_RULES, OTHER_ORDERS, Bad, Case, Mistake, Param, Setup, Skip
+
+HALF, SOMETIMES, RARELY = (False, True), (False, False, False, True), (False,) * 9 + (True,)
+RULES = ("adam", "adam", "adam_l2", "adam_l2", "sgd", "sgd", "lion", "lion", *MATRIX_RULES)
+NUMBERS = ("fp32", "fp32", "bf16", "bf16_remainder", "bf16_short", "bf16_scaled", "fp16", "fp16_constant")
+NUMBERS += ("bf16_narrow", "bf16_grads")
+SAME_MAINS = ("bf16", "bf16_remainder", "bf16_short", "bf16_scaled")  # from which a run may be resumed in another
 EMPTY = ((0,), (0, 8), (5, 0))
 VECTORS = ((1,), (7,), (63,), (64,), (65,), (127,), (), (3, 1, 5), (2, 1))
 MATRICES = ((12, 16), (16, 12), (8, 8), (24, 4), (4, 36), (12, 20))
@@ -22,235 +28,191 @@ OFTEN = (  # how often, and the sizes of dp, tp, pp and instances
     (1, 5, 1, 1, 1),
 )  # fmt: skip
 GRIDS = [Grid(dp=dp, tp=tp, pp=pp, instances=n) for count, dp, tp, pp, n in OFTEN for _ in range(count)]
-NUMBERS = ("fp32", "fp32", "bf16", "bf16", "bf16_remainder", "fp16", "fp16_constant", "bf16_narrow", "bf16_grads")
-NARROW_MAINS = ("bf16_short", "bf16_scaled")
-SAME_MAINS = ("bf16", "bf16_remainder", "bf16_grads")  # numbers between which nothing is lost
+OF_CASES: dict[str, Sequence[Any]] = {
+    "steps": (1, 2, 3, 3, 4, 5), "schedules": SOMETIMES, "standard_overrides": SOMETIMES, "keeps_grads": SOMETIMES,
+    "zero_share": (0.0, 0.0, 0.1, 0.5), "looks_each_step": (False, True, True, True),
+}  # fmt: skip
+OF_OPTIMIZERS: dict[str, Sequence[Any]] = {
+    "clip_grad": (0.0, 0.0, 0.5, 3.0, 1e3), "log_num_zeros_in_grad": HALF, "muon_nesterov": SOMETIMES,
+    "grad_norm_skip_threshold": (math.inf,) * 6 + (20.0,), "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "adaptive_muon_moment2_method": ("adamuon", "normuon"),
+}  # fmt: skip
+OF_SCALES: dict[str, dict[str, Sequence[Any]]] = {
+    "fp16": {"initial_loss_scale": (1.0, 1024.0, 2.0**20), "loss_scale_window": (1, 2, 1000), "hysteresis": (1, 2)},
+    "fp16_constant": {"loss_scale": (1.0, 256.0, 1024.0)},
+}
+OF_SETUPS: dict[str, Sequence[Any]] = {
+    "chunks": (1, 1, 1, 2), "microbatches": (1, 1, 2, 3), "on_host": (0.0, 0.0, 0.0, 0.3, 0.7, 1.0), "late": HALF,
+    "processes": SOMETIMES, "groups_none": HALF, "wrapped": (*HALF, True), "per_token": SOMETIMES,
+    "gathers_with_step": HALF, "layout": ("plain", "plain", "fsdp2", "hsdp", "tp_plan", "fsdp2_x_tp"),
+}  # fmt: skip
+SUM_IN_FP32, SUMS_LOCALLY = "reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation"
+OF_WRAPPERS: dict[str, Sequence[Any]] = {
+    "overlap_grad_reduce": HALF, "overlap_param_gather": HALF, "align_param_gather": HALF, "num_buckets": (1, 3, None),
+    "bucket_size": (1, 60, 200, 700, None), "check_for_nan_in_grad": RARELY, "grad_reduce_in_fp32": HALF,
+    "average_in_collective": SOMETIMES, SUM_IN_FP32: SOMETIMES, SUMS_LOCALLY: ((), ("all",)),
+    "pad_buckets_for_high_nccl_busbw": RARELY,
+}  # fmt: skip
+
+
+SIMPLEST = Setup()
+
+
+def has_dtensors(setup: Setup) -> bool:
+    """Whether the ranks and the grid are those of its layout of DTensors."""
+    grid, cuts = setup.grid, setup.layout in ("tp_plan", "fsdp2_x_tp")
+    fits = cuts == (grid.tp > 1) and (setup.layout != "hsdp" or grid.dp == 4)
+    return setup.processes and fits and grid == Grid(dp=grid.dp, tp=grid.tp)
+
+
+# In which setups a choice remains, in this order; whether there are experts is the second argument.
+ONLY: dict[str, Callable[[Setup, bool], bool]] = {
+    "processes": lambda s, _: s.grid.size <= 4,
+    "late": lambda s, _: not s.processes,
+    "layout": lambda s, _: has_dtensors(s),
+    "sharding": lambda s, _: s.layout == "plain",  # DTensors are sharded as they are
+    "wrapped": lambda s, _: s.layout == "plain",
+    "ddp": lambda s, _: s.wrapped,
+    "per_token": lambda s, _: s.wrapped,
+    # Without groups, the ranks that hold an expert are unknown; and a wrapper reports NaN to its replicas only.
+    "groups_none": lambda s, experts: s.processes and s.grid == Grid(dp=s.grid.dp) and not experts,
+    "check_for_nan_in_grad": lambda s, experts: s.grid.dp == s.grid.size and not experts,
+    "overlap_param_gather": lambda s, _: s.is_sharded,
+    "gathers_with_step": lambda s, _: s.overlaps_gather and s.sharding == "flat" and s.chunks > 1,
+    "align_param_gather": lambda s, _: s.overlaps_gather and not s.gathers_with_step,
+    "num_buckets": lambda s, _: s.ddp.get("bucket_size") is None,
+    SUM_IN_FP32: lambda s, _: s.is_sharded and s.grid.instances == 1 and not s.ddp["grad_reduce_in_fp32"],
+    SUMS_LOCALLY: lambda s, _: not s.ddp["grad_reduce_in_fp32"],
+    "average_in_collective": lambda s, _: not (s.per_token or s.ddp.get(SUM_IN_FP32)),
+}
 
 
 def draw(seed: int) -> Case:
     """The case of a seed, the same in every process."""
     rng = random.Random(seed)
-    rule = rng.choice((*RULES[:4], *RULES))
-    numbers = _numbers(rng, rule)
-    own = random.Random(f"main values of {seed}")  # so that these choices change no other
-    if numbers in ("bf16", "bf16_remainder") and own.random() < 0.4:
-        numbers = own.choice(NARROW_MAINS)
+    rule = rng.choice(RULES)
+    numbers = rng.choice(NUMBERS)
+    if numbers == "bf16_narrow" and not rule.startswith("adam"):
+        numbers = "bf16"
     setup = _setup(rng, rule, numbers)
-    params = _params(rng, numbers, setup)
+    params = _params(rng, rule, numbers, setup.grid)
+    setup = _consistent(setup, params)
     case = Case(
         seed=seed,
         rule=rule,
         numbers=numbers,
-        params=params,
-        setup=_with_groups(setup, params),
-        steps=rng.choice((1, 2, 3, 3, 4, 5)),
-        clip=rng.choice((0.0, 0.0, 0.5, 3.0, 1e3)),
-        counts_zeros=rng.random() < 0.4,
-        zero_share=rng.choice((0.0, 0.0, 0.1, 0.5)),
-        scale=rng.choice((1.0, 256.0, 1024.0, 1024.0, 2.0**20 if numbers == "fp16" else 1.0)),
-        skip_above=rng.choice((math.inf,) * 6 + (20.0,)),
-        schedules=rng.random() < 0.3,
-        keeps_grads=rng.random() < 0.2,
-        habits=tuple(habit for habit in HABITS if rng.random() < 0.12),
-        scale_mode=rng.choice(("spectral", "spectral", "unit_rms_norm", "shape_scaling")),
-        window=rng.choice((1, 2, 1000)),
-        hysteresis=rng.choice((1, 2)),
-        looks_each_step=rng.random() < (0.4 if setup.overlap_gather else 0.9),
-        nesterov=rng.random() < 0.3,
-        tp_mode=rng.choice(("blockwise", "duplicated", "distributed")),
-        moment2=rng.choice(("adamuon", "normuon")),
+        params=params if setup.layout == "plain" else _laid_out(params),
+        setup=setup,
+        habits=tuple(habit for habit in HABITS if rng.choice(RARELY)),
+        fields=_chosen(rng, OF_OPTIMIZERS) | _chosen(rng, OF_SCALES.get(numbers, {})),
+        **_chosen(rng, OF_CASES),
     )
-    case = dataclasses.replace(case, overrides=_overrides(rng, case))
     if setup.layout != "plain":
-        case = _laid_out(case)
-        case = dataclasses.replace(case, habits=tuple(habit for habit in case.habits if habit != OTHER_ORDERS))
+        case = replace(case, habits=tuple(habit for habit in case.habits if habit != OTHER_ORDERS))
+    if any(param.left_out or param.own[0] for param in params):
+        case = replace(case, standard_overrides=False)
     if case.steps > 1 and rng.random() < 0.4:
         case = _resumed(rng, case)
     elif case.steps > 1 and rng.random() < 0.15:
-        case = dataclasses.replace(case, reload_at=rng.randrange(1, case.steps))
-    case = dataclasses.replace(case, skips=tuple(_skips(rng, case)) if rng.random() < 0.5 else ())
-    case = dataclasses.replace(case, bad=tuple(_bad(rng, case)) if rng.random() < 0.35 else ())
-    return with_mistake(rng, case) if rng.random() < 0.06 else case
+        case = replace(case, reload_at=rng.randrange(1, case.steps))
+    case = replace(case, skips=tuple(_skips(rng, case)) if rng.random() < 0.5 else ())
+    case = replace(case, bad=tuple(_bad(rng, case)) if rng.random() < 0.35 else ())
+    return _with_mistake(rng, case) if rng.random() < 0.06 else case
 
 
-def _numbers(rng: random.Random, rule: str) -> str:
-    numbers = rng.choice(NUMBERS)
-    return "bf16" if numbers == "bf16_narrow" and rule not in ("adam", "adam_l2") else numbers
+def _chosen(rng: random.Random, choices: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    return {name: rng.choice(values) for name, values in choices.items()}
 
 
-def _setup(rng: random.Random, rule: str, numbers: str, *, processes: bool | None = None) -> Setup:
-    grid = _grid(rng)
-    if rule in MATRIX_RULES and grid.instances > 1:
-        grid = dataclasses.replace(grid, instances=1)
-    sharding = rng.choice(("replicated", "whole") if rule in MATRIX_RULES else ("replicated", "flat", "flat", "whole"))
-    setup = Setup(
-        grid=grid,
-        sharding="flat" if grid.instances > 1 else sharding,
-        wrapped=rng.random() < 0.55,
-        chunks=rng.choice((1, 1, 1, 2)),
-        microbatches=rng.choice((1, 1, 2, 3)),
-        late=rng.random() < 0.6,
-    )
-    if grid.size <= 4 and (rng.random() < 0.2 if processes is None else processes):
-        setup = _in_processes(rng, setup)
-    setup = _wrapped(rng, numbers, setup) if setup.wrapped else setup
-    own = random.Random(f"offload of {setup}")
-    return dataclasses.replace(setup, on_host=own.choice((0.0, 0.0, 0.0, 0.3, 0.7, 1.0)))
-
-
-def _in_processes(rng: random.Random, setup: Setup) -> Setup:
-    grid = setup.grid
-    if grid.dp % 2 == 0 and grid.instances == 1 and rng.random() < 0.4:
-        grid = dataclasses.replace(grid, cp=2)
-    setup = dataclasses.replace(setup, grid=grid, processes=True, late=False)
-    if grid.pp == grid.instances == grid.ep == grid.etp == grid.cp == 1 and rng.random() < 0.5:
-        layouts = ("tp_plan", "fsdp2_x_tp") if grid.tp > 1 else ("fsdp2", "fsdp2", "hsdp")
-        layout = rng.choice(layouts if grid.dp == 4 else layouts[:2])
-        # DTensors are sharded as they are, so that a sharded optimizer is refused.
-        return dataclasses.replace(setup, layout=layout, sharding="replicated", wrapped=False, groups_none=True)
-    is_world = grid.dp == grid.size and grid.instances == 1 and grid.ep == 1 and grid.cp == 1
-    return dataclasses.replace(setup, groups_none=is_world and rng.random() < 0.5)
-
-
-def _laid_out(case: Case) -> Case:
-    """The case, with a model that FSDP2 takes: no experts, no scalars, no module that runs twice."""
-    params = tuple(
-        dataclasses.replace(p, uses=1, over_tp=None, tied=False)
-        if p.shape and 0 not in p.shape
-        else Param(name=p.name, number=p.number, shape=(4,), left_out=p.left_out, frozen=p.frozen)
-        for p in case.params
-        if p.expert is None
-    )
-    if not any(is_trained(param) for param in params):
-        params = (dataclasses.replace(params[0], frozen=False, left_out=False), *params[1:])
-    names = {param.name for param in params}
-    overrides = case.overrides and tuple(own for own in case.overrides if own[0] in names)
-    return dataclasses.replace(case, params=_not_all_wide(params), overrides=overrides)
-
-
-def _wrapped(rng: random.Random, numbers: str, setup: Setup) -> Setup:
-    """With the choices that only a wrapped model has."""
-    in_fp32 = numbers != "bf16_grads" and rng.random() < 0.6
-    per_token = rng.random() < 0.25
-    sums_in_fp32 = setup.is_sharded and not in_fp32 and setup.grid.instances == 1 and rng.random() < 0.3
-    buckets = rng.choice(("size", "size", "number", "default"))
-    setup = dataclasses.replace(
-        setup,
-        overlap_grads=rng.random() < 0.6,
-        overlap_gather=setup.is_sharded and rng.random() < 0.5,
-        bucket_size=rng.choice((1, 60, 200, 700)) if buckets == "size" else None,
-        num_buckets=rng.choice((1, 3)) if buckets == "number" else None,
-        reduce_in_fp32=in_fp32,
-        average_in_collective=not (per_token or sums_in_fp32) and rng.random() < 0.25,
-        sum_in_fp32=sums_in_fp32,
-        checks_nan=rng.random() < 0.1,
-        pads_for_busbw=rng.random() < 0.05,
-        per_token=per_token,
-    )
-    can_gather_with_step = setup.overlap_gather and setup.sharding == "flat" and setup.chunks > 1
-    setup = dataclasses.replace(setup, gathers_with_step=can_gather_with_step and rng.random() < 0.5)
-    own = random.Random(str(setup))  # so that these choices change no other
-    return dataclasses.replace(
-        setup,
-        aligned=setup.overlap_gather and not setup.gathers_with_step and own.random() < 0.5,
-        sums_locally=not setup.reduce_in_fp32 and own.random() < 0.5,
-    )
-
-
-def _grid(rng: random.Random) -> Grid:
+def _setup(rng: random.Random, rule: str, numbers: str) -> Setup:
     grid = rng.choice(GRIDS)
-    found = dataclasses.replace(grid, ep=rng.choice((1, 1, 2)), etp=rng.choice((1, grid.tp)))
-    return found if found.is_possible else dataclasses.replace(grid, etp=1)
+    grid = replace(grid, ep=rng.choice((1, 1, 2)), etp=rng.choice((1, grid.tp)))
+    grid = grid if grid.is_possible else replace(grid, ep=1, etp=1)
+    sharding = rng.choice(("replicated", "flat", "flat", "whole"))
+    if rule in MATRIX_RULES:
+        grid, sharding = replace(grid, instances=1), rng.choice(("replicated", "whole"))
+    elif grid.instances > 1:
+        sharding = "flat"
+    elif grid.dp % 2 == 0:
+        grid = replace(grid, cp=rng.choice((1, 1, 2)))
+    ddp = _chosen(rng, OF_WRAPPERS)
+    ddp["grad_reduce_in_fp32"] &= numbers != "bf16_grads"
+    return Setup(grid=grid, sharding=sharding, ddp=ddp, **_chosen(rng, OF_SETUPS))
+
+
+def _consistent(setup: Setup, params: Sequence[Param]) -> Setup:
+    has_experts = any(param.expert is not None for param in params)
+    for name, remains in ONLY.items():
+        if name in OF_WRAPPERS and setup.wrapped and not remains(setup, has_experts):
+            setup = replace(setup, ddp={key: value for key, value in setup.ddp.items() if key != name})
+        elif name not in OF_WRAPPERS and not remains(setup, has_experts):
+            setup = replace(setup, **{name: getattr(SIMPLEST, name)})
+    return setup if setup.layout == "plain" else replace(setup, groups_none=True)
 
 
 def _resumed(rng: random.Random, case: Case) -> Case:
     """The case, continued in another setup from a later step; unchanged if no setup fits its parameters."""
-    for _ in range(5):
-        setup = _setup(rng, case.rule, case.numbers, processes=case.setup.processes)
-        numbers = rng.choice(SAME_MAINS) if case.numbers in SAME_MAINS and rng.random() < 0.3 else None
-        if (numbers or case.numbers) == "bf16_grads":
-            setup = dataclasses.replace(setup, reduce_in_fp32=False)
-        if setup.sum_in_fp32 and setup.reduce_in_fp32:
+    numbers = rng.choice(SAME_MAINS) if case.numbers in SAME_MAINS and rng.random() < 0.5 else None
+    for _ in range(9):
+        setup = _consistent(_setup(rng, case.rule, numbers or case.numbers), case.params)
+        is_laid_out = setup.layout != "plain"
+        if setup.processes != case.setup.processes or (is_laid_out and OTHER_ORDERS in case.habits):
             continue
-        setup = _with_groups(setup, case.params)
-        if setup.layout != "plain" and OTHER_ORDERS in case.habits:
-            continue
-        if all(_fits(param, setup) for param in case.params) and (setup.layout == "plain" or case == _laid_out(case)):
-            at, own = rng.randrange(1, case.steps), random.Random(f"numbers of the resumed run of {case.seed}")
-            in_bf16 = [*SAME_MAINS[:2], *NARROW_MAINS]
-            if numbers is None and case.numbers in in_bf16 and own.random() < 0.5:
-                numbers = own.choice(in_bf16)
-            return dataclasses.replace(case, resume=setup, resume_at=at, resume_numbers=numbers)
+        if all(_fits(p, setup.grid) for p in case.params) and not (
+            is_laid_out and case.params != _laid_out(case.params)
+        ):
+            return replace(case, resume=setup, resume_at=rng.randrange(1, case.steps), resume_numbers=numbers)
     return case
 
 
-def _fits(param: Param, setup: Setup) -> bool:
-    pieces = setup.grid.tp if param.expert is None else setup.grid.etp
-    rows = param.shape[0] // (pieces if param.cut == 0 else 1) if param.qkv else 0
-    return rows % 4 == 0 and (param.cut is None or param.shape[param.cut] % pieces == 0)
+def _fits(param: Param, grid: Grid) -> bool:
+    parts = cases.num_parts(param, grid)
+    rows = param.shape[0] // (parts if param.cut == 0 else 1) if param.qkv else 0
+    return rows % 4 == 0 and (param.cut is None or param.shape[param.cut] % parts == 0)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _with_groups(setup: Setup, params: tuple[Param, ...]) -> Setup:
-    """Without groups, the ranks that hold an expert are unknown; and a wrapper reports NaN to its replicas only."""
-    has_experts = any(param.expert is not None for param in params)
-    is_guess = setup.layout == "plain" and setup.grid.size > 1 and has_experts
-    tells_all = setup.grid.dp == setup.grid.size and not has_experts
-    return dataclasses.replace(
-        setup, groups_none=setup.groups_none and not is_guess, checks_nan=setup.checks_nan and tells_all
-    )
-
-
-def _params(rng: random.Random, numbers: str, setup: Setup) -> tuple[Param, ...]:
+def _params(rng: random.Random, rule: str, numbers: str, grid: Grid) -> tuple[Param, ...]:
+    """Dense parameters, the first of which is trained and of the model's dtype, and layers of experts. In most models
+    experts of a layer have equal shapes; in some, expert-parallel ranks have other parameters."""
     count = rng.choice((1, 2, 3, 4, 6, 8))
-    found = [_param(rng, number, numbers, setup, is_expert=False) for number in range(count)]
+    found = [_param(rng, number, rule, numbers, grid, is_expert=False) for number in range(count)]
     if rng.random() < 0.45:
-        found += _experts(rng, count, numbers, setup)
+        experts = range(rng.choice((2, 4)))
+        if rng.random() < 0.1:
+            found += [_param(rng, count + number, rule, numbers, grid, is_expert=True) for number in experts]
+        else:
+            for layer in range(count, count + rng.choice((1, 2))):
+                like = _param(rng, layer, rule, numbers, grid, is_expert=True)
+                found += [replace(like, name=f"e{layer}_{expert}", expert=expert) for expert in experts]
     if rng.random() < 0.15:
-        index = rng.randrange(len(found))
-        found[index] = dataclasses.replace(found[index], left_out=True)
-    if not any(is_trained(param) for param in found):
-        found[0] = dataclasses.replace(found[0], left_out=False, frozen=False)
-    return _not_all_wide(found)
+        number = rng.choice(found).number
+        found = [replace(param, left_out=param.number == number) for param in found]
+    found[0] = replace(found[0], left_out=False, frozen=False, wide=False)
+    return tuple(param if param.is_trained else replace(param, own=("", None)) for param in found)
 
 
-def _not_all_wide(params: Sequence[Param]) -> tuple[Param, ...]:
-    """At least the first in the 16 bits of the model, since `bf16=True` is refused where all parameters are in fp32."""
-    if all(param.wide for param in params):
-        return (dataclasses.replace(params[0], wide=False), *params[1:])
-    return tuple(params)
-
-
-def _experts(rng: random.Random, first: int, numbers: str, setup: Setup) -> Iterator[Param]:
-    """Layers of experts. In most models experts of a layer have equal shapes; in some, expert-parallel ranks have other
-    parameters."""
-    count = rng.choice((2, 4))
-    if rng.random() < 0.1:
-        for number in range(count):
-            yield _param(rng, first + number, numbers, setup, is_expert=True)
-        return
-    for layer in range(first, first + rng.choice((1, 2))):
-        shared_shape = _param(rng, layer, numbers, setup, is_expert=True)
-        for expert in range(count):
-            yield dataclasses.replace(shared_shape, name=f"e{layer}_{expert}", expert=expert)
-
-
-def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_expert: bool) -> Param:
+def _param(rng: random.Random, number: int, rule: str, numbers: str, grid: Grid, *, is_expert: bool) -> Param:
     shape = rng.choice(rng.choice((VECTORS, MATRICES, MATRICES, ODD_MATRICES)))
     shape = rng.choice(EMPTY if rng.random() < 0.03 else LARGE if rng.random() < 0.02 else (shape,))
-    pieces = setup.grid.etp if is_expert else setup.grid.tp
-    cuttable = [dim for dim, size in enumerate(shape) if size and size % max(pieces, 2) == 0]
+    parts = grid.etp if is_expert else grid.tp
+    cuttable = [dim for dim, size in enumerate(shape) if size and size % max(parts, 2) == 0]
     cut = rng.choice(cuttable) if cuttable and rng.random() < 0.7 else None
-    may_differ = setup.grid.tp > 1 and cut is None and not is_expert
+    may_differ = grid.tp > 1 and cut is None and not is_expert
     over_tp = rng.choice((None, None, "sequence_parallel", "average_gradients_across_tp_domain"))
-    rows = shape[0] // (pieces if cut == 0 else 1) if len(shape) == 2 else 0
+    rows = shape[0] // (parts if cut == 0 else 1) if len(shape) == 2 else 0
     is_tied = not is_expert and rng.random() < 0.15
+    entries: list[tuple[str, Any]] = [("max_lr", 0.005), ("wd_mult", 0.0), ("wd_mult", 0.5), ("clip_grad", False)]
+    # Every matrix rule names the rule of what it leaves out, and narrow moments are Adam's.
+    if rule not in (*MATRIX_RULES, "adam_l2") and numbers != "bf16_narrow":
+        entries += [("optimizer", "lion"), ("optimizer", "sgd"), ("optimizer", "adam")]
     return Param(
-        name=f"e{number}" if is_expert else f"p{number}",
-        shape=shape,
+        name=f"{'e' if is_expert else 'p'}{number}",
         number=number,
+        shape=shape,
         wide=numbers != "fp32" and rng.random() < 0.2,
         cut=cut,
         expert=number if is_expert else None,
@@ -261,22 +223,20 @@ def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_ex
         over_tp=over_tp if may_differ and not is_tied else None,
         frozen=rng.random() < 0.1,
         uses=2 if rng.random() < 0.1 else 1,
+        own=rng.choice(entries) if rng.random() < 0.2 else ("", None),
     )
 
 
-def _overrides(rng: random.Random, case: Case) -> Any:
-    if rng.random() < 0.2 and not any(param.left_out for param in case.params):
-        return None
-    trained = [param for param in case.params if is_trained(param)]
-    return tuple((param.name, (_override(rng, case),)) for param in trained if rng.random() < 0.25)
+def _laid_out(params: Sequence[Param]) -> tuple[Param, ...]:
+    """A model that FSDP2 takes: no experts, no scalars, no module that runs twice."""
+    return tuple(
+        replace(p, uses=1, over_tp=None, tied=False, **({} if p.shape and 0 not in p.shape else AS_VECTOR))
+        for p in params
+        if p.expert is None
+    )
 
 
-def _override(rng: random.Random, case: Case) -> tuple[str, Any]:
-    choices: list[tuple[str, Any]] = [("max_lr", 0.005), ("wd_mult", 0.0), ("wd_mult", 0.5), ("clip_grad", False)]
-    # Every matrix rule names the rule of what it leaves out, and narrow moments are Adam's.
-    if case.rule not in (*MATRIX_RULES, "adam_l2") and case.numbers != "bf16_narrow":
-        choices += [("optimizer", "lion"), ("optimizer", "sgd"), ("optimizer", "adam")]
-    return rng.choice(choices)
+AS_VECTOR: dict[str, Any] = {"shape": (4,), "cut": None, "embedding": False, "qkv": False}
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -288,26 +248,71 @@ def _skips(rng: random.Random, case: Case) -> Iterator[Skip]:
     for _ in range(rng.choice((1, 1, 2, 4))):
         param, step = rng.choice(case.params), rng.choice((0, 0, case.resume_at, rng.randrange(case.steps)))
         setup = case.setup_at(step)
-        replicas, microbatches = cases.num_replicas(param, setup.grid), setup.microbatches
-        yield Skip(
-            step=step,
-            param=param.name,
-            # FSDP2 reduces what its modules use, so that all ranks have to use the same ones.
-            replica=rng.choice((None, rng.randrange(replicas))) if setup.layout == "plain" else None,
-            microbatch=rng.choice((None, rng.randrange(microbatches))),
-        )
+        # FSDP2 reduces what its modules use, so that all ranks have to use the same ones.
+        replicas = range(cases.num_replicas(param, setup.grid) if setup.layout == "plain" else 0)
+        yield Skip(step, param.name, rng.choice((None, *replicas)), rng.choice((None, *range(setup.microbatches))))
 
 
 def _bad(rng: random.Random, case: Case) -> Iterator[Bad]:
     for _ in range(rng.choice((1, 1, 2))):
-        param = rng.choice([param for param in case.params if is_trained(param)])
-        if 0 in param.shape:
-            continue
-        step = rng.randrange(case.steps)
+        param, step = rng.choice(case.params), rng.randrange(case.steps)
         grid, microbatch = case.setup_at(step).grid, rng.randrange(case.setup_at(step).microbatches)
-        at = {"step": step, "microbatch": microbatch}
-        places = [(rank, place) for rank, place in enumerate(grid.places()) if cases.is_held(param, place, grid)]
-        ranks = [r for r, place in places if cases.is_used(case, param, replica=cases.replica_of(param, place), **at)]
-        if ranks:
-            value = rng.choice((float("inf"), float("-inf"), float("nan")))
-            yield Bad(step=step, param=param.name, rank=rng.choice(ranks), value=value, microbatch=microbatch)
+        used = [
+            rank
+            for rank, place in enumerate(grid.places())
+            if cases.is_held(param, place, grid)
+            and cases.is_used(case, param, step=step, microbatch=microbatch, replica=cases.replica_of(param, place))
+        ]
+        if param.is_trained and 0 not in param.shape and used:
+            yield Bad(step, param.name, rng.choice(used), microbatch, rng.choice((math.inf, -math.inf, math.nan)))
+
+
+def _holds_parts(case: Case) -> bool:
+    cuts = case.setup.grid.tp > 1
+    parts = any(not p.frozen and (p.expert is not None or (p.cut is not None and cuts)) for p in case.params)
+    return case.setup.processes and case.setup.layout == "plain" and case.setup.grid.size > 1 and parts
+
+
+def _updates_matrices(case: Case) -> bool:
+    is_plain = case.setup.sharding == "replicated" and case.setup.layout == "plain" and not case.setup.wrapped
+    moves = any(param.is_trained and case.rule_of(param) == case.rule for param in case.params)
+    return case.rule in MATRIX_RULES and is_plain and moves
+
+
+def _starts_reductions_early(case: Case) -> bool:
+    setup = case.setup
+    is_early = setup.ddp.get("overlap_grad_reduce") and setup.ddp.get("num_buckets") is None
+    return is_early and setup.grid.dp == setup.grid.size > 1
+
+
+# In which cases a mistake is one, and the mistake. Most of those that all ranks make are in tables of the packages.
+MISTAKES: tuple[tuple[Callable[[Case], bool], Mistake], ...] = (
+    # Nobody can guess which ranks hold the other parts of a matrix, or copies of an expert.
+    (_holds_parts, Mistake("pg_collection", groups_none=True)),
+    # Newton-Schulz needs whole matrices, and flat shards cut them.
+    (_updates_matrices, Mistake("whole matrices", {"use_distributed_optimizer": True})),
+    # A single chunk is gathered: no other can be stepped meanwhile.
+    (
+        lambda case: case.setup.overlaps_gather and case.setup.sharding == "flat" and case.setup.chunks == 1,
+        Mistake("overlap_param_gather_with_optimizer_step", {"overlap_param_gather_with_optimizer_step": True}),
+    ),
+    # Ranks step by different rates, or do not know the optimizer.
+    (lambda case: case.setup.grid.size > 1, Mistake("lr", {"lr": 0.5}, rank=1)),
+    (lambda case: case.setup.grid.size > 1, Mistake("optimizer", {"optimizer": "adma"}, rank=0)),
+    # Replicas cut their buffers into different buckets.
+    (_starts_reductions_early, Mistake("bucket_size", ddp_fields={"bucket_size": 11}, rank=0)),
+    # Gradients are averaged in the collective and divided by tokens.
+    (
+        lambda case: case.setup.per_token,
+        Mistake("average_in_collective", ddp_fields={"average_in_collective": True, SUM_IN_FP32: False}),
+    ),
+)
+
+
+def _with_mistake(rng: random.Random, case: Case) -> Case:
+    fitting = [mistake for is_one, mistake in MISTAKES if is_one(case)]
+    if not fitting:
+        return case
+    mistake = rng.choice(fitting)
+    setup = replace(case.setup, groups_none=case.setup.groups_none or mistake.groups_none)
+    return replace(case, mistake=mistake, setup=setup, resume=None)

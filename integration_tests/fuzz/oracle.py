@@ -2,7 +2,7 @@
 
 The whole model is updated by formulas of Adam (Kingma & Ba 2015), AdamW (Loshchilov & Hutter 2019), SGD with momentum
 (torch.optim.SGD's form), Lion (Chen et al. 2023), Muon (Jordan 2024) with the scale of Moonlight (arXiv 2502.16982),
-AdaMuon (arXiv 2507.11005) and NorMuon (arXiv 2510.05491). Gradients are exact (see `gradients`), so that a result may
+AdaMuon (arXiv 2507.11005) and NorMuon (arXiv 2510.05491). Gradients are exact (see `cases`), so that a result may
 differ from these by what fp32 mains and state round, and by the rounding of a stored 16-bit parameter.
 """
 
@@ -12,8 +12,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fuzz.cases import HYPER, Bad, Case, Param, Setup, is_held, is_trained, is_used, num_replicas, replica_of
-from fuzz.gradients import first_weight, gradient, is_meant, local_gradient, part, tokens
+from fuzz.cases import (
+    HYPER,
+    Case,
+    Param,
+    cut,
+    first_weight,
+    gradient,
+    is_held,
+    is_used,
+    local_gradient,
+    num_parts,
+    num_replicas,
+    replica_of,
+    tokens,
+)
 
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
@@ -21,18 +34,21 @@ NEWTON_SCHULZ = (
 )  # fmt: skip
 NEWTON_SCHULZ_SLACK = 5e-4  # the five maps together raise a small singular value, and its fp32 rounding, 500 times
 Weights = dict[str, tuple[Tensor, Tensor]]
-"""By parameter: main value, slack."""
+"""By parameter: main value, and by how much a correct result may miss it, element by element."""
 
 
 @dataclass(slots=True)
 class Expected:
-    """A parameter: its main value, and by how much a correct result may miss it, element by element."""
+    """A parameter and its state."""
 
     main: Tensor
     slack: Tensor
     step: int = 0
     has_grad: bool = False  # left from an earlier step, where gradients are set to zero and not to None
     state: dict[str, Tensor] = field(default_factory=dict)
+
+    def kept(self, name: str) -> Tensor:
+        return self.state.setdefault(name, torch.zeros_like(self.main))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +60,7 @@ class ExpectedStep:
     norm: float  # of the model's own slot; not finite on an overflow
     zeros: int | None
     scale: float  # after the step
-    weights: Weights  # by parameter: main value, slack
+    weights: Weights
     steps: dict[str, int]  # updates that each trained parameter has had
 
 
@@ -53,9 +69,9 @@ class LossScale:
     """Dynamic loss scaling as Megatron-Core does it: a backoff does not refill the hysteresis."""
 
     scale: float
-    window: int
-    hysteresis: int
-    is_dynamic: bool
+    window: int = 1000
+    hysteresis: int = 2
+    is_dynamic: bool = False
     forgiven: int = 0
     clean: int = 0
 
@@ -71,26 +87,56 @@ class LossScale:
             self.clean, self.forgiven, self.scale = 0, 0, self.scale * 2
 
 
-def expect(case: Case) -> list[ExpectedStep]:
-    held = {name: Expected(main, slack) for name, (main, slack) in first_weights(case).items()}
-    first = case.scale if case.numbers.startswith("fp16") else 1.0
-    scale = LossScale(first, case.window, case.hysteresis, case.numbers == "fp16")
-    return [_step(case, held, scale, step) for step in range(case.steps)]
-
-
 def first_weights(case: Case) -> Weights:
     found = {param.name: first_weight(case, param) for param in case.params}
     return {name: (value, torch.zeros_like(value)) for name, value in found.items()}
+
+
+def expect(case: Case) -> list[ExpectedStep]:
+    held = {name: Expected(main, slack) for name, (main, slack) in first_weights(case).items()}
+    scale = LossScale(case.fields.get("loss_scale", 1.0))
+    if "initial_loss_scale" in case.fields:
+        numbers = [case.fields[name] for name in ("initial_loss_scale", "loss_scale_window", "hysteresis")]
+        scale = LossScale(*numbers, is_dynamic=True)
+    return [_step(case, held, scale, step) for step in range(case.steps)]
+
+
+def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) -> ExpectedStep:
+    trained = [param for param in case.params if param.is_trained]
+    grads: dict[str, Tensor] = {}
+    for param in trained:
+        of = held[param.name]
+        of.has_grad &= step not in (case.reload_at, case.resume_at if case.resume else None)
+        grad = mean_gradient(case, param, step)
+        if grad is not None or of.has_grad:
+            grads[param.name] = torch.zeros_like(of.main) if grad is None else grad
+            of.has_grad = case.keeps_grads
+    norms = _norms(case, grads)
+    overflows = any(bad.step == step for bad in case.bad) or _is_too_large(case, scale.scale, step)
+    is_refused = not overflows and norms[""] > case.fields["grad_norm_skip_threshold"]
+    for param in () if overflows or is_refused else trained:
+        if (grad := grads.get(param.name)) is not None:
+            norm, limit = norms[slot_of(case, param)], case.fields["clip_grad"]
+            clip = 1.0 if limit == 0 or math.isinf(norm) else min(limit / (norm + 1e-6), 1.0)
+            _update_(case, param, held[param.name], step, grad * clip)
+    scale.update(overflows)
+    return ExpectedStep(
+        success=not (overflows or is_refused),
+        overflows=overflows,
+        norm=math.nan if overflows else norms[""],
+        zeros=sum(int((grad == 0).sum()) for grad in grads.values()) if case.fields["log_num_zeros_in_grad"] else None,
+        scale=scale.scale,
+        weights={name: (of.main.clone(), of.slack.clone()) for name, of in held.items()},
+        steps={param.name: held[param.name].step for param in trained},
+    )
 
 
 def expected_loss(case: Case, rank: int, weights: Weights, step: int) -> tuple[float, float]:
     """A rank's loss of an iteration with these weights, summed over microbatches; and by how much it may be missed."""
     setup = case.setup_at(step)
     place, loss, tolerance = setup.grid.place(rank), 0.0, 1e-4
-    for param in case.params:
-        if not is_held(param, place, setup.grid):
-            continue
-        main, slack = (part(value, param, place, setup) for value in weights[param.name])
+    for param in (param for param in case.params if is_held(param, place, setup.grid)):
+        main, slack = (cut(value, param, place, setup.grid) for value in weights[param.name])
         rounding = torch.finfo(case.dtype_of(param, setup)).eps
         for microbatch in range(setup.microbatches):
             if is_used(case, param, step=step, microbatch=microbatch, replica=replica_of(param, place)):
@@ -98,36 +144,6 @@ def expected_loss(case: Case, rank: int, weights: Weights, step: int) -> tuple[f
                 loss += float((main * grad).sum())
                 tolerance += float((grad.abs() * (slack + 2 * rounding * main.abs() + 1e-7)).sum())
     return loss, tolerance
-
-
-def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) -> ExpectedStep:
-    setup = case.setup_at(step)
-    if case.reload_at == step or (case.resume is not None and case.resume_at == step):
-        for one in held.values():
-            one.has_grad = False
-    trained = [param for param in case.params if is_trained(param)]
-    grads = {param.name: mean_gradient(case, param, step) for param in trained}
-    for name, grad in grads.items():
-        if grad is None and held[name].has_grad:
-            grads[name] = torch.zeros_like(held[name].main)
-        held[name].has_grad |= case.keeps_grads and grads[name] is not None
-    overflow = any(_hits(case, bad, step) for bad in case.bad) or _is_too_large(case, scale.scale, step)
-    norms = _norms(case, grads)
-    zeros = sum(int((grad == 0).sum()) for grad in grads.values() if grad is not None)
-    is_refused = not overflow and norms[""] > case.skip_above
-    for param in () if overflow or is_refused else trained:
-        if (grad := grads[param.name]) is not None:
-            _update_(case, setup, param, held[param.name], step, grad * _coefficient(case, norms[slot_of(case, param)]))
-    scale.update(overflow)
-    return ExpectedStep(
-        success=not (overflow or is_refused),
-        overflows=overflow,
-        norm=math.nan if overflow else norms[""],
-        zeros=zeros if case.counts_zeros else None,
-        scale=scale.scale,
-        weights={name: (one.main.clone(), one.slack.clone()) for name, one in held.items()},
-        steps={param.name: held[param.name].step for param in trained},
-    )
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -152,19 +168,8 @@ def mean_gradient(case: Case, param: Param, step: int) -> Tensor | None:
     total = torch.stack(found).sum(0)
     if param.over_tp == "average_gradients_across_tp_domain":
         total = total / setup.grid.tp
-    if setup.per_token:
-        return total / sum(tokens(case, step, replica) for replica in range(setup.grid.dp))
-    return total / setup.grid.dp
-
-
-def _hits(case: Case, bad: Bad, step: int) -> bool:
-    """Whether the element that is not finite arrives in a gradient of this step."""
-    param, grid = case.param(bad.param), case.setup_at(step).grid
-    if bad.step != step or not is_trained(param) or 0 in param.shape:
-        return False
-    place = grid.place(bad.rank)
-    used = is_used(case, param, step=step, microbatch=bad.microbatch, replica=replica_of(param, place))
-    return used and is_held(param, place, grid) and is_meant(bad, param, bad.rank, step=step, microbatch=bad.microbatch)
+    replicas = range(setup.grid.dp)
+    return total / (sum(tokens(case, step, at) for at in replicas) if setup.per_token else len(replicas))
 
 
 def _is_too_large(case: Case, scale: float, step: int) -> bool:
@@ -173,7 +178,7 @@ def _is_too_large(case: Case, scale: float, step: int) -> bool:
     return scale >= 2**16 and any(
         is_used(case, param, step=step, microbatch=microbatch, replica=replica)
         for param in case.params
-        if is_trained(param) and case.dtype_of(param, setup) is torch.float16 and 0 not in param.shape
+        if param.is_trained and case.dtype_of(param, setup) is torch.float16 and 0 not in param.shape
         for replica in range(num_replicas(param, setup.grid))
         for microbatch in range(setup.microbatches)
     )
@@ -181,35 +186,26 @@ def _is_too_large(case: Case, scale: float, step: int) -> bool:
 
 def slot_of(case: Case, param: Param) -> str:
     """The gradient norm that a parameter belongs to: the model's, its norm group's, or that of a rule not clipped."""
-    if case.overrides_of(param).get("clip_grad", True) is False:
-        return f"not clipped {case.rule_of(param)}"
-    return param.norm_group or ""
+    is_clipped = param.own_entries().get("clip_grad", True)
+    return param.norm_group or "" if is_clipped else f"not clipped {case.rule_of(param)}"
 
 
-def _norms(case: Case, grads: dict[str, Tensor | None]) -> dict[str, float]:
+def _norms(case: Case, grads: dict[str, Tensor]) -> dict[str, float]:
     squares = {"": 0.0}
     for param in case.params:
-        grad = grads.get(param.name)
         slot = slot_of(case, param)
-        squares[slot] = squares.get(slot, 0.0) + (0.0 if grad is None else float(grad.square().sum()))
-    return {slot: math.sqrt(square) for slot, square in squares.items()} | {
-        slot: math.inf for slot in squares if slot.startswith("not clipped")
-    }
-
-
-def _coefficient(case: Case, norm: float) -> float:
-    if case.clip == 0 or math.isinf(norm):
-        return 1.0
-    return min(case.clip / (norm + 1e-6), 1.0)
+        of_param = float(grads[param.name].square().sum()) if param.name in grads else 0.0
+        squares[slot] = squares.get(slot, 0.0) + of_param
+    return {slot: math.inf if slot.startswith("not clipped") else math.sqrt(of) for slot, of in squares.items()}
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
-def _update_(case: Case, setup: Setup, param: Param, held: Expected, step: int, grad: Tensor) -> None:
-    own = case.overrides_of(param)
-    lr = own.get("max_lr", HYPER["lr"]) * own.get("lr_mult", 1.0) / (1 + step if case.schedules else 1)
-    undecayed = case.overrides is None and len(param.shape) == 1
+def _update_(case: Case, param: Param, held: Expected, step: int, grad: Tensor) -> None:
+    own = param.own_entries()
+    lr = own.get("max_lr", HYPER["lr"]) / (1 + step if case.schedules else 1)
+    undecayed = case.standard_overrides and len(param.shape) == 1
     decay = 0.0 if undecayed else HYPER["weight_decay"] * own.get("wd_mult", 1.0)
     held.step += 1
     before = held.main
@@ -221,7 +217,7 @@ def _update_(case: Case, setup: Setup, param: Param, held: Expected, step: int, 
         case "lion":
             slack = _lion_(held, grad, lr, decay)
         case _:
-            slack = _muon_(case, setup, param, held, grad, lr, decay)
+            slack = _muon_(case, num_parts(param, case.setup_at(step).grid), param, held, grad, lr, decay)
     held.slack = held.slack + slack + _rounding(case, param, torch.maximum(before.abs(), held.main.abs()))
 
 
@@ -239,9 +235,9 @@ def _adam_(case: Case, held: Expected, grad: Tensor, lr: float, decay: float, *,
     if not decoupled:
         terms = terms + decay * held.main.abs()
         grad = grad + decay * held.main
-    m = _state(held, "m").mul_(beta1).add_((1 - beta1) * grad)
-    v = _state(held, "v").mul_(beta2).add_((1 - beta2) * grad**2)
-    largest = _state(held, "terms")
+    m = held.kept("m").mul_(beta1).add_((1 - beta1) * grad)
+    v = held.kept("v").mul_(beta2).add_((1 - beta2) * grad**2)
+    largest = held.kept("terms")
     largest.copy_(torch.maximum(largest, terms))
     root = (v / (1 - beta2**held.step)).sqrt() + HYPER["adam_eps"]
     if decoupled:
@@ -253,7 +249,7 @@ def _adam_(case: Case, held: Expected, grad: Tensor, lr: float, decay: float, *,
 
 def _sgd_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
     grad = grad + decay * held.main
-    buffer = _state(held, "buffer")
+    buffer = held.kept("buffer")
     buffer.copy_(grad if held.step == 1 else HYPER["sgd_momentum"] * buffer + grad)
     held.main = held.main - lr * buffer
     return lr * 2.0**-20 * (buffer.abs() + grad.abs() + 1e-3)
@@ -261,7 +257,7 @@ def _sgd_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
 
 def _lion_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
     beta1, beta2 = HYPER["lion_beta1"], HYPER["lion_beta2"]
-    m = _state(held, "m")
+    m = held.kept("m")
     mixed = beta1 * m + (1 - beta1) * grad
     terms = beta1 * m.abs() + (1 - beta1) * grad.abs()
     held.main = held.main * (1 - lr * decay) - lr * mixed.sign()
@@ -270,16 +266,16 @@ def _lion_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
     return lr * (2.0**-20 + 2.0 * unsure)
 
 
-def _muon_(case: Case, setup: Setup, param: Param, held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
+def _muon_(case: Case, parts: int, param: Param, held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
+    """`parts`: into which tensor parallelism cuts the matrix."""
     if 0 in param.shape:
         return torch.zeros_like(held.main)
     momentum = HYPER["muon_momentum"]
-    m = _state(held, "m").mul_(momentum).add_((1 - momentum) * grad)
-    direction = grad + momentum * (m - grad) if case.nesterov else m
-    pieces = (setup.grid.tp if param.expert is None else setup.grid.etp) if param.cut is not None else 1
-    if case.tp_mode == "blockwise" and pieces > 1:
+    m = held.kept("m").mul_(momentum).add_((1 - momentum) * grad)
+    direction = grad + momentum * (m - grad) if case.fields["muon_nesterov"] else m
+    if case.fields["muon_tp_mode"] == "blockwise" and parts > 1:
         assert param.cut is not None
-        update = torch.cat([_directions(param, block) for block in direction.chunk(pieces, param.cut)], param.cut)
+        update = torch.cat([_directions(param, block) for block in direction.chunk(parts, param.cut)], param.cut)
     else:
         update = _directions(param, direction)
     slack = torch.full_like(update, NEWTON_SCHULZ_SLACK * float(update.abs().max()) if update.numel() else 0.0)
@@ -293,8 +289,8 @@ def _muon_(case: Case, setup: Setup, param: Param, held: Expected, grad: Tensor,
 def _adapted(case: Case, held: Expected, update: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:
     """The update divided by its own history, and what an error of `slack` in it becomes."""
     weight, eps = 1 - HYPER["adaptive_muon_beta2"], HYPER["adaptive_muon_eps"]
-    if case.moment2 == "adamuon":
-        root = _state(held, "v").lerp_(update**2, weight).sqrt() + eps
+    if case.fields["adaptive_muon_moment2_method"] == "adamuon":
+        root = held.kept("v").lerp_(update**2, weight).sqrt() + eps
         largest = 2 / math.sqrt(weight)  # a small element may change its sign
         return update / root, (2 * slack / root).clamp_max(largest)
     v = held.state.setdefault("v", torch.zeros(update.shape[0], dtype=torch.float64))
@@ -312,7 +308,7 @@ def _scales(case: Case, param: Param) -> Tensor:
     for size in sizes:
         of_part = size * rows // sum(sizes)
         squares = {"spectral": max(of_part, cols), "unit_rms_norm": of_part / cols}
-        of_group += [squares.get(case.scale_mode, max(1.0, of_part / cols)) ** 0.5] * size
+        of_group += [squares.get(case.fields["muon_scale_mode"], max(1.0, of_part / cols)) ** 0.5] * size
     return torch.tensor(of_group, dtype=torch.float64).repeat(rows // sum(sizes)).unsqueeze(-1)
 
 
@@ -333,7 +329,3 @@ def _orthogonal(x: Tensor) -> Tensor:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
-
-
-def _state(held: Expected, name: str) -> Tensor:
-    return held.state.setdefault(name, torch.zeros_like(held.main))

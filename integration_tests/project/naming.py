@@ -3,7 +3,6 @@
 import ast
 import subprocess
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 
@@ -29,8 +28,7 @@ def names_of(path: Path) -> set[str]:
     return {path.parent.name if path.stem == "__init__" else path.stem, *(n for n in found if not n.startswith("_"))}
 
 
-@cache
-def named_in(path: Path) -> frozenset[str]:
+def named_in(path: Path) -> set[str]:
     """The names that a test imports, takes as an attribute, or writes as a string."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -41,29 +39,13 @@ def named_in(path: Path) -> frozenset[str]:
                 found |= {module.rpartition(".")[2], *(alias.name for alias in node.names)}
             case ast.Attribute(attr=str(name)) | ast.Constant(value=str(name)):
                 found.add(name)
-    return frozenset(found)
+    return found
 
 
 def files_naming(root: Path, changed: Iterable[str]) -> list[str]:
     """The test files that changed, and those that name a changed module of a package or one that tests share."""
-    existing = [file for file in changed if file.endswith(".py") and (root / file).exists()]
-    found: set[str] = set()
-    for file in existing:
-        if file in (tests := default_tests(root)):
-            found.add(file)
-        elif file.startswith(("packages/", "integration_tests/", "kernels/")):
-            names, near = names_of(root / file), reachable(root, file)
-            found |= {test for test in tests if test.startswith(near) and names & named_in(root / test)}
-    return [test for test in default_tests(root) if test in found]
-
-
-def reachable(root: Path, file: str) -> tuple[str, ...]:
-    """The folders whose tests may import a file: those of its package and of packages that depend on it."""
-    if not file.startswith("packages/"):
-        return ("packages/", "kernels/", "integration_tests/")
-    package = Path(file).parts[1]
-    projects = {path.parent.name: path.read_text() for path in root.glob("packages/*/pyproject.toml")}
-    above = {name for name, project in projects.items() if name == package or f'"{package}' in project}
-    for _ in projects:
-        above |= {name for name, project in projects.items() if any(f'"{below}' in project for below in above)}
-    return (*(f"packages/{name}/" for name in above), "kernels/", "integration_tests/")
+    existing = {file for file in changed if file.endswith(".py") and (root / file).exists()}
+    tests = default_tests(root)
+    shared = [file for file in existing.difference(tests) if file.startswith(("packages/", "integration_tests/"))]
+    names = {name for file in shared for name in names_of(root / file)}
+    return [test for test in tests if test in existing or names & named_in(root / test)]

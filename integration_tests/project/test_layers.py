@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 NO_DISTRIBUTED = ("opt-config", "opt-paramgroups", "opt-kernels", "opt-scheduler")
 RECOGNISES_DTENSORS = "dtensor.py"  # the one file of a package that may tell DTensors from tensors
@@ -35,9 +37,12 @@ def test_the_scheduler_brings_in_the_standard_library_only() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_importing_everything_leaves_dtensors_and_dcp_to_those_who_use_them() -> None:
+@pytest.mark.parametrize(
+    ("package", "slow"),
+    [("opt_stack", {"sympy", "torch.distributed.checkpoint"}), ("opt_distributed", {"torch.distributed"})],
+)
+def test_an_import_leaves_dtensors_and_dcp_to_those_who_use_them(package: str, slow: set[str]) -> None:
     # Each takes longer than all of opt_stack.
-    slow = {"sympy", "torch.distributed.checkpoint"}
-    code = f"import sys, opt_stack; print(sorted({slow} & set(sys.modules)))"
+    code = f"import sys, {package}; print(sorted({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -1,4 +1,4 @@
-"""The quickstart: stopped and resumed runs agree, its output reads well in a file, and what it suggests works."""
+"""The quickstart: stopped and resumed runs agree, it draws its pictures, and what it suggests works."""
 
 import json
 import re
@@ -35,25 +35,13 @@ def ran(directory: Path) -> subprocess.CompletedProcess[str]:
     return run("--dir", directory, "--steps", STEPS, "--rule", "muon")
 
 
-def test_it_fails_only_because_six_steps_do_not_beat_a_bigram(ran: Any) -> None:
-    assert ran.returncode == 1
-    assert ran.stderr.strip().splitlines()[-1] == "the model did not beat a bigram"
-
-
 def test_the_resumed_run_ends_where_the_uninterrupted_one_does(ran: Any, directory: Path) -> None:
+    assert ran.stderr.strip().splitlines()[-1] == "the model did not beat a bigram"  # after six steps
     assert re.search(r"resumed on 2 ranks: 3 steps, largest difference of loss 0.00e\+00", ran.stdout)
     resumed, whole = log(directory / "resumed.json"), log(directory / "uninterrupted/whole.json")
     assert resumed["log"] == whole["log"][STEPS // 2 :]
     assert resumed["bits"] == whole["bits"]
-
-
-def test_its_output_has_whole_lines_a_table_and_pictures(ran: Any, directory: Path) -> None:
-    assert "\r" not in ran.stdout + ran.stderr
-    assert re.search(r"^step 6/6  loss [\d.]+ .* s a step$", ran.stdout, re.MULTILINE)
-    assert re.search(r"^gradients +1,783,808 +1,783,808$", ran.stdout, re.MULTILINE)  # fp32, as torch's
-    assert re.search(r"^weights +891,904 +1,783,808$", ran.stdout, re.MULTILINE)  # bf16 and fp32
-    for name in ("loss.png", "schedule.png"):
-        assert (directory / name).read_bytes().startswith(b"\x89PNG")
+    assert all((directory / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "schedule.png"))
 
 
 def test_resume_goes_on_with_the_rule_of_the_run_on_another_number_of_ranks(ran: Any, directory: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from parity import roles_over
 from torch import Tensor, nn
-from tp_model import Grid, run_grid
+from tp_model import Place, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
@@ -82,7 +82,7 @@ def check(mark: str, ranks: list[tuple[dict[str, Tensor], list[float]]], *, unus
             assert norms_of_rank == pytest.approx(norms, rel=1e-6)
 
 
-def made(grid: Grid, mark: str, *, wrapped: bool = False, chunk: int | None = None, **fields: Any) -> Any:
+def made(grid: Place, mark: str, *, wrapped: bool = False, chunk: int | None = None, **fields: Any) -> Any:
     """Models, and their optimizer; two neighbours of a grid are tensor-parallel ranks, or stages that hold copies."""
     roles = roles_of(grid, mark)
     nets: list[nn.Module] = [Net(mark, grid.tp.rank) for _ in range(chunk or 1)]
@@ -93,13 +93,13 @@ def made(grid: Grid, mark: str, *, wrapped: bool = False, chunk: int | None = No
     return nets, get_optimizer(config, nets, {}, pg_collection=roles)
 
 
-def roles_of(grid: Grid, mark: str, *, knows_stages: bool = True) -> Roles:
+def roles_of(grid: Place, mark: str, *, knows_stages: bool = True) -> Roles:
     axes = Axes(dp=grid.dp, tp=grid.tp if mark in OVER_TP else Alone())
     known: dict[str, Any] = {ROLES[mark]: grid.tp} if mark in ROLES and knows_stages else {}
     return Roles(dense=axes, expert=axes, everyone=grid.world, **known)
 
 
-def backward(model: nn.Module, grid: Grid, step: int) -> None:
+def backward(model: nn.Module, grid: Place, step: int) -> None:
     """Of two microbatches."""
     for micro in range(2):
         with model.no_sync() if isinstance(model, DistributedDataParallel) and micro == 0 else nullcontext():
@@ -118,7 +118,7 @@ def test_gradients_of_copies_are_completed_once_or_the_step_is_refused(
     Also of a parameter that only one rank uses, in one step; and again in a step on the same gradients.
     """
 
-    def rank_main(grid: Grid) -> tuple[dict[str, Tensor], list[float]]:
+    def rank_main(grid: Place) -> tuple[dict[str, Tensor], list[float]]:
         (model,), optimizer = made(grid, mark, wrapped=wrapped, **fields)
         net, norms = model.module if wrapped else model, []
         for step in range(STEPS):
@@ -149,7 +149,7 @@ def test_gradients_of_copies_are_completed_once_or_the_step_is_refused(
 def test_chunks_with_copies_are_finalized_in_one_call() -> None:
     """Two chunks of one stage hold copies of a parameter: their gradients are summed only if both are passed."""
 
-    def rank_main(grid: Grid) -> None:
+    def rank_main(grid: Place) -> None:
         chunks, optimizer = made(grid, "pipeline_parallel", wrapped=True, chunk=2)
         for calls in ([chunks[:1], chunks[1:]], [chunks]):
             for number, chunk in enumerate(chunks):
@@ -171,7 +171,7 @@ def test_chunks_with_copies_are_finalized_in_one_call() -> None:
 def test_a_copy_whose_stages_are_unknown_is_refused_on_every_rank(mark: str) -> None:
     role = {"shared_embedding": "embd", "shared_position_embedding": "pos_embd", "pipeline_parallel": "pp"}[mark]
 
-    def rank_main(grid: Grid) -> None:
+    def rank_main(grid: Place) -> None:
         roles, net = roles_of(grid, mark, knows_stages=False), Net(mark, grid.tp.rank)
         with pytest.raises(ValueError, match=f"is marked {mark}, but the group {role} is not given"):
             get_optimizer(OptimizerConfig(), [net], {}, pg_collection=roles)
@@ -213,7 +213,7 @@ def test_a_sum_over_tokens_that_nobody_divides_is_refused(wrapped: str, scales: 
 def test_norms_of_queries_are_summed_if_the_model_says_that_they_are_partial(wrapped: bool, partial: bool) -> None:
     """Each tensor-parallel rank applies them to its own heads; only the model's config says so."""
 
-    def rank_main(grid: Grid) -> list[float]:
+    def rank_main(grid: Place) -> list[float]:
         net = nn.Sequential(OrderedDict(q_layernorm=nn.Linear(3, 1, bias=False)))
         nn.init.ones_(net.q_layernorm.weight)
         net.config = SimpleNamespace(qk_layernorm=partial)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from cut_ranks import EVEN, fsdp, fsdp_x_tp, hsdp, record, replicas_of_tp, tp, tp_on_a_part_of_the_mesh, two_axes
+from grids import comms_of
 from parity import Held, roles_over
 from processes import FSDP2_RUNS, Job, run_jobs
-from statistics_grid import GRIDS, KINDS, Net, Place, mean_gradients, parts, run_grid
+from statistics_grid import GRIDS, KINDS, Net, mean_gradients, parts
 from tiers import sampled
 from torch import nn
-from tp_model import comms_of
+from tp_model import Place, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads

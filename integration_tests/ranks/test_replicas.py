@@ -9,8 +9,8 @@ import torch
 from parity import Net, grads_of, roles_over
 from processes import refusal
 from statistics_grid import Net as Parts
-from statistics_grid import Place, run_grid
 from torch import Tensor, nn
+from tp_model import Place, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads

@@ -134,7 +134,7 @@ def refused(values: Values) -> list[str]:
 
 def plain(values: Values) -> dict[str, str]:
     """The rule in fp32: the first value of every axis is the plainest."""
-    return {axis: next(iter(of_axis)) for axis, of_axis in AXES.items()} | {"rule": values["rule"]}
+    return {**values, **{axis: next(iter(of_axis)) for axis, of_axis in AXES.items() if axis != "rule"}}
 
 
 def make_net(config: OptimizerConfig) -> Net:
@@ -145,12 +145,10 @@ def make_net(config: OptimizerConfig) -> Net:
     return net
 
 
-def build(values: Values, start: Mapping[str, Tensor] | None = None) -> tuple[Net, Optimizer]:
-    """One process; `start`: the values to begin with. Raises `ConfigError` if the mode is refused."""
+def build(values: Values) -> tuple[Net, Optimizer]:
+    """One process. Raises `ConfigError` if the mode is refused."""
     config = config_of(values)
     net = make_net(config)
-    if start is not None:
-        net.load_state_dict(start)
     return net, get_optimizer(config, [net], {})
 
 

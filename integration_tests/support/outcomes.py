@@ -1,6 +1,6 @@
 """Tests that run elsewhere: those marked `needs_extra` and `nightly`, and a check that every test runs somewhere.
 
-A pytest plugin. `--outcomes FILE` records which tests a run of pytest ran, skipped and deselected;
+A pytest plugin. `--outcomes FILE` records which tests a run of pytest ran and skipped;
 
     python integration_tests/support/outcomes.py FILE...   exit status 1 if a test ran in none of these runs
 
@@ -11,7 +11,7 @@ the reason that they give for skipping.
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -41,7 +41,7 @@ if not any(map(which, ("c++", "g++", "clang++"))):
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("opt-stack")
     group.addoption("--nightly", action="store_true", help="run all tests, and whole what is sampled by default")
-    group.addoption("--outcomes", type=Path, help="record in this file which tests ran, were skipped and deselected")
+    group.addoption("--outcomes", type=Path, help="record in this file which tests ran and were skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,16 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Outcomes:
-    """The record of a run. Under xdist, workers send what they deselected; all else reaches the controller."""
+    """The record of a run. Under xdist, reports of all workers reach the controller, which writes it."""
 
     def __init__(self, path: Path):
         self._path = path
         self._ran: set[str] = set()
         self._skipped: dict[str, str] = {}
-        self._deselected: set[str] = set()
-
-    def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
-        self._deselected.update(item.nodeid for item in items)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
@@ -81,17 +77,10 @@ class Outcomes:
         elif report.when == "call":
             self._ran.add(report.nodeid)
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        self._deselected.update(getattr(node, "workeroutput", {}).get("deselected", ()))
-
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["deselected"] = sorted(self._deselected)
-            return
-        found = {"ran": sorted(self._ran), "skipped": self._skipped, "deselected": sorted(self._deselected)}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(found))
+        if not hasattr(session.config, "workeroutput"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps({"ran": sorted(self._ran), "skipped": self._skipped}))
 
 
 def reason(report: pytest.CollectReport | pytest.TestReport) -> str:
@@ -99,24 +88,16 @@ def reason(report: pytest.CollectReport | pytest.TestReport) -> str:
     return str(report.longrepr[2] if isinstance(report.longrepr, tuple | list) else report.longrepr)
 
 
-def never_ran(records: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Tests that no run ran, with the reason of a skip. A file skipped at import stands for all of its tests."""
-    ran: set[str] = set()
-    skipped: dict[str, str] = {}
-    deselected: set[str] = set()
-    for record in records:
-        ran |= set(record["ran"])
-        skipped |= record["skipped"]
-        deselected |= set(record["deselected"])
-    tests = {name for name in ran | skipped.keys() | deselected if "::" in name}
-    files_of_tests = {name.split("::")[0] for name in tests}
-    left = (tests - ran) | (skipped.keys() - tests - files_of_tests)
-    reasons = {name: skipped.get(name) or skipped.get(name.split("::")[0], "no run selected it") for name in left}
-    return {name: why for name, why in reasons.items() if not any(re.search(known, why) for known in ELSEWHERE)}
+def never_ran(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Tests, and files skipped at import, of which no run ran any, with the reason of the skip."""
+    ran = {name for record in records for name in record["ran"]}
+    ran |= {name.split("::")[0] for name in ran}
+    skipped = {name: why for record in records for name, why in record["skipped"].items() if name not in ran}
+    return {name: why for name, why in skipped.items() if not any(re.search(known, why) for known in ELSEWHERE)}
 
 
 if __name__ == "__main__":
-    left = never_ran(json.loads(Path(path).read_text()) for path in sys.argv[1:])
+    left = never_ran([json.loads(Path(path).read_text()) for path in sys.argv[1:]])
     for name, why in sorted(left.items()):
         print(f"{name}: {why}")
     if left:

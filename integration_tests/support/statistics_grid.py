@@ -1,16 +1,14 @@
-"""A model with experts on a grid of ranks, whose gradients have known norms and zeros."""
+"""A model with experts on a grid of ranks, whose gradients have known norms and zeros; `tp_model` runs it."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from parity import Held
 from torch import Tensor, nn
-from tp_model import comms_of, cut
+from tp_model import Place, cut
 
-from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Comm, Roles
-from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.comm import Comm
 
 
 class Shape(NamedTuple):
@@ -20,39 +18,6 @@ class Shape(NamedTuple):
 
 DENSE: Mapping[str, Shape] = {"column": Shape((8, 6), 0), "row": Shape((6, 8), 1), "norm": Shape((5,), None)}
 EXPERT: Mapping[str, Shape] = {"up": Shape((8, 4), 0), "bias": Shape((7,), None)}
-
-
-class Place(NamedTuple):
-    tp: Comm
-    dp: Comm
-    expert_dp: Comm
-    expert_tp: Comm
-    experts: tuple[int, ...]  # of which this rank holds its part
-    world: Comm
-    inter: Comm = Alone()  # the same shard in other optimizer instances
-
-    @property
-    def roles(self) -> Roles:
-        dense = Axes(dp=self.dp, tp=self.tp, inter=self.inter)
-        expert = Axes(dp=self.expert_dp, tp=self.expert_tp, inter=self.inter)
-        return Roles(dense=dense, expert=expert, everyone=self.world)
-
-
-def run_grid(rank_main: Callable[[Place], Any], *, tp: int, ep: int, etp: int, size: int = 4) -> list[Any]:
-    """Megatron-Core's order of ranks: tensor-parallel ranks are neighbours, then data-parallel ones; experts divide the
-    same ranks into expert-tensor-parallel neighbours, expert-parallel and expert-data-parallel ones."""
-
-    def groups(key: Callable[[int], Any]) -> dict[int, ThreadComm]:
-        return comms_of([[r for r in range(size) if key(r) == k] for k in dict.fromkeys(map(key, range(size)))])
-
-    tps, dps = groups(lambda r: r // tp), groups(lambda r: r % tp)
-    etps, edps = groups(lambda r: r // etp), groups(lambda r: r % (etp * ep))
-
-    def start(comm: ThreadComm) -> Any:
-        rank = comm.rank
-        return rank_main(Place(tps[rank], dps[rank], edps[rank], etps[rank], (rank // etp % ep,), comm))
-
-    return run_threads(size, start)
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-T = TypeVar("T")
+T, U = TypeVar("T"), TypeVar("U")
 NIGHT = "--nightly" in sys.argv or "OPT_NIGHTLY" in os.environ
 if NIGHT:
     os.environ["OPT_NIGHTLY"] = "1"  # for the workers of xdist, which have other arguments
@@ -18,6 +18,11 @@ SEED = int(os.environ.get("OPT_SEED", "5"))  # of samples; printed where a test 
 def sampled(cases: Sequence[T], values: Callable[[T], Iterable[Hashable]]) -> list[T]:
     """Return cases that hold every two values that occur together in any case; at night, all cases."""
     return list(cases) if NIGHT else covering(cases, values, strength=2)
+
+
+def in_turn(first: Iterable[T], second: Sequence[U]) -> list[tuple[T, U]]:
+    """Return each of the first with one of the second, which take turns; at night, all pairs."""
+    return list(itertools.product(first, second) if NIGHT else zip(first, itertools.cycle(second)))
 
 
 def covering(cases: Sequence[T], values: Callable[[T], Iterable[Hashable]], *, strength: int) -> list[T]:

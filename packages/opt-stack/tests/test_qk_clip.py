@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz.ranks import LateComm
+from grids import LateComm
 from stack_models import assert_equal, over, weights
 from torch import Tensor, nn
 
