@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from failing_calls import Calls, failing, failing_at
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointFailedError, load, save, verify_checkpoint
+from opt_checkpoint.store import store_at
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE]
 
@@ -85,3 +87,13 @@ def test_a_disk_that_accepts_nothing_is_an_error_and_no_endless_loop(
     with pytest.raises(CheckpointFailedError, match="accepts no more bytes"):
         save(state_at(1, 0, 1), tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the hint is one to Linux")
+def test_the_disk_is_handed_whole_pieces_that_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece, handed = 4 << 20, []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, start, size, advice: handed.append((start, size, os.fstat(fd).st_size))
+    )
+    store_at(tmp_path).write("values", lambda: [bytes(piece - 1), bytes(1), bytes(3 * piece + 5)])
+    assert handed == [(0, piece, piece), (piece, 3 * piece, 4 * piece + 5)]
