@@ -151,7 +151,7 @@ def grads_of(step: int, rank: int, size: int, shapes: Mapping[str, tuple[int, ..
     return found
 
 
-def roles_over(dp: Comm | None = None, *, tp: Comm | None = None, everyone: Comm | None = None) -> Roles:
+def roles_over(dp: Comm | None = None, tp: Comm | None = None, everyone: Comm | None = None) -> Roles:
     """Data-parallel ranks, tensor-parallel ones, or, with `everyone` alone, pipeline stages; experts as the rest."""
     axes = Axes(dp=dp or Alone(), tp=tp or Alone())
     return Roles(dense=axes, expert=axes, everyone=everyone or dp or tp or Alone())

@@ -98,10 +98,7 @@ def test_from_each_to_each_the_losses_go_on(ranks: RankPool, tmp_path: Path, bef
     assert_losses_go_on(ranks, tmp_path / "x", before, WORLDS, 7)
 
 
-needs_fsdp2 = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
-
-
-@needs_fsdp2
+@pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(ranks: RankPool, tmp_path: Path) -> None:
     """Both cut the rows of the first matrix: FSDP2 what tensor parallelism left, though its mesh axis stands first."""
     both, apart = ("fsdp2 of tp", 4), ("fsdp2", 2)

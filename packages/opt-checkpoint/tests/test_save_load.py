@@ -1,10 +1,8 @@
 """Save and load: dtypes, padding, balance, reads, what cannot be stored, and stock DCP in both directions."""
 
-import io
 import json
 import os
 import pickle
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -228,23 +226,6 @@ def test_a_file_url_is_synced_like_a_path(tmp_path: Path, monkeypatch: pytest.Mo
     for url in ("file://host/run", "file://run", "file:///run?x=1", "file:///run#x"):
         with pytest.raises(CheckpointingException, match=r"names a host|has a query or fragment"):
             save({"w": torch.ones(3)}, url)
-
-
-def test_big_endian_archives_are_read_as_torch_reads_them(tmp_path: Path) -> None:
-    values = torch.arange(1.0, 5.0)
-    dcp_save({"w": values}, checkpoint_id=tmp_path / "x")
-    (file,) = (tmp_path / "x").glob("*.distcp")
-    raw, swapped = file.read_bytes(), io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(swapped, "w") as new:
-        for name in old.namelist():
-            content = b"big" if name.endswith("/byteorder") else old.read(name)
-            new.writestr(name, values.numpy().byteswap().tobytes() if "/data/" in name else content)
-    file.write_bytes(swapped.getvalue().ljust(len(raw), b"\0"))
-    ours, stock = torch.zeros(4), torch.zeros(4)
-    load({"w": ours}, tmp_path / "x")
-    dcp_load({"w": stock}, checkpoint_id=tmp_path / "x")
-    assert torch.equal(ours, values)
-    assert torch.equal(stock, values)
 
 
 def test_a_single_element_of_a_larger_tensor_is_stored_and_loaded(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ import threading
 from typing import Any
 
 import torch
+from parity import roles_over
 from torch import Tensor, nn
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer
 
 FEATURES, HIDDEN = 5, 7
+over = roles_over
 _SEEDED = threading.Lock()  # ranks that are threads share torch's generator
 
 
@@ -19,12 +20,6 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     with _SEEDED:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3)).to(dtype)
-
-
-def over(dp: Comm, tp: Comm | None = None, everyone: Comm | None = None) -> Roles:
-    """Groups of a model without experts of its own."""
-    axes = Axes(dp=dp, tp=tp or Alone())
-    return Roles(dense=axes, expert=axes, everyone=everyone or dp)
 
 
 def backward(model: nn.Module, step: int, *, scale: Any = None) -> None:
