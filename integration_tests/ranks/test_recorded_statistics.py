@@ -158,35 +158,6 @@ def test_a_skipped_step_names_parameter_and_rank_once_in_one_sentence_on_every_r
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["column", "norm", "up", "bias"])
-@pytest.mark.filterwarnings("ignore:step 1 was skipped")
-def test_a_nan_of_one_rank_in_a_part_a_copy_or_an_expert_skips_the_step_on_every_rank(name: str, kind: str) -> None:
-    def rank_main(place: Place) -> bool:
-        model = Net(place)
-        optimizer = get_optimizer(OptimizerConfig(lr=LR, **SGD, **KINDS[kind]), [model], {}, pg_collection=place.roles)
-        model(parts(place)).backward()
-        named = {key.rstrip("01"): module for key, module in model.named_children()}
-        named[name].weight.grad.view(-1)[-1] = math.nan if place.world.rank == 3 else 0.0
-        return optimizer.step().success
-
-    assert run_grid(rank_main, tp=2, ep=2, etp=2) == [False] * 4
-
-
-@pytest.mark.filterwarnings("ignore:step 1 was skipped")
-def test_a_nan_in_the_copy_of_a_shared_parameter_stops_every_rank() -> None:
-    """`shared` marks the copy that another pipeline stage counts."""
-
-    def rank_main(comm: Comm) -> bool:
-        model = Held((6,), torch.float32, torch.Generator().manual_seed(1))
-        model.weight.shared = comm.rank == 1
-        optimizer = get_optimizer(OptimizerConfig(lr=0.01), [model], {}, pg_collection=roles_over(everyone=comm))
-        model.weight.grad = torch.full((6,), math.nan if comm.rank == 1 else 1.0)
-        return optimizer.step().success
-
-    assert run_threads(2, rank_main) == [False, False]
-
-
 def test_a_wrapped_model_names_the_rank_from_the_second_skipped_step_on_or_where_it_is_recorded() -> None:
     def rank_main(comm: Comm) -> str:
         net, optimizer = two_ranks(comm, wrapped=True, use_distributed_optimizer=True)

@@ -51,6 +51,7 @@ PEERS: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any
     "lion": (optim.Lion, {"betas": (0.95, 0.98)}),
     "muon": (optim.Muon, MEGATRON),
     "adaptive_muon": (optim.AdaptiveMuon, {}),
+    "normuon": (optim.AdaptiveMuon, {"moment2_method": "normuon"}),
     "ademamix": (optim.AdEMAMix, {}),
     "soap": (optim.SOAP, {"betas": (0.9, 0.999)}),
 }
@@ -83,6 +84,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "muon_extra_scale_factor": ("muon", 0.2, {"extra_scale_factor": 0.2}),
     "adaptive_muon_moment2_method": ("adaptive_muon", "normuon", {"moment2_method": "normuon"}),
     "muon_weight_decay_method": ("muon", "independent", {"weight_decay_method": "independent"}),
+    "adaptive_muon_lines": ("normuon", "cols", {"lines": "cols"}),
     "adaptive_muon_beta2": ("adaptive_muon", 0.5, {"betas": (0.9, 0.5)}),
     "adaptive_muon_eps": ("adaptive_muon", 0.1, {"eps": 0.1}),
     "optimizer_options": ("ademamix", {"alpha": 800.0}, {"alpha": 800.0}),
@@ -98,19 +100,13 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name(name: str) -> None:
     rule, value, arguments, *other = CHANGES[name]
-    changed = ours(**{"optimizer": rule, name: value})
+    fields = {"optimizer": rule}
+    if rule == "normuon":
+        fields = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": rule}
+    changed = ours(**{**fields, name: value})
     torch.testing.assert_close(changed, theirs(*other or [rule], **arguments), **CLOSE)
-    torch.testing.assert_close(ours(optimizer=rule), theirs(rule), **CLOSE)
+    torch.testing.assert_close(ours(**fields), theirs(rule), **CLOSE)
     assert not torch.allclose(changed, theirs(rule), **CLOSE)
-
-
-@pytest.mark.parametrize("lines", ["rows", "cols", "longer"])
-def test_normuon_divides_the_lines_of_the_drop_in(lines: str) -> None:
-    fields = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "adaptive_muon_lines": lines}
-    other = "rows" if lines == "cols" else "cols"
-    by_lines = [theirs("adaptive_muon", moment2_method="normuon", lines=of) for of in (lines, other)]
-    torch.testing.assert_close(ours(**fields), by_lines[0], **CLOSE)
-    assert not torch.allclose(ours(**fields), by_lines[1], **CLOSE)
 
 
 def moved(start: Tensor, grads: Sequence[Tensor], marks: Mapping[str, Any], **fields: Any) -> Tensor:

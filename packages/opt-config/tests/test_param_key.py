@@ -69,8 +69,3 @@ def test_the_label_names_every_part_in_one_order():
     key = ParamKey(name=("b", "a"), attr="shared", predicate=VECTOR, with_name_predicate=NAMED)
     assert key.label == "1-D or 2-D gate or a or b or shared"
     assert ParamKey(name=("a", "b")).label == ParamKey(name=("b", "a")).label
-
-
-def test_attributes_may_be_answered_by_someone_else():
-    key = ParamKey(attr="is_embedding")
-    assert key.matches(parameter(3), "a", has=lambda param, attr: attr == "is_embedding")

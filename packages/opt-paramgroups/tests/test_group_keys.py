@@ -1,13 +1,12 @@
 """Keys of groups read attributes of the meta or of the tensor; names and buffers of groups."""
 
 import pytest
-import torch
 from grouped import BIAS, CONFIG, groups_of, names_in
 from models import Experts, Model, mark
 from torch import nn
 
 from opt_config import OptimizerConfig, ParamKey
-from opt_paramgroups import describe, get_param_groups, get_param_groups_and_buffers, matches
+from opt_paramgroups import describe, get_param_groups, get_param_groups_and_buffers
 
 
 def test_lr_mult_multiplies_both_rates():
@@ -27,12 +26,6 @@ def test_other_attributes_are_read_from_the_tensor_and_match_only_where_they_are
     model = Model()
     mark(model.output.weight, **{attr: 1})
     assert names_in(groups_of(model, {ParamKey(attr=attr): {"max_lr": 1.0}})[attr]) == ["output.weight"]
-
-
-def test_matches_is_the_keys_own_answer():
-    param = mark(nn.Parameter(torch.zeros(3)), special=True)
-    assert matches(param, "a.weight", ParamKey(attr="special"))
-    assert not matches(param, "a.weight", BIAS)
 
 
 def test_groups_are_filtered_and_buffers_numbered_from_the_offset():

@@ -9,7 +9,6 @@ from opt_paramgroups import (
     get_layer_decay_overrides,
     get_matrix_rule_overrides,
     get_param_groups,
-    get_standard_config_overrides,
 )
 
 
@@ -74,13 +73,6 @@ def test_use_muon_has_an_effect_with_muon_only():
         mark(model.layers[0].attention.linear_proj.weight, use_muon=False)
         rules = entry_by_name(model, config, get_matrix_rule_overrides(config), "optimizer")
         assert rules["layers.0.attention.linear_proj.weight"] == expected
-
-
-def test_presets_merge():
-    config = OptimizerConfig(optimizer="muon", lr=1.0)
-    overrides = {**get_standard_config_overrides(config), **get_matrix_rule_overrides(config)}
-    groups = get_param_groups([Model(num_layers=1)], config, overrides)
-    assert [(group["optimizer"], group["wd_mult"]) for group in groups] == [("muon", 1.0), ("adam", 0.0), ("adam", 1.0)]
 
 
 def test_layer_decay_shrinks_rates_towards_the_input():

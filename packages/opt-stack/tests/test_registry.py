@@ -109,13 +109,9 @@ REMAINDERS = {"bf16": True, "use_precision_aware_optimizer": True, "store_param_
 SHORT = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
 DECLARED: list[tuple[StateKind, dict[str, Any], str]] = [  # specs that leave the shape of the state undefined
     (StateKind.MATRIX, {}, "dims=(); allowed is a tuple of one int"),
-    (StateKind.MATRIX, {"dims": 0}, "dims=0; allowed is a tuple of one int"),
-    (StateKind.MATRIX, {"dims": (0, 1)}, "dims=(0, 1); allowed is a tuple of one int"),
     (StateKind.MATRIX, {"dims": (2,)}, "dims=(2,); allowed are dims from -2 to 1"),
     (StateKind.REDUCED, {}, "dims=(); allowed is a tuple of the dims that it lacks"),
     (StateKind.REDUCED, {"dims": [0]}, "dims=[0]; allowed is a tuple of the dims that it lacks"),
-    (StateKind.REDUCED, {"dims": (-3,)}, "dims=(-3,); allowed are dims from -2 to 1"),
-    (StateKind.BLOCK_SCALES, {}, "block=0; allowed is the number of elements per scale, at least 1"),
     (StateKind.BLOCK_SCALES, {"block": None}, "block=None; allowed is the number of elements per scale"),
 ]
 
