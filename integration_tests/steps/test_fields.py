@@ -262,8 +262,6 @@ PADDED, LATE = replace(SHARDED, pad_buckets_for_high_nccl_busbw=True), Config(av
 SMALLEST = 2.0**-24  # of fp16: half of it is zero, twice it is not
 # The configuration, the gradients of two ranks and their dtype: the collectives, the most bytes of one, the values.
 REDUCED: dict[str, tuple[Config, tuple[float, float], torch.dtype, tuple[list[str], int, set[float]]]] = {
-    "everywhere": (Config(), (1.0, 3.0), FP32, (["all_reduce"], 1024, {2.0})),
-    "to shards": (SHARDED, (1.0, 3.0), FP32, (["reduce_scatter"], 1024, {2.0})),
     "a mean before the sum": (Config(), (SMALLEST, SMALLEST), FP16, (["all_reduce"], 512, {0.0})),
     "a mean after the sum": (LATE, (SMALLEST, SMALLEST), FP16, (["all_reduce"], 512, {SMALLEST})),
     "padded to the size at which links are fastest": (PADDED, (1.0, 1.0), FP32, (["reduce_scatter"], 2**18, {1.0})),

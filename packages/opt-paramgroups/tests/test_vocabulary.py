@@ -149,12 +149,6 @@ def test_the_callers_overrides_win():
     assert not any(meta.guess for meta in describe([stage], overrides=overrides).values())
 
 
-def test_decoupled_rates_reach_unmarked_embeddings():
-    groups = get_param_groups([GPT()], OptimizerConfig(lr=1.0, decoupled_lr=0.5), None)
-    decoupled = {str(id) for group in groups if group["is_decoupled_lr"] for id in group["param_ids"]}
-    assert decoupled == {"tokens.weight", "positions.weight", "readout.weight"}
-
-
 def test_an_override_of_the_callers_wins_over_the_scalar_optimizer():
     config = OptimizerConfig(optimizer="muon", lr=1e-2)
     overrides = {ParamKey(name="tokens.*"): {"optimizer": "lion"}, **get_matrix_rule_overrides(config)}

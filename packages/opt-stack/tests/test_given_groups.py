@@ -81,35 +81,24 @@ def test_a_state_of_another_data_parallel_group_is_refused() -> None:
             built(other).load_state_dict(saved)
 
 
-INSTANCE = "distributed_optimizer_instance_id=1: several instances need the groups between them; call "
-NO_GROUP = "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters"
+IMPOSSIBLE: dict[str, tuple[Any, str]] = {
+    "distributed_optimizer_instance_id": (1, "=1: several instances need the groups between them; call "),
+    "per_model_buffers": ({0: [None]}, r"\[0\] holds buffers that no chunk of model_chunks has"),
+    "model_parallel_group": ("a group", "data_parallel_group=None, but other groups are given; pass the ranks that "),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"distributed_optimizer_instance_id": 1}, INSTANCE), ({"model_parallel_group": "a group"}, NO_GROUP)],
-)
-def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
-    model = make_model()
-    groups = megatron._get_param_groups([model], CONFIG, None)
-    with pytest.raises(ConfigError, match=message):
-        megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [model], groups, **changes)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"distributed_optimizer_instance_id": 1}, {"per_model_buffers": {0: [None]}}], ids=str
-)
-def test_what_one_rank_cannot_do_is_refused_on_every_rank(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_one_rank_cannot_do_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    value, message = IMPOSSIBLE[name]
     of_thread = local()
     monkeypatch.setattr(megatron, "world", lambda: of_thread.comm)
 
     def rank_main(comm: Comm) -> None:
         of_thread.comm = comm
         model = make_model()
-        groups, given = [{"params": list(model.parameters())}], changes if comm.rank == 1 else {}
-        with pytest.raises(ValueError, match=next(iter(changes))):
+        groups, given = [{"params": list(model.parameters())}], {name: value} if comm.rank == 1 else {}
+        with pytest.raises(ValueError, match=message):
             megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [model], groups, **given)
         overrides: Any = {"bias": {}} if comm.rank == 1 else {}
         with pytest.raises(ValueError, match="config_overrides: 'bias': must be a ParamKey"):

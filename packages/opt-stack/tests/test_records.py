@@ -63,13 +63,11 @@ def test_the_resolved_configuration_and_the_plan_are_logged_if_requested(tmp_pat
     assert optimizer.plan.state_bytes() == optimizer.stepper.units[0].state_bytes()
 
 
-def test_nothing_is_written_unless_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_is_logged_and_nothing_is_written_unless_requested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
-    get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="opt_stack"):
         optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
     assert caplog.messages == [str(optimizer.plan)]
+    assert list(tmp_path.iterdir()) == []
