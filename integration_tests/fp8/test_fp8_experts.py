@@ -47,10 +47,7 @@ THROUGH_GRADIENTS = {**FLAT, "reuse_grad_buf_for_mxfp8_param_ag": True}
 SPREADS |= {"wrapped": {**FLAT, "wrapped": True}, "through gradients": {**THROUGH_GRADIENTS, "wrapped": True}}
 SPREADS |= {f"{spread}, wrapped": {**SPREADS[spread], "wrapped": True} for spread in ("replicated", "whole")}
 SPREADS["overlapped"] = {**SPREADS["wrapped"], "overlap_param_gather": True}
-LAYOUTS = [(recipe, spread) for recipe in RECIPES for spread in ("flat", "wrapped", "overlapped")]
-LAYOUTS += [(recipe, spread) for recipe in ("delayed", "mxfp8") for spread in ("replicated", "whole")]
-LAYOUTS += [("tensorwise", "replicated, wrapped"), ("blockwise", "whole, wrapped")]
-LAYOUTS += [("mxfp8", "through gradients")]
+LAYOUTS = [pair for pair in product(RECIPES, SPREADS) if pair[1] != "through gradients" or pair[0] == "mxfp8"]
 Grads = Callable[[int], dict[str, Tensor]]  # of a step
 
 

@@ -125,7 +125,8 @@ VALUES: dict[str, Callable[[bool], Tensor]] = {
 def test_values_are_written_as_by_the_reference(
     codec: StateCodec, signed: bool, backend: str, device: torch.device
 ) -> None:
-    for name, values in VALUES.items():
+    is_slow = backend == "triton" and not NIGHT
+    for name, values in [*VALUES.items()][signed::2] if is_slow else VALUES.items():
         check(codec, signed, values(signed)[: 128 * 300 if backend == "triton" else None], backend, device, name)
 
 

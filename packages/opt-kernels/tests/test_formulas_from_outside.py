@@ -152,28 +152,10 @@ def with_literals(p, g, a, b, c, d, *, lr, share):
     return p - lr * g * 0.1, a, b, c, d
 
 
-def rprop_scalars(*, lr, step, up, down, start):
-    return {"lr": lr, "up": up, "down": down, "start": start, "is_first": where(step == 1, 1.0, 0.0)}
-
-
-def rprop(p, g, previous, size, flips, *, lr, up, down, start, is_first):
-    size = where(is_first != 0, start, size)
-    agreement = g * previous
-    factor = where(agreement > 0, up, where(agreement < 0, down, 1.0))
-    size = minimum(size * factor, 50.0)
-    flips = where(agreement < 0, flips + 1, flips)
-    previous = where(agreement < 0, 0.0, g)
-    return p - lr * sign(previous) * size * exp(-flips / 3 - absolute(g)), previous, size, flips
-
-
 def of(update, scalars=only_lr, *states, **fields):
     return Formula(name=update.__name__, states=states, scalars=scalars, update=update, **fields)
 
 
-RPROP = of(
-    rprop, rprop_scalars, State("previous"), State("size", signed=False), State("flips", signed=False),
-    numbers=(Number("up", 1.2, low=1.0), Number("down", 0.5, low=0.0), Number("start", 0.1, low=0.0)),
-)  # fmt: skip
 COUNTING = of(counting, counting_scalars, State("seen"), State("constant"), State("peak"))
 INVERSE = of(inverse, inverse_scalars, State("size", signed=False), State("ratio"))
 POWERS = of(powers, power_scalars, numbers=(Number("gamma", 0.7),))
@@ -187,7 +169,6 @@ CASES = {
     **{f"what becomes of zeros, {dtype}": (INVERSE, {"ratio_dtype": dtype})
        for dtype in (torch.int8, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)},
     "literals": (of(with_literals, only_lr, *map(State, "abcd"), choices=(Choice("share", 0.6, (0.6, 0.7)),)), {}),
-    "states start at a number and count": (RPROP, {"up": 1.3, "down": 0.4, "start": 0.2}),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from codec_values import DTYPES
 from elementwise_works import KEPT, ON_FAST, assert_same, device_of, main_of, on, only_lr, written
+from tiers import NIGHT
 
 import opt_kernels
 from opt_kernels import optim
@@ -75,17 +76,17 @@ def moved(rule, kept="fp32", numel=NUMEL, *, special=False, first=3):
 
 
 @ON_FAST
-@pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
 @pytest.mark.parametrize(("formula", "kept", "states"), CASES.values(), ids=CASES.keys())
-def test_every_backend_has_the_bits_of_the_reference(formula, kept, states, special, backend):
+def test_every_backend_has_the_bits_of_the_reference(formula, kept, states, backend):
     made = [elementwise(formula, backend=name, **dtypes(formula, states)) for name in (backend, "reference")]
-    found, expected = (moved(rule, kept, special=special) for rule in made)
-    if formula.name in ("adam", "sgd") and backend == "torch":
-        # torch's fused sweeps: the last bits may differ, and a remainder or code with them.
-        close = torch.isclose(main_of(found), main_of(expected), rtol=2.0**-7, atol=1e-4, equal_nan=True)
-        assert (~close).double().mean() < 0.01
-    else:
-        assert_same(found, expected)
+    for special in (True,) if backend == "triton" and not NIGHT else (True, False):
+        found, expected = (moved(rule, kept, special=special) for rule in made)
+        if formula.name in ("adam", "sgd") and backend == "torch":
+            # torch's fused sweeps: the last bits may differ, and a remainder or code with them.
+            close = torch.isclose(main_of(found), main_of(expected), rtol=2.0**-7, atol=1e-4, equal_nan=True)
+            assert (~close).double().mean() < 0.01
+        else:
+            assert_same(found, expected)
 
 
 @ON_FAST
