@@ -30,23 +30,6 @@ def _steps(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, grads: S
     return param.data.full_tensor() if isinstance(param.data, DTensor) else param.detach()
 
 
-def _check_numbers(mesh: DeviceMesh) -> None:
-    """Every element that is here has its number in the whole, rows and columns cut evenly or not."""
-    for shape in ((256, 5), (5, 7), (3, 4, 5), (1, 6), (7,), (2, 0)):
-        for placement in (*map(Shard, range(len(shape))), Replicate()):
-            whole = torch.arange(torch.Size(shape).numel()).view(shape)
-            tensor = distribute_tensor(whole, mesh, [placement])
-            here = tensor.to_local().reshape(-1)
-            found = spans(tensor)
-            if found is None:  # torch 2.6 leaves padding in the memory of uneven columns
-                assert not tensor.to_local().is_contiguous()
-                continue
-            numbers = torch.cat([torch.arange(first, first + numel) for _, numel, first in found] or [here])
-            assert torch.equal(numbers, here), (shape, placement)
-            begins = [sum(span.numel for span in found[:i]) for i in range(len(found))]
-            assert [span.begin for span in found] == begins
-
-
 def _check_strided_shards(mesh: DeviceMesh) -> None:
     """A part that is not one block of the whole: its elements are not numbered, and no block is loaded for it."""
     placed = [_StridedShard(0, split_factor=2)]
@@ -65,7 +48,7 @@ def _check_strided_shards(mesh: DeviceMesh) -> None:
 def _check_stochastic_rounding(mesh: DeviceMesh) -> None:
     """Shards are rounded to the bits of the whole: elements were numbered by shard, and the second half differed."""
     torch.manual_seed(1)
-    for shape, dim in (((64, 256), 0), ((64, 256), 1), ((65, 64), 0), ((192, 128), 1)):
+    for shape, dim in (((64, 6, 64), 1), ((1, 64), 0), ((64, 256), 0), ((64, 256), 1), ((65, 64), 0), ((192, 128), 1)):
         start, grads = torch.randn(shape).bfloat16(), list(torch.randn(3, *shape).bfloat16())
         found = [
             _steps(optim.AdamW([param], lr=1e-2, stochastic_rounding=True), param, grads)
@@ -127,7 +110,7 @@ def _check_resuming(mesh: DeviceMesh) -> None:
 def _rank() -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(0)
-    checks = (_check_numbers, _check_strided_shards, _check_stochastic_rounding, _check_hooks, _check_matrices)
+    checks = (_check_strided_shards, _check_stochastic_rounding, _check_hooks, _check_matrices)
     for check in (*checks, _check_resuming):
         check(mesh)
 

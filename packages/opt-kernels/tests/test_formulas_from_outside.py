@@ -85,12 +85,8 @@ def softened(x, limit):
     return bent(x, size) / size if KIND == "soft" else x
 
 
-def by_tanh(p, g, *, lr):
-    return p - lr * (tanh(g * 3) + tanh(g / 1000) + tanh(g * 100))
-
-
-def by_exp_and_log(p, g, *, lr):
-    return p - lr * (exp(-absolute(g)) + log(KNEE + absolute(g)))
+def by_functions(p, g, *, lr):
+    return p - lr * (tanh(g * 3) + tanh(g / 1000) + tanh(g * 100) + exp(-absolute(g)) + log(KNEE + absolute(g)))
 
 
 def by_powers(p, g, *, lr):
@@ -112,8 +108,9 @@ def soft(x, limit):
 
 
 IN_TORCH = {
-    by_tanh: lambda p, g, lr: p - lr * ((g * 3).tanh() + (g / 1000).tanh() + (g * 100).tanh()),
-    by_exp_and_log: lambda p, g, lr: p - lr * ((-g.abs()).exp() + (0.75 + g.abs()).log()),
+    by_functions: lambda p, g, lr: (
+        p - lr * ((g * 3).tanh() + (g / 1000).tanh() + (g * 100).tanh() + (-g.abs()).exp() + (0.75 + g.abs()).log())
+    ),
     by_powers: lambda p, g, lr: p - lr * (g.abs() ** 0.25 + (p.abs() + 0.1) ** -0.5 + g**5 + g.abs() ** lr),
     by_helpers: lambda p, g, lr: p - lr * soft(g, 0.75) - soft(p, lr),
     by_masks: lambda p, g, lr: (
@@ -216,7 +213,7 @@ def test_hooks_are_refused_where_an_update_depends_on_the_weights(formula):
 def test_a_backend_that_lacks_a_function_names_it(monkeypatch):
     kernels = pytest.importorskip("opt_kernels.backends.triton.update", exc_type=ImportError)
     monkeypatch.setitem(kernels.FUNCTIONS, "tanh", None)
-    formula = Formula(name="lacking", states=(), scalars=only_lr, update=by_tanh)
+    formula = Formula(name="lacking", states=(), scalars=only_lr, update=by_functions)
     with pytest.raises(FormulaError, match="the triton backend has no tanh"):
         moved(formula, "triton", {})
 

@@ -49,17 +49,11 @@ def test_the_table_that_was_unused_longest_makes_room(tables: DeviceTables[Any])
     a = tables.get("a", lambda: torch.zeros(1))
     for key in "bac":
         tables.get(key, lambda: torch.zeros(1))
-    assert len(tables) == 2
     assert tables.get("a", lambda: torch.ones(1)) is a
     assert tables.get("b", lambda: torch.ones(1)).item() == 1
-    tables.get("b", lambda: torch.zeros(10), of=[torch.ones(1)])  # built anew in the place of the other
     assert len(tables) == 2
-    assert tables.get("b", Table, of=[torch.zeros(1)]).numel() == 10
-    assert isinstance(tables.get("b", Table, of=[torch.zeros(2, 3)]), Table)
     for key in range(6):  # large ones make room before the count is reached
         tables.get(key, lambda: torch.zeros(20))
-    assert len(tables) == 1
-    tables.get("larger than the room", lambda: torch.zeros(40))
     assert len(tables) == 1
 
 
