@@ -40,7 +40,7 @@ def check(stats: GradStats, grads: list[Tensor], norm_type: float = 2.0, rtol: f
 @ON_BACKENDS
 @pytest.mark.parametrize("numel", SIZES)
 def test_sums_and_zeros_are_those_of_float64_for_any_dtypes_and_norm(backend: str, numel: int) -> None:
-    every = []
+    numel, every = min(numel, 5000) if backend == "triton" else numel, []  # an interpreter takes its time
     for dtype in dtypes_of(backend):
         grads = [gradient(numel, dtype, backend), gradient(numel + 5, dtype, backend).view(1, -1, 1)]
         before = [grad.clone() for grad in grads]
@@ -102,7 +102,7 @@ def test_the_sum_is_as_exact_as_its_docstring_says_and_the_same_on_any_number_of
     sizes = SIZES if backend == "triton" else [*SIZES, *PIECES]
     grads = [gradient(numel, dtype, backend) for dtype in dtypes_of(backend) for numel in sizes]
     before, sums = torch.get_num_threads(), set()
-    for threads in (1, 2, 3):
+    for threads in (1,) if backend == "triton" else (1, 2, 3):
         torch.set_num_threads(threads)
         stats = grad_stats(grads, backend=backend)
         check(stats, grads, rtol=2e-7)
