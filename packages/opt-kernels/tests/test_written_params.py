@@ -26,11 +26,20 @@ def load(weight):
     module.load_state_dict({"weight": torch.full_like(weight, 3.0)})
 
 
+IN_USE = []
+
+
+def assign_elsewhere(weight):
+    IN_USE.append(weight.data)
+    weight.data = torch.full_like(weight, 3.0)
+
+
 WRITES = {
     "load": load,
     "fill": lambda weight: weight.fill_(3.0),
     "assign": lambda weight: setattr(weight, "data", torch.full_like(weight, 3.0)),
     "vector": lambda weight: nn.utils.vector_to_parameters(torch.full_like(weight, 3.0).view(-1), [weight]),
+    "assign while the old memory is in use": assign_elsewhere,
     "move within the storage": lambda weight: setattr(
         weight, "data", torch.cat([weight.detach(), torch.full_like(weight, 3.0)])[len(weight) :]
     ),
