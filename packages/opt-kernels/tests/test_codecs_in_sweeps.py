@@ -137,7 +137,7 @@ def test_weights_and_remainders_have_the_bits_of_their_definition(
 ) -> None:
     """Of new values of every exponent, among them ties: 0 - 1 * (-value), with NaN and without."""
     every = at_ties(count=20_000) if dtype is torch.int8 else EVERY_UPPER_HALF
-    for values in (every, every[every.isfinite()]):
+    for values in (every,) if backend == "triton" and not NIGHT else (every, every[every.isfinite()]):
         if dtype in narrow.REMAINDERS:
             out, rest = (half.to(device) for half in split(torch.zeros_like(values), dtype))
             expected, bits_of_rest = split(values + 0.0, dtype)  # 0 - 0 is +0

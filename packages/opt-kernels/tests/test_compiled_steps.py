@@ -20,13 +20,20 @@ def run(*, is_compiled: bool) -> list[Tensor]:
             params[0].mul_(2.0)
         return params[0].sum()
 
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum((param.float().square().sum() for param in params), torch.zeros(()))
+        loss.backward()
+        return loss
+
     compiled = torch.compile(step, backend="aot_eager") if is_compiled else step
-    for number in range(4):
-        for seed, param in enumerate(params[: 1 if number == 3 else 2]):
+    for number in range(3):
+        for seed, param in enumerate(params[: 1 if number == 2 else 2]):
             param.grad = parameter(*param.shape, seed=10 * number + seed, dtype=torch.bfloat16).detach()
         found.append(compiled())
         optimizer.zero_grad()
-    return [*found, *params, *states_of(optimizer)]
+    with_closure = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
+    return [*found, with_closure(closure).detach(), *params, *states_of(optimizer)]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="dynamo fails if a function writes to a dict before a break")
