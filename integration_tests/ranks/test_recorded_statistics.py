@@ -3,6 +3,7 @@
 import math
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -156,6 +157,21 @@ def test_a_skipped_step_names_parameter_and_rank_once_in_one_sentence_on_every_r
     assert first.startswith(
         f"4 steps: 2 applied, 2 skipped or refused\n  2 times (steps 2 to 3): {sentence}\nstep 3 (skipped: overflow)"
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:step 1 was skipped")
+def test_a_nan_of_one_rank_in_a_part_a_copy_or_an_expert_skips_the_step_on_every_rank(kind: str) -> None:
+    def rank_main(place: Place, name: str) -> bool:
+        model = Net(place)
+        optimizer = get_optimizer(OptimizerConfig(lr=LR, **SGD, **KINDS[kind]), [model], {}, pg_collection=place.roles)
+        model(parts(place)).backward()
+        named = {key.rstrip("01"): module for key, module in model.named_children()}
+        named[name].weight.grad.view(-1)[-1] = math.nan if place.world.rank == 3 else 0.0
+        return optimizer.step().success
+
+    for name in ("column", "norm", "up", "bias"):
+        assert run_grid(partial(rank_main, name=name), tp=2, ep=2, etp=2) == [False] * 4, name
 
 
 def test_a_wrapped_model_names_the_rank_from_the_second_skipped_step_on_or_where_it_is_recorded() -> None:

@@ -184,6 +184,22 @@ def test_the_same_between_halves_and_where_gradients_live_in_buffers(case: str, 
         assert_same(run(form, what, "triton", **{case: True}), run(form, what, "torch", **{case: True}))
 
 
+@pytest.mark.parametrize("form", ["bfloat16 with mains", "muon"])
+def test_a_gradient_that_comes_late_is_used_and_counted(form: str) -> None:
+    """One parameter has gradients only in the fourth and fifth of six steps."""
+    for late in range(len(SHAPES)):
+        model, optimizer = build(form, "triton")
+        params = list(model.parameters())
+        for step in range(6):
+            before = params[late].detach().clone()
+            params[late].grad = None
+            new_grads([param for place, param in enumerate(params) if place != late or 3 <= step < 5], step)
+            optimizer.step()
+            assert torch.equal(params[late], before) != (3 <= step < 5)
+        counts = [float(optimizer.state[param]["step"]) for param in params]
+        assert counts == [2.0 if place == late else 6.0 for place in range(len(SHAPES))]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_keeps_no_gradient_alive(form: str) -> None:
     """After `zero_grad`, their memory is needed for activations."""
