@@ -117,7 +117,7 @@ def test_what_a_capture_freezes_is_captured_again(change: str) -> None:
     again = ["", "capture replay"] if is_frozen else ["replay", "replay"]
     between = lambda step, optimizer: apply(optimizer) if step == 3 else None
     program = train(between, do=[*REPLAYS[:3], *again, "replay"], may_read=True)
-    assert_bits_of_a_cpu(replace(ALONE, rule=rule), program, on_device=GRAPHS, num_orders=3)
+    assert_bits_of_a_cpu(replace(ALONE, rule=rule), program, on_device=GRAPHS)
 
 
 def test_a_step_that_cannot_be_replayed_for_long_says_so_once(
@@ -150,7 +150,7 @@ def halves(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
 
 
 def test_the_halves_of_a_step_run_between_replays() -> None:
-    assert_bits_of_a_cpu(FLAT, halves, on_device=GRAPHS, num_orders=3)
+    assert_bits_of_a_cpu(FLAT, halves, on_device=GRAPHS)
 
 
 MAINS_IN_24_BITS = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}

@@ -141,8 +141,7 @@ def recorded(case: Case, comm: Comm, **changes: Any) -> list[StepStats]:
     return records
 
 
-@pytest.mark.parametrize("wrapping", Wrapping)
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("wrapping", "graphs"), in_turn(Wrapping, [True, False]))
 def test_recorded_numbers_are_those_of_a_cpu(wrapping: Wrapping, graphs: bool) -> None:
     case = replace(FLAT, wrapping=wrapping)
     expected = run_threads(SIZE, partial(recorded, case))[0]
@@ -223,7 +222,7 @@ def test_the_objection_of_a_rank_is_raised_in_the_same_step_on_every_rank(name: 
     _, own, other = OF_REPLAYS[name]
     moves = [True, True, True, False, False, True]
     expected = [(["", "", "", "", error, ""], moves) for error in (*[other] * (SIZE - 1), own)]
-    for seed in range(3):
+    for seed in range(on_device.NUM_ORDERS):
         assert run_deferred(SIZE, partial(objecting, name=name, graphs=graphs), seed=seed) == expected
 
 

@@ -43,9 +43,9 @@ OF_SCALES: dict[str, dict[str, Sequence[Any]]] = {
     "fp16_constant": {"loss_scale": (1.0, 256.0, 1024.0)},
 }
 OF_SETUPS: dict[str, Sequence[Any]] = {
-    "chunks": (1, 1, 1, 2), "microbatches": (1, 1, 2, 3), "on_host": (0.0, 0.0, 0.0, 0.3, 0.7, 1.0), "late": HALF,
-    "processes": SOMETIMES, "groups_none": HALF, "wrapped": (*HALF, True), "per_token": SOMETIMES,
-    "gathers_with_step": HALF, "layout": ("plain", "plain", "fsdp2", "hsdp", "tp_plan", "fsdp2_x_tp"),
+    "chunks": (1, 1, 1, 2), "microbatches": (1, 1, 2, 3), "on_host": (0.0, 0.0, 0.0, 0.3, 0.7, 1.0),
+    "late": (*HALF, True), "processes": SOMETIMES, "groups_none": HALF, "wrapped": (*HALF, True),
+    "per_token": SOMETIMES, "gathers_with_step": HALF,
 }  # fmt: skip
 SUM_IN_FP32, SUMS_LOCALLY = "reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation"
 OF_WRAPPERS: dict[str, Sequence[Any]] = {
@@ -59,18 +59,19 @@ OF_WRAPPERS: dict[str, Sequence[Any]] = {
 SIMPLEST = Setup()
 
 
-def has_dtensors(setup: Setup) -> bool:
-    """Whether the ranks and the grid are those of its layout of DTensors."""
-    grid, cuts = setup.grid, setup.layout in ("tp_plan", "fsdp2_x_tp")
-    fits = cuts == (grid.tp > 1) and (setup.layout != "hsdp" or grid.dp == 4)
-    return setup.processes and fits and grid == Grid(dp=grid.dp, tp=grid.tp)
+def layouts_on(grid: Grid) -> Sequence[str]:
+    """How processes may lay out a model on this grid."""
+    if grid != Grid(dp=grid.dp, tp=grid.tp):
+        return ("plain",)
+    of_dp = ("plain", "fsdp2", "hsdp") if grid.dp == 4 else ("plain", "fsdp2")
+    return of_dp if grid.tp == 1 else ("plain", "tp_plan", "fsdp2_x_tp")
 
 
 # In which setups a choice remains, in this order; whether there are experts is the second argument.
 ONLY: dict[str, Callable[[Setup, bool], bool]] = {
     "processes": lambda s, _: s.grid.size <= 4,
     "late": lambda s, _: not s.processes,
-    "layout": lambda s, _: has_dtensors(s),
+    "layout": lambda s, _: s.processes,
     "sharding": lambda s, _: s.layout == "plain",  # DTensors are sharded as they are
     "wrapped": lambda s, _: s.layout == "plain",
     "ddp": lambda s, _: s.wrapped,
@@ -138,7 +139,8 @@ def _setup(rng: random.Random, rule: str, numbers: str) -> Setup:
         grid = replace(grid, cp=rng.choice((1, 1, 2)))
     ddp = _chosen(rng, OF_WRAPPERS)
     ddp["grad_reduce_in_fp32"] &= numbers != "bf16_grads"
-    return Setup(grid=grid, sharding=sharding, ddp=ddp, **_chosen(rng, OF_SETUPS))
+    layout = rng.choice(layouts_on(grid))
+    return Setup(grid=grid, sharding=sharding, layout=layout, ddp=ddp, **_chosen(rng, OF_SETUPS))
 
 
 def _consistent(setup: Setup, params: Sequence[Param]) -> Setup:
