@@ -98,19 +98,23 @@ def test_torchs_optimizer_is_refused_with_hooks() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_copies_run_on_the_side_stream_if_requested(overlap: bool) -> None:
-    def rank_main(one: DeferredRank) -> set[str]:
-        model, queues, queue = Vectors(), set(), one.device.mode.queue
+    """Those to the host, and those back."""
 
-        def noted(name: str, *args: Any, **kwargs: Any) -> None:
-            queues.update([one.device.current_stream().name] if name == "aten.copy_.default" else [])
-            queue(name, *args, **kwargs)
+    def rank_main(one: DeferredRank) -> set[bool]:
+        model, queue = Vectors(), one.device.mode.queue
+        to_host: set[bool] = set()  # of copies on the side stream
+
+        def noted(name: str, run: Any, given: Any) -> None:
+            if name == "aten.copy_.default" and one.device.current_stream().name == "side":
+                to_host.add(one.device.memory.is_on_host(given[0][0]))
+            queue(name, run, given)
 
         optimizer = built(model, **OFFLOAD, overlap_cpu_optimizer_d2h_h2d=overlap)
         one.device.mode.queue = noted
         model.trained(optimizer, 1)
-        return queues
+        return to_host
 
-    assert ("side" in run_deferred(1, rank_main, seed=0)[0]) == overlap
+    assert run_deferred(1, rank_main, seed=0) == [{True, False} if overlap else set()]
 
 
 @pytest.mark.parametrize("pin_grads", [True, False])
