@@ -259,11 +259,15 @@ def test_the_first_chunk_may_be_gathered_while_the_others_are_stepped(with_step:
 
 SHARDED = Config(use_distributed_optimizer=True)
 PADDED, LATE = replace(SHARDED, pad_buckets_for_high_nccl_busbw=True), Config(average_in_collective=True)
+WIDE, SUMMED = replace(SHARDED, grad_reduce_in_fp32=True), replace(SHARDED, reduce_scatter_with_fp32_accumulation=True)
 SMALLEST = 2.0**-24  # of fp16: half of it is zero, twice it is not
 # The configuration, the gradients of two ranks and their dtype: the collectives, the most bytes of one, the values.
 REDUCED: dict[str, tuple[Config, tuple[float, float], torch.dtype, tuple[list[str], int, set[float]]]] = {
     "a mean before the sum": (Config(), (SMALLEST, SMALLEST), FP16, (["all_reduce"], 512, {0.0})),
     "a mean after the sum": (LATE, (SMALLEST, SMALLEST), FP16, (["all_reduce"], 512, {SMALLEST})),
+    "in bf16": (SHARDED, (1.0, 2.0**-9), BF16, (["reduce_scatter"], 512, {0.5})),
+    "in fp32": (WIDE, (1.0, 2.0**-9), BF16, (["reduce_scatter"], 1024, {0.5 + 2.0**-10})),
+    "in bf16, summed in fp32": (SUMMED, (1.0, 2.0**-9), BF16, (["all_to_all"], 512, {0.5})),
     "padded to the size at which links are fastest": (PADDED, (1.0, 1.0), FP32, (["reduce_scatter"], 2**18, {1.0})),
 }
 

@@ -5,13 +5,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from data_parallel_net import bucket_of, grid, shard_of
 from torch import Tensor, nn
 
 from opt_distributed import CollectiveError, run_threads
 from opt_distributed.buffers import ParamAndGradBuffer, ReducedGrads, StorageError
-from opt_distributed.buffers.bucket import GradBucket, Reduction
-from opt_distributed.buffers.wires import InFlight, SumInFp32, SumToShards, Wire
+from opt_distributed.buffers.wires import InFlight, SumInFp32, Wire
 from opt_distributed.comm import Alone, Axes, Comm
 from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.threads import ThreadComm
@@ -104,47 +102,6 @@ def test_parameters_that_cannot_share_a_buffer_are_refused(message: str) -> None
     kind, build = REFUSALS[message]
     with pytest.raises(kind, match=message):
         build()
-
-
-WHOLE = [(24, 40), (3,), (10, 7), (200,), (30, 30), (1,), (0, 4), (16, 16), (90,), (7, 20), (70, 2), (9, 9), (50,)]
-
-
-@pytest.mark.parametrize(
-    ("size", "instances", "in_fp32"), [(2, 1, True), (3, 1, False), (4, 1, True), (6, 1, False), (2, 2, False)]
-)
-def test_owners_of_whole_parameters_have_the_sums_and_give_away_their_values(
-    size: int, instances: int, in_fp32: bool
-) -> None:
-    worlds, numbers = grid(), torch.Generator().manual_seed(7)
-    grads = {  # integers: sums are exact
-        id: torch.randint(-999, 999, (size * instances, *param.shape), generator=numbers).float()
-        for id, param in make_params(*WHOLE).items()
-    }
-
-    def rank_main(comm: ThreadComm) -> None:
-        axes = worlds(comm.rank) if instances == 2 else Axes(dp=comm, tp=Alone())
-        buffer = make_buffer(make_params(*WHOLE), num_shards=size, planner=whole_layout)
-        assert sum(bool(bucket.cuts) for bucket in buffer.layout.buckets) >= 2
-        for id, parts in grads.items():
-            buffer.grad_view(id).copy_(parts[comm.rank])
-        wire = SumInFp32(axes.dp) if in_fp32 else SumToShards(axes.dp, axes.inter)
-        for index in range(len(buffer.layout.buckets)):
-            bucket = GradBucket(buffer, index, Reduction(name="whole", wire=wire, axes=axes))
-            bucket.launch(1)
-            bucket.advance()
-            bucket.finish()
-        for _, piece in buffer.layout.owned(axes.dp.rank):
-            assert torch.equal(buffer.grad_view(piece.id), grads[piece.id].sum(0))
-        assert buffer.param_data is not None
-        values = buffer.param_data.clone()
-        for index in range(len(buffer.layout.buckets)):
-            kept = shard_of(buffer, index, axes.dp.rank).clone()
-            bucket_of(buffer, index).fill_(float("nan"))
-            shard_of(buffer, index, axes.dp.rank).copy_(kept)
-        buffer.gather_(axes.dp)
-        assert torch.equal(buffer.param_data, values)  # padding is zero again
-
-    run_threads(size * instances, rank_main)
 
 
 def wire_result(wire_of: Callable[[Comm], Wire], parts: Tensor) -> Tensor:

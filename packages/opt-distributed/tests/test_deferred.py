@@ -134,6 +134,12 @@ def test_every_order_of_queued_work_gives_the_same_bits(name: str) -> None:
         assert are_equal(in_some_order(program, seed=seed, instances=instances), expected), f"seed {seed}"
 
 
+@pytest.mark.parametrize("instances", [1, 2])
+def test_owners_of_whole_parameters_train_them_as_owners_of_shards_do(instances: int) -> None:
+    programs = (PROGRAMS[kind + (", instances" if instances > 1 else "")] for kind in ("whole", "sharded"))
+    torch.testing.assert_close(*(in_order(program, instances=instances) for program in programs))
+
+
 # --- faults in the order of work, planted one by one: each gives wrong numbers in some of the first orders ------------
 
 Patch = Callable[[pytest.MonkeyPatch], None]
