@@ -1,13 +1,9 @@
 """Two tiers: nodes that are lost, copies that are damaged, steps that are half replicated, and runs that are others."""
 
 import os
-import queue
-import random
 import shutil
 import signal
-import threading
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +27,6 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.disk.data_file import FILE_MARK
-from opt_checkpoint.run.ranks import Turns
 from opt_checkpoint.run.series import step_name
 
 
@@ -187,37 +182,6 @@ def test_the_background_saves_of_both_tiers_share_one_process_group(tmp_path: Pa
     assert ranks.run(3, save_to_both, str(tmp_path)) == [1, 1, 1]
     assert committed_steps(tmp_path / "durable") == [6, 7, 8]
     assert resumed(ranks, 3, tmp_path) == Resume(8, "local", (0, 1, 2), ())
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_turns_come_in_the_order_of_rank_zero(seed: int) -> None:
-    """Threads of two ranks want to go in random orders; those of rank 0 decide."""
-    proposals: list[queue.Queue[str]] = [queue.Queue(), queue.Queue()]
-    order: list[list[str]] = [[], []]
-
-    def choose(rank: int, proposed: str) -> str:
-        if rank == 0:
-            proposals[1].put(proposed)
-            return proposed
-        return proposals[1].get(timeout=30)
-
-    def work(turns: Turns, rank: int, name: str, count: int) -> None:
-        for _ in range(count):
-            with turns.turn(name):
-                order[rank].append(name)
-
-    threads = []
-    for rank in (0, 1):
-        turns = Turns(partial(choose, rank))
-        names = random.Random(seed + rank).sample(["local", "durable", "third"], 3)
-        threads += [threading.Thread(target=work, args=(turns, rank, name, 30 + len(name))) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert order[0] == order[1]
-    assert len(order[0]) == 90 + len("localdurablethird")
 
 
 # ----- faults
