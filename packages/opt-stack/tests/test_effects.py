@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from processes import FSDP2_RUNS, world_of_one
-from stack_models import backward, make_model
+from processes import FSDP2_RUNS, refusal, world_of_one
+from stack_models import backward, make_model, over
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
 from opt_distributed import Alone, run_threads
-from opt_distributed.comm import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_paramgroups import get_standard_config_overrides
 from opt_stack import get_optimizer
@@ -51,14 +50,8 @@ def test_ranks_agree_on_whether_a_precision_has_an_effect(last: torch.dtype) -> 
     """A rank without a bf16 parameter, such as a pipeline stage, is accepted if another rank has some."""
 
     def rank_main(comm: ThreadComm) -> str:
-        stage = Axes(dp=Alone(), tp=Alone())
-        roles = Roles(dense=stage, expert=stage, everyone=comm)
-        model = make_model(last if comm.rank else torch.float32)
-        try:
-            get_optimizer(OptimizerConfig(lr=1e-3, bf16=True), [model], pg_collection=roles)
-        except ConfigError as error:
-            return str(error)
-        return "built"
+        model, roles = make_model(last if comm.rank else torch.float32), over(Alone(), everyone=comm)
+        return refusal(lambda: get_optimizer(OptimizerConfig(lr=1e-3, bf16=True), [model], pg_collection=roles))
 
     first, second = run_threads(2, rank_main)
     assert first == second

@@ -304,6 +304,9 @@ REFUSED: list[tuple[Callable[[Any, Optimizer, int], object], str]] = [
 def test_what_cannot_be_meant_is_refused_on_every_rank() -> None:
     def rank_main(comm: ThreadComm) -> None:
         model = Model()
+        _, averaged = build(model, over(comm), optimizer="schedule_free", sgd_momentum=0.9)
+        with pytest.raises(ConfigError, match="schedule_free"):
+            QKClip(averaged, of(model))
         _, optimizer = build(model, over(comm))
         for make, message in REFUSED:
             with pytest.raises(ConfigError, match=message):

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity import sharded_state
+from parity import roles_over, sharded_state
 from torch import Tensor, nn
 
 from opt_checkpoint import CheckpointManager, load, save, sharded_model
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm import Comm
 from opt_stack import Optimizer, get_optimizer, release_gradients, why
 from opt_stack.__main__ import main
 from opt_stack.diagnosis import JsonLines, TensorBoard, WeightsAndBiases
@@ -105,9 +105,8 @@ def test_what_changed_first_is_said(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [0.0, 1e3, math.nan], ids=str)
 def test_a_bad_rank(tmp_path: Path, bad: float) -> None:
     def rank_main(comm: Comm) -> None:
-        model, axes = make(), Axes(dp=comm, tp=Alone())
-        roles = Roles(dense=axes, expert=axes, everyone=comm)
-        optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model], pg_collection=roles)
+        model = make()
+        optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model], pg_collection=roles_over(comm))
         optimizer.stats_every(1, directory=tmp_path)
 
         def broken(step: int) -> None:

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import opt_checkpoint
-from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_kernels.hooks import CentralizeGradient, CoupledDecay, Hook
-from opt_stack import DistributedDataParallel, Optimizer, QKClip, get_optimizer, release_gradients
-from opt_stack.qk_clip import fused_qkv
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
 from opt_stack.state import weights as state_weights
 
 BF16 = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
@@ -262,30 +260,3 @@ def test_an_evaluation_is_not_warned_about() -> None:
         optimizer.train()
         optimizer.train()
         train(model, optimizer, range(2))
-
-
-HOOKS = {"part of the formula": (CoupledDecay(),), "around the rule": (CentralizeGradient(),)}
-
-
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
-def test_a_hook_around_the_rule_leaves_evaluation_and_its_saved_state_as_they_are(hooks: tuple[Hook, ...]) -> None:
-    """With a hook that is not part of the formula, `eval()` did nothing, and the trained weights were evaluated."""
-    model = make_model()
-    optimizer = get_optimizer(AVERAGED, [model], hooks=hooks)
-    with pytest.raises(ConfigError, match="schedule_free"):
-        QKClip(optimizer, [fused_qkv(model[0].weight, num_heads=1, head_dim=2, value_dim=3)])
-    train(model, optimizer, range(3))
-    trained = weights(model)
-    optimizer.eval()
-    shown = weights(model)
-    assert all(not torch.equal(shown[name], trained[name]) for name in trained)
-    with pytest.raises(RuntimeError, match="in evaluation mode"):
-        optimizer.step()
-    saved, again = copy.deepcopy(optimizer.state_dict()), make_model()
-    other = get_optimizer(AVERAGED, [again], hooks=hooks)
-    again.load_state_dict(shown)
-    other.load_state_dict(saved)
-    assert_equal(weights(again), shown)
-    for resumed, of_it in ((model, optimizer), (again, other)):
-        of_it.train()
-        assert_equal(weights(resumed), trained)
