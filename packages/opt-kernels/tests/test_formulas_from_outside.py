@@ -41,7 +41,9 @@ def moved(formula, backend, numbers):
     state, found = rule.init_state(main), []
     for step in range(1, 6):
         grad = torch.randn(130, generator=generator)
+        given = grad.clone()
         rule.update_([Batch(Hyper(lr=0.1, step=step, own=own), [Work(grad=grad, main=main, state=state)])])
+        assert torch.equal(grad, given)
         found += [main.clone(), *(value.clone() for value in state.values())]
     return found
 
@@ -149,6 +151,16 @@ def with_literals(p, g, a, b, c, d, *, lr, share):
     return p - lr * g * 0.1, a, b, c, d
 
 
+def augmented(p, g, last, trace, *, lr):
+    """Assignments that change no other name, and no gradient."""
+    last = p
+    g *= 2
+    trace += g
+    lr /= g * g + 1
+    p -= lr * trace
+    return p, last, trace
+
+
 def of(update, scalars=only_lr, *states, **fields):
     return Formula(name=update.__name__, states=states, scalars=scalars, update=update, **fields)
 
@@ -165,6 +177,7 @@ CASES = {
     # On Triton 1 / 0 beyond the end of a parameter made the scale of its last block NaN, and with it the state.
     **{f"what becomes of zeros, {dtype}": (INVERSE, {"ratio_dtype": dtype})
        for dtype in (torch.int8, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)},
+    "augmented assignments": (of(augmented, only_lr, State("last"), State("trace")), {}),
     "literals": (of(with_literals, only_lr, *map(State, "abcd"), choices=(Choice("share", 0.6, (0.6, 0.7)),)), {}),
 }  # fmt: skip
 

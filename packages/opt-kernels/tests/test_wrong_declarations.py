@@ -167,26 +167,6 @@ def test_numbers_alone_have_the_bits_of_the_compiled_backends(backend, default):
         torch.set_default_dtype(torch.float32)
 
 
-def augmented(p, g, last, trace, *, lr):
-    last = p
-    g *= 2
-    trace += g
-    lr /= g * g + 1
-    p -= lr * trace
-    return p, last, trace
-
-
-@on("reference", "torch", "cpp")
-def test_an_augmented_assignment_changes_no_other_name_and_no_gradient(backend):
-    formula = declared(states=(State("last"), State("trace")), update=augmented)
-    p, g, trace = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -1.0, 0.0]), torch.tensor([0.0, 1.0, 2.0])
-    work = Work(grad=g.clone(), main=p.clone(), state={"last": torch.zeros(3), "trace": trace.clone()})
-    elementwise(formula, backend=backend).update_([Batch(Hyper(lr=0.25), [work])])
-    found = (work.grad, work.state["last"], work.state["trace"], work.main)
-    wanted = (g, p, trace + 2 * g, p - 0.25 / (4 * g * g + 1) * (trace + 2 * g))
-    assert all(map(torch.equal, found, wanted))
-
-
 def averaged(p, m, *, lr):
     m *= lr
     p += m
