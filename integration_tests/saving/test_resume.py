@@ -5,24 +5,10 @@ near as summation order allows. Real processes over gloo. At the end, moments in
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cut_ranks as ranks
 import pytest
 import torch
-from cut_ranks import (
-    EVEN,
-    OBLONG,
-    UNEVEN,
-    LayOut,
-    Shapes,
-    fsdp,
-    fsdp_x_tp,
-    hsdp,
-    resume,
-    tp,
-    tp_by_attributes,
-    train,
-    train_and_save,
-)
-from cut_ranks import tp_on_a_part_of_the_mesh as tp_of_replicas
+from cut_ranks import EVEN, OBLONG, UNEVEN, fsdp, resume, tp, train, train_and_save
 from processes import FSDP2_RUNS, Job, run_jobs
 from torch import Tensor, nn
 from tp_model import cut
@@ -48,10 +34,10 @@ class Case(NamedTuple):
     """Configuration and layout of the run on four ranks, and of the one that resumes it on two."""
 
     saved: OptimizerConfig
-    saved_as: LayOut
+    saved_as: ranks.LayOut
     loaded: OptimizerConfig
-    loaded_as: LayOut
-    shapes: Shapes = UNEVEN
+    loaded_as: ranks.LayOut
+    shapes: ranks.Shapes = UNEVEN
     near: float = 1e-6  # of weights: Adam on other runs of elements: in the lanes of a vector, or left over
 
 
@@ -66,7 +52,7 @@ MUON = config(optimizer="muon", muon_tp_mode="duplicated")
 WHOLE = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
 NORMUON, ADAMUON, NAMO = adaptive("normuon"), adaptive("adamuon"), adaptive("namo")
 ULPS = 2.0**-8  # two units of bf16 in weights below a half
-MARKED = tp_by_attributes
+MARKED = ranks.tp_by_attributes
 CASES = {
     "flat": Case(config(**ZERO), None, config(**ZERO), None),
     "replicated to flat": Case(ADAM, None, config(**ZERO), None),
@@ -84,12 +70,12 @@ CASES = {
     "fsdp": Case(ADAM, fsdp, ADAM, fsdp),
     "soap": Case(SOAP, fsdp, SOAP, tp),
     "soap of parts": Case(PARTS, fsdp, PARTS, tp),
-    "normuon": Case(NORMUON, hsdp, NORMUON, tp, OBLONG),
+    "normuon": Case(NORMUON, ranks.hsdp, NORMUON, tp, OBLONG),
     "adamuon": Case(ADAMUON, tp, ADAMUON, tp, OBLONG),
     "namo": Case(NAMO, fsdp, NAMO, tp, OBLONG),
-    "adam, a vector outside the tensor-parallel plan": Case(ADAM, fsdp_x_tp, ADAM, tp, EVEN),
-    "muon, a vector outside the tensor-parallel plan": Case(MUON, fsdp_x_tp, MUON, tp, EVEN),
-    "adam, replicas of tensor parallelism": Case(ADAM, tp_of_replicas, ADAM, tp, EVEN),
+    "adam, a vector outside the tensor-parallel plan": Case(ADAM, ranks.fsdp_x_tp, ADAM, tp, EVEN),
+    "muon, a vector outside the tensor-parallel plan": Case(MUON, ranks.fsdp_x_tp, MUON, tp, EVEN),
+    "adam, replicas of tensor parallelism": Case(ADAM, ranks.tp_on_a_part_of_the_mesh, ADAM, tp, EVEN),
     # Matrix state that one rank has, that all have, or that lies in parts, is saved as that of the whole.
     "soap, tensor parallel": Case(SOAP, MARKED, SOAP, MARKED, EVEN, near=2e-5),
     "soap of parts, tensor parallel": Case(PARTS, MARKED, PARTS, MARKED, EVEN, near=2e-5),

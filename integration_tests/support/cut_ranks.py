@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from parity import Held, roles_over
-from processes import mesh_of
+from processes import mesh_of, once_a_world
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -108,6 +108,20 @@ class Trained(NamedTuple):
     planned_bytes: int  # of state, on this rank
 
 
+def _laid_out(shapes: Shapes, seed: int, lay_out: LayOut, dtype: torch.dtype) -> Net:
+    net = Net(shapes, seed).to(dtype)
+    if lay_out is not None and dist.is_initialized():
+        lay_out(net)
+    return net
+
+
+@once_a_world
+def _gradients(shapes: tuple[Any, ...], step: int, lay_out: LayOut, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Those of every run of a world with these shapes: sharding a model takes longer than a step."""
+    net = _laid_out(dict(shapes), 1 + step, lay_out, dtype)
+    return {name: param.detach() for name, param in net.named_parameters()}
+
+
 class Run:
     """A model and its optimizer, stepped on known gradients: those of a second model with the same placements."""
 
@@ -115,15 +129,9 @@ class Run:
         self, config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, *, seed: int = 0, hooks: GivenHooks = ()
     ):
         self.config, self.shapes, self.lay_out, self.hooks = config, shapes, lay_out, hooks
-        self.net = self._laid_out(seed)
+        self.net = _laid_out(shapes, seed, lay_out, config.precision.params)
         self.net.qkv.weight.qkv_split_shapes = QKV  # sharding makes new parameters
         self.optimizer = self.build()
-
-    def _laid_out(self, seed: int) -> Net:
-        net = Net(self.shapes, seed).to(self.config.precision.params)
-        if self.lay_out is not None and dist.is_initialized():
-            self.lay_out(net)
-        return net
 
     def build(self) -> Any:
         is_marked = self.lay_out is tp_by_attributes and dist.is_initialized()
@@ -135,9 +143,10 @@ class Run:
         return self.optimizer.step().grad_norm
 
     def set_grads(self, step: int) -> None:
-        grads = dict(self._laid_out(1 + step).named_parameters())
+        lay_out = self.lay_out if dist.is_initialized() else None
+        grads = _gradients(tuple(self.shapes.items()), step, lay_out, self.config.precision.params)
         for name, param in self.net.named_parameters():
-            param.grad = grads[name].detach()
+            param.grad = grads[name]
 
     def sharded(self) -> dict[str, Any]:
         weights = sharded_model(self.net)
