@@ -11,7 +11,7 @@ from fp8_training import build, fp8_params, make_model, same, set_grads, stored
 from parity import sharded_state
 from torch import Tensor, nn
 
-from opt_checkpoint import load, save, sharded_model
+from opt_checkpoint import Segment, ShardedTensorFactory, load, save, sharded_model
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Comm
 from opt_kernels.quantized import RECIPES
@@ -90,6 +90,18 @@ def test_weights_alone_are_saved_dequantised_and_quantised_when_loaded(recipe: s
         assert torch.equal(param + 0, dense)
         # One more rounding to bf16, and of a scale that is not a power of two: the next code at most, an eighth.
         torch.testing.assert_close(again + 0, param + 0, rtol=1 / 8, atol=1e-3)
+
+
+def test_a_factory_of_fused_rows_quantises_what_it_merges(tmp_path: Path) -> None:
+    def state(model: nn.Module) -> dict[str, Any]:
+        rows = [Segment(row_start=a, row_stop=b, global_shape=(b - a, 160), global_offset=(0, 0), suffix=f".{a}")
+                for a, b in ((0, 64), (64, 192))]  # fmt: skip
+        return {"w": ShardedTensorFactory("w", model[0].weight, segments=tuple(rows), local_shape=(192, 160))}
+
+    model, other = make_model("blockwise"), make_model("blockwise", seed=7)
+    save(state(model), tmp_path / "fused")
+    load(state(other), tmp_path / "fused")
+    assert torch.equal(other[0].weight.values(), model[0].weight.values())
 
 
 def test_reloaded_weights_become_main_values_and_exact_ones_are_quantised() -> None:
