@@ -60,34 +60,35 @@ def on_two_instances(program: Callable[[int, Roles], None]) -> list[Exception | 
     return run_threads(4, rank_main)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("writers", [(0, 1), (0,)], ids=["one instance", "one rank"])
-def test_weights_written_on_one_instance_are_refused_on_all(writers: tuple[int, ...], sharded: bool) -> None:
+def write_weight(model: nn.Module, optimizer: Optimizer) -> None:
+    model.weight.detach().add_(1.0)
+    optimizer.reload_model_params()
+
+
+def assign_moment(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state[model.weight]["exp_avg"] = torch.full((16, 16), 9.0)
+
+
+def assign_state(model: nn.Module, optimizer: Optimizer) -> None:
+    state = optimizer.state[model.weight]
+    optimizer.state[model.weight] = {**state, "exp_avg": torch.full((16, 16), 9.0)}
+
+
+WRITES = [(write_weight, writers, sharded) for writers in ((0, 1), (0,)) for sharded in (False, True)]
+WRITES += [(assign_moment, (0,), False), (assign_state, (0,), False)]
+
+
+@pytest.mark.parametrize(("write", "writers", "sharded"), WRITES)
+def test_what_one_instance_or_rank_wrote_is_refused_on_all(
+    write: Callable[[nn.Module, Optimizer], None], writers: tuple[int, ...], sharded: bool
+) -> None:
+    """Replicas went on with different moments."""
+
     def program(rank: int, roles: Roles) -> None:
         model, optimizer = made(roles, use_distributed_optimizer=sharded)
         step(model, optimizer)
         if rank in writers:
-            with torch.no_grad():
-                model.weight.add_(1.0)
-            optimizer.reload_model_params()
-        step(model, optimizer)
-
-    assert [type(error) for error in on_two_instances(program)] == [ReplicaError] * 4
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_state_assigned_on_one_rank_is_refused_on_all(whole: bool) -> None:
-    """Replicas went on with different moments."""
-
-    def program(rank: int, roles: Roles) -> None:
-        model, optimizer = made(roles)
-        step(model, optimizer)
-        if rank == 0:
-            moment = torch.full((16, 16), 9.0)
-            if whole:
-                optimizer.state[model.weight] = {**optimizer.state[model.weight], "exp_avg": moment}
-            else:
-                optimizer.state[model.weight]["exp_avg"] = moment
+            write(model, optimizer)
         step(model, optimizer)
 
     assert [type(error) for error in on_two_instances(program)] == [ReplicaError] * 4
