@@ -15,6 +15,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.collectives import DONE, Pending
+from opt_distributed.step import unit
 from opt_kernels.backends.cpp.compiler import usable
 from opt_stack import Optimizer, get_optimizer, release_gradients
 from opt_stack.planning import plan
@@ -160,3 +161,17 @@ def test_training_in_five_bytes_a_parameter(releases: bool) -> None:
     assert state == pytest.approx(3 * depth * width**2, rel=0.05)  # weights are two more bytes
     layer = 2 * width**2
     assert peak <= 8 * layer if releases else peak >= depth * layer
+
+
+@pytest.mark.parametrize(("rule", "most"), [("adam", 3), ("muon", 7)])
+def test_few_coded_mains_are_decoded_at_a_time(rule: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 matrices in scaled fp16, one or two in fp32, with what Muon computes from them."""
+    width = 128
+    monkeypatch.setattr(unit, "DECODED_NUMEL", width**2)
+    fields = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16))).bfloat16()
+    optimizer = get_optimizer(OptimizerConfig(optimizer=rule, lr=1e-3, **fields), [model])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert peak_bytes(optimizer.step) <= most * 4 * width**2

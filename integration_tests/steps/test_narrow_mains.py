@@ -4,16 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from opt_config import OptimizerConfig
 from opt_distributed.pieces import CodedMain
-from opt_distributed.step import unit as unit_of_a_step
 from opt_kernels.codecs import join, split_
 from opt_stack import Optimizer, get_optimizer
 
 BF16 = torch.bfloat16
-FP16_MAINS: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
 SHORT: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
 
 
@@ -49,31 +47,6 @@ def test_a_step_is_that_of_fp32_main_values_rounded_to_24_bits(rule: str, order:
         assert torch.equal(optimizer.get_parameters()[0], join(rounded, bits))
         assert torch.equal(weight, rounded)
         main.copy_(join(rounded, bits))
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_few_elements_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
-    opened = [0]  # elements, after each opening and closing
-    open_, close_ = CodedMain.open_, CodedMain.close_
-
-    def opening(main: CodedMain) -> Tensor:
-        opened.append(opened[-1] + main.target.numel())
-        return open_(main)
-
-    def closing(main: CodedMain, *, skip: Tensor | None = None) -> None:
-        opened.append(opened[-1] - main.target.numel())
-        close_(main, skip=skip)
-
-    monkeypatch.setattr(unit_of_a_step, "DECODED_NUMEL", 500)
-    monkeypatch.setattr(CodedMain, "open_", opening)
-    monkeypatch.setattr(CodedMain, "close_", closing)
-    model = nn.Sequential(*[nn.Linear(16, 16, bias=False, dtype=BF16) for _ in range(8)])
-    built = get_optimizer(OptimizerConfig(optimizer=optimizer, lr=1e-3, bf16=True, **FP16_MAINS), [model], {})
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    built.step()
-    assert len(opened) == 1 + 2 * 8
-    assert (opened[-1], max(opened) <= 500 + 256) == (0, True)
 
 
 # --- blocks of 128 elements with one scale ----------------------------------------------------------------------------
