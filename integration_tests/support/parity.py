@@ -1,6 +1,5 @@
 """A small model whose gradients are known to the bit, and ranks as threads that train it in a layout and format."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -181,7 +180,7 @@ def sharded_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
 
-# --- one step in each layout, with the mean gradient and its norm -----------------------------------------------------
+# --- one step in each layout ------------------------------------------------------------------------------------------
 
 SPREADS = {
     "replicated": {},
@@ -194,18 +193,10 @@ def config(**changes: Any) -> OptimizerConfig:
     return OptimizerConfig(**{"lr": LR, "clip_grad": 1.0, "muon_fp32_matmul_prec": "highest", **changes})
 
 
-def step_once(config: OptimizerConfig, comm: Comm, *, overrides: Any = None, hooks: Any = ()) -> Optimizer:
+def step_once(config: OptimizerConfig, comm: Comm, *, hooks: Any = ()) -> Optimizer:
     """An optimizer after one step; the gradients stay where they were."""
     net = Net(torch.float32)
-    optimizer = get_optimizer(config, [net], overrides or {}, pg_collection=roles_over(comm), hooks=hooks)
+    optimizer = get_optimizer(config, [net], {}, pg_collection=roles_over(comm), hooks=hooks)
     net(grads_of(0, comm.rank, comm.size)).backward()
     optimizer.last = optimizer.step()
     return optimizer
-
-
-def mean_grads() -> dict[str, Tensor]:
-    return grads_of(0, 0, 1)
-
-
-def norm_of(names: Any) -> float:
-    return math.sqrt(sum(mean_grads()[name].double().square().sum().item() for name in names))
