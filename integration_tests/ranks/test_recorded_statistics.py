@@ -14,7 +14,7 @@ from grids import comms_of
 from parity import Held, roles_over
 from processes import FSDP2_RUNS, Job, run_jobs
 from statistics_grid import GRIDS, KINDS, Net, mean_gradients, parts
-from tiers import sampled
+from tiers import NIGHT, sampled
 from torch import nn
 from tp_model import Place, run_grid
 
@@ -246,7 +246,7 @@ def test_other_arguments_on_another_rank_are_refused_on_every_rank() -> None:
     run_threads(2, rank_main)
 
 
-LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, tp_on_a_part_of_the_mesh, two_axes)
+LAYOUTS = (hsdp, fsdp_x_tp, tp_on_a_part_of_the_mesh, two_axes, *((fsdp, tp, replicas_of_tp) if NIGHT else ()))
 
 
 @pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")

@@ -39,6 +39,14 @@ def config(**fields: object) -> OptimizerConfig:
     return OptimizerConfig(**{"optimizer": "muon", "lr": 1e-2, **fields})  # type: ignore[arg-type]
 
 
+def deferred(*, is_replaced: bool, **fields: object) -> tuple[nn.Module, DeferredOptimizer]:
+    model = make_model()
+    optimizer = DeferredOptimizer(config(**fields), model)
+    if is_replaced:
+        replace_parameters(model, optimizer)
+    return model, optimizer
+
+
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
 @pytest.mark.parametrize("rule", ["adam", "muon", "schedule_free"])
 def test_it_trains_as_the_optimizer_of_the_final_parameters(rule: str, is_replaced: bool) -> None:
@@ -90,12 +98,10 @@ def test_a_schedule_made_of_it_goes_on_when_it_is_built() -> None:
 def test_a_state_saved_before_the_first_step_is_the_state_before_the_first_step(
     is_stepped: bool, is_replaced: bool
 ) -> None:
-    saved_model, model = make_model(), make_model()
+    saved_model = make_model()
     saved = copy.deepcopy(DeferredOptimizer(config(lr=2e-2), saved_model).state_dict())
     want = trained(saved_model, get_optimizer(config(lr=2e-2), [saved_model]))
-    optimizer = DeferredOptimizer(config(), model)
-    if is_replaced:
-        replace_parameters(model, optimizer)
+    model, optimizer = deferred(is_replaced=is_replaced)
     if is_stepped:
         train(model, optimizer, range(3))
     model.load_state_dict(make_model().state_dict())
@@ -105,10 +111,7 @@ def test_a_state_saved_before_the_first_step_is_the_state_before_the_first_step(
 
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
 def test_reading_an_attribute_never_builds_which_would_wait_for_other_ranks(is_replaced: bool) -> None:
-    model = make_model()
-    optimizer = DeferredOptimizer(config(), model)
-    if is_replaced:
-        replace_parameters(model, optimizer)
+    model, optimizer = deferred(is_replaced=is_replaced)
     optimizer.train()
     assert list(optimizer.state) == []
     assert model[0].weight not in optimizer.state
@@ -130,19 +133,12 @@ def test_reading_an_attribute_never_builds_which_would_wait_for_other_ranks(is_r
 def test_torchs_checkpoints_of_a_new_one_hold_its_state_and_fill_a_new_one(
     is_replaced: bool, steps_before_save: int
 ) -> None:
-    def made() -> tuple[nn.Module, DeferredOptimizer]:
-        model = make_model()
-        optimizer = DeferredOptimizer(config(), model)
-        if is_replaced:
-            replace_parameters(model, optimizer)
-        return model, optimizer
-
     unbroken = make_model()
     want = trained(unbroken, get_optimizer(config(), [unbroken]), range(4))
-    first, saving = made()
+    first, saving = deferred(is_replaced=is_replaced)
     train(first, saving, range(steps_before_save))
     saved = copy.deepcopy(get_optimizer_state_dict(first, saving))
-    resumed, loading = made()
+    resumed, loading = deferred(is_replaced=is_replaced)
     resumed.load_state_dict(first.state_dict())
     to_fill = get_optimizer_state_dict(resumed, loading)
     assert to_fill["state"].keys() == saved["state"].keys() == dict(resumed.named_parameters()).keys()
