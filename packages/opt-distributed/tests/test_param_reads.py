@@ -110,18 +110,16 @@ def in_place(ddp: DistributedDataParallel, modules: Callable[[Any], Any]) -> Dis
     return ddp
 
 
-def with_compiled_blocks(model: Model, **options: bool) -> Model:
-    model.blocks = nn.ModuleList(compiled(block, **options) for block in model.blocks)
+def with_compiled_blocks(model: Model) -> Model:
+    model.blocks = nn.ModuleList(compiled(block, fullgraph=True) for block in model.blocks)
     return model
 
 
 COMPILED: dict[str, Callable[[Model], Any]] = {
     "the wrapper": lambda model: compiled(wrap(model)),
-    "the module, before": lambda model: wrap(compiled(model)),
     "the module, before, as one graph": lambda model: wrap(compiled(model, fullgraph=True)),
     "the module, in place": lambda model: in_place(wrap(model), lambda module: [module]),
-    "blocks, before": lambda model: wrap(with_compiled_blocks(model)),
-    "blocks, before, as one graph": lambda model: wrap(with_compiled_blocks(model, fullgraph=True)),
+    "blocks, before, as one graph": lambda model: wrap(with_compiled_blocks(model)),
     "blocks, in place": lambda model: in_place(wrap(model), lambda module: module.blocks),
     "parts of blocks": lambda model: in_place(wrap(model), lambda module: [block.linear for block in module.blocks]),
 }
