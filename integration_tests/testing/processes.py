@@ -33,6 +33,7 @@ T = TypeVar("T")
 TIMEOUT_S = 60
 ANSWER_S = 4 * TIMEOUT_S  # a collective gives up after one timeout; a world of many jobs takes its time
 PRELOADED = ["opt_stack", "opt_checkpoint", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+PRELOADED += ["torch._dynamo"]  # which every torch optimizer imports when it is built
 # On torch 2.6 a model that FSDP2 sharded cannot run without a GPU; its parameters can be updated, saved and loaded.
 FSDP2_RUNS = hasattr(torch.cpu.Stream, "record_event")
 
