@@ -104,6 +104,7 @@ KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
     "cut": (cut(FALL, 1), {0.5: 0.875, 1: 0.75, 4: 0.75}),
     "cooldown": (cooldown(linear(1.0, 0.0, steps=10), at=5, steps=4), {5: 0.5, 6: 0.25, 9: 0.0}),
     "wsd": (wsd(1.0, warmup_steps=2, stable_steps=4, decay_steps=4), {1: 0.5, 2: 1, 6: 1, 7: 0.5, 10: 0}),
+    "wsd-at-once": (wsd(1.0, steps=6, warmup_steps=2, decay_steps=4, shape="linear"), {0: 0, 2: 1, 4: 0.5, 6: 0}),
     "wsd-s": (
         repeat(wsd(1.0, warmup_steps=2, stable_steps=4, decay_steps=4, end=0.5), times=3),
         {9: 1 - 0.5 * math.sqrt(0.75), 10: 0.0, 12: 1.0, 30: 0.5},
@@ -307,11 +308,6 @@ def test_what_cannot_be_is_refused_with_a_reason(message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         REFUSED[message]()
     assert str(caught.value).startswith(message)
-
-
-def test_wsd_may_have_no_stable_phase() -> None:
-    schedule = wsd(1.0, steps=6, warmup_steps=2, decay_steps=4, shape="linear")
-    assert schedule.values([0, 2, 4, 6]) == [0.0, 1.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("step", ["a", None, [1, 2], math.nan])

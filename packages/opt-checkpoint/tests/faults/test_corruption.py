@@ -4,12 +4,13 @@ import os
 import random
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
-from failing_calls import damaged
+from failing_calls import bucket_in, damaged
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -65,17 +66,27 @@ def test_damage_names_the_file_and_the_tensor_and_whether_memory_was_touched(tmp
         load(state_at(0, 0, 1, filled=False), tmp_path / "x")
 
 
-def test_files_of_another_save_are_found_though_their_sizes_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_bucket", [False, pytest.param(True, marks=pytest.mark.needs_extra)], ids=str)
+def test_files_of_another_save_are_found_though_their_sizes_are_the_same(tmp_path: Path, in_bucket: bool) -> None:
+    """In a bucket the folder of a save has a name that nobody knows before."""
+    place = bucket_in(tmp_path) if in_bucket else tmp_path
     for step in (1, 2):
-        save_as_ranks([state_at(step, rank, SIZE) for rank in range(SIZE)], tmp_path / str(step))
-    first, second = (tmp_path / s / "__1_0.distcp" for s in "12")
+        save_as_ranks([state_at(step, rank, SIZE) for rank in range(SIZE)], place / str(step))
+    first, second = (next((tmp_path / step).rglob("__1_0.distcp")) for step in "12")
     assert first.stat().st_size == second.stat().st_size
     shutil.copy(first, second)
     shutil.copy(first, first.with_name("__7_0.distcp"))
-    assert any("__1_0.distcp" in str(f) for f in verify_checkpoint(tmp_path / "2"))
-    assert [finding.file for finding in verify_checkpoint(tmp_path / "1")] == ["__7_0.distcp"]
-    with pytest.raises(CheckpointCorruptError, match=r"__1_0\.distcp belongs to a different save"):
-        load(state_at(0, 0, 1, filled=False), tmp_path / "2")
+    assert any("__1_0.distcp" in str(f) for f in verify_checkpoint(place / "2"))
+    assert [finding.file for finding in verify_checkpoint(place / "1")] == ["__7_0.distcp"]
+    shorter = partial(os.truncate, second, first.stat().st_size - 1)
+    for damage, found in (
+        (int, "belongs to a different save"),
+        (shorter, "has .* bytes"),
+        (second.unlink, "is missing"),
+    ):
+        damage()
+        with pytest.raises(CheckpointCorruptError, match=rf"__1_0\.distcp:? {found}"):
+            load(state_at(0, 0, 1, filled=False), place / "2")
 
 
 def test_a_changed_common_value_is_noticed(tmp_path: Path) -> None:
