@@ -30,7 +30,7 @@ SHAPES = {"weight": (64, 40), "bias": (40,), "odd": (301,)}
 Weights = dict[str, Tensor]
 DOCS = Path(__file__).parents[2] / "docs"
 OWN_RULES, RULES = (DOCS / "own_rules.md").read_text(), (DOCS / "rules.md").read_text()
-SLOW_TIGER = Path(__file__).parents[1] / "support" / "slow_tiger.py"  # three states and a branch on the step
+SLOW_TIGER = Path(__file__).parents[1] / "testing" / "slow_tiger.py"  # three states and a branch on the step
 OPTIONS = {
     "ademamix": {"alpha": 8.0, "beta3_steps": 4},
     "schedule_free": {"warmup_steps": 2},
