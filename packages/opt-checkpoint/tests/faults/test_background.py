@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_ranks import RankPool
 from failing_calls import Calls, failing_at
-from states import LARGE_NUMEL, assert_is_step, state_at
+from states import LARGE_NUMEL, assert_is_step, state_at, whole_tensors
 
 from opt_checkpoint import (
     AsyncSaver,
@@ -37,7 +37,10 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     """A snapshot that held the tensors of `model.state_dict()` would store what training writes during the save."""
     gate, model, saver = threading.Event(), torch.nn.Linear(3, 2), AsyncSaver()
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    state = state_at(1, 0, 1) | {"model": model.state_dict(), "list": [torch.ones(2)]}
+    parts = [sharded_like(f"part.{n}", torch.full((3,), float(n))) for n in range(4)]
+    # Paths of equal text once shared a buffer: one value was lost.
+    alike = {"a.b": parts[0], "a": {"b": parts[1], "c": {0: parts[2], "0": parts[3]}}}
+    state = state_at(1, 0, 1) | {"model": model.state_dict(), "list": [torch.ones(2)]} | alike
     with Calls(lambda name, key: gate.wait(60)):
         handle = saver.save(state, tmp_path / "x")
         assert not handle.done()
@@ -52,6 +55,8 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     assert_is_step(loaded, 1, 0, 1)
     assert all(torch.equal(wanted["model"][name], value) for name, value in before.items())
     assert loaded["list"][0].tolist() == [1.0, 1.0]
+    stored = whole_tensors(tmp_path / "x", "part.")
+    assert {key: part.tolist() for key, part in stored.items()} == {f"part.{n}": [n] * 3 for n in range(4)}
     saver.close()
 
 
@@ -73,21 +78,7 @@ def test_a_relative_path_is_of_where_the_call_was_made(tmp_path: Path, monkeypat
     assert verify_checkpoint(tmp_path / "x") == []
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    gate = threading.Event()
-    saver = AsyncSaver()
-    with Calls(lambda name, key: gate.wait(60)):
-        first = saver.save(state_at(1, 0, 1), tmp_path / "1")
-        threading.Timer(0.2, gate.set).start()
-        second = saver.save(state_at(2, 0, 1), tmp_path / "2")
-        assert first.done()
-        second.wait()
-    for step in (1, 2):
-        assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / str(step)).state, step, 0, 1)
-    saver.close()
-
-
-def test_a_failure_surfaces_once_at_the_next_call(tmp_path: Path) -> None:
+def test_the_next_save_waits_and_raises_the_failure_once_and_a_closed_saver_saves_no_more(tmp_path: Path) -> None:
     saver = AsyncSaver()
     with failing_at(5, errno.ENOSPC):
         handle = saver.save(state_at(1, 0, 1), tmp_path / "1")
@@ -99,16 +90,9 @@ def test_a_failure_surfaces_once_at_the_next_call(tmp_path: Path) -> None:
     saver.save(state_at(3, 0, 1), tmp_path / "3").wait()
     saver.close()
     assert verify_checkpoint(tmp_path / "3") == []
-
-
-def test_a_closed_saver_saves_no_more(tmp_path: Path) -> None:
-    """It would go on the group of training, whose messages it would take."""
-    saver = AsyncSaver()
+    with pytest.raises(CheckpointingException, match="this saver is closed"):  # else on the group of training
+        saver.save(state_at(4, 0, 1), tmp_path / "4")
     saver.close()
-    with pytest.raises(CheckpointingException, match="this saver is closed"):
-        saver.save(state_at(1, 0, 1), tmp_path / "x")
-    saver.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_ends_without_waiting_finishes_its_save(tmp_path: Path) -> None:
@@ -133,23 +117,6 @@ def test_memory_of_a_snapshot_is_used_again_or_freed_and_a_small_view_is_staged_
     saver.save({"b": sharded_like("b", torch.ones(10))}, tmp_path / "less").wait()
     assert [buffer.nbytes for buffer in saver._staging._buffers.values()] == [40]
     saver.close()
-
-
-def test_paths_with_equal_text_are_staged_separately(tmp_path: Path) -> None:
-    """`a.b` as one key and as two, and a position that is an int or text, once shared a buffer: one value was lost."""
-    paths = {"a.b": 0, "a": {"b": 1, "c": {0: 2, "0": 3}}}
-
-    def sharded(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: sharded(inner) for key, inner in value.items()}
-        return sharded_like(f"tensor.{value}", torch.full((3,), float(value)))
-
-    saver = AsyncSaver()
-    saver.save(sharded(paths), tmp_path / "x").wait()
-    saver.close()
-    for value in range(4):
-        wanted = {"own": sharded_like(f"tensor.{value}", torch.empty(3))}
-        assert load(wanted, tmp_path / "x").state["own"].tolist() == [value] * 3
 
 
 def close_before_the_thread_runs(rank: int, size: int, folder: str, kind: str) -> None:

@@ -1,6 +1,5 @@
 """F14, F15, F16: ranks that do not fit together, states that do not fit the checkpoint, and a rank that dies."""
 
-import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -10,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import error_on_all, save_as_ranks
-from processes import join_world, new_meeting, start
 from states import COLUMNS, ROWS, state_at
 
 from opt_checkpoint import (
     AsyncSaver,
-    CheckpointFailedError,
     CheckpointingException,
     CheckpointKeyError,
     CheckpointManager,
@@ -27,7 +24,6 @@ from opt_checkpoint import (
     save,
 )
 from opt_checkpoint.dcp.layout import weighted_sum
-from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 
 SHAPE, HALF = (ROWS, COLUMNS), ROWS * COLUMNS // 2
 
@@ -201,22 +197,3 @@ def test_a_misfit_on_one_rank_is_an_error_on_all(saved: Path) -> None:
     assert isinstance(error, CheckpointKeyError)
     assert re.search(r"rank 1: CheckpointKeyError: 1 requested key\(s\) are not in .*: more;", str(error))
     assert all((state["w"].data == -1).all() for state in states)
-
-
-def die_while_loading(rank: int, size: int, meeting: str, folder: str) -> None:
-    join_world(rank, size, meeting, timeout_s=30)
-    if rank == 1:
-        ShardedLoadPlanner.begin_writing = lambda self: os._exit(9)
-    try:
-        load(state_at(0, rank, size, filled=False), folder)
-    except CheckpointFailedError as error:
-        os._exit(7 if "did not answer" in str(error) else 8)
-    os._exit(1)
-
-
-def test_when_a_rank_dies_while_loading_the_others_raise(saved: Path) -> None:
-    meeting = new_meeting(saved.parent)
-    processes = [start(die_while_loading, rank, 2, meeting, str(saved)) for rank in range(2)]
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [7, 9]
