@@ -35,8 +35,8 @@ from opt_distributed.pieces.piece import Numbers, OwnedPiece, encode_again_, ini
 from opt_distributed.step.unit import Unit
 from opt_kernels.backends import in_memory_order
 from opt_kernels.codecs import StateCodec, scale_name
-from opt_kernels.dtensor import is_dtensor
 from opt_kernels.works import StateKind, StateSpec
+from opt_paramgroups import is_dtensor
 
 __all__ = [
     "MAIN", "STEP", "PieceState", "StateError", "check_loaded", "check_state", "decoded", "kept_states", "load_state_",

@@ -12,10 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-__all__ = ["is_dtensor"]
-
-
-def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether `tensor` is a DTensor. Does not import their module: without it no DTensor exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

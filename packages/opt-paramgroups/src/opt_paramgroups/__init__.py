@@ -9,6 +9,7 @@ from opt_paramgroups.meta import (
     describe,
     describe_untrained,
     dtensor_layout,
+    is_dtensor,
     model_chunks_of,
     parameters_by_id,
 )
@@ -25,7 +26,8 @@ __all__ = [
     "as_json", "as_markdown", "as_text", "describe", "describe_untrained", "dtensor_layout",
     "get_layer_decay_overrides", "get_matrix_rule_overrides", "get_mup_config_overrides",
     "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
-    "get_standard_config_overrides", "group_rows", "matches", "model_chunks_of", "parameters_by_id", "shapes_of",
+    "get_standard_config_overrides", "group_rows", "is_dtensor", "matches", "model_chunks_of", "parameters_by_id",
+    "shapes_of",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -110,17 +110,22 @@ class DTensorLayout(NamedTuple):
     placements: tuple[MeshPlacement, ...]  # one for each axis of the mesh, outermost first
 
 
+def is_dtensor(tensor: object) -> TypeGuard[Any]:
+    """Whether a value is a DTensor."""
+    # DTensors exist only if their module was imported. Importing it here would cost every user half a second and fail
+    # on builds of torch without distributed.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
     """The layout of a DTensor; None for any other tensor.
 
     Raises `ConfigError` for partial placements: a pending sum cannot be updated.
     """
-    # DTensors exist only if their module was imported. Importing it here would cost every user most of a second and
-    # fail on builds of torch without distributed.
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    if module is None or not isinstance(tensor, module.DTensor):
-        return None
     dtensor: Any = tensor
+    if not is_dtensor(tensor):
+        return None
     names = dtensor.device_mesh.mesh_dim_names or tuple(str(axis) for axis in range(dtensor.device_mesh.ndim))
     placements = tuple(
         MeshPlacement(axis, dtensor.device_mesh.size(index), _shard_dim(placement), hasattr(placement, "split_factor"))

@@ -23,7 +23,7 @@ from opt_checkpoint import sharded_like
 from opt_config import ConfigError
 from opt_distributed.comm import Op, Roles, agree, agreed
 from opt_distributed.pieces import HostMain, OwnedPiece, local
-from opt_kernels.dtensor import is_dtensor
+from opt_paramgroups import is_dtensor
 from opt_stack.optimizer import Optimizer
 
 Role = tuple[float, float]  # what the output of a row is used for: (a, b) if it is scaled by gamma^(a * alpha + b)

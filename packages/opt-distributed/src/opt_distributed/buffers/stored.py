@@ -19,9 +19,8 @@ from opt_config import ConfigError
 from opt_distributed.comm.collectives import Comm, TorchComm, agree, group_of
 from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_outside
 from opt_distributed.comm.roles import Roles
-from opt_kernels.dtensor import is_dtensor
 from opt_kernels.quantized import FP8, is_quantized, quantized
-from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, parameters_by_id
+from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, is_dtensor, parameters_by_id
 
 CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd, as a signed 64-bit number

@@ -15,8 +15,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.comm.groups import root_of
 from opt_distributed.pieces.sources import ReadGrads, Run
-from opt_kernels.dtensor import is_dtensor
-from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId
+from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, is_dtensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -204,7 +203,8 @@ class _AveragedReplicas:
 def _address(param: Tensor) -> int:
     """The address of this rank's part. Creates no tensor, because it is called in every step."""
     assert is_dtensor(param)
-    return param._local_tensor.data_ptr()
+    address: int = param._local_tensor.data_ptr()
+    return address
 
 
 def _local_grad(param: Tensor) -> Tensor | None:

@@ -20,8 +20,8 @@ from opt_distributed import finalize_model_grads as finalize
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
 from opt_distributed.comm import Given, ProcessGroups, TorchComm, world
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
-from opt_kernels.dtensor import is_dtensor
 from opt_kernels.rules import Needs
+from opt_paramgroups import is_dtensor
 from opt_stack.factory import get_optimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.rules.registry import Registry

@@ -22,10 +22,10 @@ from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain,
 from opt_distributed.saving import decoded, kept_states
 from opt_distributed.step import Stepper, Unit, read_hyper
 from opt_kernels.backends import Writes
-from opt_kernels.dtensor import is_dtensor
 from opt_kernels.formulas import Formula
 from opt_kernels.hooks import bare
 from opt_kernels.rules import ElementwiseRule
+from opt_paramgroups import is_dtensor
 
 Groups = Sequence[Mapping[str, Any]]
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
