@@ -125,9 +125,7 @@ def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
     """`local` as a tensor with the layout of `tensor`: a DTensor if `tensor` is one."""
     if not is_dtensor(tensor):
         return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
+    return type(tensor).from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
@@ -153,9 +151,8 @@ def _kept_axis(axis: int, param: Shape, state: Shape) -> int | None:
         is_factor = all(n in (1, own) for n, own in zip(state, param))
         return axis if is_factor and state[axis] == param[axis] else None
     reduced = [d for d in range(len(param)) if (*param[:d], *param[d + 1 :]) == state]
-    if len(reduced) != 1 or reduced[0] == axis:
-        return None
-    return axis - (reduced[0] < axis)
+    is_kept = len(reduced) == 1 and reduced[0] != axis
+    return axis - (reduced[0] < axis) if is_kept else None
 
 
 def _offset_of(key: str, tensor: DTensor) -> Shape:
