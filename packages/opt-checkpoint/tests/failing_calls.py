@@ -180,6 +180,16 @@ def damaged(raw: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
+def flip_bit(file: Path, at: int | None = None) -> None:
+    """Change a bit of the byte at a position, by default in the middle."""
+    at = file.stat().st_size // 2 if at is None else at
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 4]))
+
+
 # ----- buckets
 
 

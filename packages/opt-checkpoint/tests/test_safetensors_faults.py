@@ -107,25 +107,6 @@ def test_an_export_that_fails_at_any_call_leaves_nothing(tmp_path: Path) -> None
         assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
-def test_what_a_killed_export_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
-    left = tmp_path / f".opt-checkpoint-tmp-{'a' * 32}"
-    left.mkdir()
-    for name in (*(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), "model.safetensors.index.json"):
-        (left / name).write_bytes(b"")
-    for path in (*left.iterdir(), left):
-        os.utime(path, (0, 0))  # the lease has run out
-    save_safetensors({"w": torch.zeros(2)}, tmp_path / "hf")
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_the_index_is_written_last(tmp_path: Path) -> None:
-    with Calls() as calls:
-        save_safetensors({n: torch.zeros(4) for n in "abc"}, tmp_path / "hf", shard_bytes=16)
-    made = [Path(key).name for name, key in calls.made if name in ("create", "reopen")]
-    assert made[-1] == "model.safetensors.index.json"
-    assert len(made) == 8  # the lease, each of three files made and written, the index
-
-
 def test_files_may_be_links_into_a_cache(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     reference.save_file({"w": torch.arange(3.0)}, tmp_path / "blobs" / "f00")

@@ -45,11 +45,3 @@ def resumed(ranks: RankPool, size: int, folder: Path, **options: Any) -> Any:
 def parts_of(folder: Path, node: int, step: int) -> list[Path]:
     """The parts of a step on a node, by rank."""
     return sorted((folder / f"node-{node}").glob(f"*/{step_name(step)}/rank-*"))
-
-
-def damage(part: Path) -> None:
-    """Change a bit in the middle of a part's data."""
-    file = part / "__0_0.distcp"
-    raw = bytearray(file.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    file.write_bytes(raw)

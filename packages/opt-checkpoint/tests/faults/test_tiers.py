@@ -3,16 +3,16 @@
 import os
 import shutil
 import signal
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import RankPool
-from failing_calls import Calls, die, failing
-from local_tiers import damage, parts_of, resume, resumed, save_steps, tiers
+from failing_calls import Calls, die, failing, flip_bit
+from local_tiers import parts_of, resume, resumed, save_steps, tiers
 from processes import join_world, new_meeting, start
+from small_models import assert_same_state, assert_same_weights, grouped, network, state_of, trained
 from states import state_at
 
 from opt_checkpoint import (
@@ -28,6 +28,8 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.disk.data_file import FILE_MARK
 from opt_checkpoint.run.series import step_name
+
+DATA = "__0_0.distcp"  # of a part
 
 
 def test_every_rank_resumes_from_its_own_part_and_its_copy_is_on_another_node(tmp_path: Path, ranks: RankPool) -> None:
@@ -56,20 +58,27 @@ def test_after_any_one_node_is_lost_the_newest_step_is_resumed_from_copies(tmp_p
     assert resumed(ranks, 3, folder) == Resume(2, "durable", (), reasons)
 
 
-def test_a_damaged_part_is_replaced_by_its_copy(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1], {})
-    own = parts_of(tmp_path, 0, 1)[0]
-    damage(own)
+def test_a_damaged_part_is_replaced_by_its_copy_and_an_older_step_taken_if_that_is_damaged(
+    tmp_path: Path, ranks: RankPool
+) -> None:
+    ranks.run(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
+    own, copy = (parts_of(tmp_path, node, 2)[0] for node in (0, 1))
+    flip_bit(own / DATA)
     found = resumed(ranks, 2, tmp_path)
-    assert (found.step, found.tier, found.holders) == (1, "local", (1, 1))
+    assert (found.step, found.tier, found.holders) == (2, "local", (1, 1))
     (reason,) = found.passed_over
     assert "rank 0's part" in reason
-    assert "__0_0.distcp" in reason
+    assert DATA in reason
     assert verify_checkpoint(own) == []
     (own / "manifest.bin").write_bytes(b"nothing")
-    assert resumed(ranks, 2, tmp_path) == Resume(1, "local", (1, 1), ())
-    (own / "__0_0.distcp").unlink()
-    assert resumed(ranks, 2, tmp_path) == Resume(1, "local", (1, 1), ())
+    assert resumed(ranks, 2, tmp_path) == Resume(2, "local", (1, 1), ())
+    (own / DATA).unlink()
+    assert resumed(ranks, 2, tmp_path) == Resume(2, "local", (1, 1), ())
+    for part in (own, copy):
+        flip_bit(part / DATA)
+    found = resumed(ranks, 2, tmp_path)
+    assert (found.step, found.holders) == (1, (0, 1))
+    assert any("the parts of ranks [0] are on no node" in reason for reason in found.passed_over)
 
 
 def test_the_newer_of_two_tiers_is_taken(tmp_path: Path, ranks: RankPool) -> None:
@@ -121,35 +130,15 @@ def test_a_run_that_goes_back_removes_the_local_steps_it_left(tmp_path: Path, ra
     assert parts_of(tmp_path, 0, 5) == parts_of(tmp_path, 1, 5) == []
 
 
-def test_ranks_that_changed_nodes_fetch_their_parts(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(3, save_steps, str(tmp_path), [1], {})
-    for a, b in ((0, 3), (2, 0), (1, 2), (3, 1)):
-        (tmp_path / f"node-{a}").rename(tmp_path / f"node-{b}")
-    found = resumed(ranks, 3, tmp_path)
-    assert (found.step, found.tier) == (1, "local")
-
-
-def save_on_one_node(rank: int, size: int, folder: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        save_steps(rank, size, folder, [1], {"per_node": size})
-    return [str(warning.message) for warning in caught if "one node" in str(warning.message)]
-
-
-def test_on_one_node_there_are_no_copies_and_a_warning_says_so(tmp_path: Path, ranks: RankPool) -> None:
-    first, other = ranks.run(2, save_on_one_node, str(tmp_path))
-    assert "survives the loss of processes, not of the node" in "".join(first)
-    assert (len(first), other) == (1, [])
+def test_on_one_node_there_are_no_copies(tmp_path: Path, ranks: RankPool) -> None:
+    ranks.run(2, save_steps, str(tmp_path), [1], {"per_node": 2})
     assert [part.name for part in parts_of(tmp_path, 0, 1)] == ["rank-00000", "rank-00001"]
     assert resumed(ranks, 2, tmp_path, per_node=2) == Resume(1, "local", (0, 1), ())
 
 
-def train(rank: int, size: int, folder: str) -> None:
-    torch.manual_seed(0)
-    model, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
-    optimizer, again = (torch.optim.AdamW(m.parameters(), lr=lr) for m, lr in ((model, 0.1), (other, 0.2)))
-    model(torch.randn(2, 8)).sum().backward()
-    optimizer.step()
+def train_on_two_nodes(rank: int, size: int, folder: str) -> None:
+    (model, optimizer), other = trained(), network(2)
+    again = grouped(other)
     with tiers(folder, rank) as manager:
         manager.save(1, {"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer), "step": 1})
     if rank == 0:
@@ -159,14 +148,12 @@ def train(rank: int, size: int, folder: str) -> None:
         loaded = manager.load({"model": sharded_model(other), "step": None}, strict="ignore_all")
         manager.load_optimizer(other, again)
         assert manager.latest() == loaded.state["step"] == 1
-    assert torch.equal(other.weight, model.weight)
-    assert again.param_groups[0]["lr"] == 0.1
-    for a, b in zip(optimizer.state.values(), again.state.values(), strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert_same_weights(other, model)
+    assert_same_state(state_of(other, again), state_of(model, optimizer))
 
 
 def test_a_model_and_its_optimizer_go_on_after_a_node_is_lost(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, train, str(tmp_path))
+    ranks.run(2, train_on_two_nodes, str(tmp_path))
 
 
 def save_to_both(rank: int, size: int, folder: str) -> int:
@@ -185,15 +172,6 @@ def test_the_background_saves_of_both_tiers_share_one_process_group(tmp_path: Pa
 
 
 # ----- faults
-
-
-def test_where_a_part_and_its_copy_are_damaged_an_older_step_is_taken(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
-    for node in (0, 1):
-        damage(parts_of(tmp_path, node, 2)[0])
-    found = resumed(ranks, 2, tmp_path)
-    assert (found.step, found.holders) == (1, (0, 1))
-    assert any("the parts of ranks [0] are on no node" in reason for reason in found.passed_over)
 
 
 def test_a_damaged_durable_tier_does_not_stop_a_whole_local_one(tmp_path: Path, ranks: RankPool) -> None:
