@@ -1,8 +1,6 @@
 """Checkpoints in object stores: the public functions with URLs in place of paths."""
 
 import pickle
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
@@ -211,24 +209,6 @@ def test_a_path_that_is_sent_to_another_process_leaves_its_credentials_behind() 
     assert again == path
     with pytest.raises(RuntimeError, match="another process"):
         store_at(again)
-
-
-WITHOUT_OBSTORE = """
-import sys
-sys.modules["obstore"] = None
-from opt_checkpoint import CheckpointingException, save
-save({"step": 1}, sys.argv[1])
-try:
-    save({"step": 1}, "s3://bucket/run")
-except CheckpointingException as error:
-    print(error)
-"""
-
-
-def test_without_obstore_paths_work_and_urls_name_the_extra(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_OBSTORE, str(tmp_path / "run")]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "python -m pip install obstore" in answer.stdout
 
 
 def test_the_command_line_takes_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """Object stores that fail: requests that raise, time out, arrive twice or lose their answer, and trainers that die."""
 
-import json
 import random
 import re
 import threading
@@ -31,7 +30,7 @@ from opt_checkpoint.run.series import step_name
 from opt_checkpoint.store import bucket as bucket_module
 from opt_checkpoint.store import paths, store_at
 from opt_checkpoint.store.bucket import COMMIT, encode_commit
-from opt_checkpoint.store.lease import LEASE, Process
+from opt_checkpoint.store.lease import LEASE
 
 pytest.importorskip("obstore")
 
@@ -227,26 +226,6 @@ def test_a_damaged_commit_is_damage_and_removes_nothing_and_is_replaced_by_anoth
     with CheckpointManager(bucket) as manager:
         manager.save(2, state_at(2, 0, 1))
     assert_is_step(load(state_at(0, 0, 1, filled=False), bucket / step_name(2)).state, 2, 0, 1)
-
-
-def test_a_save_of_another_machine_is_kept_until_its_lease_expires(
-    bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = bucket / step_name(9) / uuid.uuid4().hex
-    elsewhere = Process("node-7", "another boot", 1, 4711, "99")
-    put(place / LEASE, json.dumps(elsewhere._asdict()).encode())
-    put(place / "__0_0.distcp", b"half")
-    manager = CheckpointManager(bucket, in_background=False)
-    for step in (1, 2):
-        manager.save(step, state_at(step, 0, 1))
-        assert objects_in(place)
-    (left,) = store_at(bucket).leftovers([step_name(9)])
-    assert left.writer is not None
-    assert "process 4711 on node-7" in left.writer
-    monkeypatch.setattr(bucket_module, "holder_of", lambda lease, folder, age: None if age > -60 else "somebody")
-    manager.save(3, state_at(3, 0, 1))
-    assert not objects_in(place)
-    assert_resumes_from(bucket, 3)
 
 
 def test_a_rank_that_cannot_open_a_url_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

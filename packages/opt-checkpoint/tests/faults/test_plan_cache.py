@@ -126,42 +126,31 @@ def test_ranks_of_equal_layouts_that_changed_places_plan_anew(tmp_path: Path, pl
     assert planned == [3, 3]
 
 
-def test_a_plan_of_the_first_ranks_values_is_not_used_where_all_must_be_equal(
-    tmp_path: Path, planned: list[int]
-) -> None:
-    caches = [PlanCache(), PlanCache()]
-    save_as_ranks([{"w": wholes(1)}, {"w": wholes(2)}], tmp_path / "1", caches=caches, common="first_rank")
-    assert torch.equal(saved_values(tmp_path / "1", "w")["w"], wholes(1))
-    with pytest.raises(CheckpointingException, match=r"common values differ between ranks: w \(ranks \[1\]\)"):
-        save_as_ranks([{"w": wholes(1)}, {"w": wholes(2)}], tmp_path / "2", caches=caches)
-    save_as_ranks([{"w": wholes(3)}, {"w": wholes(3)}], tmp_path / "3", caches=caches)
-    assert torch.equal(saved_values(tmp_path / "3", "w")["w"], wholes(3))
+DIFFER = r"common values differ between ranks: v \(ranks \[1\]\)"
+# A value of a number, how the last save takes those of ranks, and the error where they differ.
+VALUES: dict[str, tuple[Callable[[float], Any], str, str]] = {
+    "a number": (lambda n: n, "first_rank", DIFFER),
+    "a tensor": (lambda n: torch.full((64 << 10,), n), "first_rank", DIFFER),
+    "a block that repeats": (
+        lambda n: replace(sharded_like("v", torch.tensor([n, 2.0])), may_repeat=True),
+        "equal",
+        "v: Invalid access pattern: rank 0 .* and rank 1",
+    ),
+}
 
 
-@pytest.mark.parametrize("value", [lambda step, rank: step + rank, lambda step, rank: torch.full((2,), 1.0 * rank)])
-def test_plain_values_that_differ_are_refused_with_a_remembered_plan(
-    tmp_path: Path, value: Callable[[int, int], Any]
-) -> None:
+@pytest.mark.parametrize("kind", VALUES)
+def test_values_that_differ_are_refused_with_a_remembered_plan(tmp_path: Path, kind: str) -> None:
+    value, common, error = VALUES[kind]
     caches = [PlanCache(), PlanCache()]
-    save_as_ranks([{**base(r), "v": value(1, 0)} for r in range(2)], tmp_path / "1", caches=caches)
-    with pytest.raises(CheckpointingException, match=r"common values differ between ranks: v \(ranks \[1\]\)"):
-        save_as_ranks([{**base(r), "v": value(1, r)} for r in range(2)], tmp_path / "2", caches=caches)
+    save_as_ranks([{"v": value(1.0)}] * 2, tmp_path / "1", caches=caches)
+    with pytest.raises(CheckpointingException, match=error):
+        save_as_ranks([{"v": value(3.0)}, {"v": value(4.0)}], tmp_path / "2", caches=caches)
     assert not (tmp_path / "2").exists()
-    save_as_ranks([{**base(r), "v": value(5, 1)} for r in range(2)], tmp_path / "3", caches=caches)
-    assert str(load({"v": None}, tmp_path / "3").state["v"]) == str(value(5, 1))
-
-
-def repeated(values: list[float]) -> dict[str, Any]:
-    return {"w": replace(sharded_like("w", torch.tensor(values)), may_repeat=True)}
-
-
-def test_repeated_blocks_that_came_apart_are_refused_with_a_remembered_plan(tmp_path: Path) -> None:
-    caches = [PlanCache(), PlanCache()]
-    save_as_ranks([repeated([1.0, 2.0])] * 2, tmp_path / "1", caches=caches)
-    with pytest.raises(CheckpointingException, match=r"w: Invalid access pattern: rank 0 .* and rank 1"):
-        save_as_ranks([repeated([3.0, 4.0]), repeated([4.0, 3.0])], tmp_path / "2", caches=caches)
-    save_as_ranks([repeated([3.0, 4.0])] * 2, tmp_path / "3", caches=caches)
-    assert saved_values(tmp_path / "3", "w")["w"].tolist() == [3.0, 4.0]
+    last = [{"v": value(5.0)}, {"v": value(6.0 if common == "first_rank" else 5.0)}]
+    save_as_ranks(last, tmp_path / "3", caches=caches, common=common)
+    expected = value(5.0)
+    assert str(saved_values(tmp_path / "3", "v")["v"]) == str(getattr(expected, "data", expected))
 
 
 def test_a_rank_that_writes_other_parts_than_planned_is_noticed_before_the_commit(tmp_path: Path) -> None:
