@@ -4,6 +4,7 @@ import math
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -215,3 +216,15 @@ def test_a_plan_of_fp32_dense_parameters_and_bf16_experts_can_be_printed() -> No
     assert optimizer.plan.state_bytes() == sum(unit.state_bytes() for unit in optimizer.stepper.units)
     assert "adam/experts updates 1 parameters, 20 elements" in str(optimizer.plan)
     assert torch.float32 not in next(unit for unit in optimizer.plan.units if unit.is_expert).numbers
+
+
+@pytest.mark.parametrize("fields", [{}, {"bf16": True}, {"optimizer": "muon"}], ids=str)
+def test_a_step_keeps_no_gradient_alive(fields: dict[str, Any]) -> None:
+    """After `zero_grad`, their memory is needed for activations."""
+    config = OptimizerConfig(lr=1e-2, **fields)
+    model = make_model(config.precision.params)
+    optimizer = get_optimizer(config, [model])
+    train(model, optimizer, range(3))
+    grads = [ref(param.grad) for param in model.parameters()]
+    optimizer.zero_grad()
+    assert [grad() for grad in grads] == [None] * len(grads)
