@@ -13,12 +13,12 @@ from opt_checkpoint import PlanCache, load, save
 from opt_checkpoint.run.ranks import Ranks
 
 
-class RankPool:
-    """Processes that take part in one world after another."""
+def run_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run `work(rank, size, *arguments)` on every rank of a world of processes; return the results by rank.
 
-    def run(self, size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run `work(rank, size, *arguments)` on every rank of a new world; return the results by rank."""
-        return run_processes(size, _with_rank, ByFile.of(work, *arguments), reuse=True)
+    The processes take part in one world after another.
+    """
+    return run_processes(size, _with_rank, ByFile.of(work, *arguments), reuse=True)
 
 
 def _with_rank(work: ByFile) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool
+from checkpoint_ranks import run_ranks
 from processes import FSDP2_RUNS
 from small_models import assert_same_state, grouped, network, state_of, train, trained
 from states import whole_tensors
@@ -79,10 +79,10 @@ def load_and_train(rank: int, size: int, kind: str, rows: int, path: str) -> lis
     return train(model, optimizer, STEPS, 2 * STEPS)
 
 
-def assert_losses_go_on(ranks: RankPool, path: Path, before: tuple[str, int], after: Any, rows: int) -> None:
-    (losses, *_) = ranks.run(before[1], train_and_save, before[0], rows, str(path))
+def assert_losses_go_on(path: Path, before: tuple[str, int], after: Any, rows: int) -> None:
+    (losses, *_) = run_ranks(before[1], train_and_save, before[0], rows, str(path))
     for kind, size in after:
-        for resumed in ranks.run(size, load_and_train, kind, rows, str(path)):
+        for resumed in run_ranks(size, load_and_train, kind, rows, str(path)):
             if (kind, size) == before:
                 assert resumed == losses[STEPS:]
             # Averaging equal gradients over three ranks rounds: a few units of float32 in the third digit of Adam.
@@ -94,16 +94,16 @@ WORLDS = [("alone", 1), ("ddp", 2), *([("fsdp2", 2), ("fsdp2", 3)] if FSDP2_RUNS
 
 
 @pytest.mark.parametrize("before", WORLDS, ids=lambda w: f"{w[0]}{w[1]}")
-def test_from_each_to_each_the_losses_go_on(ranks: RankPool, tmp_path: Path, before: tuple[str, int]) -> None:
-    assert_losses_go_on(ranks, tmp_path / "x", before, WORLDS, 7)
+def test_from_each_to_each_the_losses_go_on(tmp_path: Path, before: tuple[str, int]) -> None:
+    assert_losses_go_on(tmp_path / "x", before, WORLDS, 7)
 
 
 @pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
-def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(ranks: RankPool, tmp_path: Path) -> None:
+def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(tmp_path: Path) -> None:
     """Both cut the rows of the first matrix: FSDP2 what tensor parallelism left, though its mesh axis stands first."""
     both, apart = ("fsdp2 of tp", 4), ("fsdp2", 2)
     for before, after in ((both, (both, ("alone", 1))), (apart, (both,))):
-        assert_losses_go_on(ranks, tmp_path / before[0], before, after, 8)
+        assert_losses_go_on(tmp_path / before[0], before, after, 8)
     weights = (whole_tensors(tmp_path / kind)["model.0.weight"] for kind, _ in (both, apart))
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
@@ -117,8 +117,8 @@ def refuse_runs(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def test_rows_in_several_runs_are_refused(ranks: RankPool) -> None:
-    for message in ranks.run(4, refuse_runs):
+def test_rows_in_several_runs_are_refused() -> None:
+    for message in run_ranks(4, refuse_runs):
         assert "w of shape (8, 5) is placed as" in message
         assert "its local values (4, 5) may not be one block of it. Make every cut" in message
 
@@ -264,11 +264,11 @@ def load_with_a_strange_model_on_rank_1(rank: int, size: int, path: str) -> str:
     return str(caught.value)
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     path = save_optimizer(*trained(STEPS), tmp_path / "x")
-    for message in (load_into_another_shape(0, 1, str(path)), *ranks.run(2, load_into_another_shape, str(path))):
+    for message in (load_into_another_shape(0, 1, str(path)), *run_ranks(2, load_into_another_shape, str(path))):
         assert "0.weight has shape [4, 5], but its state was saved for shape [7, 5]" in message
-    for message in ranks.run(2, load_with_a_strange_model_on_rank_1, str(path)):
+    for message in run_ranks(2, load_with_a_strange_model_on_rank_1, str(path)):
         assert "rank 1: CheckpointValueError: a parameter of shape (7, 5) of the optimizer is not in the mod" in message
 
 
@@ -348,8 +348,8 @@ def resume_factored(rank: int, size: int, path: Any, sharded: bool = True) -> No
         assert torch.allclose(full(optimizer.state[model.weight][name]), value), name
 
 
-def test_factored_states_of_dtensors_reload_as_dtensors_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, save_factored, str(tmp_path / "x"))
+def test_factored_states_of_dtensors_reload_as_dtensors_on_any_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save_factored, str(tmp_path / "x"))
     for size in (3, 2, 1):
-        ranks.run(size, resume_factored, str(tmp_path / "x"))
+        run_ranks(size, resume_factored, str(tmp_path / "x"))
     resume_factored(0, 1, tmp_path / "x", sharded=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, load_as_ranks, save_as_ranks
+from checkpoint_ranks import load_as_ranks, run_ranks, save_as_ranks
 from small_models import assert_same_weights, network, stepped
 from states import assert_is_step, state_at
 from torch import nn
@@ -338,8 +338,8 @@ def dtensors_in_lists(rank: int, size: int, path: str) -> None:
         save({"tup": (distribute_tensor(values, mesh, [Shard(0)]),)}, path + "-tuple")
 
 
-def test_a_dtensor_in_a_list_is_loaded_in_place(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, dtensors_in_lists, str(tmp_path / "x"))
+def test_a_dtensor_in_a_list_is_loaded_in_place(tmp_path: Path) -> None:
+    run_ranks(2, dtensors_in_lists, str(tmp_path / "x"))
 
 
 def test_none_warns_of_sharded_tensors_that_it_does_not_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

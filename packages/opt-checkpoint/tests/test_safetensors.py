@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool
+from checkpoint_ranks import run_ranks
 from llama_shards import NAMES, TIED, VOCAB, llama, megatron, reference, shards
 from states import whole_tensors
 from torch import Tensor
@@ -59,11 +59,11 @@ def export_and_import(rank: int, size: int, folder: str, tp: int, shard_bytes: i
     ("size", "tp", "shard_bytes"), [(1, 1, 4000), (2, 2, 10**9), (4, 2, 4000), (4, 4, 10**9), (4, 1, 10**9)]
 )
 def test_every_layout_exports_the_whole_model_and_reads_the_files_of_others(
-    tmp_path: Path, ranks: RankPool, size: int, tp: int, shard_bytes: int
+    tmp_path: Path, size: int, tp: int, shard_bytes: int
 ) -> None:
     (tmp_path / "theirs").mkdir()
     reference.save_file(llama(), tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
-    ranks.run(size, export_and_import, str(tmp_path), tp, shard_bytes)
+    run_ranks(size, export_and_import, str(tmp_path), tp, shard_bytes)
     assert_equal(read_all(tmp_path / "hf"), llama())
     assert (len(list((tmp_path / "hf").iterdir())) > 2) == (shard_bytes == 4000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "theirs"]
@@ -98,8 +98,8 @@ def export_dtensors(rank: int, size: int, folder: str) -> None:
         assert torch.equal(again[name].to_local(), value.to_local())
 
 
-def test_dtensors_are_exported_and_read_without_gathering(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(4, export_dtensors, str(tmp_path / "hf"))
+def test_dtensors_are_exported_and_read_without_gathering(tmp_path: Path) -> None:
+    run_ranks(4, export_dtensors, str(tmp_path / "hf"))
     turned = torch.arange(35.0, dtype=torch.float64).view(7, 5).T.contiguous()
     b, c = torch.arange(6.0, dtype=torch.float64), torch.arange(3.0, dtype=torch.float64)
     assert_equal(read_all(tmp_path / "hf"), {"turned": turned, "x.b": b, "x.c": c})

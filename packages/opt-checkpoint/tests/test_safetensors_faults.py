@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool
+from checkpoint_ranks import run_ranks
 from failing_calls import Calls, failing_at
 from llama_shards import NAMES, TIED, llama, megatron, reference, shards
 
@@ -59,8 +59,8 @@ def refuse_exports(rank: int, size: int, folder: str) -> list[str]:
     return refusals(cases, lambda state, **options: save_safetensors(state, folder, **options))
 
 
-def test_impossible_exports_raise_on_all_ranks_before_anything_is_written(tmp_path: Path, ranks: RankPool) -> None:
-    first, second = ranks.run(2, refuse_exports, str(tmp_path / "hf"))
+def test_impossible_exports_raise_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+    first, second = run_ranks(2, refuse_exports, str(tmp_path / "hf"))
     assert first == second
     assert list(tmp_path.iterdir()) == []
 
@@ -83,9 +83,9 @@ def refuse_imports(rank: int, size: int, folder: str) -> list[str]:
     return messages
 
 
-def test_imports_that_do_not_fit_raise_on_all_ranks_before_memory_changes(tmp_path: Path, ranks: RankPool) -> None:
+def test_imports_that_do_not_fit_raise_on_all_ranks_before_memory_changes(tmp_path: Path) -> None:
     reference.save_file({n: torch.zeros(4, 3) for n in "wv"}, tmp_path / "model.safetensors")
-    first, second = ranks.run(2, refuse_imports, str(tmp_path))
+    first, second = run_ranks(2, refuse_imports, str(tmp_path))
     assert first == second
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import RankPool, load_as_ranks, save_as_ranks
+from checkpoint_ranks import load_as_ranks, run_ranks, save_as_ranks
 from states import assert_is_step, state_at, whole_at, whole_tensors
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
@@ -143,8 +143,8 @@ def stock_and_ours_both_ways(rank: int, size: int, folder: str) -> None:
     assert all(torch.equal(t.full_tensor(), whole) for t in target.values())
 
 
-def test_dtensors_meet_flat_ranges(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(3, stock_and_ours_both_ways, str(tmp_path))
+def test_dtensors_meet_flat_ranges(tmp_path: Path) -> None:
+    run_ranks(3, stock_and_ours_both_ways, str(tmp_path))
 
 
 def test_metadata_of_megatrons_own_class_is_read_without_the_class(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def one_group_of_two(rank: int, size: int, path: str) -> None:
         assert_is_step(load(state_at(0, rank - 1, 2, filled=False), path, process_group=group).state, 3, rank - 1, 2)
 
 
-def test_a_group_without_the_worlds_rank_zero_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(3, one_group_of_two, str(tmp_path / "x"))
+def test_a_group_without_the_worlds_rank_zero_saves_and_loads(tmp_path: Path) -> None:
+    run_ranks(3, one_group_of_two, str(tmp_path / "x"))
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert verify_checkpoint(tmp_path / "x") == []
 

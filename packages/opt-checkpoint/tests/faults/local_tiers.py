@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from checkpoint_ranks import RankPool
+from checkpoint_ranks import run_ranks
 from states import assert_is_step, state_at
 
 from opt_checkpoint import Resume, TieredCheckpointManager
@@ -35,9 +35,9 @@ def resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> Resume
         return found
 
 
-def resumed(ranks: RankPool, size: int, folder: Path, **options: Any) -> Any:
+def resumed(size: int, folder: Path, **options: Any) -> Any:
     """What all ranks of a new world resume from, which is the same on each: a `Resume` or None."""
-    found = ranks.run(size, resume, str(folder), options)
+    found = run_ranks(size, resume, str(folder), options)
     assert found.count(found[0]) == size
     return found[0]
 

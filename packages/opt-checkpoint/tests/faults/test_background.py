@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import RankPool
+from checkpoint_ranks import run_ranks
 from failing_calls import Calls, failing_at
 from states import LARGE_NUMEL, assert_is_step, state_at, whole_tensors
 
@@ -150,8 +150,8 @@ def close_before_the_thread_runs(rank: int, size: int, folder: str, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["saver", "manager", "tiers"])
-def test_a_save_whose_group_is_gone_is_not_a_save_of_one_rank(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    ranks.run(2, close_before_the_thread_runs, str(tmp_path), kind)
+def test_a_save_whose_group_is_gone_is_not_a_save_of_one_rank(tmp_path: Path, kind: str) -> None:
+    run_ranks(2, close_before_the_thread_runs, str(tmp_path), kind)
     assert list(tmp_path.rglob("manifest.bin")) == []
 
 
@@ -168,6 +168,6 @@ def save_many_times(rank: int, size: int, folder: str, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_async_save_without_a_saver_leaves_no_group(ranks: RankPool, tmp_path: Path, fails: bool) -> None:
+def test_an_async_save_without_a_saver_leaves_no_group(tmp_path: Path, fails: bool) -> None:
     """Each call kept a gloo group: five descriptors on two ranks, for good."""
-    ranks.run(2, save_many_times, str(tmp_path), fails)
+    run_ranks(2, save_many_times, str(tmp_path), fails)

@@ -12,6 +12,7 @@ import torch
 from checkpoint_ranks import save_as_ranks
 from failing_calls import bucket_in, damaged, flip_bit
 from states import assert_is_step, state_at
+from tiers import NIGHT
 
 from opt_checkpoint import (
     CheckpointCorruptError,
@@ -29,10 +30,10 @@ from opt_checkpoint import (
 SIZE = 2
 
 
-def test_every_corruption_is_found_and_never_loaded(tmp_path: Path, full: bool) -> None:
+def test_every_corruption_is_found_and_never_loaded(tmp_path: Path) -> None:
     good = tmp_path / "good"
     save_as_ranks([state_at(1, rank, SIZE) for rank in range(SIZE)], good)
-    for seed in range(1000 if full else 60):
+    for seed in range(1000 if NIGHT else 60):
         folder, wanted = tmp_path / str(seed), state_at(0, 0, 1, filled=False)
         shutil.copytree(good, folder)
         rng = random.Random(seed)

@@ -10,6 +10,7 @@ from checkpoint_ranks import save_as_ranks
 from failing_calls import Calls, LossyCalls, PowerLoss, at, bucket_in, die
 from processes import start
 from states import assert_is_step, state_at
+from tiers import NIGHT
 
 from opt_checkpoint import CheckpointManager, ObjectPath, committed_steps, save, verify_checkpoint
 from opt_checkpoint.run.series import step_name
@@ -78,16 +79,14 @@ def save_and_die(folder: str, in_bucket: bool, call: int) -> None:
 @pytest.mark.parametrize(
     "in_bucket", [False, pytest.param(True, marks=pytest.mark.needs_extra)], ids=["disk", "bucket"]
 )
-def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(
-    tmp_path: Path, full: bool, in_bucket: bool
-) -> None:
+def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path: Path, in_bucket: bool) -> None:
     place_in = bucket_in if in_bucket else Path
     save(state_at(1, 0, 1), place_in(tmp_path) / step_name(1))
     with Calls() as counting:
         save(state_at(2, 0, 1), place_in(tmp_path) / step_name(2))
     commit = 1 + max(n for n, name in enumerate(counting.names) if name == ("create" if in_bucket else "rename"))
     last = len(counting.made)
-    for call in range(1, last + 1) if full else {2, 7, commit - 2, commit, last}:
+    for call in range(1, last + 1) if NIGHT else {2, 7, commit - 2, commit, last}:
         place = place_in(tmp_path / str(call))
         save(state_at(1, 0, 1), place / step_name(1))
         process = start(save_and_die, str(tmp_path / str(call)), in_bucket, call)

@@ -13,6 +13,7 @@ import pytest
 from checkpoint_ranks import error_on_all, save_as_ranks
 from failing_calls import Calls, failing, failing_at
 from states import assert_is_step, state_at
+from tiers import NIGHT
 
 from opt_checkpoint import CheckpointFailedError, load, save, verify_checkpoint
 from opt_checkpoint.store import store_at
@@ -24,13 +25,13 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_an_error_at_any_call_before_the_commit_commits_nothing_and_leaks_nothing(tmp_path: Path, full: bool) -> None:
+def test_an_error_at_any_call_before_the_commit_commits_nothing_and_leaks_nothing(tmp_path: Path) -> None:
     save(state_at(1, 0, 1), tmp_path / "good")
     with Calls() as counting:
         save(state_at(2, 0, 1), tmp_path / "counted")
     fds, threads = open_descriptors(), threading.active_count()
     for call in range(1, len(counting.made) + 1):
-        for error in ERRORS if full else ERRORS[:1]:
+        for error in ERRORS if NIGHT else ERRORS[:1]:
             what = rf"^saving \S+ failed: OSError: \[Errno {error}\]"
             with pytest.raises(CheckpointFailedError, match=what) as caught, failing_at(call, error):
                 save(state_at(2, 0, 1), tmp_path / "target")

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import RankPool, ThreadRanks, error_on_all, on_threads, save_as_ranks
+from checkpoint_ranks import ThreadRanks, error_on_all, on_threads, run_ranks, save_as_ranks
 from states import assert_is_step, state_at
+from tiers import NIGHT
 
 from opt_checkpoint import (
     AsyncSaver,
@@ -178,7 +179,7 @@ def in_exchange(frame: Any) -> bool:
     return outer is not None and frame.f_code.co_filename != outer.f_code.co_filename
 
 
-def interrupts(act: Callable[[Any], object], rank: int, full: bool) -> Iterator[bool]:
+def interrupts(act: Callable[[Any], object], rank: int) -> Iterator[bool]:
     """Two ranks act; then they do it again, one interrupted at its first call in an exchange, at its second, and so on.
 
     Yields:
@@ -214,13 +215,13 @@ def interrupts(act: Callable[[Any], object], rank: int, full: bool) -> Iterator[
         yield is_raised
         if at == 0:
             assert calls > 20, "no call was made inside an exchange"
-            numbers += range(1, calls + 1, 1 if full else max(1, calls // 15))
+            numbers += range(1, calls + 1, 1 if NIGHT else max(1, calls // 15))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_of_a_save_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int, full: bool) -> None:
+def test_an_interrupt_of_a_save_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int) -> None:
     act = lambda ranks: save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks)
-    for is_raised in interrupts(act, rank, full):
+    for is_raised in interrupts(act, rank):
         left = [path.name for path in tmp_path.iterdir()]
         assert is_raised or left
         if left:  # interrupted after the commit, or not at all
@@ -230,12 +231,12 @@ def test_an_interrupt_of_a_save_is_itself_there_and_an_error_elsewhere(tmp_path:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_of_a_load_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int, full: bool) -> None:
+def test_an_interrupt_of_a_load_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int) -> None:
     def act(ranks: Any) -> Any:
         return load(state_at(0, ranks.rank, 2, filled=False), tmp_path / "x", process_group=ranks, threads=1).state
 
     save_as_ranks([state_at(1, rank, 2) for rank in (0, 1)], tmp_path / "x")
-    assert list(interrupts(act, rank, full)).count(True) > 8
+    assert list(interrupts(act, rank)).count(True) > 8
     for number, loaded in enumerate(on_threads(2, act)):
         assert_is_step(loaded, 1, number, 2)
 
@@ -285,8 +286,8 @@ def save_without_the_other(rank: int, size: int, folder: str) -> None:
     dist.barrier()
 
 
-def test_a_background_save_waits_for_an_absent_rank_until_its_timeout(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, save_without_the_other, str(tmp_path))
+def test_a_background_save_waits_for_an_absent_rank_until_its_timeout(tmp_path: Path) -> None:
+    run_ranks(2, save_without_the_other, str(tmp_path))
 
 
 def test_bad_input_is_a_value_error_without_ranks_in_its_message(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from checkpoint_ranks import save_as_ranks
 from failing_calls import damaged
 from states import state_at
+from tiers import NIGHT
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -398,13 +399,13 @@ def assert_only_our_errors(path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("source", ["stock", "ours", "ours, below a checksum that is right"])
 def test_every_damage_to_any_file_ends_in_an_error_of_ours(
-    source: str, tmp_path: Path, full: bool, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    source: str, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good: Path = request.getfixturevalue(source.partition(",")[0])
     victim, is_forged = tmp_path / "folder" / "victim", "checksum" in source
     names = ["manifest.bin"] if is_forged else sorted(path.name for path in good.iterdir())
     shutil.copytree(good, victim)
-    for seed in range(4000 if full else 150):
+    for seed in range(4000 if NIGHT else 150):
         rng = random.Random(seed)
         name = names[0] if rng.random() < 0.5 else rng.choice(names)
         raw = (good / name).read_bytes()
@@ -416,16 +417,16 @@ def test_every_damage_to_any_file_ends_in_an_error_of_ours(
         capsys.readouterr()
 
 
-def test_random_pickles_are_values_or_errors_of_ours(full: bool) -> None:
-    for seed in range(10_000 if full else 500):
+def test_random_pickles_are_values_or_errors_of_ours() -> None:
+    for seed in range(10_000 if NIGHT else 500):
         raw = random_pickle(random.Random(seed))
         with nothing_happens(), suppress(CheckpointCorruptError):
             read_pickle(raw, "fuzz", lambda name: name.module != "os")
 
 
-def test_calls_anywhere_in_a_metadata_file_are_not_run(stock: Path, full: bool) -> None:
+def test_calls_anywhere_in_a_metadata_file_are_not_run(stock: Path) -> None:
     plain = pickle.loads((stock / ".metadata").read_bytes())
-    for seed in range(1000 if full else 60):
+    for seed in range(1000 if NIGHT else 60):
         rng = random.Random(seed)
         field = rng.choice(list(plain.__dict__))
         call = Call(rng.choice((os.system, eval, torch.load, getattr, setattr, open, pickle.loads)), "true")

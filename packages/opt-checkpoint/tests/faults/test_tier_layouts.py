@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool
+from checkpoint_ranks import run_ranks
 from local_tiers import tiers
 from states import state_at
 
@@ -68,10 +68,10 @@ def resume_in_another_layout(rank: int, size: int, folder: str) -> None:
         assert_is_of_step(manager.load(state).state, 2, rank)
 
 
-def test_another_layout_goes_on_to_the_durable_tier(tmp_path: Path, ranks: RankPool) -> None:
+def test_another_layout_goes_on_to_the_durable_tier(tmp_path: Path) -> None:
     """The same number of ranks, each in the other's place: what one saved, the other asks for."""
-    ranks.run(2, save_halves, str(tmp_path), [1, 2, 3], 2)
-    ranks.run(2, resume_in_another_layout, str(tmp_path))
+    run_ranks(2, save_halves, str(tmp_path), [1, 2, 3], 2)
+    run_ranks(2, resume_in_another_layout, str(tmp_path))
 
 
 def ask_for_what_another_rank_holds(rank: int, size: int, folder: str) -> None:
@@ -91,10 +91,10 @@ def ask_for_what_another_rank_holds(rank: int, size: int, folder: str) -> None:
         manager.load(wanted(rank))
 
 
-def test_a_key_or_half_of_a_tensor_in_another_ranks_part_is_not_missing(tmp_path: Path, ranks: RankPool) -> None:
+def test_a_key_or_half_of_a_tensor_in_another_ranks_part_is_not_missing(tmp_path: Path) -> None:
     """With strict="return_missing" it was left out without an error, and the run went on with what was in memory."""
-    ranks.run(2, save_halves, str(tmp_path), [1], 100)
-    ranks.run(2, ask_for_what_another_rank_holds, str(tmp_path))
+    run_ranks(2, save_halves, str(tmp_path), [1], 100)
+    run_ranks(2, ask_for_what_another_rank_holds, str(tmp_path))
 
 
 def find_for_another_world(rank: int, size: int, folder: str) -> None:
@@ -105,18 +105,16 @@ def find_for_another_world(rank: int, size: int, folder: str) -> None:
         manager.find()
 
 
-def test_another_number_of_ranks_without_a_durable_checkpoint_does_not_start_anew(
-    tmp_path: Path, ranks: RankPool
-) -> None:
+def test_another_number_of_ranks_without_a_durable_checkpoint_does_not_start_anew(tmp_path: Path) -> None:
     """`find` returned None, and the run began from the beginning."""
-    ranks.run(3, save_halves, str(tmp_path), [1], 100)
-    ranks.run(2, find_for_another_world, str(tmp_path))
+    run_ranks(3, save_halves, str(tmp_path), [1], 100)
+    run_ranks(2, find_for_another_world, str(tmp_path))
 
 
 def test_a_step_that_was_never_whole_is_no_step_and_the_reason_is_logged(
-    tmp_path: Path, ranks: RankPool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks.run(2, save_halves, str(tmp_path), [1], 100)
+    run_ranks(2, save_halves, str(tmp_path), [1], 100)
     for part in tmp_path.glob(f"node-*/*/{step_name(1)}/rank-00001"):
         shutil.rmtree(part)
     with pytest.warns(UserWarning, match="one node"), caplog.at_level(logging.WARNING, logger="opt_checkpoint"):

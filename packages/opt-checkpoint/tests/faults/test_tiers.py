@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import RankPool
+from checkpoint_ranks import run_ranks
 from failing_calls import Calls, die, failing, flip_bit
 from local_tiers import parts_of, resume, resumed, save_steps, tiers
 from processes import join_world, new_meeting, start
@@ -32,62 +32,60 @@ from opt_checkpoint.run.series import step_name
 DATA = "__0_0.distcp"  # of a part
 
 
-def test_every_rank_resumes_from_its_own_part_and_its_copy_is_on_another_node(tmp_path: Path, ranks: RankPool) -> None:
+def test_every_rank_resumes_from_its_own_part_and_its_copy_is_on_another_node(tmp_path: Path) -> None:
     """Two ranks on one node, and one on the other, which keeps the copies of both."""
     options = {"per_node": 2, "durable_every": 20, "keep_local": 2}
-    assert ranks.run(3, save_steps, str(tmp_path), [10, 20, 30], options) == [[False, True, False]] * 3
+    assert run_ranks(3, save_steps, str(tmp_path), [10, 20, 30], options) == [[False, True, False]] * 3
     for node in (0, 1):
         for step in (20, 30):
             assert [part.name for part in parts_of(tmp_path, node, step)] == [f"rank-{owner:05d}" for owner in range(3)]
             assert all(verify_checkpoint(part) == [] for part in parts_of(tmp_path, node, step))
         assert parts_of(tmp_path, node, 10) == []
-    assert resumed(ranks, 3, tmp_path, **options) == Resume(30, "local", (0, 1, 2), ())
+    assert resumed(3, tmp_path, **options) == Resume(30, "local", (0, 1, 2), ())
 
 
-def test_after_any_one_node_is_lost_the_newest_step_is_resumed_from_copies(tmp_path: Path, ranks: RankPool) -> None:
+def test_after_any_one_node_is_lost_the_newest_step_is_resumed_from_copies(tmp_path: Path) -> None:
     for lost in range(3):
         folder = tmp_path / str(lost)
-        ranks.run(3, save_steps, str(folder), [1, 2], {"durable_every": 1} if lost == 2 else {})
+        run_ranks(3, save_steps, str(folder), [1, 2], {"durable_every": 1} if lost == 2 else {})
         shutil.rmtree(folder / f"node-{lost}")
         holders = tuple((rank + 1) % 3 if rank == lost else rank for rank in range(3))
-        assert resumed(ranks, 3, folder) == Resume(2, "local", holders, ())
-        assert resumed(ranks, 3, folder) == Resume(2, "local", (0, 1, 2), ())  # the fetched part stays
+        assert resumed(3, folder) == Resume(2, "local", holders, ())
+        assert resumed(3, folder) == Resume(2, "local", (0, 1, 2), ())  # the fetched part stays
     for lost in (0, 1):
         shutil.rmtree(folder / f"node-{lost}")
     reasons = ("step 2 of the local tier: the parts of ranks [0, 1] are on no node",)
-    assert resumed(ranks, 3, folder) == Resume(2, "durable", (), reasons)
+    assert resumed(3, folder) == Resume(2, "durable", (), reasons)
 
 
-def test_a_damaged_part_is_replaced_by_its_copy_and_an_older_step_taken_if_that_is_damaged(
-    tmp_path: Path, ranks: RankPool
-) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
+def test_a_damaged_part_is_replaced_by_its_copy_and_an_older_step_taken_if_that_is_damaged(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
     own, copy = (parts_of(tmp_path, node, 2)[0] for node in (0, 1))
     flip_bit(own / DATA)
-    found = resumed(ranks, 2, tmp_path)
+    found = resumed(2, tmp_path)
     assert (found.step, found.tier, found.holders) == (2, "local", (1, 1))
     (reason,) = found.passed_over
     assert "rank 0's part" in reason
     assert DATA in reason
     assert verify_checkpoint(own) == []
     (own / "manifest.bin").write_bytes(b"nothing")
-    assert resumed(ranks, 2, tmp_path) == Resume(2, "local", (1, 1), ())
+    assert resumed(2, tmp_path) == Resume(2, "local", (1, 1), ())
     (own / DATA).unlink()
-    assert resumed(ranks, 2, tmp_path) == Resume(2, "local", (1, 1), ())
+    assert resumed(2, tmp_path) == Resume(2, "local", (1, 1), ())
     for part in (own, copy):
         flip_bit(part / DATA)
-    found = resumed(ranks, 2, tmp_path)
+    found = resumed(2, tmp_path)
     assert (found.step, found.holders) == (1, (0, 1))
     assert any("the parts of ranks [0] are on no node" in reason for reason in found.passed_over)
 
 
-def test_the_newer_of_two_tiers_is_taken(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [10], {"durable_every": 10})
-    assert resumed(ranks, 2, tmp_path) == Resume(10, "local", (0, 1), ())  # of equal steps the local one
-    ranks.run(2, save_durably, str(tmp_path), 15)
-    assert resumed(ranks, 2, tmp_path) == Resume(15, "durable", (), ())
-    ranks.run(2, save_steps, str(tmp_path), [20], {})
-    assert resumed(ranks, 2, tmp_path) == Resume(20, "local", (0, 1), ())
+def test_the_newer_of_two_tiers_is_taken(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), [10], {"durable_every": 10})
+    assert resumed(2, tmp_path) == Resume(10, "local", (0, 1), ())  # of equal steps the local one
+    run_ranks(2, save_durably, str(tmp_path), 15)
+    assert resumed(2, tmp_path) == Resume(15, "durable", (), ())
+    run_ranks(2, save_steps, str(tmp_path), [20], {})
+    assert resumed(2, tmp_path) == Resume(20, "local", (0, 1), ())
 
 
 def save_durably(rank: int, size: int, folder: str, step: int) -> None:
@@ -95,45 +93,45 @@ def save_durably(rank: int, size: int, folder: str, step: int) -> None:
         manager.save(step, state_at(step, rank, size))
 
 
-def test_parts_of_another_run_are_never_taken(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [5], {})
+def test_parts_of_another_run_are_never_taken(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), [5], {})
     shutil.rmtree(tmp_path / "durable")
-    assert resumed(ranks, 2, tmp_path) is None  # a new run has no name yet
-    ranks.run(2, save_steps, str(tmp_path), [1], {})
-    assert resumed(ranks, 2, tmp_path) == Resume(1, "local", (0, 1), ())
+    assert resumed(2, tmp_path) is None  # a new run has no name yet
+    run_ranks(2, save_steps, str(tmp_path), [1], {})
+    assert resumed(2, tmp_path) == Resume(1, "local", (0, 1), ())
     # Parts of the old run under the new run's name are recognised by what is written in them.
     (new,) = {part.parent.parent for part in parts_of(tmp_path, 0, 1)}
     for node in (0, 1):
         (old,) = {part.parent for part in parts_of(tmp_path, node, 5)}
         shutil.copytree(old, tmp_path / f"node-{node}" / new.name / step_name(5))
-    assert resumed(ranks, 2, tmp_path) == Resume(1, "local", (0, 1), ())
+    assert resumed(2, tmp_path) == Resume(1, "local", (0, 1), ())
 
 
-def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
+def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
     old = [tmp_path / f"old-{node}" for node in (0, 1)]
     for node in (0, 1):
         shutil.copytree(parts_of(tmp_path, node, 2)[1], old[node])
-    ranks.run(2, save_steps, str(tmp_path), [2], {"keep_local": 2})
+    run_ranks(2, save_steps, str(tmp_path), [2], {"keep_local": 2})
     for node in (0, 1):
         shutil.rmtree(parts_of(tmp_path, node, 2)[1])
         shutil.copytree(old[node], parts_of(tmp_path, node, 2)[0].with_name("rank-00001"))
-    found = resumed(ranks, 2, tmp_path)
+    found = resumed(2, tmp_path)
     assert found.step == 1
     assert len(found.passed_over) == 2
 
 
-def test_a_run_that_goes_back_removes_the_local_steps_it_left(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1, 5], {"keep_local": 3})
-    ranks.run(2, save_steps, str(tmp_path), [3], {"keep_local": 3})
-    assert resumed(ranks, 2, tmp_path) == Resume(3, "local", (0, 1), ())
+def test_a_run_that_goes_back_removes_the_local_steps_it_left(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), [1, 5], {"keep_local": 3})
+    run_ranks(2, save_steps, str(tmp_path), [3], {"keep_local": 3})
+    assert resumed(2, tmp_path) == Resume(3, "local", (0, 1), ())
     assert parts_of(tmp_path, 0, 5) == parts_of(tmp_path, 1, 5) == []
 
 
-def test_on_one_node_there_are_no_copies(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1], {"per_node": 2})
+def test_on_one_node_there_are_no_copies(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), [1], {"per_node": 2})
     assert [part.name for part in parts_of(tmp_path, 0, 1)] == ["rank-00000", "rank-00001"]
-    assert resumed(ranks, 2, tmp_path, per_node=2) == Resume(1, "local", (0, 1), ())
+    assert resumed(2, tmp_path, per_node=2) == Resume(1, "local", (0, 1), ())
 
 
 def train_on_two_nodes(rank: int, size: int, folder: str) -> None:
@@ -152,8 +150,8 @@ def train_on_two_nodes(rank: int, size: int, folder: str) -> None:
     assert_same_state(state_of(other, again), state_of(model, optimizer))
 
 
-def test_a_model_and_its_optimizer_go_on_after_a_node_is_lost(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, train_on_two_nodes, str(tmp_path))
+def test_a_model_and_its_optimizer_go_on_after_a_node_is_lost(tmp_path: Path) -> None:
+    run_ranks(2, train_on_two_nodes, str(tmp_path))
 
 
 def save_to_both(rank: int, size: int, folder: str) -> int:
@@ -165,19 +163,19 @@ def save_to_both(rank: int, size: int, folder: str) -> int:
     return len(made)
 
 
-def test_the_background_saves_of_both_tiers_share_one_process_group(tmp_path: Path, ranks: RankPool) -> None:
-    assert ranks.run(3, save_to_both, str(tmp_path)) == [1, 1, 1]
+def test_the_background_saves_of_both_tiers_share_one_process_group(tmp_path: Path) -> None:
+    assert run_ranks(3, save_to_both, str(tmp_path)) == [1, 1, 1]
     assert committed_steps(tmp_path / "durable") == [6, 7, 8]
-    assert resumed(ranks, 3, tmp_path) == Resume(8, "local", (0, 1, 2), ())
+    assert resumed(3, tmp_path) == Resume(8, "local", (0, 1, 2), ())
 
 
 # ----- faults
 
 
-def test_a_damaged_durable_tier_does_not_stop_a_whole_local_one(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1], {"durable_every": 1})
+def test_a_damaged_durable_tier_does_not_stop_a_whole_local_one(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, str(tmp_path), [1], {"durable_every": 1})
     (tmp_path / "durable" / step_name(1) / "__0_0.distcp").unlink()
-    found = resumed(ranks, 2, tmp_path)
+    found = resumed(2, tmp_path)
     assert found.tier == "local"
     for node in (0, 1):
         shutil.rmtree(tmp_path / f"node-{node}")
@@ -205,8 +203,8 @@ def damage_a_copy_on_its_way(rank: int, size: int, folder: str) -> None:
     assert bool(sent) == (rank == 1)
 
 
-def test_a_copied_part_is_checked_on_receipt(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, damage_a_copy_on_its_way, str(tmp_path))
+def test_a_copied_part_is_checked_on_receipt(tmp_path: Path) -> None:
+    run_ranks(2, damage_a_copy_on_its_way, str(tmp_path))
     assert [part.name for part in parts_of(tmp_path, 0, 2)] == ["rank-00000"]
 
 
@@ -214,8 +212,8 @@ def fill_a_disk(rank: int, size: int, folder: str) -> None:
     with tiers(folder, rank) as manager:
         manager.save(1, state_at(1, rank, size))
         manager.wait()
-        full = failing(1000 * rank, lambda name, key: name == "write" and "tmp-" in key, 28)  # no room for a copy
-        with Calls(full):
+        no_room = failing(1000 * rank, lambda name, key: name == "write" and "tmp-" in key, 28)  # no room for a copy
+        with Calls(no_room):
             manager.save(2, state_at(2, rank, size))
             with pytest.raises(CheckpointFailedError, match="No space left") as caught:
                 manager.wait()
@@ -224,9 +222,9 @@ def fill_a_disk(rank: int, size: int, folder: str) -> None:
         manager.save(3, state_at(3, rank, size))  # the next one goes on
 
 
-def test_a_full_disk_is_an_error_on_every_rank_and_the_step_before_stays(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, fill_a_disk, str(tmp_path))
-    assert resumed(ranks, 2, tmp_path) == Resume(3, "local", (0, 1), ())
+def test_a_full_disk_is_an_error_on_every_rank_and_the_step_before_stays(tmp_path: Path) -> None:
+    run_ranks(2, fill_a_disk, str(tmp_path))
+    assert resumed(2, tmp_path) == Resume(3, "local", (0, 1), ())
 
 
 def save_and_die_in_replication(rank: int, size: int, meeting: str, folder: str, victim: int) -> None:
@@ -252,9 +250,7 @@ def save_and_die_in_replication(rank: int, size: int, meeting: str, folder: str,
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_in_the_middle_of_replication_the_step_before_is_resumed(
-    tmp_path: Path, ranks: RankPool, victim: int
-) -> None:
+def test_killed_in_the_middle_of_replication_the_step_before_is_resumed(tmp_path: Path, victim: int) -> None:
     """One rank dies while it writes the other's copy of step 2; the other one's copy may have arrived."""
     meeting = new_meeting(tmp_path)
     jobs = [start(save_and_die_in_replication, rank, 2, meeting, str(tmp_path), victim) for rank in (0, 1)]
@@ -262,13 +258,13 @@ def test_killed_in_the_middle_of_replication_the_step_before_is_resumed(
         job.join(90)
     assert jobs[victim].exitcode == -signal.SIGKILL
     assert jobs[1 - victim].exitcode == 3  # an error that names the other rank's silence
-    found = resumed(ranks, 2, tmp_path)
+    found = resumed(2, tmp_path)
     assert found.step == 2  # both had written their own parts
     shutil.rmtree(tmp_path / f"node-{victim}")
-    found = resumed(ranks, 2, tmp_path)
+    found = resumed(2, tmp_path)
     assert (found.step, found.tier) in {(2, "local"), (1, "local")}
-    ranks.run(2, save_steps, str(tmp_path), [3], {})
-    assert resumed(ranks, 2, tmp_path) == Resume(3, "local", (0, 1), ())
+    run_ranks(2, save_steps, str(tmp_path), [3], {})
+    assert resumed(2, tmp_path) == Resume(3, "local", (0, 1), ())
 
 
 @pytest.mark.filterwarnings("ignore:.*one node")
