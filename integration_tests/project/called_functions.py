@@ -2,8 +2,8 @@
 
     RECORD_CALLS=FOLDER python -m pytest -p called_functions PATHS
 
-Every process writes lines `test file, kind, value` to a file in the folder, separated by tabs; kinds are `calls`,
-`took` (seconds) and `passed` (a test). `plant_faults.py` reads them to order tests.
+Every process writes lines `test file, kind, value`, separated by tabs, to a file in the folder; kinds are `calls` (a
+source file and the first line of a function), `took` (seconds) and `passed` (a test). `plant_faults.py` reads them.
 """
 
 import os
@@ -43,7 +43,7 @@ def trace(frame: FrameType, event: str, argument: Any) -> None:
     if id(code) not in _seen:
         _seen[id(code)] = code
         if _label and (match := SOURCE.match(code.co_filename)):
-            write("calls", f"{match[1]}::{code.co_qualname}")
+            write("calls", f"{match[1]}::{code.co_firstlineno}")
 
 
 @pytest.hookimpl(tryfirst=True)

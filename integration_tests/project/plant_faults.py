@@ -150,7 +150,7 @@ class Calls:
     def __init__(self, lines: Iterable[str]):
         self.seconds: dict[str, float] = defaultdict(float)  # of each test file
         self.passed: set[str] = set()
-        self.callers: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # module, test: functions
+        self.callers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))  # module, test: functions
         for line in lines:
             test, kind, value = line.rstrip("\n").split("\t")
             if kind == "took":
@@ -158,15 +158,15 @@ class Calls:
             elif kind == "passed":
                 self.passed.add(value)
             else:
-                module, _, function = value.partition("::")
-                self.callers[module][test].add(re.sub(r"(\.<locals>)?\.?<(lambda|\w+comp|genexpr)>.*", "", function))
+                module, _, first_line = value.partition("::")
+                self.callers[module][test].add(int(first_line))
 
-    def order(self, fault: Fault, function: str) -> tuple[list[str], list[str]]:
+    def order(self, fault: Fault, function: int) -> tuple[list[str], list[str]]:
         """Test files: those that call the function or its module, those that most likely notice first; and the rest."""
         called = self.callers.get(fault.file, {})
 
         def cost(test: str) -> tuple[bool, float]:
-            return bool(function) and function not in called[test], (1 + self.seconds[test]) / len(called[test])
+            return function > 0 and function not in called[test], (1 + self.seconds[test]) / len(called[test])
 
         near = sorted(called, key=cost)
         until, taken = 0, 0.0
@@ -186,21 +186,15 @@ class Calls:
                 chunk = []
 
 
-def function_at(source: str, line: int) -> str:
-    """The qualified name of the innermost function around a line; empty outside of functions."""
-
-    def inner(node: ast.AST, prefix: str, found: str) -> str:
-        for child in ast.iter_child_nodes(node):
-            name, below = found, prefix
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                below = f"{prefix}{child.name}."
-                if not isinstance(child, ast.ClassDef):
-                    name, below = f"{prefix}{child.name}", f"{below}<locals>."
-            if getattr(child, "lineno", line) <= line <= getattr(child, "end_lineno", line):
-                found = inner(child, below, name)
-        return found
-
-    return inner(ast.parse(source), "", "")
+def function_at(source: str, line: int) -> int:
+    """The first line of the innermost function around a line, with its decorators; 0 outside of functions."""
+    found = 0
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            if first <= line <= (node.end_lineno or first):
+                found = max(found, first)
+    return found
 
 
 def copied_files(root: Path) -> list[str]:
