@@ -157,26 +157,14 @@ class LossyCalls(Calls):
 
 
 def damaged(raw: bytes, rng: random.Random) -> bytes:
-    """The same bytes with a few of them changed, removed, added or exchanged."""
+    """The same bytes with a few parts changed, removed, repeated or exchanged, or with the end cut off."""
     changed = bytearray(raw)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        at, other = (rng.randrange(len(changed) + 1) for _ in range(2))
-        size, kind = rng.choice((1, 4, 8, 64, 4096)), rng.randrange(7)
-        part, end = changed[at : at + size], len(changed)
-        if kind == 0 and part:
-            changed[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            changed[at : at + size] = rng.randbytes(len(part))
-        elif kind == 2:
-            changed[at : at + size] = bytes(len(part))
-        elif kind == 3:
-            del changed[at : rng.choice((at + size, at + size, end))]
-        elif kind == 4:
-            changed[rng.choice((at, end)) : at] = rng.randbytes(size)
-        elif kind == 5:
-            changed[at:at] = changed[other : other + size]
-        elif abs(at - other) >= size:
-            changed[at : at + size], changed[other : other + size] = changed[other : other + size], part
+        start, other = (rng.randrange(len(changed) + 1) for _ in range(2))
+        size = rng.choice((1, 4, 8, 64, 4096))
+        part, others = changed[start : start + size], changed[other : other + size]
+        parts = (bytes(len(part)), rng.randbytes(len(part)), part + rng.randbytes(size), b"", others, part + others)
+        changed[start : rng.choice((*[start + size] * 9, len(changed)))] = rng.choice(parts)
     return bytes(changed)
 
 

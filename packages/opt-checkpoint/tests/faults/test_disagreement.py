@@ -130,16 +130,6 @@ def test_values_whose_paths_have_equal_text_are_each_compared(tmp_path: Path, na
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_first_ranks_common_values_are_stored_if_requested(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    states = [state_at(1, rank, 2) for rank in range(2)]
-    states[1]["groups"] = [{"lr": 99.0}]
-    save_as_ranks(states, tmp_path / "x", common="first_rank")
-    assert load({"groups": None}, tmp_path / "x").state == {"groups": states[0]["groups"]}
-    assert "groups (ranks [1])" in caplog.text
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     save_as_ranks([state_at(1, 0, 1)], tmp_path / "saved")

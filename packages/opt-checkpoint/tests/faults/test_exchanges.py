@@ -103,14 +103,6 @@ def test_a_save_of_a_manager_adds_one_exchange_for_the_snapshot_and_none_for_its
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
 
 
-class HoldsALock(Exception):
-    """Does not pickle."""
-
-    def __init__(self) -> None:
-        super().__init__("holds a lock")
-        self.lock = threading.Lock()
-
-
 class TwoArguments(Exception):
     """Pickles, and does not unpickle."""
 
@@ -124,7 +116,6 @@ class CannotBePrinted(Exception):
 
 
 ERRORS = {
-    HoldsALock: "holds a lock",
     TwoArguments: "error number 2",
     CannotBePrinted: "<exception str.. failed>",
     KeyboardInterrupt: "",

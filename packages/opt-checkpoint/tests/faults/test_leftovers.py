@@ -205,17 +205,6 @@ def test_opening_loading_and_closing_a_manager_changes_nothing(tmp_path: Path) -
     assert contents(tmp_path) == before
 
 
-def test_old_checkpoints_are_removed_off_the_training_thread(tmp_path: Path) -> None:
-    threads: set[str] = set()
-    note = lambda name, key: threads.add(threading.current_thread().name) if name == "remove_tree" else None
-    with Calls(note), CheckpointManager(tmp_path, keep=1) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state_at(step, 0, 1))
-    assert committed_steps(tmp_path) == [3]
-    assert threads
-    assert threading.current_thread().name not in threads
-
-
 def test_a_checkpoint_that_cannot_be_removed_does_not_stop_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,12 +251,17 @@ def test_all_ranks_load_the_newest_good_step_that_rank_zero_sees(
 @pytest.mark.parametrize(
     ("keep", "keep_every", "left"), [(1, None, [6]), (3, None, [4, 5, 6]), (1, 2, [2, 4, 6]), (9, None, [*range(1, 7)])]
 )
-def test_the_newest_few_are_kept(tmp_path: Path, keep: int, keep_every: int | None, left: list[int]) -> None:
-    manager = CheckpointManager(tmp_path, keep=keep, keep_every=keep_every)
-    with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
-        manager.load({})
-    for step in range(1, 7):
-        manager.save(step, state_at(step, 0, 1))
-    manager.close()
+def test_the_newest_few_are_kept_and_others_removed_off_the_training_thread(
+    tmp_path: Path, keep: int, keep_every: int | None, left: list[int]
+) -> None:
+    threads: set[str] = set()
+    note = lambda name, key: threads.add(threading.current_thread().name) if name == "remove_tree" else None
+    with Calls(note), CheckpointManager(tmp_path, keep=keep, keep_every=keep_every) as manager:
+        with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+            manager.load({})
+        for step in range(1, 7):
+            manager.save(step, state_at(step, 0, 1))
+    assert bool(threads) == (len(left) < 6)
+    assert threading.current_thread().name not in threads
     assert committed_steps(tmp_path) == left
     assert len(list(tmp_path.iterdir())) == len(left)

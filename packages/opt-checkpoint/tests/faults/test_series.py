@@ -187,7 +187,9 @@ def test_a_crash_before_the_durable_tier_records_a_local_rollback(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped bit", "manifest"])
-def test_a_damaged_newest_step_is_skipped_and_saved_again(tmp_path: Path, how: str) -> None:
+def test_a_damaged_newest_step_is_skipped_and_saved_again(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     damage(saved(tmp_path, 80, 100, 120) / step_name(120), how)
     with CheckpointManager(tmp_path, keep=9) as manager:
         with pytest.warns(match="step-000000120 is damaged and is skipped") as caught:
@@ -198,20 +200,13 @@ def test_a_damaged_newest_step_is_skipped_and_saved_again(tmp_path: Path, how: s
             manager.save(step, state_at(step, 0, 1))
         manager.wait()
         assert manager.steps() == [80, 100, 110, 120]
-    assert verify_checkpoint(tmp_path / step_name(120)) == []
-    assert CheckpointManager(tmp_path).latest() == 120
-
-
-def test_a_damaged_step_is_saved_again_by_a_run_that_loaded_elsewhere(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saved(tmp_path, 100, 120)
-    damage(tmp_path / step_name(120))
-    saved(tmp_path, 120)
+    damage(tmp_path / step_name(120), how)
+    saved(tmp_path, 120)  # by a run that has loaded nothing here
     assert "120 is damaged (" in caplog.text
     assert verify_checkpoint(tmp_path / step_name(120)) == []
     with pytest.raises(CheckpointExistsError, match="never overwritten"):
         saved(tmp_path, 120)
+    assert CheckpointManager(tmp_path).latest() == 120
 
 
 def names_in(place: Path) -> list[int]:
@@ -251,15 +246,20 @@ def test_the_step_resumed_from_stays_until_enough_later_ones_are_there(tmp_path:
     assert names_in(tmp_path) == [42, 43]
 
 
-@pytest.mark.parametrize("damaged", [1, 2])
+@pytest.mark.parametrize("damaged", [1, 2, 3])
 def test_tiers_skip_damaged_durable_steps_too(tmp_path: Path, damaged: int) -> None:
     with two_tiers(tmp_path) as tiers:
         for step in (80, 100, 120):
             tiers.save(step, state_at(step, 0, 1))
-    shutil.rmtree(tmp_path / "local")
     steps = [80, 100, 120][:-damaged]
-    for step in (120, 100)[:damaged]:
+    for step in (120, 100, 80)[:damaged]:
         damage(tmp_path / "durable" / step_name(step))
+    assert two_tiers(tmp_path).find().tier == "local"
+    shutil.rmtree(tmp_path / "local")
+    if not steps:
+        with pytest.warns(match="is skipped"), pytest.raises(CheckpointCorruptError, match="every checkpoint"):
+            two_tiers(tmp_path).find()
+        return
     with two_tiers(tmp_path) as tiers:
         with pytest.warns(UserWarning, match="120 is damaged and is skipped"):
             found = tiers.find()

@@ -20,8 +20,6 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.run.series import step_name
-from opt_checkpoint.tiers import local_tier
-from opt_checkpoint.tiers.local_tier import LocalTier
 
 
 def half(step: int, rank: int) -> ShardedTensor:
@@ -138,19 +136,6 @@ def test_a_removal_that_was_interrupted_is_finished_by_the_next_save(tmp_path: P
         manager.save(2, state_at(2, 0, 1))
     assert [path.name for path in step.parent.iterdir()] == [step_name(2)]
     assert verify_checkpoint(step.with_name(step_name(2)) / "rank-00000") == []
-
-
-def test_a_step_that_another_rank_of_the_node_has_just_removed_is_not_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the listing of the steps and that of a step's parts."""
-    with alone(tmp_path) as manager:
-        manager.save(2, state_at(2, 0, 1))
-    (run,) = (tmp_path / "node-0").iterdir()
-    listed = local_tier.named_steps
-    monkeypatch.setattr(local_tier, "named_steps", lambda store: [1, *listed(store)])
-    found = LocalTier(tmp_path / "node-0", run.name, keep=1, keeper_of=None).inventory()
-    assert [part.step for part in found] == [2]
 
 
 def test_tensors_in_lists_and_groups_are_in_a_part_and_a_list_with_plain_values_is_refused(tmp_path: Path) -> None:

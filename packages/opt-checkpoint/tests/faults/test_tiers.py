@@ -172,17 +172,6 @@ def test_the_background_saves_of_both_tiers_share_one_process_group(tmp_path: Pa
 # ----- faults
 
 
-def test_a_damaged_durable_tier_does_not_stop_a_whole_local_one(tmp_path: Path) -> None:
-    run_ranks(2, save_steps, str(tmp_path), [1], {"durable_every": 1})
-    (tmp_path / "durable" / step_name(1) / "__0_0.distcp").unlink()
-    found = resumed(2, tmp_path)
-    assert found.tier == "local"
-    for node in (0, 1):
-        shutil.rmtree(tmp_path / f"node-{node}")
-    with pytest.warns(match="one node"), pytest.raises(CheckpointCorruptError, match="every checkpoint"):
-        tiers(str(tmp_path), 0).find()
-
-
 def damage_a_copy_on_its_way(rank: int, size: int, folder: str) -> None:
     """Rank 1's part is damaged after it was written, or between the nodes: the copy must not count."""
     send, sent = dist.isend, list[int]()
