@@ -77,20 +77,12 @@ def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
     assert owners == {"a": (0,), "b": (1,), "c": (0,), "d": (1,)}
 
 
-def test_the_plan_says_who_computes_and_names_the_tensor_parallel_mode_where_it_decides_the_update() -> None:
-    gathers = ": one rank gathers, computes and returns each, balanced by cost"
-    block = ", each tensor-parallel block as a separate matrix (muon_tp_mode='blockwise')"
+def test_the_plan_counts_matrices_by_who_computes_them() -> None:
     metas = [*(meta((16, 8), FSDP, name=name) for name in "abc"), meta((16, 8), LAST_FSDP, TP, name="d")]
-    of_both = f"1 matrix cut over 2 x 4 ranks (tp, dp){gathers}"
-    assert list(compute_lines(plan(SOAPRule(), *metas))) == [f"3 matrices cut over 4 ranks (dp){gathers}", of_both]
-    assert list(compute_lines(plan(DISTRIBUTED, *metas[3:]))) == [of_both]
-    assert list(compute_lines(plan(BLOCKWISE, *metas[3:]))) == [of_both + block]
-    for rule, words in (
-        (BLOCKWISE, f"each rank computes its own block{block}"),
-        (DUPLICATED, "all ranks gather them, compute all, keep their parts (muon_tp_mode='duplicated')"),
-        (DISTRIBUTED, "ranks compute their parts, products are summed (muon_tp_mode='distributed')"),
-    ):
-        assert list(compute_lines(plan(rule, meta((16, 8), TP)))) == [f"1 matrix cut over 2 ranks (tp): {words}"]
+    first, second = compute_lines(plan(BLOCKWISE, *metas))
+    assert first.startswith("3 matrices cut over 4 ranks (dp): one rank gathers, computes and returns each")
+    assert second.startswith("1 matrix cut over 2 x 4 ranks (tp, dp): ")
+    assert second.endswith(" (muon_tp_mode='blockwise')")
 
 
 class NoPhases:
