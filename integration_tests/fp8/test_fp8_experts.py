@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from expert_grid import Net, Place, Shape, Shapes, cut, mean_gradients, parts, run_grid
 from fp8_training import everything, fp8_params, same, stored
 from grids import comms_of
-from statistics_grid import Net, Shape, mean_gradients, parts
 from tiers import sampled
 from torch import Tensor, nn
-from tp_model import Place, cut, run_grid
 
 from opt_checkpoint import ShardedTensor, load, save
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
@@ -29,7 +28,7 @@ from opt_stack import Optimizer, get_optimizer
 # Between squares of 128 and runs of 32.
 DENSE = {"column": Shape((256, 96), 0), "norm": Shape((64,), None)}
 EXPERT = {"up": Shape((256, 64), 0), "down": Shape((64, 256), 1)}
-SHAPES: dict[str, Any] = {"dense": DENSE, "expert": EXPERT}
+SHAPES = Shapes(DENSE, EXPERT)
 BY_PART = ("delayed", "tensorwise")  # recipes that give each tensor-parallel part a scale of its own
 STEPS, EP = 3, 2
 GRIDS = {
@@ -66,14 +65,14 @@ def on_grid(name: str, rank_main: Callable[[Place], Any]) -> list[Any]:
 
 def own_grads(place: Place) -> Grads:
     replicas = (place.world.rank, place.world.rank // 2) if place.inter.size > 1 else None
-    return lambda step: parts(place, 1000 * step, replicas=replicas, **SHAPES)
+    return lambda step: parts(place, 1000 * step, SHAPES, replicas=replicas)
 
 
 def built(
     recipe: str, place: Place, *, wrapped: bool = False, in_fp8: str = "", **fields: Any
 ) -> tuple[Net, nn.Module, Optimizer]:
     """The model, whose matrices are in fp8, or those with `in_fp8` in their names; what the optimizer gets; and it."""
-    net = Net(place, dtype=torch.bfloat16, **SHAPES)
+    net = Net(place, SHAPES, dtype=torch.bfloat16)
     for name, held in net.named_children():
         if held.weight.dim() == 2 and in_fp8 in name:
             marks = dict(vars(held.weight))
@@ -137,7 +136,7 @@ def replicas_on(name: str) -> tuple[int, int]:
 
 def mean_grads(dp: int, expert_dp: int) -> Grads:
     def of_step(step: int) -> dict[str, Tensor]:
-        means = mean_gradients(dp=dp, ep=EP, expert_dp=expert_dp, seed=1000 * step, **SHAPES)
+        means = mean_gradients(dp=dp, ep=EP, expert_dp=expert_dp, seed=1000 * step, shapes=SHAPES)
         return {name: grad.float() for name, grad in means.items()}
 
     return of_step

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from expert_grid import Place, run_grid
 from parity import roles_over
 from torch import Tensor, nn
-from tp_model import Place, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads

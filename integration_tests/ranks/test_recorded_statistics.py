@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cut_ranks import EVEN, fsdp, fsdp_x_tp, hsdp, record, replicas_of_tp, tp, tp_on_a_part_of_the_mesh, two_axes
+from expert_grid import Net, Place, mean_gradients, parts, run_grid
 from grids import comms_of
 from parity import Held, roles_over
 from processes import FSDP2_RUNS, Job, run_jobs
-from statistics_grid import GRIDS, KINDS, Net, mean_gradients, parts
 from tiers import NIGHT, sampled
 from torch import nn
-from tp_model import Place, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
@@ -27,12 +26,18 @@ from opt_stack import Optimizer, get_optimizer
 
 LR, CLIP = 0.5, 0.1
 SGD: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
+GRIDS = {
+    "tp 4": {"tp": 4, "ep": 1, "etp": 4},
+    "ep 4": {"tp": 1, "ep": 4, "etp": 1},
+    "tp 4, ep 4": {"tp": 4, "ep": 4, "etp": 1},
+    "tp 2, ep 2, etp 2": {"tp": 2, "ep": 2, "etp": 2},
+    "tp 2, ep 2": {"tp": 2, "ep": 2, "etp": 1},
+    "tp 4, ep 2, etp 2": {"tp": 4, "ep": 2, "etp": 2},
+}
+KINDS = {"replicated": {}, "flat": {"use_distributed_optimizer": True}}
 
 
-WRAPS = (False, True)
-
-
-@pytest.mark.parametrize(("grid", "kind", "wrapped"), sampled([*product(GRIDS, KINDS, WRAPS)], tuple))
+@pytest.mark.parametrize(("grid", "kind", "wrapped"), sampled([*product(GRIDS, KINDS, (False, True))], tuple))
 def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, wrapped: bool) -> None:
     sizes = GRIDS[grid]
     config = OptimizerConfig(lr=LR, clip_grad=CLIP, log_num_zeros_in_grad=True, **SGD, **KINDS[kind])

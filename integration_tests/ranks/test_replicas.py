@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from expert_grid import Net as Parts
+from expert_grid import Place, run_grid
 from parity import Net, grads_of, roles_over
 from processes import refusal
-from statistics_grid import Net as Parts
 from torch import Tensor, nn
-from tp_model import Place, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads

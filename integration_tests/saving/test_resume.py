@@ -9,9 +9,9 @@ import cut_ranks as ranks
 import pytest
 import torch
 from cut_ranks import EVEN, OBLONG, UNEVEN, fsdp, resume, tp, train, train_and_save
+from expert_grid import cut
 from processes import FSDP2_RUNS, Job, run_jobs
 from torch import Tensor, nn
-from tp_model import cut
 
 from opt_checkpoint import ShardedTensor, load, save
 from opt_config import OptimizerConfig

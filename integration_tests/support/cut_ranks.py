@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from expert_grid import cut
 from parity import Held, roles_over
 from processes import mesh_of, once_a_world
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from tp_model import cut
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
