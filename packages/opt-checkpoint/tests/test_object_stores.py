@@ -15,13 +15,11 @@ from states import LARGE_NUMEL, assert_is_step, state_at, whole_at
 from opt_checkpoint import (
     CheckpointExistsError,
     CheckpointingException,
-    CheckpointManager,
     CheckpointNotFoundError,
     ObjectPath,
     ShardedObject,
     ShardedTensor,
     TieredCheckpointManager,
-    committed_steps,
     load,
     load_optimizer,
     load_safetensors,
@@ -164,24 +162,6 @@ def test_small_tensors_near_each_other_come_by_one_request_and_columns_with_the_
         load({"w": columns}, bucket / "columns")
     assert torch.equal(part, whole[:, 32:48])
     assert calls.names.count("get_ranges") < 8
-
-
-def test_a_reader_writes_nothing(bucket: ObjectPath) -> None:
-    assert committed_steps(bucket) == []
-    assert CheckpointManager(bucket).latest() is None
-    with pytest.raises(CheckpointNotFoundError, match="no manifest"):
-        load(state_at(0, 0, 1), bucket)
-    for step in (1, 2, 3, 4):
-        save(state_at(step, 0, 1), bucket / step_name(step))
-    put(bucket / step_name(5) / uuid.uuid4().hex / "__0_0.distcp", b"half")
-    before = objects_in(bucket)
-    with Calls() as calls:
-        with CheckpointManager(bucket, keep=1) as manager:
-            assert manager.latest() == 4
-            manager.load(state_at(0, 0, 1, filled=False))
-        verify_checkpoint(bucket / step_name(4))
-    assert objects_in(bucket) == before
-    assert set(calls.names) <= {"get", "get_ranges", "head", "listing", "folders"}
 
 
 BAD_URLS: list[tuple[Any, dict[str, str], str]] = [

@@ -3,15 +3,13 @@
 import errno
 import os
 import pickle
-import re
 import shutil
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from checkpoint_ranks import error_on_all, save_as_ranks
-from failing_calls import Calls, failing, failing_at
+from failing_calls import Calls, failing_at
 from states import assert_is_step, state_at
 from tiers import NIGHT
 
@@ -51,18 +49,6 @@ def test_an_error_at_any_call_before_the_commit_commits_nothing_and_leaks_nothin
     assert threading.active_count() == threads
     save(state_at(2, 0, 1), tmp_path / "target")
     assert verify_checkpoint(tmp_path / "target") == verify_checkpoint(tmp_path / "good") == []
-
-
-def test_one_full_disk_is_an_error_on_every_rank_and_the_next_save_works(tmp_path: Path) -> None:
-    act = lambda ranks: save(state_at(2, ranks.rank, 3), tmp_path / "target", process_group=ranks)
-    with Calls(failing(1, lambda name, key: "__1_0.distcp" in key, errno.ENOSPC)):
-        caught = error_on_all(3, act)
-    assert re.search(r"rank 1: OSError: \[Errno 28\] No space left", str(caught))
-    assert isinstance(caught, OSError)
-    assert caught.errno == errno.ENOSPC
-    save_as_ranks([state_at(3, rank, 3) for rank in range(3)], tmp_path / "next")
-    assert [p.name for p in tmp_path.iterdir()] == ["next"]
-    assert verify_checkpoint(tmp_path / "next") == []
 
 
 def test_short_and_interrupted_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

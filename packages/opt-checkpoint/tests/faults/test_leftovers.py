@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from checkpoint_ranks import on_threads, save_as_ranks
-from failing_calls import Calls, error, failing, failing_at, flip_bit
+from failing_calls import Calls, bucket_in, error, failing, failing_at, flip_bit
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -192,17 +192,25 @@ def contents(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.lstat().st_mtime_ns for p in folder.rglob("*")}
 
 
-def test_opening_loading_and_closing_a_manager_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "in_bucket", [False, pytest.param(True, marks=pytest.mark.needs_extra)], ids=["disk", "bucket"]
+)
+def test_opening_loading_and_closing_a_manager_changes_nothing(tmp_path: Path, in_bucket: bool) -> None:
     for step in range(1, 7):
         save(state_at(step, 0, 1), tmp_path / step_name(step))
     litter(tmp_path)
-    before = contents(tmp_path)
-    for background in (False, True):
-        evaluator = CheckpointManager(tmp_path, keep=1, in_background=background)
-        evaluator.load(state_at(0, 0, 1, filled=False))
-        evaluator.wait()
-        evaluator.close()
+    if in_bucket:
+        (tmp_path / "loop").unlink()  # buckets have no links
+    before, place = contents(tmp_path), (bucket_in if in_bucket else Path)(tmp_path)
+    with Calls() as calls:
+        for background in (False, True):
+            evaluator = CheckpointManager(place, keep=1, in_background=background)
+            evaluator.load(state_at(0, 0, 1, filled=False))
+            evaluator.wait()
+            evaluator.close()
+        verify_checkpoint(place / step_name(6))
     assert contents(tmp_path) == before
+    assert set(calls.names) <= {"get", "get_ranges", "head", "listing", "folders"}
 
 
 def test_a_checkpoint_that_cannot_be_removed_does_not_stop_training(
