@@ -235,11 +235,10 @@ def test_an_interrupt_of_a_load_is_itself_there_and_an_error_elsewhere(tmp_path:
 # ----- errors
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("no copy"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: Path, error: BaseException) -> None:
+def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
     class Broken(torch.Tensor):
         def detach(self) -> Any:
-            raise error
+            raise ZeroDivisionError("no copy")
 
     def act(ranks: Any) -> None:
         state = state_at(1, ranks.rank, 2)
@@ -247,10 +246,7 @@ def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: P
             state["b"].data = state["b"].data.as_subclass(Broken)
         AsyncSaver(ranks).save(state, tmp_path / "x")
 
-    first, own = on_threads(2, act)
-    assert type(own) is (KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CheckpointFailedError)
-    assert isinstance(first, CheckpointFailedError)
-    assert f"rank 1: {type(error).__name__}: {error}" in str(first)
+    assert "rank 1: ZeroDivisionError: no copy" in str(error_on_all(2, act))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -119,42 +117,18 @@ def test_the_newest_is_found_without_a_look_at_older_ones(tmp_path: Path, monkey
     assert CheckpointManager(tmp_path, in_background=False).latest() == 3
 
 
-ANOTHER_SAVE = f"""
-import sys
-from pathlib import Path
-from opt_checkpoint.store import store_at
-from opt_checkpoint.store.bucket import Bucket
-store_at(Path(sys.argv[1])).begin("step-000000009", "{TOKEN}")
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_the_directory_of_a_save_under_way_in_another_process_stays_until_that_process_is_gone(tmp_path: Path) -> None:
-    live = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
-    command = [sys.executable, "-c", ANOTHER_SAVE, str(tmp_path)]
-    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout.readline() == "ready\n"
-    age(live)  # even if it has been stopped for an hour
-    with CheckpointManager(tmp_path, in_background=False) as manager:
-        manager.save(10, state_at(10, 0, 1))
-        assert live.exists()
-        trainer.kill()
-        trainer.wait()
-        manager.save(11, state_at(11, 0, 1))
-    assert not live.exists()
-
-
 THIS = Process.this()
+PARENT = THIS._replace(pid=os.getppid(), started=lease_module._start_of(os.getppid()))
 HOLDERS = {  # of a lease, and the minutes without a change after which it counts no more
-    "a process that had the number of one of today": (THIS._replace(pid=os.getppid(), started="1"), -1),
+    "a process that runs": (PARENT, 99),
+    "a process that had the number of one of today": (PARENT._replace(started="1"), -1),
     "another machine": (THIS._replace(host="other", boot="another boot"), 10),
     "another pid namespace": (THIS._replace(namespace=THIS.namespace + 1, pid=2**22 + 1), 10),
 }
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_lease_of_a_process_that_cannot_be_looked_up_counts_by_its_age(tmp_path: Path, holder: str) -> None:
+def test_a_lease_counts_while_its_process_runs_or_else_by_its_age(tmp_path: Path, holder: str) -> None:
     """In another container a process has a number that here belongs to nobody, or to somebody else."""
     live, (process, expires) = tmp_path / f".opt-checkpoint-tmp-{TOKEN}", HOLDERS[holder]
     live.mkdir()
