@@ -113,6 +113,19 @@ def test_a_main_that_is_written_is_not_undone(backend, rule):
     assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
 
 
+@pytest.mark.parametrize("is_frozen_once", [False, True])
+def test_weights_at_the_same_address_in_other_memory_are_noticed(is_frozen_once):
+    """Where an allocator gives new weights the memory of the old; also if the rows of a step are made anew."""
+    memory, (model, optimizer) = bytearray(128), trained()
+    for value in (1.0, 3.0):
+        model.weight.data = torch.frombuffer(memory, dtype=torch.bfloat16).fill_(value).view(8, 8)
+        if is_frozen_once:
+            model.weight.grad = None
+            optimizer.step()
+        step(optimizer, 2)
+    assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
+
+
 @pytest.mark.parametrize("model_first", [True, False])
 def test_a_load_of_both_continues_bit_for_bit(model_first):
     model, optimizer = trained()
