@@ -87,7 +87,7 @@ def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "version", launched_version)
-    monkeypatch.setattr(plan, "default_bucket_size", lambda num_ranks: 1)  # more buckets than a reduction has memory for
+    monkeypatch.setattr(plan, "default_bucket_size", lambda num_ranks: 1)  # more buckets than have memory of their own
     case, fields = CASES[name]
     on_device.assert_bits_of_a_cpu(case, **fields)
 

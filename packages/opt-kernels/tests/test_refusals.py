@@ -22,6 +22,7 @@ OPTIONS = [
     ("NAdam", {"capturable": True}, ValueError, "capturable=True with a parameter on 'cpu': only cuda devices have gr"),
     ("AdamW", {"exp_avg_dtype": "int8"}, ValueError, r"exp_avg_dtype='int8' is a string; pass a dtype, such as torch"),
     ("AdamW", {"exp_avg_dtype": torch.int32}, ValueError, r"exp_avg_dtype=torch\.int32 has no codec"),
+    ("AdamW", {"exp_avg_sq_dtype": torch.int8}, ValueError, r"exp_avg_sq_dtype=torch\.int8 has no codec"),
     ("AdamW", {"mains": "fp32"}, ValueError, "'param', 'float32', 'remainder'"),
     ("AdEMAMix", {"betas": (0.9, 1.0, 0.9)}, NumberError, "pass 3 numbers of at least 0 and below 1"),
     ("Adan", {"betas": (0.9, 0.99)}, NumberError, r"betas=\(0.9, 0.99\) are not allowed; pass 3"),
