@@ -183,11 +183,12 @@ def test_a_learning_rate_on_the_device_is_live_without_a_call() -> None:
     assert run_deferred(1, rank_main, seed=0, eagerness=1.0) == [0.0]
 
 
-def test_what_a_grad_scaler_sets_is_not_read() -> None:
+@pytest.mark.parametrize("case", ["adamw", "adamw, clipped"])
+def test_what_a_grad_scaler_sets_is_not_read(case: str) -> None:
     """A found infinity skips the step, and the loss scale divides the gradients."""
 
     def rank_main(one: DeferredRank) -> list[tuple[bool, float]]:
-        params, optimizer = made("adamw", capturable=True)
+        params, optimizer = made(case, capturable=True)
         fill_(params, 1)
         optimizer.step()
         found = []
