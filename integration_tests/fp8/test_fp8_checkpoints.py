@@ -1,4 +1,4 @@
-"""Checkpoints of runs with parameters in fp8: to the bit on any number of ranks, into other precisions, and back."""
+"""Checkpoints of runs with parameters in fp8: to the bit on the same ranks, into other precisions, and back."""
 
 import copy
 import io

@@ -29,6 +29,11 @@ ZERO = {"use_distributed_optimizer": True}
 REUSE: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}
 THROUGH: dict[str, Any] = {**ZERO, **REUSE, "wraps": True, "wrapping": {**REUSE, "bucket_size": 12_000}}
 OVERLAPPED = {**ZERO, "wraps": True, "overlap_param_gather": True, "wrapping": {"bucket_size": 12_000}}
+LAYOUTS: dict[str, dict[str, Any]] = {  # the rule, and how state is sharded
+    "flat": ZERO,
+    "whole": {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "use_layer_wise_distributed_optimizer": True},
+}
+IN_CHUNKS = [*((recipe, "flat") for recipe in RECIPES), ("delayed", "whole"), ("blockwise", "whole")]
 FP32, BF16 = torch.float32, torch.bfloat16
 NUMEL = sum(rows * cols for rows, cols in SHAPES)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -36,14 +41,14 @@ wrapped_or_not = pytest.mark.parametrize("wraps", [False, True], ids=["plain", "
 
 
 @wrapped_or_not
-@every_recipe
-def test_two_chunks_have_the_codes_of_one_process(recipe: str, wraps: bool) -> None:
+@pytest.mark.parametrize(("recipe", "layout"), IN_CHUNKS)
+def test_two_chunks_have_the_codes_of_one_process(recipe: str, layout: str, wraps: bool) -> None:
     """Of one chunk, on more grids and layouts: `test_fp8_experts.py`."""
 
     def rank_main(comm: Comm) -> list[Tensor]:
         models, roles = [make_model(recipe, seed=seed) for seed in range(2)], roles_over(comm)
         chunks: list[nn.Module] = [*models]
-        config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0, fp8_recipe=recipe, **ZERO)
+        config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0, fp8_recipe=recipe, **LAYOUTS[layout])
         if wraps and comm.size > 1:
             ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, fp8_param_gather=True, **ZERO)
             options = {"groups": roles, "optimizer_config": config}
