@@ -9,7 +9,6 @@ import pytest
 import torch
 from checkpoint_ranks import run_ranks
 from local_tiers import tiers
-from states import state_at
 
 from opt_checkpoint import (
     CheckpointMismatchError,
@@ -17,7 +16,6 @@ from opt_checkpoint import (
     ShardedTensor,
     TieredCheckpointManager,
     sharded_like,
-    verify_checkpoint,
 )
 from opt_checkpoint.run.series import step_name
 
@@ -123,19 +121,6 @@ def test_a_step_that_was_never_whole_is_no_step_and_the_reason_is_logged(
 def alone(folder: Path, **options: Any) -> TieredCheckpointManager:
     with pytest.warns(UserWarning, match="one node"):
         return tiers(str(folder), 0, **options)
-
-
-def test_a_removal_that_was_interrupted_is_finished_by_the_next_save(tmp_path: Path) -> None:
-    """A step that was half removed when its process was killed stayed, and took the memory of a tmpfs."""
-    with alone(tmp_path) as manager:
-        manager.save(1, state_at(1, 0, 1))
-    (step,) = (tmp_path / "node-0").glob(f"*/{step_name(1)}")
-    left = step.with_name(f".opt-checkpoint-deleting-{'a' * 32}")
-    shutil.copytree(step, left)
-    with alone(tmp_path) as manager:
-        manager.save(2, state_at(2, 0, 1))
-    assert [path.name for path in step.parent.iterdir()] == [step_name(2)]
-    assert verify_checkpoint(step.with_name(step_name(2)) / "rank-00000") == []
 
 
 def test_tensors_in_lists_and_groups_are_in_a_part_and_a_list_with_plain_values_is_refused(tmp_path: Path) -> None:

@@ -230,11 +230,14 @@ def test_where_copies_broke_off_own_parts_or_the_step_before_are_resumed(tmp_pat
     run_ranks(2, break_copies_off, str(tmp_path))
     for node in (0, 1):
         (part,) = parts_of(tmp_path, node, 2)
-        part.with_name(f".opt-checkpoint-tmp-{'a' * 32}").mkdir()  # as a rank leaves it that is killed
+        run, left = part.parent.parent, "a" * 32  # by a rank that was killed in a copy, and in a removal
+        part.with_name(f".opt-checkpoint-tmp-{left}").mkdir()
+        shutil.copytree(part, run / f".opt-checkpoint-deleting-{left}")
     assert resumed(2, tmp_path) == Resume(2, "local", (0, 1), ())
     shutil.rmtree(tmp_path / "node-0")
     assert (resumed(2, tmp_path).step, resumed(2, tmp_path).holders) == (1, (0, 1))
     run_ranks(2, save_steps, str(tmp_path), [3], {})
+    assert [path.name for path in run.iterdir()] == [step_name(3)]
     assert resumed(2, tmp_path) == Resume(3, "local", (0, 1), ())
 
 
