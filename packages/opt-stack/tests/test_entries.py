@@ -24,7 +24,6 @@ from opt_stack import (
     RuleEntry,
     get_optimizer,
     get_optimizer_based_on_param_groups,
-    release_gradients,
 )
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
@@ -363,17 +362,6 @@ def test_what_no_step_can_use_is_refused() -> None:
         group.clear()
         group.update(present)
     assert_equal([*weights(model).values()], before)
-
-
-def test_gradients_that_are_released_in_backward_are_not_used_either() -> None:
-    model = make_model()
-    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model])
-    release_gradients(optimizer)
-    before = weights(model)
-    optimizer.param_groups[0]["clip_grad"] = False
-    with pytest.raises(ValueError, match="clip_grad=False"):
-        model(torch.ones(2, 5)).sum().backward()
-    assert_equal(weights(model), before)
 
 
 # --- loaded groups ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed import run_threads
-from opt_distributed.buffers import StorageError
 from opt_distributed.comm import Alone, Comm
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
 
@@ -200,15 +199,20 @@ def test_backward_through_a_value_that_was_overwritten_raises() -> None:
         pytest.param(lambda model, optimizer: optimizer.eval(), "in evaluation mode", id="evaluation"),
         pytest.param(lambda model, optimizer: optimizer.offload_to_cpu(), r"restore_from_cpu\(\) first", id="offload"),
         pytest.param(lambda model, optimizer: model.double(), "was converted or moved after the", id="converted"),
+        pytest.param(
+            lambda model, optimizer: optimizer.param_groups[0].update(clip_grad=False), "clip_grad=False", id="an entry"
+        ),
     ],
 )
-def test_an_iteration_is_refused_in_another_mode_or_dtype(change: Any, message: str) -> None:
+def test_an_iteration_is_refused_in_another_mode_or_dtype_or_with_another_entry(change: Any, message: str) -> None:
     model, optimizer = build(optimizer="schedule_free")
     release_gradients(optimizer)
     train(model, optimizer, last=1)
     change(model, optimizer)
-    with pytest.raises((RuntimeError, StorageError), match=message):
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises((RuntimeError, ValueError), match=message):
         loss_of(model, 2).backward()
+    assert_equal([param.detach() for param in model.parameters()], before)
 
 
 def test_halves_of_a_step_and_other_norms_are_refused() -> None:
