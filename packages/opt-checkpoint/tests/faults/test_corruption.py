@@ -146,7 +146,7 @@ def test_a_changed_bit_is_noticed_however_the_values_are_read(tmp_path: Path, nu
     load({"w": sharded_like("w", target), **neighbours}, tmp_path / "x", verify="none")
 
 
-def test_verifying_first_reads_just_the_chunks_that_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifying_first_reads_just_the_chunks_that_are_wanted(tmp_path: Path) -> None:
     states = [{"w": sharded_like("w", torch.ones(4, 9)).flat(torch.ones(18), a, a + 18)} for a in (0, 18)]
     save_as_ranks(states, tmp_path / "x")
     second = tmp_path / "x" / read_index(tmp_path / "x").tensors["w"].chunks[1].place.file
