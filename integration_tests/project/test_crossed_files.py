@@ -15,7 +15,6 @@ from torch import nn
 from opt_stack import OptimizerConfig, get_optimizer
 
 MOST = 40
-_UNNAMED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
 def crossed() -> dict[str, set[str]]:
@@ -24,18 +23,15 @@ def crossed() -> dict[str, set[str]]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        folders = Path(code.co_filename).parts
-        if event == "call" and "packages" in folders and "src" in folders and code.co_name not in _UNNAMED:
+        is_ours = {"packages", "src"} <= {*Path(code.co_filename).parts}
+        if event == "call" and is_ours and not code.co_name.startswith("<"):
             found[code.co_filename].add(code.co_qualname)
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     config = OptimizerConfig(optimizer="muon", lr=1e-3)
-    before = sys.getprofile()
     sys.setprofile(note)
-    try:
-        get_optimizer(config, [model])
-    finally:
-        sys.setprofile(before)
+    get_optimizer(config, [model])
+    sys.setprofile(None)
     return found
 
 

@@ -27,14 +27,9 @@ def loaded(name: str, monkeypatch: pytest.MonkeyPatch, *, dim: int) -> Any:
     return module
 
 
-@pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Any:
+def test_every_contender_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     board = loaded("leaderboard", monkeypatch, dim=16)
     board.STEPS, board.WARMUP = 64, 0.1
-    return board
-
-
-def test_every_contender_trains(board: Any) -> None:
     for contender in board.CONTENDERS:
         found = board.train(board.Run(contender, (contender.lr, contender.rest_lr), board.STEPS, 0))
         assert found["curve"][-1][0] == board.STEPS, contender.name

@@ -1,9 +1,26 @@
-"""Samples of grids hold every pair of values."""
+"""Samples of grids hold every pair of values, and a test that no session runs is reported."""
 
 import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
+import outcomes
 import pytest
 from tiers import covering
+
+EXTRA, AT_NIGHT = "extra is not installed", "Skipped: runs every night: nox -s nightly"
+
+
+def test_what_no_run_runs_is_named_with_the_reason_of_its_skip(tmp_path: Path) -> None:
+    skipped = {"a.py::marked": EXTRA, "a.py::forgotten": EXTRA, "b.py": EXTRA, "a.py::slow": AT_NIGHT}
+    alone = {"ran": ["a.py::plain"], "skipped": skipped}
+    with_extra = {"ran": ["a.py::marked", "b.py::marked"], "skipped": {}}
+    assert outcomes.never_ran([alone, with_extra]) == {"a.py::forgotten": EXTRA}
+    for run, status in ((alone, 1), (with_extra, 0)):  # of the command
+        (tmp_path / "run.json").write_text(json.dumps(run))
+        assert subprocess.run([sys.executable, outcomes.__file__, str(tmp_path / "run.json")]).returncode == status
 
 
 @pytest.mark.parametrize("strength", [1, 2, 3])

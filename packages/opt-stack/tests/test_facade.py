@@ -107,18 +107,13 @@ def test_a_closure_whose_loss_is_not_scaled_is_refused(read: str, loss_scale: fl
     assert_equal(weights(model), before)
 
 
-def test_half_a_step_says_that_a_norm_above_the_threshold_refused_it() -> None:
+def test_half_a_step_is_refused_above_the_threshold_and_after_an_overflow_no_gradients_are_ready() -> None:
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(lr=0.1, grad_norm_skip_threshold=1e-3), [model])
-    backward(model, 0)
     before = weights(model)
+    backward(model, 0)
     assert (optimizer.prepare_grads(), optimizer.step_with_ready_grads()) == (False, False)
     assert_equal(weights(model), before)
-
-
-def test_after_a_step_that_overflowed_no_gradients_are_ready() -> None:
-    model = make_model()
-    optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model])
     backward(model, 0, scale=lambda loss: loss * math.inf)
     assert not optimizer.step().success
     for ask in (

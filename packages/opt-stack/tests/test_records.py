@@ -21,6 +21,7 @@ def read(path: Path) -> Any:
 
 
 def test_the_map_is_a_checkpoint_and_a_page(tmp_path: Path) -> None:
+    """Chunks have separate names."""
     path = tmp_path / "maps" / "groups"
     get_optimizer(OptimizerConfig(lr=1e-2), [make_model()], dump_param_to_param_group_map=str(path))
     page = read(tmp_path / "maps" / "groups.json")
@@ -32,9 +33,6 @@ def test_the_map_is_a_checkpoint_and_a_page(tmp_path: Path) -> None:
     stored: dict[str, Any] = dict.fromkeys(GROUP_OF, -1)
     load(stored, checkpoint_id=str(path))
     assert stored == GROUP_OF
-
-
-def test_chunks_have_separate_names(tmp_path: Path) -> None:
     chunks = [make_model(), make_model()]
     get_optimizer(OptimizerConfig(lr=1e-2), chunks, {}, dump_param_to_param_group_map=str(tmp_path / "map"))
     assert list(read(tmp_path / "map.json")["group_of"])[3:5] == ["2.bias", "model1.0.weight"]
