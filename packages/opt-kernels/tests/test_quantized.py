@@ -244,6 +244,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "view of a dtype": lambda p: p.view(torch.int32),
     "t": lambda p: p.t(),
     "split": lambda p: p.split(16)[1],
+    "unsafe split": lambda p: torch.unsafe_split(p, 16)[1],
     "as_strided": lambda p: p.as_strided((4, 4), (32, 1), 7),
     "a view of a view": lambda p: p.t()[3].view(8, 8),
     "a view of data": lambda p: p.data.view(-1),
@@ -297,6 +298,7 @@ LOST: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
     "orthogonal_": (nn.init.orthogonal_, LOST_IN_A_VIEW),
     "resize_ of a view": (lambda p: p.detach()[0].resize_(1), LOST_IN_A_VIEW),
     "a custom operation": (lambda p: torch.ops.fp8_views.double_(p[0]), LOST_IN_A_VIEW),
+    "shared memory": (lambda p: p[0].share_memory_(), LOST_IN_A_VIEW),
     "dlpack": (lambda p: np.from_dlpack(p.detach()[0]), LOST_IN_A_VIEW),
     "zero_": (lambda p: p[0].zero_(), r"aten\.zero_.*param\[index\] = .*param\.copy_\(values\)"),  # says what to do
     "unsqueeze_": (lambda p: p.unsqueeze_(0), SHAPE),
