@@ -151,9 +151,10 @@ def test_a_step_in_any_form_reads_tensors_where_they_are(form, backend):
         check(what, form, backend)
 
 
-def test_a_step_reads_tensors_where_they_are_where_torch_has_no_guards(monkeypatch):
+@pytest.mark.parametrize("what", ["grad transposed", "grads of other dtypes"])
+def test_a_step_reads_tensors_where_they_are_where_torch_has_no_guards(what, monkeypatch):
     monkeypatch.setattr("opt_kernels.backends.tables._GUARDS", None)
-    check("grad transposed", "float32", "triton")
+    check(what, "float32", "triton")
 
 
 @pytest.mark.parametrize(
