@@ -116,28 +116,20 @@ def captured(one: DeferredRank, lr: float | Tensor = 1e-3) -> tuple[list[nn.Para
     return params, optimizer, graph
 
 
-def released_gradients(params: list[nn.Parameter], optimizer: Any) -> None:
-    optimizer.zero_grad()
-    for param in params:
-        param.grad = torch.zeros_like(param)
+AGAIN = (CaptureError, r"apture .*again")
+CHANGES: dict[str, tuple[Callable[[list[nn.Parameter], Any], object], tuple[type[Exception], str]]] = {
+    "released gradients": (lambda params, _: [setattr(p, "grad", torch.zeros_like(p)) for p in params], AGAIN),
+    "one gradient less": (lambda params, _: setattr(params[0], "grad", None), AGAIN),
+    "a loaded state": (lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()), AGAIN),
+    "a number that is None": (
+        lambda _, optimizer: optimizer.param_groups[0].update(eps=None), (NumberError, "eps=None is not allowed"),
+    ),
+}  # fmt: skip
 
 
-def one_gradient_less(params: list[nn.Parameter], optimizer: Any) -> None:
-    params[0].grad = None
-
-
-def a_loaded_state(params: list[nn.Parameter], optimizer: Any) -> None:
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
-def a_number_that_is_none(params: list[nn.Parameter], optimizer: Any) -> None:
-    optimizer.param_groups[0]["eps"] = None
-
-
-@pytest.mark.parametrize("change", [released_gradients, one_gradient_less, a_loaded_state, a_number_that_is_none])
-def test_a_replay_that_would_work_on_other_memory_or_numbers_is_refused(change: Any) -> None:
-    is_none = change is a_number_that_is_none
-    error, message = (NumberError, "eps=None is not allowed") if is_none else (CaptureError, r"apture .*again")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_replay_that_would_work_on_other_memory_or_numbers_is_refused(name: str) -> None:
+    change, (error, message) = CHANGES[name]
 
     def rank_main(one: DeferredRank) -> None:
         params, optimizer, _ = captured(one)
