@@ -248,7 +248,7 @@ def docs(session: nox.Session) -> None:
     project = "integration_tests/project"
     readmes = [f"{project}/test_readme.py", *map(str, sorted(Path("packages").glob("*/tests/test_readme.py")))]
     readmes += [f"{project}/test_doctests.py", *map(str, sorted(Path("packages").glob("*/tests/test_documents.py")))]
-    chosen = [f"{project}/test_docs.py", "-k", "not builds", *readmes]
+    chosen = [f"{project}/test_docs.py", *readmes]
     session.run("pytest", "-n", "2", "--nightly", *chosen, *session.posargs)
     session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "docs", "site")
 
