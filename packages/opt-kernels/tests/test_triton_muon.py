@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import matrix_works
 import pytest
 import torch
 from elementwise_works import KEPT, Kept, main_of, shifted, written
@@ -154,6 +155,16 @@ def test_a_momentum_of_zeros_leaves_the_weight_as_it_is(kernel_device: torch.dev
         work.state["momentum_buffer"].zero_()
         rule.update_([Batch(HYPER, [work])])
         torch.testing.assert_close(main_of(work), expected, rtol=2**-22, atol=0)
+
+
+def test_tiny_gradients_move_weights_as_in_torch(kernel_device: torch.device) -> None:
+    """Until they are divided by their norm, 16 bits hold them only with scales."""
+    main, *grads = (tensor(24, 40, seed=seed).to(kernel_device) for seed in range(3))
+    found, expected = (
+        matrix_works.moved(MuonRule(backend=backend, use_syrk=False), main, *(1e-9 * grad for grad in grads))
+        for backend in ("triton", "torch")
+    )
+    assert (found - expected).norm() < 0.02 * (expected - main).norm()
 
 
 def test_a_round_has_inputs_of_one_kind_and_stacks_at_aligned_places() -> None:
