@@ -123,6 +123,15 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
         decode_manifest(tmp_path / "x", raw.replace(b"manifest 2", b"manifest 3", 1))
 
 
+def test_a_manifest_with_any_byte_changed_is_damaged(tmp_path: Path) -> None:
+    save({"w": torch.arange(6.0)}, tmp_path / "x")
+    raw = (tmp_path / "x" / "manifest.bin").read_bytes()
+    for at in range(len(raw)):
+        changed = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+        with pytest.raises(CheckpointCorruptError, match=r"its checksum is wrong|has format 3"):
+            decode_manifest(tmp_path / "x", changed)
+
+
 def test_paths_come_back_from_a_manifest(tmp_path: Path) -> None:
     """With integers, booleans, dots, and numbers that are text."""
     inner = {0: {"b": torch.ones(1)}, "0": {"c": torch.ones(2)}, "0.x": torch.ones(2), "l": [[torch.ones(3)]]}
