@@ -131,10 +131,10 @@ def planted(source: str, fault: Fault) -> str:
     return (text[: fault.start] + fault.after.encode() + text[fault.end :]).decode()
 
 
-def draw(root: Path, seed: int, number: int, package: str = "*") -> Fault:
+def draw(root: Path, seed: int, number: int) -> Fault:
     """Fault `number` of a seed: a file by its size, then a kind, then a place."""
     random_ = random.Random(f"{seed}/{number}")
-    files = sorted(root.glob(f"packages/{package}/src/**/*.py"))
+    files = sorted(root.glob("packages/*/src/**/*.py"))
     while True:
         (path,) = random_.choices(files, weights=[file.stat().st_size for file in files])
         by_kind = defaultdict(list)
@@ -320,16 +320,13 @@ class Search:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers_of = {"count": (100, "faults"), "first": (0, "number of the first fault"), "seed": (0, "of the draw")}
-    for name, (default, explained) in {**numbers_of, "jobs": (2, "faults at a time")}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=explained)
-    parser.add_argument("--package", default="*", help="only of packages of this name, which may have a *")
+    for name, default in {"seed": 0, "count": 100, "jobs": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--minutes", type=float, default=170, help="no fault is begun later than this")
     parser.add_argument("--record", type=Path, default=ROOT / ".nox" / "planted")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     options = parser.parse_args()
-    numbers = range(options.first, options.first + options.count)
-    faults = [draw(ROOT, options.seed, number, options.package) for number in numbers]
+    faults = [draw(ROOT, options.seed, number) for number in range(options.count)]
     if options.list:
         print(*faults, sep="\n")
         return 0

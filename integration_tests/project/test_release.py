@@ -49,15 +49,6 @@ def test_packages_have_one_version_and_a_tag_needs_it_and_every_change_in_a_chan
         stage.stage(tmp_path / "staged", tag="v1.2.3")
 
 
-def test_fragments_of_changelogs_have_names_and_places_that_towncrier_finds() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
-    kinds = "|".join(kind["directory"] for kind in settings["type"])
-    for package in PACKAGES:
-        assert settings["start_string"] in (ROOT / "packages" / package / settings["filename"]).read_text()
-        for path in (ROOT / "packages" / package / settings["directory"]).glob("*"):
-            assert re.fullmatch(rf"(\d+|\+[\w-]+)\.({kinds})\.md", path.name), path
-
-
 def test_staged_packages_need_exactly_their_siblings_and_know_their_page(tmp_path: Path) -> None:
     stage.stage(tmp_path / "staged", url="https://example.org/o/r")
     for package in PACKAGES:
