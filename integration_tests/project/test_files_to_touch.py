@@ -124,7 +124,7 @@ def test_the_files_that_the_table_names_are_enough(tmp_path: Path) -> None:
             text = path.read_text() if old else ""
             assert text.count(old) == 1 or not old, f"{file} has changed; correct the edit in this test"
             path.write_text(text.replace(old, new) if old else new)
-    paths = f"{tmp_path}:{ROOT / 'integration_tests/support'}"
+    paths = f"{tmp_path}:{ROOT / 'integration_tests/testing'}"
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPT_KERNELS_CPP": "0"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

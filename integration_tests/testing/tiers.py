@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 NIGHT = "--nightly" in sys.argv or "OPT_NIGHTLY" in os.environ
 if NIGHT:
     os.environ["OPT_NIGHTLY"] = "1"  # for the workers of xdist, which have other arguments
