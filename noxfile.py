@@ -151,38 +151,17 @@ def run_recorded(session: nox.Session, name: str, *command: str, options: list[s
 @nox.session
 @nox.parametrize("package", [*PACKAGES, "all"], ids=[*PACKAGES, "all"])
 def tests(session: nox.Session, package: str) -> None:
-    """The tests: each package with only its declared dependencies, then everything together. None may run nowhere.
-
-    `-- --changed` runs only the tests that name what was changed since `main`.
-    """
-    where = ["kernels", "integration_tests"] if package == "all" else [f"packages/{package}/tests"]
-    options = list(session.posargs)
-    if "--changed" in options:
-        options[options.index("--changed")] = "-x"
-        where = changed_tests(session, where)
+    """The tests: each package with only its declared dependencies, then everything together. None may run nowhere."""
     if package != "all":
         install(session, *requirements(package))
-        run_recorded(session, package, *TWO_AT_A_TIME, *where, options=options)
+        run_recorded(session, package, *TWO_AT_A_TIME, f"packages/{package}/tests", options=session.posargs)
         return
     install(session, groups=("test", "kernels", "lint", "extras"))
-    run_recorded(session, "together", *FILE_BY_FILE, *where, options=options)
-    if "--changed" in session.posargs:
-        return
+    run_recorded(session, "together", *FILE_BY_FILE, "kernels", "integration_tests", options=session.posargs)
     folders = [f"packages/{name}/tests" for name in PACKAGES]
-    run_recorded(session, "extras", *TWO_AT_A_TIME, "-m", "needs_extra", *folders, options=options)
+    run_recorded(session, "extras", *TWO_AT_A_TIME, "-m", "needs_extra", *folders, options=session.posargs)
     if {*PACKAGES, "together", "extras"} <= {*RECORDED}:
         session.run("python", "integration_tests/support/outcomes.py", *map(OUTCOMES.format, RECORDED))
-
-
-def changed_tests(session: nox.Session, folders: list[str]) -> list[str]:
-    """The test files below the folders that name what was changed since `main`; skips the session if there are none."""
-    sys.path.insert(0, str(ROOT / "integration_tests" / "project"))
-    from naming import changed_files, files_naming
-
-    below = tuple(f"{folder}/" for folder in folders)
-    if not (found := [test for test in files_naming(ROOT, changed_files(ROOT)) if test.startswith(below)]):
-        session.skip("no test here names what was changed")
-    return found
 
 
 @nox.session
