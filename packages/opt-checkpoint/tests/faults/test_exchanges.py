@@ -150,6 +150,14 @@ def test_an_exchange_completes_and_raises_on_every_rank(kind: type[BaseException
         assert any(f"On rank {culprit}:" in note and "in fail" in note for note in result.__notes__)
 
 
+def test_an_error_shows_the_tracebacks_of_four_ranks() -> None:
+    def fail() -> None:
+        raise ValueError
+
+    for result in on_threads(5, lambda ranks: from_all(ranks, fail, "it")):
+        assert [note.partition(":")[0] for note in result.__notes__] == [f"On rank {rank}" for rank in range(4)]
+
+
 def test_a_value_that_does_not_pickle_is_an_error_on_every_rank() -> None:
     for act in (
         lambda ranks: from_all(ranks, threading.Lock if ranks.rank else int, "it"),
