@@ -141,13 +141,11 @@ def test_a_lease_counts_while_its_process_runs_or_else_by_its_age(tmp_path: Path
 
 
 def test_a_save_leaves_another_of_its_process_alone_until_it_ends(tmp_path: Path) -> None:
-    store, live = store_at(tmp_path), tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
-    store.begin("y", TOKEN)
-    save(state_at(1, 0, 1), tmp_path / "x")
-    assert live.exists()
-    store.release(TOKEN)
-    save(state_at(2, 0, 1), tmp_path / "z")
-    assert not live.exists()
+    (store := store_at(tmp_path)).begin("x", TOKEN)
+    for lives in (True, False):
+        save(state_at(1, 0, 1), tmp_path / str(lives))
+        assert store.path(store.folder("x", TOKEN)).exists() == lives
+        store.release(TOKEN)
 
 
 @pytest.mark.needs_extra
