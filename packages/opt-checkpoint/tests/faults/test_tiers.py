@@ -25,6 +25,8 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.disk.data_file import FILE_MARK
 from opt_checkpoint.run.series import step_name
+from opt_checkpoint.tiers.local_tier import newest_whole
+from opt_checkpoint.tiers.parts import PartName
 
 DATA = "__0_0.distcp"  # of a part
 
@@ -116,6 +118,14 @@ def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path: Path) -> None:
     found = resumed(2, tmp_path)
     assert found.step == 1
     assert len(found.passed_over) == 2
+
+
+def test_of_two_whole_saves_of_a_step_none_is_taken_and_ranks_may_change_places() -> None:
+    part = lambda rank, step, save="a": PartName("run", step, save, rank, 2)
+    seen = [{part(rank, 2, "a"), part(rank, 2, "b"), part(1 - rank, 1)} for rank in (0, 1)]
+    found = newest_whole(seen, run="run", not_before=0)
+    assert found.local == (1, "a", (1, 0))
+    assert found.unusable == ("step 2 of the local tier: it was saved 2 times, and all of them are whole",)
 
 
 def test_a_run_that_goes_back_removes_the_local_steps_it_left(tmp_path: Path) -> None:
