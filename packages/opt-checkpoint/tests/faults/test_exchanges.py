@@ -28,7 +28,7 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.run.ranks import from_all, from_first, through_first
+from opt_checkpoint.run.ranks import Turns, from_all, from_first, through_first
 
 
 class Counted(ThreadRanks):
@@ -156,6 +156,19 @@ def test_an_error_shows_the_tracebacks_of_four_ranks() -> None:
 
     for result in on_threads(5, lambda ranks: from_all(ranks, fail, "it")):
         assert [note.partition(":")[0] for note in result.__notes__] == [f"On rank {rank}" for rank in range(4)]
+
+
+def test_threads_on_one_group_take_turns_in_the_order_of_rank_zero() -> None:
+    of_rank_zero, order = [*"10011010"], list[str]()
+    turns = Turns(lambda proposed: of_rank_zero[len(order)])
+
+    def take(thread: Any) -> None:
+        for _ in range(4):
+            with turns.turn(str(thread.rank)):
+                order.append(str(thread.rank))
+
+    on_threads(2, take)
+    assert order == of_rank_zero
 
 
 def test_a_value_that_does_not_pickle_is_an_error_on_every_rank() -> None:
