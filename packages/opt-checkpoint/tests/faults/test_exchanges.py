@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import ThreadRanks, error_on_all, on_threads, run_ranks, save_as_ranks
+from failing_calls import die
 from states import assert_is_step, state_at
 from tiers import NIGHT
 
@@ -295,3 +296,14 @@ def save_without_the_other(rank: int, size: int, folder: str) -> None:
 
 def test_a_background_save_waits_for_an_absent_rank_until_its_timeout(tmp_path: Path) -> None:
     run_ranks(2, save_without_the_other, str(tmp_path))
+
+
+def load_or_die(rank: int, size: int, folder: str) -> None:
+    dist.barrier()  # all are connected
+    load({"step": None}, folder) if rank != 1 else die()
+
+
+def test_when_a_rank_dies_while_others_load_all_of_these_raise(tmp_path: Path) -> None:
+    save({"step": 1}, tmp_path / "x")
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0:.*did not answer.*rank 1: .*ended.*rank 2:.*did not answer"):
+        run_ranks(3, load_or_die, str(tmp_path / "x"))
