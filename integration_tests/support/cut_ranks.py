@@ -19,7 +19,7 @@ from opt_kernels.hooks import GivenHooks
 from opt_stack import QKClip, StepStats, get_optimizer
 from opt_stack.qk_clip import separate_qk
 
-STEPS = 3
+STEPS, SAVED = 3, 1  # steps of a run, and those before it is saved
 Shapes = Mapping[str, tuple[int, int]]
 
 # Square: of others SOAP's longer factor is singular at first, and the basis of its null space is rounding errors. Over
@@ -146,7 +146,7 @@ class Run:
         lay_out = self.lay_out if dist.is_initialized() else None
         grads = _gradients(tuple(self.shapes.items()), step, lay_out, self.config.precision.params)
         for name, param in self.net.named_parameters():
-            param.grad = grads[name]
+            param.grad = grads[name].clone()
 
     def sharded(self) -> dict[str, Any]:
         weights = sharded_model(self.net)
@@ -194,18 +194,19 @@ def clip_attention(shapes: Shapes, lay_out: LayOut, *, clips: bool = True) -> di
 
 
 def train_and_save(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:
-    """Save before the last step; return the weights after it."""
+    """Save before the last two steps; return the weights after them."""
     run = Run(config, shapes, lay_out)
     for step in range(STEPS):
-        if step == STEPS - 1:
+        if step == SAVED:
             save(run.sharded(), path)
         run.step(step)
     return run.weights()
 
 
 def resume(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:
-    """Load what was saved into other weights and an empty state, and run the last step."""
+    """Load what was saved into other weights and an empty state, and run the last two steps."""
     run = Run(config, shapes, lay_out, seed=50)
     run.optimizer.load_state_dict(load(run.sharded(), path, dtype="cast").state["optimizer"])
-    run.step(STEPS - 1)
+    for step in range(SAVED, STEPS):
+        run.step(step)
     return run.weights()
