@@ -1,4 +1,4 @@
-"""The page on adapters: its diff matches the code that runs, and its lines for trainers satisfy their interfaces."""
+"""The page on adapters: its lines for trainers satisfy their interfaces."""
 
 import importlib
 import re
@@ -30,15 +30,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).square().mean().backward()
     optimizer.step()
     assert all((param != old).any() for param, old in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("title", ["nanoGPT", "nanochat"])
-def test_the_added_lines_of_the_diff_are_in_the_code_that_runs(title: str) -> None:
-    section = section_of(title)
-    added = [line.strip() for line in re.findall(r"^    \+(.*)$", section, re.MULTILINE)]
-    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert added
-    assert set(added) <= {line.strip() for line in code.splitlines()}
 
 
 def test_the_lines_for_lightning_return_muon_and_its_schedule() -> None:
