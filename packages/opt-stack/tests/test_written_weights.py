@@ -178,6 +178,7 @@ def test_values_are_compared_after_a_write_of_others_only(
         train(model, optimizer, range(5, 6))
     assert compared
     assert_equal(weights(model), weights(saved_halves()))
+    assert releases or "5 applied, 1 skipped or refused" in str(optimizer.report())
 
 
 def test_a_model_made_in_inference_mode_is_trained() -> None:
