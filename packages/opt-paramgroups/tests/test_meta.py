@@ -1,6 +1,8 @@
 """ParamMeta: read from attributes and placements, or given by the caller; refused if it does not fit the shape."""
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from processes import world_of_one
 from torch import nn
 
 from opt_config import ConfigError
-from opt_paramgroups import MeshPlacement, ParamId, describe
+from opt_paramgroups import MeshPlacement, ParamId, describe, is_dtensor
 
 
 def meta_of(shape, name="weight", **attributes):
@@ -154,3 +156,8 @@ def test_a_partial_placement_is_refused(mesh):
     model.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Partial(), Replicate()], run_check=False))
     with pytest.raises(ConfigError, match="allowed are Shard and Replicate; redistribute it first"):
         describe([model])
+
+
+def test_a_module_of_dtensors_that_another_thread_imports_is_no_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
+    assert not is_dtensor(torch.ones(2))

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether `tensor` is a DTensor. Does not import their module: without it no DTensor exists."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # While another thread imports it, as a save in the background does, the module has no DTensor yet.
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def are_dtensors(tensors: Iterable[Tensor]) -> bool:
     """Whether any of many tensors is a DTensor. Compares their few classes, not each tensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return any(issubclass(kind, dtensor) for kind in set(map(type, tensors)))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -114,8 +114,8 @@ def is_dtensor(tensor: object) -> TypeGuard[Any]:
     """Whether a value is a DTensor."""
     # DTensors exist only if their module was imported. Importing it here would cost every user half a second and fail
     # on builds of torch without distributed.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # While another thread imports it, as a save in the background does, the module has no DTensor yet.
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:

@@ -85,8 +85,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor. Does not import their module: without it no DTensor exists."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # While another thread imports it, as a save in the background does, the module has no DTensor yet.
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
