@@ -39,8 +39,8 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     parts = [sharded_like(f"part.{n}", torch.full((3,), float(n))) for n in range(4)]
     # Paths of equal text once shared a buffer: one value was lost.
-    alike = {"a.b": parts[0], "a": {"b": parts[1], "c": {0: parts[2], "0": parts[3]}}}
-    state = state_at(1, 0, 1) | {"model": model.state_dict(), "list": [torch.ones(2)]} | alike
+    same_text = {"a.b": parts[0], "a": {"b": parts[1], "c": {0: parts[2], "0": parts[3]}}}
+    state = state_at(1, 0, 1) | {"model": model.state_dict(), "list": [torch.ones(2)]} | same_text
     with Calls(lambda name, key: gate.wait(60)):
         handle = saver.save(state, tmp_path / "x")
         assert not handle.done()
