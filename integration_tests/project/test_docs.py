@@ -1,4 +1,4 @@
-"""The documentation: its code runs and prints what it says. `nox -s docs` also builds it, without a warning."""
+"""The documentation: its code runs and prints what it says. `nox -s docs` builds it, without a warning."""
 
 import itertools
 import re
@@ -19,19 +19,16 @@ PAGES = sorted(path for path in DOCS.rglob("*.md") if "generated" not in path.pa
 WITH_CODE = [page for page in PAGES if {block.language for block in blocks.blocks(page.read_text())} & blocks.RUN]
 
 
-@pytest.mark.nightly  # and in `nox -s docs`, in every pull request
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
     blocks.run(page, tmp_path)
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only")
 def test_the_program_for_fsdp2_trains_on_two_ranks() -> None:
     assert "muon updates" in run_program(DOCS / "migrate" / "from_torchtitan.py", ranks=2)
 
 
-@pytest.mark.nightly
 def test_the_program_for_the_trainer_trains() -> None:
     pytest.importorskip("transformers")  # with accelerate: `nox -s trainers` installs both
     assert "trained 5 steps" in run_program(DOCS / "migrate" / "from_hf_trainer.py")

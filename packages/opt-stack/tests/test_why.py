@@ -1,7 +1,9 @@
 """Runs that diverge in five ways; `why` names the cause, the place, the rank and the step of each."""
 
+import gc
 import json
 import math
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
@@ -186,6 +188,37 @@ def test_a_recording_is_written_when_state_is_saved_and_after_an_error(tmp_path:
     with pytest.raises(ValueError, match="lr of group"):
         optimizer.prepare_grads()
     assert "3 recorded steps" in str(why(tmp_path))
+
+
+def test_a_recording_is_written_when_its_optimizer_is_deleted(tmp_path: Path) -> None:
+    """Its callback refers to the optimizer, as in a script that trains inside a function."""
+    model = make()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+    optimizer.stats_every(1, lambda stats, used=optimizer: None, directory=tmp_path)
+    train(model, optimizer, range(1, 4))
+    del optimizer
+    gc.collect()
+    assert "3 recorded steps" in str(why(tmp_path))
+
+
+def test_a_recording_is_written_at_exit_of_a_forked_process(tmp_path: Path) -> None:
+    """The optimizer is deleted before the exit of one of them, and the parent records too."""
+
+    def run(directory: Path, keep: list[Optimizer]) -> None:
+        model = make()
+        keep.append(get_optimizer(OptimizerConfig(lr=3e-3), [model]))
+        keep[0].stats_every(1, directory=directory)
+        train(model, keep[0], range(1, 4))
+
+    in_parent: list[Optimizer] = []
+    run(tmp_path / "parent", in_parent)
+    in_child: list[Optimizer] = []
+    child = multiprocessing.get_context("fork").Process(target=run, args=(tmp_path / "child", in_child))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert "3 recorded steps" in str(why(tmp_path / "child"))
+    assert not list((tmp_path / "parent").rglob("*.jsonl"))
 
 
 def test_a_recording_is_written_at_exit_after_an_uncaught_error(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ class GradientStatistics(StateDicts):
             callback: called on every rank with the `StepStats` of each record, and of each skipped step; on an
                 accelerator in a later step, once the numbers have arrived.
             directory: where the last 100 records are written (`directory/recording`), when state is saved, after an
-                error in a step, and at exit; usually that of the checkpoints. `python -m opt_stack why` reads them.
+                error in a step, when the optimizer is deleted, and at exit; usually that of the checkpoints.
+                `python -m opt_stack why` reads them.
             spectrum: also compute the largest / smallest singular value of the matrices of Muon and SOAP, by a
                 decomposition of each whole matrix.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import attrgetter, is_, itemgetter
 from typing import Any
-from weakref import proxy, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class Optimizer(GradientStatistics):
         self._by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in self.param_groups]
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
-        self.recorder = stepper.watch = Recorder(proxy(self), roles.everyone, order)
+        self.recorder = stepper.watch = Recorder(ref(self), roles.everyone, order)
         self.evaluation = Evaluation(stepper)
         self.offload = StateOffload(stepper)
         self.loaded_weights = LoadedWeights(

@@ -1,7 +1,7 @@
 """`Recorder`: warns of skipped steps, and keeps the statistics of the last recorded steps, in memory and in a file.
 
 A recording is `DIR/recording/NUMBER/rankR.jsonl`, one number for each run and one line for each step, written by the
-first and the last rank when state is saved, after an error in a step, and at exit.
+first and the last rank when state is saved, after an error in a step, when the optimizer is deleted, and at exit.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 from torch import Tensor
 
@@ -51,13 +51,14 @@ class _Cause:
 class Recorder:
     """The `Watch` of an optimizer."""
 
-    _optimizer: Any  # a proxy of an `Optimizer`, which is not kept alive
+    _owner: ref[Any]  # an `Optimizer`, which is not kept alive
     _everyone: Comm
     _order: Sequence[ParamId]  # of the parameters in the model
     every: int = 0
     spectrum: bool = False
     callback: Callback | None = None
     file: Path | None = None  # of this rank
+    _at_end: Finalize | None = None  # writes the file when the optimizer is deleted, or at exit
     records: deque[StepStats] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
     _sums: TensorSums | None = None
     _is_recording: bool = False
@@ -66,6 +67,10 @@ class Recorder:
     _causes: dict[str, _Cause] = field(default_factory=dict)
     # Steps that the host has not read, with the learning rates of the groups.
     _open: list[tuple[Outcome, Recorded | None, dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._owner()
 
     @property
     def _is_late(self) -> bool:
@@ -98,9 +103,12 @@ class Recorder:
                 self.file = folder / f"{number:04}" / f"rank{rank}.jsonl"
                 with suppress(OSError):  # `write` warns
                     self.file.parent.mkdir(parents=True, exist_ok=True)  # the number is taken
-                if not _with_files:  # unlike atexit, also in processes that multiprocessing starts
-                    Finalize(None, _write_at_exit, exitpriority=10)
-                _with_files.add(self)
+                if self._at_end is not None:
+                    self._at_end.cancel()
+                # Keeps no callback alive, which may refer to the optimizer. Unlike atexit, this also runs in processes
+                # that multiprocessing starts.
+                arguments = (ref(self), self.file, self._head(), self.records)
+                self._at_end = Finalize(self._optimizer, _write_at_end, arguments, exitpriority=10)
         if every:
             self._sums_of_model().expect(self._is_due(self._optimizer.stepper.num_begun + 1))
 
@@ -240,27 +248,38 @@ class Recorder:
 
     def write(self, reason: str, *, within: float = WAIT_SECONDS) -> None:
         """Write the recording of this rank, if `stats_every` was given a directory. A failure is a warning."""
-        if self.file is None:
-            return
-        try:
+        if self.file is not None:
             self._settle(within=within)
-            if self.records:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                head = {"recording": 1, "rank": self._everyone.rank, "ranks": self._everyone.size, "end": reason}
-                text = "".join(map(to_line, self.records))
-                partial = self.file.with_suffix(".partial")
-                partial.write_text(json.dumps({**head, "time": time.time()}) + "\n" + text, encoding="utf-8")
-                os.replace(partial, self.file)
-        except OSError as error:
-            warnings.warn(f"the recording was not written to {self.file}: {error}", stacklevel=2)
+            _write_records(self.file, self._head(), self.records, reason)
+
+    def _head(self) -> dict[str, int]:
+        return {"recording": 1, "rank": self._everyone.rank, "ranks": self._everyone.size}
 
 
-_with_files: WeakSet[Recorder] = WeakSet()
+def _write_at_end(recorder: ref[Recorder], file: Path, head: dict[str, int], records: deque[StepStats]) -> None:
+    """Write the recording at exit, or when the optimizer has been deleted.
+
+    It may be garbage while a graph is captured, when nothing may wait: then only what the host has read is written.
+    """
+    living = recorder()
+    if living is not None and living._optimizer is not None:
+        living.write("exit")
+    else:
+        _write_records(file, head, records, "the optimizer was deleted")
 
 
-def _write_at_exit() -> None:
-    for recorder in list(_with_files):
-        recorder.write("exit")
+def _write_records(file: Path, head: dict[str, int], records: deque[StepStats], reason: str) -> None:
+    if not records:
+        return
+    first_line = json.dumps({**head, "end": reason, "time": time.time()})
+    text = "".join(map(to_line, records))
+    partial = file.with_suffix(".partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(f"{first_line}\n{text}", encoding="utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        warnings.warn(f"the recording was not written to {file}: {error}", stacklevel=3)
 
 
 def of_ranks(ranks: Iterable[int]) -> str:
