@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoint_ranks import on_threads, save_as_ranks
-from failing_calls import Calls, bucket_in, error, failing, failing_at, flip_bit
+from failing_calls import Calls, bucket_in, error, failing, failing_at, flip_bit, objects_in, put
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -148,6 +148,51 @@ def test_a_save_leaves_another_of_its_process_alone_until_it_ends(tmp_path: Path
         store.release(TOKEN)
 
 
+IN_BUCKET = pytest.mark.parametrize(
+    "in_bucket", [False, pytest.param(True, marks=pytest.mark.needs_extra)], ids=["disk", "bucket"]
+)
+
+
+@IN_BUCKET
+def test_saves_of_one_process_leave_each_others_files_alone(tmp_path: Path, in_bucket: bool) -> None:
+    """The folder of a running save looked dead before its lease was renewed by a thread, and during its commit."""
+    place, dead, looking = (bucket_in if in_bucket else Path)(tmp_path), list[str](), list[str]()
+
+    def look(name: str, key: str) -> None:
+        if not looking:
+            looking.append(name)
+            dead.extend(f"{name} {left.folder}" for left in store_at(place).leftovers() if left.writer is None)
+            looking.clear()
+
+    with Calls(look, after=look) as calls:
+        save(state_at(1, 0, 1), place / "x")
+    assert len(calls.made) > 20
+    assert dead == []
+
+
+@pytest.mark.needs_extra
+def test_foreign_objects_below_a_step_stay(tmp_path: Path) -> None:
+    """Neither a folder nor an object with a name like that of a save is the folder of a dead save."""
+    bucket = bucket_in(tmp_path)
+    foreign = [f"x/notes/{TOKEN}", f"x/{TOKEN}"]
+    for name in foreign:
+        put(bucket / name, b"precious")
+    assert store_at(bucket).leftovers() == []
+    save(state_at(1, 0, 1), bucket / "x")
+    assert {f"x/{name}" for name in objects_in(bucket / "x")} >= set(foreign)
+
+
+def test_a_save_does_not_take_its_own_folder_for_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read of its new folder that failed was logged as one of a folder "which an interrupted save left"."""
+    looked_at: list[str] = []
+    monkeypatch.setattr(Path, "lstat", lambda self: looked_at.append(self.name) or error(errno.EIO))
+    save(state_at(1, 0, 1), tmp_path / "x")
+    assert not [name for name in looked_at if name.startswith(".opt-checkpoint-tmp-")]
+    assert caplog.text == ""
+
+
 @pytest.mark.needs_extra
 def test_a_lease_is_renewed_until_it_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a save that takes more than ten minutes is deleted by another host."""
@@ -174,9 +219,7 @@ def contents(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.lstat().st_mtime_ns for p in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    "in_bucket", [False, pytest.param(True, marks=pytest.mark.needs_extra)], ids=["disk", "bucket"]
-)
+@IN_BUCKET
 def test_opening_loading_and_closing_a_manager_changes_nothing(tmp_path: Path, in_bucket: bool) -> None:
     for step in range(1, 7):
         save(state_at(step, 0, 1), tmp_path / step_name(step))

@@ -125,7 +125,7 @@ class Bucket:
                 f"{self.path(folder)} does not hold what was written: {', '.join(wrong[:4])} is missing or has another "
                 f"size; nothing was committed"
             )
-        self.release(save_id)
+        self._leases[save_id].stop()
         self.remove(_joined(folder, LEASE))
         content = encode_commit(save_id)
         self._unknown.add(save_id)
@@ -143,15 +143,18 @@ class Bucket:
                 f"{error.strerror} (when creating {self.path(commit)}: whether the checkpoint was committed is "
                 f"unknown; its files stay)",
             ) from error
+        self.release(save_id)
 
     def release(self, save_id: str) -> None:
         if (lease := self._leases.pop(save_id, None)) is not None:
             lease.release()
 
     def abandon(self, target: str, save_id: str) -> None:
-        self.release(save_id)
-        if save_id not in self._unknown:
-            self.discard(self.folder(target, save_id))
+        try:
+            if save_id not in self._unknown:
+                self.discard(self.folder(target, save_id))
+        finally:
+            self.release(save_id)
 
     def committed(self, target: str = "") -> str | None:
         """The folder that the commit names. A complete directory that was uploaded unchanged counts too.

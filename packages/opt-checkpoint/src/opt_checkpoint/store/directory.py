@@ -89,7 +89,7 @@ class Directory:
         now = lease.stat().st_mtime
         for left in _leftovers_in(path.parent):
             try:
-                if _writer_of(left, now) is None:
+                if left != folder and _writer_of(left, now) is None:
                     self._delete(left)
             except FileNotFoundError:  # another process deletes it too
                 continue
@@ -120,7 +120,7 @@ class Directory:
         If only the last step fails, the checkpoint stays: it is complete, and a reader may have opened it.
         """
         path, folder = self.path(target), self.path(self.folder(target, save_id))
-        self.release(save_id)
+        self._leases[save_id].stop()
         self._remove_file(folder / LEASE)
         self.sync_dir(folder)
         old = None
@@ -135,6 +135,7 @@ class Directory:
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise already_there(path) from error  # another save has committed in the meantime
             raise
+        self.release(save_id)
         try:
             self.sync_dir(path.parent)
         except OSError as error:
@@ -151,9 +152,11 @@ class Directory:
             lease.release()
 
     def abandon(self, target: str, save_id: str) -> None:
-        self.release(save_id)
-        if self.path(self.folder(target, save_id)).is_dir():
-            self.discard(self.folder(target, save_id))
+        try:
+            if self.path(self.folder(target, save_id)).is_dir():
+                self.discard(self.folder(target, save_id))
+        finally:
+            self.release(save_id)
 
     def committed(self, target: str = "") -> str | None:
         return None if _mode_of(self.path(target) / MANIFEST) is None else target

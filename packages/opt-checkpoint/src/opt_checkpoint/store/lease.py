@@ -60,6 +60,9 @@ def _start_of(pid: int) -> str | None:
         return None
 
 
+_held: set[str] = set()  # the folders that this process may still write to
+
+
 class Lease:
     """This process writes to a folder, until `release`.
 
@@ -74,24 +77,37 @@ class Lease:
         self, folder: str, target: str, create: Callable[[bytes], object], renew: Callable[[bytes], object]
     ) -> None:
         self._content = json.dumps({"target": target, **Process.this()._asdict()}).encode()
-        self._renew, self._released = renew, threading.Event()
-        create(self._content)
-        self._thread = threading.Thread(target=self._keep, name=_thread_name(folder), daemon=True)
-        self._thread.start()
+        self._name, self._renew = _base_name(folder), renew
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=f"opt-checkpoint lease {self._name}", daemon=True)
+        _held.add(self._name)  # before there is a file: another save of this process may find it at once
+        try:
+            create(self._content)
+        except BaseException:
+            _held.discard(self._name)
+            raise
+        with suppress(RuntimeError):  # Python 3.12.0 to 3.12.2 start no thread once the script has ended
+            self._thread.start()  # without it, each write to the folder still counts as a renewal
 
     def _keep(self) -> None:
-        while not self._released.wait(RENEW_S):
+        while not self._stopped.wait(RENEW_S):
             with suppress(OSError):  # the save itself will raise the same error
                 self._renew(self._content)
 
+    def stop(self) -> None:
+        """Stop renewing, so that the file of the lease can be removed. The folder is still written to."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
     def release(self) -> None:
-        """Stop renewing."""
-        self._released.set()
-        self._thread.join()
+        """Stop renewing. The folder has its final name, or nothing in it is needed."""
+        self.stop()
+        _held.discard(self._name)
 
 
-def _thread_name(folder: str) -> str:
-    return f"opt-checkpoint lease {folder.rpartition('/')[2]}"
+def _base_name(folder: str) -> str:
+    return folder.rpartition("/")[2]
 
 
 def holder_of(lease: bytes, folder: str, age: float) -> str | None:
@@ -102,6 +118,8 @@ def holder_of(lease: bytes, folder: str, age: float) -> str | None:
         folder: name of the folder.
         age: seconds since the last change in it.
     """
+    if _base_name(folder) in _held:
+        return "this process"
     process = None
     with suppress(ValueError, KeyError, TypeError):  # damaged, as after a power loss
         content = json.loads(lease)
@@ -109,8 +127,7 @@ def holder_of(lease: bytes, folder: str, age: float) -> str | None:
         process = Process(str(host), str(boot), int(namespace), int(pid), str(started))
     if process is not None and process.boot and (process.boot, process.namespace) == _machine():
         if process.pid == os.getpid():
-            names = {thread.name for thread in threading.enumerate()}
-            return "this process" if _thread_name(folder) in names else None
+            return None
         return f"process {process.pid} on this machine" if _start_of(process.pid) == process.started else None
     if age > EXPIRED_S:
         return None

@@ -82,7 +82,7 @@ class Store(Protocol):
         """
 
     def release(self, save_id: str) -> None:
-        """End the lease of a save. Called by `commit` and `abandon`; may be called again."""
+        """End the lease of a save. Called at the end of `commit` and `abandon`; may be called again."""
 
     def abandon(self, target: str, save_id: str) -> None:
         """Remove the folder of a failed save, unless it may have been committed."""
