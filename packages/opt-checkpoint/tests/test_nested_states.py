@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import load_as_ranks, run_ranks, save_as_ranks
+from processes import world_of_one
 from small_models import assert_same_weights, network, stepped
 from states import assert_is_step, state_at
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from opt_checkpoint import (
@@ -132,6 +135,90 @@ def test_plain_tensors_must_be_equal_on_the_ranks_that_have_them(tmp_path: Path)
     states[1]["inner"] = {"only": sharded_like("inner.only", torch.ones(2))}  # a part of a pipeline says so
     save_as_ranks(states, tmp_path / "x")
     assert load({"inner.only": None}, tmp_path / "x").state["inner.only"].tolist() == [1, 1]
+
+
+# ----- a state that was described once
+
+
+def assert_reads_again(model: nn.Module, move: Callable[[nn.Module], object], folder: Path) -> None:
+    """What was described before the tensors of a model were replaced is saved and loaded as it is now."""
+    state = {"model": sharded_model(model)}
+    move(model)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(5)
+    save(state, folder / "x")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    state = {"model": sharded_model(model)}
+    move(model)
+    report = load(state, folder / "x")
+    for name, tensor in model.state_dict().items():
+        assert bool((tensor == 5).all()), name
+        assert report.state["model"][name] is not tensor
+        assert bool((report.state["model"][name] == 5).all()), name
+
+
+def replaced(model: nn.Module) -> None:
+    """As by a move to another device and back."""
+    model._apply(lambda tensor: tensor.clone())
+
+
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "moved": replaced,
+    "assigned": lambda model: model.load_state_dict(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_state_described_once_is_read_again(tmp_path: Path, move: str) -> None:
+    assert_reads_again(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), MOVES[move], tmp_path / "plain")
+    with world_of_one():
+        model = nn.Linear(3, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert_reads_again(model, replaced, tmp_path / "fsdp2")
+
+
+def test_values_that_were_set_on_a_description_stay(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    state = sharded_model(model)
+    state["weight"].data = torch.ones(2, 3)
+    save(state, tmp_path / "x")
+    again = nn.Linear(3, 2)
+    load(sharded_model(again), tmp_path / "x")
+    assert torch.equal(again.weight, torch.ones(2, 3))
+
+
+def test_what_no_longer_fits_its_description_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}
+    save(state, tmp_path / "x")
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(CheckpointingException, match="groups or states of AdamW have changed since sharded_optimizer"):
+        save(state, tmp_path / "lr")
+    optimizer = stepped(model := network(1))
+    state = {"optimizer": sharded_optimizer(model, optimizer)}
+    save(state, tmp_path / "stepped")
+    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(7, 5)
+    with pytest.raises(CheckpointingException, match="groups or states of AdamW have changed"):
+        save(state, tmp_path / "offloaded")
+    for change, text in (
+        (lambda model: model.half(), "0.weight was described as torch.float32"),
+        (
+            lambda model: model.__setitem__(0, nn.Linear(3, 4)),
+            r"0.weight was described as .*\[2, 3\], and is .*\[4, 3\]",
+        ),
+        (lambda model: model.__delitem__(0), "the model has no tensor 0.weight any more; call sharded_model"),
+    ):
+        model = nn.Sequential(nn.Linear(3, 2))
+        state = {"model": sharded_model(model)}
+        change(model)
+        with pytest.raises(CheckpointingException, match=text):
+            save(state, tmp_path / "changed")
 
 
 # ----- what a load left

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks, ranks_of
 from opt_checkpoint.state.model_parallel import ModelAxes, marks_of, place_
-from opt_checkpoint.state.sharded import ShardedStateDict
-from opt_checkpoint.state.tensors import is_dtensor, sharded_like
+from opt_checkpoint.state.sharded import ShardedStateDict, Source
+from opt_checkpoint.state.tensors import is_dtensor, local_tensor, sharded_like
 from opt_checkpoint.state.tree import ScopedState
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -74,19 +75,48 @@ def sharded_model(
     values = {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in described}
     names = plain_names(model, values)
     marks = marks_of(model, names, values)
+    places = _places(model)
     compared = ranks.size > 1 and process_group is None
     state: dict[str, Any] = {}
     for name, plain in names.items():
         value = values[name]
         if isinstance(value, Tensor):
             is_compared = compared and isinstance(value, nn.Parameter) and not is_dtensor(value)
-            value = sharded_like(plain, value, replica_id=0 if is_compared else ranks.rank)
-            value.may_repeat, value.marks = value.may_repeat or is_compared, marks[plain]
+            entry = sharded_like(plain, value, replica_id=0 if is_compared else ranks.rank)
+            entry.may_repeat, entry.marks = entry.may_repeat or is_compared, marks[plain]
+            if id(value) in places:
+                entry.source = Source(partial(_tensor_now, model, places[id(value)], value), local_tensor(value))
+            value = entry
         state[plain] = value
     sharded = ScopedState(state | described)
     if groups is not None:
         place_(sharded, _axes_of(groups))
     return sharded
+
+
+def _places(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter and buffer among the modules, by the `id` of the tensor."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {id(tensor): name for name, tensor in tensors}
+
+
+def _tensor_now(model: nn.Module, name: str, described: Tensor) -> Tensor:
+    """The tensor that has this name in the model now.
+
+    Raises:
+        CheckpointMismatchError: there is none.
+    """
+    *path, last = name.split(".")
+    module: nn.Module | None = model
+    for part in path:
+        module = None if module is None else module._modules.get(part)
+    tensor = None if module is None else module._parameters.get(last, module._buffers.get(last))
+    if tensor is None:
+        raise CheckpointMismatchError(
+            f"the model has no tensor {name} any more; call sharded_model(model) again before the save or load"
+        )
+    # Between a forward and the next backward pass, FSDP2 has whole parameters in the place of the DTensors.
+    return described if is_dtensor(described) and not is_dtensor(tensor) else tensor
 
 
 def _axes_of(groups: Any) -> ModelAxes:

@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from opt_checkpoint.dcp.layout import fingerprint
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import Verify
 from opt_checkpoint.disk.checkpoint import Opened
@@ -72,7 +74,8 @@ def sharded_optimizer(
 
     Args:
         model: contains every parameter of the optimizer.
-        optimizer: any torch optimizer whose states have the layout of their parameter, or are equal on all ranks.
+        optimizer: any torch optimizer whose states have the layout of their parameter, or are equal on all ranks. It
+            must not have changed at the save, so describe it before each.
         process_group: the ranks that hold the same plain tensors; None for all.
 
     Raises:
@@ -105,7 +108,35 @@ def sharded_optimizer(
         "param_shapes": {member.name: list(member.param.shape) for member in named},
         **groups_to_saved(optimizer.param_groups, _names_by_group(optimizer, named)),
     }
-    return ScopedState(parts, replaces=OPTIMIZER)
+    check = partial(_check_current, optimizer, _copied_values(optimizer))
+    return ScopedState(parts, replaces=OPTIMIZER, check=check)
+
+
+def _copied_values(optimizer: Optimizer) -> int:
+    """A number for everything that a description copies, to find out later whether it has changed.
+
+    Tensors of state are shared, so it is the tensors that count; of an optimizer with a `state_dict` of another form,
+    which are copied, the step counts.
+    """
+    is_shared = type(optimizer).state_dict is Optimizer.state_dict
+    copied: list[Any] = []
+    for group in optimizer.param_groups:
+        copied.append({field: value for field, value in group.items() if field != "params"})
+        for param in group["params"]:
+            for name, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and is_shared:
+                    copied.append((name, id(value)))
+                elif not isinstance(value, Tensor) or not value.dim():
+                    copied.append((name, value))
+    return fingerprint(copied)
+
+
+def _check_current(optimizer: Optimizer, described: int) -> None:
+    if _copied_values(optimizer) != described:
+        raise CheckpointValueError(
+            f"the groups or states of {type(optimizer).__name__} have changed since sharded_optimizer described them; "
+            f"call sharded_optimizer(model, optimizer) before each save"
+        )
 
 
 def _described(member: _Named, key: str, value: Tensor, rank: int) -> ShardedTensor:

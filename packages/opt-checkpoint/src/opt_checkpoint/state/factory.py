@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, flat_bounds
+from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, Source, flat_bounds
 from opt_checkpoint.state.tensors import is_dtensor
 
 BuildFn: TypeAlias = Callable[[str, Tensor, ReplicaId, slice | None], Any]
@@ -60,6 +60,7 @@ class ShardedTensorFactory(ShardedBase):
         segments: rows of the local block and the global position of each; they must tile axis 0 in order.
         local_shape: shape of the whole local block; segments only.
         has_mains: see `ShardedTensor`.
+        source: see `ShardedTensor`.
 
     Raises:
         CheckpointingException: both forms, neither, segments with holes, or a flat range with `build_fn`.
@@ -74,6 +75,7 @@ class ShardedTensorFactory(ShardedBase):
     segments: tuple[Segment, ...] = ()
     local_shape: Shape = ()
     has_mains: bool = field(default=False, kw_only=True)
+    source: Source | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()

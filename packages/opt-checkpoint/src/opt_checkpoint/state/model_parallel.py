@@ -344,7 +344,7 @@ def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorF
     tp, replica = (axes.expert_tp, axes.expert) if marks.is_expert else (axes.tp, axes.dense)
     cuts, is_cut = list(entry.cuts), marks.is_cut and tp.size > 1
     replica_id = (entry.copy, 0 if is_cut else tp.rank, replica.rank)
-    options: dict[str, Any] = {"replica_id": replica_id, "has_mains": tensor.has_mains}
+    options: dict[str, Any] = {"replica_id": replica_id, "has_mains": tensor.has_mains, "source": tensor.source}
     if is_cut:
         if marks.dim is None or marks.dim >= marks.tensor.dim():
             given = "no partition_dim" if marks.dim is None else f"partition_dim={marks.dim}"

@@ -34,6 +34,18 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
+class Source(NamedTuple):
+    """Where the data of a description is from. A module that is moved gets other tensors.
+
+    Args:
+        read: returns the tensor as it is now.
+        local: its local values when they were last read.
+    """
+
+    read: Callable[[], Tensor]
+    local: Tensor
+
+
 class ShardIdentity(NamedTuple):
     """Identifies a piece of a global tensor: equal for two local shards that hold the same piece."""
 
@@ -80,6 +92,7 @@ class ShardedTensor(ShardedBase):
             requested in fp32, they are read; if fp32 is stored, this may be requested in 16 bits.
         optional: leave this out if it is not stored, even if other missing keys are an error.
         marks: of a tensor of a model whose process groups are not known yet.
+        source: if `data` is its `local`, a save or load reads the tensor again.
 
     Raises:
         CheckpointingException: the fields contradict each other (the checks run in Megatron-Core's order).
@@ -100,7 +113,7 @@ class ShardedTensor(ShardedBase):
     has_mains: bool = field(default=False, kw_only=True)
     optional: bool = field(default=False, kw_only=True)
     marks: Marks | None = field(default=None, kw_only=True, repr=False)
-    source: Tensor | None = field(default=None, kw_only=True, repr=False)  # the DTensor of which `data` is a part
+    source: Source | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         self.local_shape = tuple(self.local_shape)

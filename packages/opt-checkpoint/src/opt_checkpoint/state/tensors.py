@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
-from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor
+from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor, Source
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -117,8 +118,13 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
         axis_fragmentations=None,
         replica_id=replica or 0,
         may_repeat=tensor.device_mesh.size() < dist.get_world_size(),
-        source=tensor,
+        source=Source(partial(_itself, tensor), local),
     )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """The argument; a partial function of it can be copied, unlike a closure."""
+    return tensor
 
 
 def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.model_parallel import has_other_ranks
 from opt_checkpoint.state.sharded import (
@@ -41,16 +41,23 @@ class ScopedState(dict[Any, Any]):
         values: the part.
         replaces: a prefix of its keys that the path replaces, as `optimizer.` of an optimizer's; other keys get the
             path as a prefix.
+        check: called before the part is saved or loaded; raises if it does not describe its object any more.
     """
 
-    __slots__ = ("replaces",)
+    __slots__ = ("check", "replaces")
 
-    def __init__(self, values: Mapping[Any, Any] = MappingProxyType({}), *, replaces: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[Any, Any] = MappingProxyType({}),
+        *,
+        replaces: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(values)
-        self.replaces = replaces
+        self.replaces, self.check = replaces, check
 
     def like(self, values: Mapping[Any, Any]) -> ScopedState:
-        """The same scope with other values."""
+        """The same scope with other values, which are not compared with an object."""
         return ScopedState(values, replaces=self.replaces)
 
     def key_at(self, path: Path, key: str) -> str:
@@ -314,8 +321,8 @@ class FlatState:
                 return common[path]
             if isinstance(value, ShardedTensor):
                 tensor = self.tensors[path]
-                is_in_place = tensor.source is not None and tensor.data is local_tensor(tensor.source)
-                return tensor.source if is_in_place else tensor.data
+                source = tensor.source
+                return tensor.data if source is None or tensor.data is not source.local else source.read()
             if isinstance(value, ShardedTensorFactory):
                 return value.merge(map_leaves(self.built[path], lambda _, piece: piece.data))
             if isinstance(value, ShardedObject):
@@ -331,15 +338,20 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     """Flatten a state: build its factories, and determine the stored key of every value.
 
     A plain tensor or DTensor is stored as a tensor, under its path. In a `ScopedState`, the path of that part becomes
-    part of the keys.
+    part of the keys. Descriptions get the values that their tensors have now: writes to their `data`.
 
     Raises:
+        CheckpointMismatchError: a tensor has another dtype, shape or place than was described.
         CheckpointingException: something sharded is in a tuple, a factory does not build, or a DTensor is not one
             block of its tensor.
     """
     flat = FlatState(state=state, tensors={}, objects={}, common={}, built={}, empty={}, plain={}, relative={})
     parts: dict[Path, ScopedState] = dict(scopes(state))
+    for part in parts.values():
+        part.check()
     for path, value in leaves(state):
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            _read_source_(value)
         if isinstance(value, ShardedTensorFactory):
             flat.built[path] = value.build()
             for inner, piece in leaves(flat.built[path]):
@@ -365,6 +377,31 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
         elif not isinstance(value, LocalNonpersistentObject):
             flat.common[path] = value
     return flat
+
+
+def _read_source_(described: ShardedTensor | ShardedTensorFactory) -> None:
+    """Set the data of a description to the local values that its tensor has now. Writes to its data and source.
+
+    Raises:
+        CheckpointMismatchError: their dtype, shape or place in the global tensor has changed.
+    """
+    source = described.source
+    if source is None or described.data is not source.local:  # the caller has given other values
+        return
+    tensor = source.read()
+    local = local_tensor(tensor)
+    dtype, shape, offset = source.local.dtype, tuple(source.local.shape), None
+    if isinstance(described, ShardedTensor):  # the dtype of one tensor may have changed
+        dtype, shape, offset = described.dtype, described.local_shape, described.global_offset
+    is_same_place = local is source.local or not is_dtensor(tensor) or offset is None
+    is_same_place = is_same_place or sharded_like(described.key, tensor).global_offset == offset
+    if (local.dtype, tuple(local.shape)) != (dtype, shape) or not is_same_place:
+        raise CheckpointMismatchError(
+            f"{described.key} was described as {dtype} {list(shape)}, and is {local.dtype} {list(local.shape)}"
+            f"{'' if is_same_place else ' of another place'} now; describe the state before each save or load, as "
+            f"sharded_model(model) and sharded_optimizer(model, optimizer) do"
+        )
+    described.data, described.source = local, source._replace(local=local)
 
 
 def _with_stored_key(flat: FlatState, path: Path, value: S, parts: Mapping[Path, ScopedState]) -> S:
