@@ -399,7 +399,7 @@ def test_tensors_in_lists_stay_tensors_for_stock_readers_and_come_back_in_lists(
     save(state, tmp_path / "x")
     assert {"lst.1", "lst.2.0", "lst.3.0", "groups.0.lr", "tup.0"} == set(read_index(tmp_path / "x").tensors)
     assert read_common(read_index(tmp_path / "x"))["lst"] == [1, None, [None, "a"], (None, 5)]
-    for wanted in (None, dict.fromkeys(state), copy.deepcopy(state), {key: torch.zeros(1) for key in state}):
+    for wanted in (None, dict.fromkeys(state), copy.deepcopy(state)):
         report = load(wanted, tmp_path / "x", strict="raise_all")
         assert sorted_text(report.state) == sorted_text(state)
     zeros = [0, torch.zeros(2), [torch.zeros(3, dtype=torch.int64), ""], (torch.ones(1), 0)]
@@ -407,6 +407,116 @@ def test_tensors_in_lists_stay_tensors_for_stock_readers_and_come_back_in_lists(
     dcp_load(target, checkpoint_id=tmp_path / "x")
     assert sorted_text(target) == sorted_text(state)
     assert verify_checkpoint(tmp_path / "x") == []
+
+
+def test_a_tensor_and_a_number_fill_each_other(tmp_path: Path) -> None:
+    stored = {"count": 3, "rate": 0.1, "flag": True, "scale": torch.tensor(2.5), "one": torch.tensor([7])}
+    save(stored, tmp_path / "ours")
+    dcp_save(stored, checkpoint_id=tmp_path / "stock")
+    for name in ("ours", "stock"):
+        counts = [torch.tensor(0.0), torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.float64)]
+        for tensor in counts:
+            report = load({"count": tensor}, tmp_path / name)
+            assert tensor.item() == 3
+            assert report.state["count"] is tensor
+        rate, flag = torch.zeros((), dtype=torch.bfloat16), torch.tensor(False)
+        load({"rate": rate, "flag": flag}, tmp_path / name)
+        assert (rate.item(), flag.item()) == (pytest.approx(0.1, rel=2**-8), True)
+        numbers = load({"scale": 0.0, "one": 0}, tmp_path / name).state
+        assert numbers == {"scale": 2.5, "one": 7}
+        assert {key: type(value) for key, value in numbers.items()} == {"scale": float, "one": int}
+
+
+def test_tensors_in_lists_are_filled_in_place(tmp_path: Path) -> None:
+    save({"lst": [torch.ones(2), {"step": 4, "of": (torch.arange(3), 5)}], "plain": [1, 2, 3]}, tmp_path / "x")
+    ones, step, of = torch.zeros(2), torch.tensor(0), torch.zeros(3, dtype=torch.int64)
+    report = load({"lst": [ones, {"step": step, "of": (of, 0)}], "plain": [9]}, tmp_path / "x")
+    assert (ones.tolist(), step.item(), of.tolist()) == ([1, 1], 4, [0, 1, 2])
+    assert report.state["lst"][0] is ones
+    assert report.state["lst"][1]["step"] is step
+    assert report.state["plain"] == [1, 2, 3]
+
+
+STORED_FORMS = {
+    "n": 0.5,
+    "text": "a",
+    "huge": 2**40,
+    "odd": 2**40 + 1,
+    "lst": [1, 2],
+    "ts": [torch.ones(2)],
+    "d": {"a": 1},
+    "w": torch.ones(3),
+}
+OTHER_FORMS: dict[str, tuple[Any, str]] = {
+    "a tensor of several elements for a number": ({"n": torch.zeros(2)}, r"n is stored as a plain value, asked for as"),
+    "an integer tensor for a fraction": (
+        {"n": torch.tensor(0)},
+        r"n is stored as 0\.5, which torch\.int64 \[\] cannot",
+    ),
+    "a narrow tensor for a large number": (
+        {"huge": torch.tensor(0, dtype=torch.int8)},
+        "huge is stored as 1099511627776",
+    ),
+    "a tensor that rounds an integer": (
+        {"odd": torch.tensor(0.0)},
+        "odd is stored as 1099511627777, which torch.float32",
+    ),
+    "a tensor for text": ({"text": torch.tensor(0.0)}, "text is stored as a plain value, asked for as torch.float32"),
+    "a tensor for a list": ({"lst": torch.zeros(1)}, "lst is stored as a list, asked for as torch.float32"),
+    "a tensor for a list of tensors": ({"ts": torch.zeros(2)}, "ts is stored as a list"),
+    "a number for a list": ({"lst": 0}, "lst is stored as a list, asked for as a plain value; pass None"),
+    "a number for a dict": ({"d": 0}, "d is stored as a dict, asked for as a plain value"),
+    "a list for a dict": ({"d": [0]}, "d is stored as a dict, asked for as a list"),
+    "a list for a number": ({"n": [0]}, "n is stored as a plain value, asked for as a list"),
+    "a list for a tensor": ({"w": [0, 0, 0]}, r"w is stored as a tensor of shape \[3\], asked for as a list"),
+    "a number for a tensor": ({"w": 0.0}, r"w is stored as a tensor of shape \[3\], asked for as a plain value"),
+    "text for a tensor": ({"w": ""}, r"w is stored as a tensor of shape \[3\], asked for as a plain value"),
+    "an object for a dict": ({"d": object()}, "d is stored as a dict, asked for as an object of class object"),
+    "more tensors in a list": ({"ts": [torch.zeros(2)] * 2}, "ts is stored of 1 values, asked for as a list of 2 with"),
+    "a list with a tensor for numbers": ({"lst": [torch.zeros(2), 0]}, r"lst\.0 is stored as a plain value, asked for"),
+    "a list with another tensor": ({"ts": [torch.zeros(3)]}, r"ts\.0 is stored with global shape \[2\], asked for"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_FORMS)
+def test_values_of_another_form_are_refused_by_key(tmp_path: Path, case: str) -> None:
+    template, text = OTHER_FORMS[case]
+    before = sorted_text(template)
+    save(STORED_FORMS, tmp_path / "ours")
+    dcp_save(STORED_FORMS, checkpoint_id=tmp_path / "stock")
+    for name in ("ours", "stock"):
+        with pytest.raises(CheckpointingException, match=text):
+            load(template, tmp_path / name)
+        assert sorted_text(template) == before
+
+
+class AppState:
+    """As DCP's tutorials have it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+
+
+def test_objects_with_a_state_dict_are_refused(tmp_path: Path) -> None:
+    model = network(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    save({"app": AppState(model).state_dict(), "scheduler": scheduler.state_dict()}, tmp_path / "x")
+    for key, value in (
+        ("app", AppState(model)), ("scheduler", scheduler), ("app", model), ("app", optimizer), ("app", [0, model]),
+        ("app", {"inner": ({"a": scheduler},)}),
+    ):  # fmt: skip
+        for call in (save, load):
+            with pytest.raises(
+                CheckpointingException, match=rf"{key}.* is an? \w+, an object with a state_dict.*pass its"
+            ):
+                call({key: value}, tmp_path / f"x{call is save or ''}")
 
 
 def dtensors_in_lists(rank: int, size: int, path: str) -> None:

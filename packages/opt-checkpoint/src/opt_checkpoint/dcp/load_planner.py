@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Number
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from opt_checkpoint.dcp.names import (
     warn_of_left_out,
 )
 from opt_checkpoint.dcp.saving import view_of
+from opt_checkpoint.dcp.templates import check_form, inner_value, value_for
 from opt_checkpoint.disk.archives import SafeGlobals, loaded_whole
 from opt_checkpoint.disk.checkpoint import Opened, read_objects
 from opt_checkpoint.disk.data_file import DataFiles
@@ -32,8 +35,8 @@ from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchErro
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.model_parallel import check_stages
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tensors import check_dense, converts_exactly, is_dtensor
-from opt_checkpoint.state.tree import ABSENT, Path, flatten_state, leaves, lookup, path_text
+from opt_checkpoint.state.tensors import check_dense, converts_exactly, is_dtensor, local_tensor, sharded_like
+from opt_checkpoint.state.tree import ABSENT, Path, flatten_state, leaves, lookup, path_text, scopes, without_tensors
 
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
@@ -91,6 +94,7 @@ class ShardedLoadPlanner:
         self._plain: dict[Path, Any] = {}  # loaded plain values
         # Within plain values: tensors, in new memory, and of stock directories the keys of objects.
         self._within: dict[Path, dict[Path, ShardedTensor | str]] = {}
+        self._filled: dict[Path, dict[Path, Tensor]] = defaultdict(dict)  # tensors in templates, from plain values
         self._to_zero: list[ShardedTensor] = []
         self._to_copy: list[tuple[Tensor, Tensor]] = []  # targets, and the values that they get after all are read
         self.items: list[TensorRead] = []
@@ -150,19 +154,47 @@ class ShardedLoadPlanner:
         self._loaded_objects |= read_objects(self.index, keys, safe_globals=self._safe_globals, files=self.files)
 
     def _find_plain(self) -> None:
-        """Find the stored plain values: in the common state, as tensors, or, from stock writers, as objects by path."""
-        tensors = self.index.tensors
-        for path in self.flat.common:
-            value, parts = lookup(self._common, path), self._find_within(path)
-            objects = [part for part in parts.values() if isinstance(part, str)]
-            self._read_objects(objects)
-            if value is not ABSENT or objects:
-                self._plain[path] = None if value is ABSENT else loaded_whole(value, path_text(path))
-        for path, template in self.flat.plain.items():
-            value = lookup(self._common, path) if self._names[path] not in tensors else ABSENT
+        """Find the stored plain values: in the common state, as tensors, or, from stock writers, as objects by path.
+
+        Raises:
+            CheckpointMismatchError: something of another form is stored.
+        """
+        scoped = [path for path, _ in scopes(self._state)]
+        for path, template in self.flat.common.items():
+            value, stored = self._find_value(path)
+            if stored is ABSENT:
+                continue
+            check_form(path, template, stored)
+            if not any(path[: len(scope)] == scope for scope in scoped):
+                self._find_tensors_in(path, template, stored)
             if value is not ABSENT:
-                self._find_within(path)
-                self._plain[path] = self._into_template(path, template, loaded_whole(value, path_text(path)))
+                self._plain[path] = value
+        for path, template in self.flat.plain.items():
+            if self._names[path] not in self.index.tensors:
+                stored = self._find_value(path)[1]
+                if stored is not ABSENT:
+                    self._plain[path] = template
+                    self._fill_later(path, template, stored)
+
+    def _find_value(self, path: Path) -> tuple[Any, Any]:
+        """The plain value at a path, without tensors that are read later; and as it will be, with empty ones for these.
+
+        Both are `ABSENT` if nothing is stored there, the first one alone if there are tensors only.
+        """
+        value, parts = lookup(self._common, path), self._find_within(path)
+        objects = [part for part in parts.values() if isinstance(part, str)]
+        self._read_objects(objects)
+        if value is ABSENT and not parts:
+            return ABSENT, ABSENT
+        plain = None if value is ABSENT else loaded_whole(value, path_text(path))
+        shown = {inner: self._shown(part) for inner, part in parts.items()}
+        stored = merged(plain, shown, lists=self.index.kind is Kind.DCP)
+        return ABSENT if value is ABSENT and not objects else plain, stored
+
+    def _shown(self, part: ShardedTensor | str) -> Any:
+        if isinstance(part, str):
+            return self._loaded_objects[part]
+        return torch.empty(part.global_shape, dtype=part.dtype, device="meta")
 
     def _find_within(self, path: Path) -> dict[Path, ShardedTensor | str]:
         tensors, parts = self.index.tensors, stored_under(path, self.index)
@@ -171,17 +203,29 @@ class ShardedLoadPlanner:
             self._within[path] = found
         return found
 
-    def _into_template(self, path: Path, template: Tensor, value: Any) -> Any:
-        """Return the stored plain value for a tensor template; a tensor is copied into the template later."""
-        if not isinstance(value, Tensor) or is_dtensor(template):
-            return value
-        if template.shape != value.shape or not self._may_convert(value.dtype, template.dtype):
+    def _find_tensors_in(self, path: Path, template: Any, stored: Any) -> None:
+        """Let the tensors in the lists of a template be filled in place."""
+        within = self._within.get(path, {})
+        for inner, tensor in without_tensors(template)[1].items():
+            value, part = inner_value(path, inner, template, stored), within.get(inner)
+            if isinstance(part, ShardedTensor):
+                within[inner] = sharded_like(part.key, tensor)
+            else:
+                self._filled[path][inner] = tensor
+                self._fill_later(path + inner, tensor, value)
+
+    def _fill_later(self, path: Path, template: Tensor, value: Any) -> None:
+        """Fill a tensor of the state with a stored plain value, after all others are read."""
+        if not isinstance(value, Tensor):
+            self._to_copy.append((local_tensor(template), value_for(path, template, value)))
+            return
+        is_convertible = self._may_convert(value.dtype, template.dtype)
+        if template.shape != value.shape or not is_convertible or is_dtensor(template):
             raise CheckpointMismatchError(
                 f"{path_text(path)} is stored as {value.dtype} {list(value.shape)}, asked for as {template.dtype} "
                 f"{list(template.shape)}; pass None in its place to take it as it is stored"
             )
         self._to_copy.append((template, value))
-        return template
 
     def _find_missing(self) -> None:
         stored, objects = self.index.tensors, self.index.objects
@@ -274,7 +318,12 @@ class ShardedLoadPlanner:
         for path, parts in self._within.items():
             values = {i: self._loaded_objects[p] if isinstance(p, str) else p.data for i, p in parts.items()}
             plain[path] = merged(plain.get(path), values, lists=self.index.kind is Kind.DCP)
-        plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped and p not in plain)
+        for path, filled in self._filled.items():
+            plain[path] = merged(plain.get(path), filled)
+        for path, template in self.flat.common.items():
+            if isinstance(template, Number) and isinstance(plain.get(path), Tensor):
+                plain[path] = plain[path].item()
+        plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped)
         self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))
 
 

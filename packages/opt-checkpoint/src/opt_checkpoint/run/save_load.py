@@ -242,7 +242,8 @@ def load(
     message then says so.
 
     Args:
-        state: what to load, in the form that `save` takes. Plain values select which of the stored ones to return.
+        state: what to load, in the form that `save` takes. Plain values select which of the stored ones to return. A
+            number and a tensor of one element stand for each other; None stands for any plain value.
         path: a checkpoint of opt-checkpoint, in a directory or at the URL of an object store (`ObjectPath` for a store
             with options); a stock DCP directory, or a `torch_dist` directory of Megatron-Core.
         process_group: the ranks that load.
@@ -265,7 +266,7 @@ def load(
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointCorruptError: it is damaged.
         CheckpointKeyError: keys do not fit, under `strict`.
-        CheckpointMismatchError: shapes, dtypes or coverage do not fit.
+        CheckpointMismatchError: shapes, dtypes, coverage or forms of plain values do not fit.
         CheckpointingException: ranks were given different paths, `strict`, `dtype` or `verify`.
         CheckpointFailedError: a rank failed for another reason.
     """

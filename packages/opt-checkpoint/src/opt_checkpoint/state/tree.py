@@ -375,8 +375,22 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
         elif isinstance(value, dict):
             flat.empty[path] = value
         elif not isinstance(value, LocalNonpersistentObject):
+            _refuse_stateful(path, value)
             flat.common[path] = value
     return flat
+
+
+def _refuse_stateful(path: Path, value: Any) -> None:
+    """Raise CheckpointValueError for an object with a `state_dict`, in a plain value too: neither saved nor loaded."""
+    if isinstance(value, list | tuple | dict):
+        for key, inner in _items(value):
+            _refuse_stateful((*path, key), inner)
+    elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        raise CheckpointValueError(
+            f"{path_text(path)} is a {type(value).__name__}, an object with a state_dict, which is neither saved nor "
+            f"loaded; pass its state_dict() and give the loaded one to its load_state_dict(), or pass "
+            f"sharded_model(model) for a module and sharded_optimizer(model, optimizer) for an optimizer"
+        )
 
 
 def _read_source_(described: ShardedTensor | ShardedTensorFactory) -> None:
