@@ -4,8 +4,10 @@ The cases follow from the registry: every entry of every drop-in's group, with v
 """
 
 import copy
+import math
 
 import drop_ins
+import numpy as np
 import pytest
 import torch
 from drop_ins import NAMES, step
@@ -98,6 +100,28 @@ def test_what_is_removed_or_no_step_supports_is_refused_later_too(name):
     assert_equal(before, group["params"])
     group["use_muon"] = True  # keys of the caller's own code are set after construction
     step(optimizer, 3)
+
+
+@ON_NAMES
+def test_an_impossible_rate_or_decay_is_refused_in_every_step(name):
+    """Symptom: a scheduler that had computed NaN made NaN of every weight."""
+    optimizer = built(name)
+    group = optimizer.param_groups[0]
+    for _ in range(2):
+        before = [param.detach().clone() for param in group["params"]]
+        for entry, value in [
+            ("lr", math.nan), ("lr", math.inf), ("lr", -1.0), ("lr", "0.1"), ("lr", 10**400),
+            ("lr", torch.tensor(math.nan)), ("weight_decay", math.nan), ("weight_decay", -1.0),
+        ]:  # fmt: skip
+            usual = group[entry]
+            group[entry] = value
+            with pytest.raises(ValueError, match=f"{entry}=.* is not allowed"):
+                step(optimizer, 1)
+            assert_equal(group["params"], before)
+            group[entry] = usual
+        for rate in (-1e-17, np.float32(0.1), torch.tensor(0.1)):
+            group["lr"] = rate
+            step(optimizer, 1)
 
 
 def test_a_matrix_may_become_none_before_its_first_step_only():

@@ -1,17 +1,22 @@
 """Entries of groups: each is read or refused, in overrides, given groups, loaded groups, and when it changes later."""
 
 import copy
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from parity import roles_over
 from stack_models import assert_equal, make_model, train, weights
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
+from opt_distributed import run_threads
+from opt_distributed.comm import Comm
 from opt_kernels.formulas import Formula, Number, State, fma
 from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, Hook
 from opt_kernels.optim import Adam, AdamW
@@ -362,6 +367,108 @@ def test_what_no_step_can_use_is_refused() -> None:
         group.clear()
         group.update(present)
     assert_equal([*weights(model).values()], before)
+
+
+NAN = math.nan
+BAD_NUMBERS: dict[str, list[tuple[str, Any]]] = {  # by rule: an entry and what it is changed to
+    "adam": [
+        ("lr", NAN), ("lr", math.inf), ("lr", -1.0), ("lr", "0.01"), ("lr", 10**400), ("lr", np.float32(NAN)),
+        ("lr", torch.tensor(NAN)), ("weight_decay", NAN), ("weight_decay", -0.1), ("betas", (1.5, 0.9)),
+        ("betas", (0.9, 1.0)), ("betas", [0.9, NAN]), ("eps", -1.0), ("eps", NAN),
+    ],
+    "lion": [("lr", NAN), ("betas", (0.9, -0.1)), ("weight_decay", math.inf)],
+    "sgd": [("lr", -0.1), ("momentum", NAN), ("momentum", -0.5), ("dampening", math.inf)],
+    "muon": [("lr", NAN), ("weight_decay", -1.0), ("momentum", NAN), ("momentum", -1.0)],
+    "soap": [("lr", math.inf), ("betas", (0.9, 1.5)), ("eps", -1e-8)],
+    "nadam": [("lr", NAN), ("momentum_decay", NAN)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BAD_NUMBERS)
+def test_impossible_numbers_of_groups_are_refused_in_every_step(rule: str) -> None:
+    """Symptom: a rate of NaN gave success and weights of NaN; betas above 1, and an eps below 0, were used."""
+    model, optimizer = built_rule(rule)
+    group = next(group for group in optimizer.param_groups if group["optimizer"] == rule)
+    for taken in range(2):
+        before = [*weights(model).values()]
+        for entry, value in BAD_NUMBERS[rule]:
+            usual = group[entry]
+            group[entry] = value
+            with pytest.raises(ValueError, match=f"group .*{entry}=.*pass .*. Nothing was updated"):
+                step(model, optimizer, seed=3)
+            assert_equal([*weights(model).values()], before)
+            group[entry] = usual
+        assert not all(map(torch.equal, step(model, optimizer, seed=taken), before))
+
+
+def test_numbers_that_change_in_place_are_refused_too() -> None:
+    model, optimizer = built_rule("adam")
+    group = optimizer.param_groups[0]
+    betas, eps = [0.9, 0.99], torch.tensor(1e-8)
+    group.update(lr=torch.tensor(0.1), betas=betas, eps=eps)
+    before = step(model, optimizer, seed=2)
+    for entry, write in [
+        ("lr", lambda: group["lr"].fill_(NAN)),
+        ("betas", lambda: betas.append(betas.pop() + 1.0)),
+        ("eps", lambda: eps.neg_()),
+    ]:
+        usual = copy.deepcopy(group[entry])
+        write()
+        with pytest.raises(ValueError, match=f"{entry}="):
+            step(model, optimizer, seed=3)
+        group[entry] = usual
+    assert_equal([*weights(model).values()], before)
+
+
+def test_numbers_of_numpy_and_of_tensors_are_numbers() -> None:
+    """numpy.float32 was refused before the first step, as set where the optimizer was built with an equal number."""
+    final: list[list[Tensor]] = []
+    for kind in (lambda x: float(np.float32(x)), np.float32, lambda x: torch.as_tensor(x).float()):
+        model, optimizer = built_rule("muon")
+        for seed in range(3):
+            for group in optimizer.param_groups:
+                group.update(lr=kind(0.01 + 0.1 * seed), weight_decay=kind(0.1), **{
+                    name: tuple(map(kind, group[name])) if name == "betas" else kind(group[name])
+                    for name in ("betas", "momentum") if name in group
+                })  # fmt: skip
+            step(model, optimizer, seed=seed)
+        final.append([*weights(model).values()])
+    assert_equal(final[0], final[1])
+    for some, others in zip(final[0], final[2], strict=True):  # tensors of float32 are computed with in float32
+        torch.testing.assert_close(some, others, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rate_within_rounding_of_zero_is_zero() -> None:
+    """torch's LinearLR(start_factor=1 / 3, end_factor=0.0) ends 1e-17 below 0."""
+    model, optimizer = built_rule("adam")
+    for group in optimizer.param_groups:
+        group["lr"] = -6.8e-18
+    step(model, optimizer, seed=1)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("entry", ["lr", "weight_decay"])
+def test_a_number_of_one_rank_is_refused_on_all(entry: str) -> None:
+    def rank_main(comm: Comm) -> list[str]:
+        model = make_model()
+        optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model], pg_collection=roles_over(comm))
+        step(model, optimizer, seed=1)
+        before = [*weights(model).values()]
+        refusals = []
+        for value in (NAN, np.float32(0.02) if comm.rank else np.float32(0.03)):
+            if comm.rank or value == value:
+                optimizer.param_groups[0][entry] = value
+            try:
+                step(model, optimizer, seed=2)
+            except (ValueError, RuntimeError) as error:
+                refusals.append(f"{type(error).__name__}: {error}")
+        assert_equal([*weights(model).values()], before)
+        return refusals
+
+    first, second = run_threads(2, rank_main)
+    assert [refusal.partition(":")[0] for refusal in first] == ["UnusableGradientError", "HyperError"]
+    assert [refusal.partition(":")[0] for refusal in second] == ["GroupError", "HyperError"]
+    assert f"{entry}=nan" in second[0]
 
 
 # --- loaded groups ----------------------------------------------------------------------------------------------------

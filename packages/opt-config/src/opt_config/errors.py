@@ -5,6 +5,15 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 
+def is_too_large(value: float) -> bool:
+    """Whether a number is an int beyond the range of floats."""
+    try:
+        float(value)
+    except OverflowError:
+        return True
+    return False
+
+
 class Problem(NamedTuple):
     """One thing wrong with one field."""
 
@@ -13,7 +22,9 @@ class Problem(NamedTuple):
     reason: str  # what is allowed, what to do
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value!r}: {self.reason}"
+        is_long = isinstance(self.value, int) and is_too_large(self.value)
+        shown = "an int of hundreds of digits" if is_long else repr(self.value)
+        return f"{self.field}={shown}: {self.reason}"
 
 
 class ConfigError(ValueError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Union, ge
 
 import torch
 
-from opt_config.errors import ConfigError, Problem, did_you_mean
+from opt_config.errors import ConfigError, Problem, did_you_mean, is_too_large
 
 if TYPE_CHECKING:
     from opt_config.optimizer_config import OptimizerConfig
@@ -32,7 +32,7 @@ class Interval(NamedTuple):
     high_open: bool = True  # with the default `high`, excludes infinity
 
     def __contains__(self, value: object) -> bool:
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or is_too_large(value):
             return False
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
@@ -134,7 +134,7 @@ def accepts(hint: Any, value: object) -> bool:
     if get_origin(hint) is Mapping:
         return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and value == value
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)

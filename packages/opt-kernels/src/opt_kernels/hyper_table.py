@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.works import is_number
+
 Group = Mapping[str, Any]
 
 
@@ -71,7 +73,7 @@ class HyperTable:
     def _parts(self, name: str, value: Any) -> tuple[float | Tensor, ...]:
         """The numbers of an entry, including device tensors; none if the entry is frozen."""
         values = value if isinstance(value, tuple | list) else (value,)
-        if not all(map(_is_number, values)):
+        if not all(map(is_number, values)):
             return ()
         return tuple(
             number if isinstance(number, Tensor) and number.device == self._device else float(number)
@@ -109,9 +111,3 @@ class _Entry(NamedTuple):
 
 def _host_numbers(entries: Sequence[_Entry]) -> list[float]:
     return [part for entry in entries for part in entry.parts if not isinstance(part, Tensor)]
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from enum import Enum, StrEnum, auto
+from numbers import Real
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "NOT_SPLIT", "Batch", "Hyper", "MatrixPart", "MatrixSpec", "NamedChoice", "StateKind", "StateSpec", "Task",
-    "TensorParallel", "Work", "Works",
+    "TensorParallel", "Work", "Works", "as_float", "is_number", "is_on_device",
 ]  # fmt: skip
 
 NumberValue = float | tuple[float, ...]
@@ -34,6 +35,33 @@ class NamedChoice(StrEnum):
 
 class NumberError(ValueError):
     """A number or choice of a rule that is unknown or not allowed."""
+
+
+ROUNDING = 1e-12
+"""How far below 0 a learning rate may be: torch's LinearLR(end_factor=0.0) ends within rounding of 0."""
+
+
+def is_number(value: object) -> bool:
+    """Whether an entry of a group is one number: of Python, of NumPy, or a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_on_device(value: object) -> bool:
+    """Whether an entry of a group has a number that the host could only read by waiting for an accelerator."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(x, Tensor) and x.device.type != "cpu" for x in values)
+
+
+def as_float(value: Any) -> Any:
+    """A number of another type, such as `numpy.float32`, as a float, also in a row: rules compute with float64 on the
+    host. Other values are returned as they are."""
+    if isinstance(value, tuple | list):
+        return tuple(map(as_float, value))
+    if isinstance(value, float | int | Tensor) or not isinstance(value, Real):
+        return value
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +97,18 @@ class Number:
         is_sequence = isinstance(value, tuple | list)
         if is_sequence != isinstance(self.default, tuple) or len(values) != count or not all(map(self._allows, values)):
             verb = "are" if is_sequence else "is"
-            finite = "finite " if any(isinstance(x, float) and math.isinf(x) for x in values) else ""
+            finite = "" if all(not is_number(x) or _is_finite(x) for x in values) else "finite "
             raise NumberError(f"{self.name}={value!r} {verb} not allowed; pass {self._allowed(finite)}")
 
     def _allows(self, value: object) -> bool:
-        if not isinstance(value, int | float | Tensor) or isinstance(value, bool):
+        if not is_number(value):
             return False
-        if isinstance(value, Tensor) and value.numel() != 1:
-            return False
-        x = float(value)
+        if not _is_finite(value):
+            return bool(self.high == math.inf and value == self.high)
+        x = float(value)  # type: ignore[arg-type]
+        low = -ROUNDING if self.name == "lr" and self.low == 0 else self.low
         return (
-            (math.isfinite(x) or x == self.high)
-            and (self.low is None or x >= self.low)
+            (low is None or x >= low)
             and (self.high is None or x <= self.high)
             and (self.below is None or x < self.below)
         )
@@ -92,6 +120,14 @@ class Number:
         if isinstance(self.default, tuple):
             return f"{len(self.default)} {finite}number{'s' if len(self.default) > 1 else ''}{of}"
         return f"a {finite}number{of}"
+
+
+def _is_finite(number: Any) -> bool:
+    """Whether a number is finite as a float; an int may be too large."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

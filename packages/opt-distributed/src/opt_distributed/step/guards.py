@@ -6,6 +6,7 @@ The guards that every step has stand here: gradients that must not be used, para
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from operator import is_
 from typing import Any, Protocol
 from weakref import ref
@@ -20,8 +21,9 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.pieces.piece import FIELDS, Groups, check_rate
 from opt_distributed.pieces.sources import Source
 from opt_kernels.formulas import NumberError
-from opt_kernels.hooks import check_unread, reads_weight_decay
+from opt_kernels.hooks import check_numbers, check_unread, reads_weight_decay
 from opt_kernels.rules import Rule
+from opt_kernels.works import is_number, is_on_device
 
 FIXED = ("optimizer", "name", "is_expert_parallel", "clip_grad", "hooks")
 """Entries that decide how parameters are laid out, clipped and updated."""
@@ -257,16 +259,28 @@ class UsableGroups(Refusal):
 
     def check(self, groups: Groups) -> None:
         """Raise ValueError for a group without a learning rate, and GroupError for an entry that was removed, for a
-        fixed one that was changed or added, and for betas or other numbers of another form. Unchanged groups cost one
-        pass in C each."""
+        fixed one that was changed or added, and for numbers of another form or out of the bounds of their rule.
+        Unchanged groups cost one pass in C each, and the bounds of rate and decay."""
         for index, group in enumerate(groups if self._built else ()):
             seen, present = self._seen[index], (len(group), *map(group.get, self._watched[index]))
             if len(seen) != len(present) or not all(map(is_, seen, present)):
                 for problem in self._problems(index, group):
                     raise GroupError(f"group {self._built[index].get('name', index)!r}: {problem}")
-                self._seen[index] = present
+                self._check_bounds(index, group, self._watched[index])
+                own = getattr(self.rules.get(index), "hyper_names", ())
+                self._seen[index] = () if any(_may_change(group.get(name)) for name in (*FIELDS, *own)) else present
         for index in self.rules:
             check_rate(groups[index])
+            self._check_bounds(index, groups[index], _SCHEDULED)
+
+    def _check_bounds(self, index: int, group: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Raise GroupError for a number that is out of the bounds of the rule. Numbers on an accelerator are not read,
+        because the host would have to wait for them."""
+        numbers = {name: group[name] for name in names if name in group and not is_on_device(group[name])}
+        try:
+            check_numbers(self.rules.get(index), numbers)
+        except NumberError as error:
+            raise GroupError(f"group {group.get('name', index)!r}: {error}. Nothing was updated") from None
 
     def _problems(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
         built, changed = self._built[index], {}
@@ -284,7 +298,8 @@ class UsableGroups(Refusal):
                 read = ", ".join(name for name in FIELDS if name in built)
                 yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {read}"
             if name in group and name in built and not _has_form_of(group[name], built[name]):
-                yield f"{name}={group[name]!r} was set where the optimizer was built with {built[name]!r}"
+                form = f"{len(built[name])} numbers" if isinstance(built[name], tuple | list) else "a number"
+                yield f"{name}={group[name]!r} was set where the optimizer was built with {built[name]!r}; pass {form}"
         for name in _FLAGS:
             if name in group and group[name] is not built.get(name, False):
                 yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
@@ -316,14 +331,13 @@ class UsableGroups(Refusal):
 def _has_form_of(value: Any, built: Any) -> bool:
     """Whether both are single numbers, or rows of as many. A learning rate may be None until a scheduler sets it."""
     if isinstance(built, tuple | list):
-        return isinstance(value, tuple | list) and len(value) == len(built) and all(map(_is_number, value))
-    return value is None or _is_number(value)
+        return isinstance(value, tuple | list) and len(value) == len(built) and all(map(is_number, value))
+    return value is None or is_number(value)
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _may_change(value: Any) -> bool:
+    """Whether a value can be written in place, so that comparing objects does not show a change."""
+    return isinstance(value, list | Tensor) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 
 class EqualGroups:
@@ -393,4 +407,6 @@ def _plain(value: Any) -> Any:
         return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
-    return float(value) if isinstance(value, int | float) else str(value) if isinstance(value, str) else None
+    if isinstance(value, str):
+        return str(value)
+    return float(value) if isinstance(value, Real) else None

@@ -35,7 +35,7 @@ from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import NUM_SUMS, HookedUpdate
 from opt_kernels.rules import Needs, Rule
-from opt_kernels.works import Batch, Hyper, Works
+from opt_kernels.works import Batch, Hyper, Works, as_float
 from opt_paramgroups import ParamId
 
 DECODED_NUMEL = 1 << 25
@@ -199,8 +199,8 @@ def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Iterable[st
     Raises ValueError if the group has no learning rate yet.
     """
     check_rate(group)
-    numbers = {name: group[name] for name in FIELDS if name in group}
-    return Hyper(step=step, own={name: group[name] for name in own}, **numbers)
+    numbers = {name: as_float(group[name]) for name in FIELDS if name in group}
+    return Hyper(step=step, own={name: as_float(group[name]) for name in own}, **numbers)
 
 
 class PieceRun:

@@ -6,6 +6,7 @@ formula (`compose`). Hooks that need norms write the direction to a buffer first
 
 from opt_kernels.hooks.hooked import (
     bare,
+    check_numbers,
     check_unread,
     checked,
     described,
@@ -35,6 +36,6 @@ from opt_kernels.hooks.values import (
 __all__ = [
     "NUM_SUMS", "Begun", "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "ClipUpdateRms", "CoupledDecay",
     "GivenHooks", "Hook", "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate",
-    "RowFloor", "RowMeans", "SpannedRows", "add_row_sums_", "bare", "check_unread", "checked", "described", "hooked",
-    "hooks_of", "reads_weight_decay", "shape_problem",
+    "RowFloor", "RowMeans", "SpannedRows", "add_row_sums_", "bare", "check_numbers", "check_unread", "checked",
+    "described", "hooked", "hooks_of", "reads_weight_decay", "shape_problem",
 ]  # fmt: skip

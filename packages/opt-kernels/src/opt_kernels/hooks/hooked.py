@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks.compose import hyper_of, with_hook
 from opt_kernels.hooks.measured import HookedUpdate
 from opt_kernels.hooks.values import (
@@ -22,7 +23,7 @@ from opt_kernels.hooks.values import (
     RowFloor,
 )
 from opt_kernels.rules.base import ElementwiseRule, Needs, Rule
-from opt_kernels.works import Batch, Hyper, Work
+from opt_kernels.works import Batch, Hyper, Number, Work
 
 TRIED_STEPS = (1, 2, 3, 6, 100)  # a formula may branch on the step
 TRIED_SHAPES = {Needs.ELEMENTS: (256,), Needs.MATRICES: (8, 8)}
@@ -94,6 +95,20 @@ def check_unread(rule: Rule, values: Mapping[str, Any]) -> None:
     if isinstance(inner, ElementwiseRule):
         decay = {"weight_decay": 0.0} if reads_weight_decay(rule) else {}
         inner.formula.check_unread({**values, **decay})
+
+
+def check_numbers(rule: Rule | None, values: Mapping[str, Any]) -> None:
+    """Raise NumberError for a number of a group that is out of the bounds that the formula of `rule` declares, or else
+    of those that every rule has. Other entries are ignored."""
+    inner = None if rule is None else bare(rule)
+    declared = inner.formula.numbers if isinstance(inner, ElementwiseRule) else ()
+    for name, value in values.items():
+        number = next((number for number in declared if number.name == name), None)
+        if number is None and name in OF_HYPER:
+            is_row = name == "betas" and isinstance(value, tuple | list)
+            number = Number(name, (0.0,) * len(value) if is_row else 0.0)
+        if number is not None:
+            number.check(value)
 
 
 def bare(rule: Rule) -> Rule:

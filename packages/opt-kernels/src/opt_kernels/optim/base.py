@@ -22,7 +22,7 @@ from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses,
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
 from opt_kernels.optim.state import Mains, Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec
+from opt_kernels.works import Batch, Hyper, MatrixSpec, as_float, is_on_device
 
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
 
@@ -123,9 +123,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self._entries is not None:
             self._entries.accept(self.param_groups)
 
+    def _check_numbers(self, values: Mapping[str, Any]) -> None:
+        """Raise NumberError, a ValueError, for a number that is not allowed."""
+        groups.check_options(values)
+
     def _check_group(self, group: ParamGroup) -> None:
         """Raise ValueError for a group that this optimizer does not support."""
         groups.check_options(group)
+        self._check_numbers(group)
         groups.check_fixed(group, self.defaults, self.fixed)
         groups.check_names(groups.checked_hooks(group.get(groups.HOOKS, ())), self.rules)
 
@@ -134,6 +139,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         not supported, and for an entry that was removed."""
         assert self._entries is not None
         changes = self._entries.changes(self.param_groups)
+        for group in self.param_groups:  # `changes` leaves out what schedulers set
+            self._check_numbers({name: group[name] for name in self.scheduled if not is_on_device(group[name])})
         if not changes:
             return
         flags = groups.NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
@@ -370,7 +377,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
         """The hyper-parameters that `rule` reads from `group` in this step."""
-        numbers = {name: group[name] for name in OF_HYPER if name in group}
+        numbers = {name: as_float(group[name]) for name in OF_HYPER if name in group}
         if names := getattr(rule, "hyper_names", ()):
-            numbers["own"] = {name: group[name] for name in names if name in group}
+            numbers["own"] = {name: as_float(group[name]) for name in names if name in group}
         return Hyper(step=step if isinstance(step, Tensor) else int(step), **numbers)

@@ -74,9 +74,8 @@ class FormulaOptimizer(RuleOptimizer):
         values = {name: group[name] for name in names if name in group}
         check_unread(with_hooks(self.rule, checked_hooks(group.get(HOOKS, self.hooks))), values)
 
-    def _check_group(self, group: ParamGroup) -> None:
-        self.formula.check_numbers(group)
-        super()._check_group(group)
+    def _check_numbers(self, values: Mapping[str, Any]) -> None:
+        self.formula.check_numbers(values)
 
 
 class NAdamOptimizer(FormulaOptimizer):

@@ -175,12 +175,7 @@ class MatrixOptimizer(RuleOptimizer):
         name = self._names.get(param)
         return super()._named(group, param) if name is None else f"{name!r} of shape {tuple(param.shape)}"
 
-    def _check_group(self, group: ParamGroup) -> None:
-        self._check_numbers(group)
-        super()._check_group(group)
-
     def _check_numbers(self, values: Mapping[str, Any]) -> None:
-        """Raise NumberError, a ValueError, for a number that is not allowed."""
         for number in self.declared or numbers_of(self.numbers):
             if number.name in values:
                 number.check(values[number.name])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +11,17 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
 from opt_distributed.step import CHOICES
 from opt_kernels.formulas import NumberError
-from opt_kernels.hooks import GivenHooks, HookError, Hyperball, bare, check_unread, described, hooked, hooks_of
+from opt_kernels.hooks import (
+    GivenHooks,
+    HookError,
+    Hyperball,
+    bare,
+    check_numbers,
+    check_unread,
+    described,
+    hooked,
+    hooks_of,
+)
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
@@ -156,7 +165,7 @@ def make_rules_(
     for group in groups:
         for key, value in hyper[group["optimizer"]].items():
             group.setdefault(key, value)
-        check_numbers(group, made[group["optimizer"]])
+        check_bounds(group, made[group["optimizer"]])
     given = hooks if isinstance(hooks, Mapping) else dict.fromkeys(made, hooks)
     if unused := [name for name, of_rule in given.items() if name not in made and of_rule]:
         raise ConfigError(f"hooks has {unused[0]!r}, but parameters are updated by {', '.join(made)}; use these names")
@@ -249,13 +258,12 @@ def _check_entries(
         raise ConfigError("\n".join(problems))
 
 
-def check_numbers(group: Group, rule: Rule) -> None:
-    """Raise ConfigError if a hyper-parameter of a group is out of the bounds of its formula. lr may be None."""
-    if isinstance(rule, ElementwiseRule):
-        try:
-            rule.check_numbers({name: value for name, value in group.items() if value is not None})
-        except NumberError as error:
-            raise ConfigError(f"group {group['name']!r}: {error}") from None
+def check_bounds(group: Group, rule: Rule | None) -> None:
+    """Raise ConfigError if a hyper-parameter of a group is out of the bounds of its rule. lr may be None."""
+    try:
+        check_numbers(rule, {name: value for name, value in group.items() if value is not None})
+    except NumberError as error:
+        raise ConfigError(f"group {group['name']!r}: {error}") from None
 
 
 # --- choices of rules: recorded in groups, and compared with those that a loaded state was saved with -----------------
@@ -344,8 +352,8 @@ def check_loaded_numbers(
     for group, saved in loaded:
         name, rule = group["name"], rules.get(group["optimizer"])
         formula = rule.formula if isinstance(rule, ElementwiseRule) else None
+        check_bounds({**{key: saved[key] for key in saved if key in group}, "name": name}, rule)
         if rule is not None:
-            check_numbers({**{key: saved[key] for key in saved if key in group}, "name": name}, rule)
             chosen = dict(formula.constants) if formula else {}
             flags = {flag: bool(chosen.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
             recorded = {c.name: chosen[c.name] for c in formula.choices if c.is_recorded} if formula else {}
@@ -355,10 +363,3 @@ def check_loaded_numbers(
                         f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; "
                         "build it with the saved option, or set it in the state dict to continue without it"
                     )
-        for key in ("lr", "weight_decay", "eps", "momentum", "betas"):
-            values, declares = saved.get(key), formula is not None and key in formula.number_names
-            for value in values if isinstance(values, tuple | list) else (values,):
-                is_usual = declares or value is None or 0 <= float(value) < (1 if key == "betas" else math.inf)
-                if not (is_usual and math.isfinite(value or 0.0)):
-                    allowed = "in [0, 1)" if key == "betas" else "finite and at least 0"
-                    raise ConfigError(f"group {name!r} was saved with {key}={values!r}; it must be {allowed}")
