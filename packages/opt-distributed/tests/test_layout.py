@@ -21,6 +21,7 @@ from opt_distributed.layout import (
     SplitMatrix,
     compute_layout,
     flat_layout,
+    owner_load,
     replicated_layout,
     update_cost,
     whole_layout,
@@ -295,6 +296,70 @@ def test_a_block_of_a_kept_axis_has_an_owner_among_the_ranks_that_share_it() -> 
     layout = compute_layout(split((8, 8), (8, 8), dims=(1, 0)), sizes=(2, 2), computes=Computes.OWNER, kept=1)
     assert (owners(layout), layout.num_ranks) == ({"w0": (0,), "w1": (1,)}, 2)
     assert layout.whole(layout.slots[0], (1, 0)) == ((0, 4), (8, 4))
+
+
+def names(runs: list[list[ParamId]]) -> list[str]:
+    return [" ".join(id.name for id in run) for run in runs]
+
+
+def test_a_run_is_bounded_by_the_elements_that_a_rank_computes() -> None:
+    """Of all matrices where every rank computes, of its share where owners do; at least one matrix for each rank."""
+    matrices = split((4, 4), (6, 4), (8, 4), (4, 4), (2, 4))
+    ids = [matrix.id for matrix in matrices]
+    every = compute_layout(matrices, sizes=(2,), computes=Computes.EVERY)
+    assert names(every.runs(ids, run_numel=56)) == ["w2 w1", "w0 w3 w4"]
+    assert names(every.runs(ids[::-1], run_numel=0)) == ["w2", "w1 w0", "w3 w4"]  # 1.6 times 32 elements
+    owners = compute_layout(matrices, sizes=(2,), computes=Computes.OWNER)
+    assert names(owners.runs(ids, run_numel=56)) == ["w2 w1 w0 w3 w4"]
+    assert names(owners.runs(ids[:4], run_numel=0)) == ["w2 w1 w0 w3"]
+    assert names(owners.runs(ids[:4], run_numel=0)) == names(owners.runs(ids[3::-1], run_numel=0))
+    assert owners.runs([]) == []
+
+
+def dense(layers: int, hidden: int, kv: int, ffn: int) -> list[tuple[int, ...]]:
+    """The matrices of a Llama: q, k, v, o, gate, up, down."""
+    block = [
+        (hidden, hidden),
+        (kv, hidden),
+        (kv, hidden),
+        (hidden, hidden),
+        (ffn, hidden),
+        (ffn, hidden),
+        (hidden, ffn),
+    ]
+    return block * layers
+
+
+MODELS = {
+    "8B": dense(32, 4096, 1024, 14336),
+    "32B": dense(64, 5120, 1024, 27648),
+    "70B": dense(80, 8192, 1024, 28672),
+    "405B": dense(126, 16384, 1024, 53248),
+    "stacks of 32 experts": [(32, 2048, 7168)] * 174,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "most"),
+    [
+        ("8B", 8, 1.02), ("32B", 8, 1.02), ("70B", 8, 1.02), ("stacks of 32 experts", 16, 1.02),
+        ("70B", 64, 1.15), ("405B", 64, 1.15), ("405B", 512, 1.15),
+    ],
+)  # fmt: skip
+def test_owners_are_busy_in_every_run_of_published_shapes(model: str, ranks: int, most: float) -> None:
+    """The work of the slowest owner of each run, over the mean. Bounds from the shapes alone: one run gives 1.12."""
+    matrices = split(*MODELS[model])
+    layout = compute_layout(matrices, sizes=(ranks,), computes=Computes.OWNER)
+    owner_of = {slot.matrix.id: slot.owner for slot in layout.slots}
+    cost_of = {matrix.id: update_cost(matrix.shape) for matrix in matrices}
+    slowest = 0
+    for run in layout.runs(cost_of):
+        work = dict.fromkeys(owner_of.values(), 0)
+        for id in run:
+            work[owner_of[id]] += cost_of[id]
+        slowest += max(work.values())
+    assert slowest * ranks / sum(cost_of.values()) <= most
+    assert owner_load(layout).slowest == slowest * ranks / sum(cost_of.values())
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), st.data())

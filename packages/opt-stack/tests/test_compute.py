@@ -79,7 +79,8 @@ def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
 
 def test_the_plan_counts_matrices_by_who_computes_them() -> None:
     metas = [*(meta((16, 8), FSDP, name=name) for name in "abc"), meta((16, 8), LAST_FSDP, TP, name="d")]
-    first, second = compute_lines(plan(BLOCKWISE, *metas))
+    first, load, second, _ = compute_lines(plan(BLOCKWISE, *metas))
+    assert load == "  in 1 run, an owner holds at most 0.0 MiB; the slowest works 1.33 times the mean"
     assert first.startswith("3 matrices cut over 4 ranks (dp): one rank gathers, computes and returns each")
     assert second.startswith("1 matrix cut over 2 x 4 ranks (tp, dp): ")
     assert second.endswith(" (muon_tp_mode='blockwise')")

@@ -15,14 +15,16 @@ from opt_distributed.layout.whole import (
     ComputeLayout,
     Computes,
     ComputeSlot,
+    OwnerLoad,
     SplitMatrix,
     compute_layout,
+    owner_load,
     update_cost,
     whole_layout,
 )
 
 __all__ = [
-    "Block", "Bucket", "ComputeLayout", "ComputeSlot", "Computes", "Layout", "LayoutError", "ParamShape", "Piece",
-    "Slot", "SplitMatrix", "compute_layout", "flat_layout", "replicated_layout", "update_cost",
-    "whole_layout",
+    "Block", "Bucket", "ComputeLayout", "ComputeSlot", "Computes", "Layout", "LayoutError", "OwnerLoad", "ParamShape",
+    "Piece", "Slot", "SplitMatrix", "compute_layout", "flat_layout", "owner_load", "replicated_layout",
+    "update_cost", "whole_layout",
 ]  # fmt: skip

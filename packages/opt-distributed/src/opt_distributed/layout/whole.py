@@ -10,6 +10,7 @@ dim, after the axes before it. So ranks whose coordinates share a prefix store o
     (6, 4) over (2, 2) ranks, dims (0, 1)    (0,): rows 0-2    (0, 1): rows 0-2, cols 2-3    (1, 0): rows 3-5, cols 0-1
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -31,6 +32,15 @@ from opt_distributed.layout.layout import (
     start_multiple,
 )
 from opt_paramgroups import ParamId
+
+RUN_NUMEL = 1 << 26
+"""Elements of whole matrices that a rank computes after one gather, which bounds their memory: 256 MiB in fp32."""
+
+LARGEST_IN_RUN = 1.6
+"""A rank may also compute this many times the elements of the largest matrix, which its owner has to hold anyway.
+
+With less, the other ranks wait for the owners of large matrices: 1.2 times the mean for a 70B model over 64 ranks.
+"""
 
 MIN_LARGEST = 2
 """A bucket holds this many times the elements of its largest parameter (or `num_shards` times, if that is less).
@@ -238,6 +248,59 @@ class ComputeLayout:
     def whole(self, slot: ComputeSlot, at: Coordinate) -> Block:
         """The block of ``slot`` that is one matrix to the rule at ``at``: all of it, except that kept axes cut it."""
         return self.block(slot, at[: self.kept] if self.computes.gathers else at)
+
+    def runs(self, ids: Iterable[ParamId], *, run_numel: int = RUN_NUMEL) -> list[list[ParamId]]:
+        """Divide matrices into runs, each gathered and computed before the next one, in descending order of cost.
+
+        A run grows by one matrix for each rank while no rank computes more than `max(run_numel, LARGEST_IN_RUN *
+        largest)` elements, so that every rank is busy in every run but the last. Equal on all ranks.
+        """
+        chosen = set(ids)
+        slots = [slot for slot in self.slots if slot.matrix.id in chosen]
+        slots.sort(key=lambda slot: update_cost(slot.matrix.shape), reverse=True)  # stable
+        first_rank = (0,) * len(self.sizes)  # has the largest blocks
+        numels = {slot.matrix.id: self.whole(slot, first_rank).numel for slot in slots}
+        limit = max(run_numel, LARGEST_IN_RUN * max(numels.values(), default=0))
+        growth = self.num_ranks if self.computes is Computes.OWNER else 1
+        runs: list[list[ParamId]] = []
+        held: Counter[Coordinate | None] = Counter()  # elements of the last run by owner; by None, of every rank
+        for start in range(0, len(slots), growth):
+            added: Counter[Coordinate | None] = Counter()
+            for slot in slots[start : start + growth]:
+                added[slot.owner] += numels[slot.matrix.id]
+            held += added
+            if not runs or max(held.values(), default=0) > limit:
+                runs.append([])
+                held = added
+            runs[-1] += [slot.matrix.id for slot in slots[start : start + growth]]
+        return runs
+
+
+class OwnerLoad(NamedTuple):
+    """What owners hold and compute in the runs of a layout."""
+
+    num_runs: int
+    numel: int  # most elements of whole matrices that a rank holds at once
+    slowest: float  # work of the slowest owner of each run, in all, over the work of the mean rank; 1 is balanced
+
+
+def owner_load(layout: ComputeLayout) -> OwnerLoad:
+    """Return the load of the owners of a layout with `Computes.OWNER`."""
+    slots = {slot.matrix.id: slot for slot in layout.slots}
+    runs = layout.runs(slots)
+    numel = 0
+    work_of_slowest = 0
+    for run in runs:
+        held: Counter[Coordinate | None] = Counter()
+        work: Counter[Coordinate | None] = Counter()
+        for id in run:
+            slot = slots[id]
+            held[slot.owner] += layout.whole(slot, (0,) * len(layout.sizes)).numel
+            work[slot.owner] += update_cost(slot.matrix.shape)
+        numel = max(numel, *held.values())
+        work_of_slowest += max(work.values())
+    all_work = sum(update_cost(slot.matrix.shape) for slot in layout.slots)
+    return OwnerLoad(len(runs), numel, work_of_slowest * layout.num_ranks / max(all_work, 1))
 
 
 def compute_layout(

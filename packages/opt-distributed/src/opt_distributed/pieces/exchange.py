@@ -23,9 +23,6 @@ from opt_kernels.rules import GRAD_SQUARES, MatrixRule, Rule, sums_gradients
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
-WHOLE_NUMEL = 1 << 26
-"""Elements of whole matrices that a rank computes after one gather, which bounds their memory. At least one matrix."""
-
 _OF_PARTS = "of matrices that ranks store parts of"
 EVERYONE = -1  # in place of the rank that owns a matrix
 Parts = Mapping[ParamId, Tensor]
@@ -127,11 +124,11 @@ class ComputeStage:
         self.at = tuple(comm.rank for comm in comms)
         self.of_whole = of_whole  # the description of each whole matrix for the rule
         self._slots = {slot.matrix.id: slot for slot in layout.slots}
-        self._order = {id: number for number, id in enumerate(self._slots)}
         self._wholes = {id: layout.whole(slot, self.at) for id, slot in self._slots.items()}
         self._parts = {id: layout.block(slot, self.at) for id, slot in self._slots.items()}
         self._every = layout.computes is Computes.EVERY
         self._legs = lru_cache(maxsize=64)(self._planned)
+        self._runs = lru_cache(maxsize=64)(layout.runs)
 
     def __contains__(self, id: Hashable) -> bool:
         return id in self._slots
@@ -153,19 +150,10 @@ class ComputeStage:
         return self.computes(id) and (self._slots[id].owner is not None or not any(self.at[self.layout.kept :]))
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
-        """Divide `tasks` into runs that are gathered together, in the order of the layout: the same on every rank."""
-        limit = WHOLE_NUMEL * (1 if self._every else self.layout.num_ranks)
-        run: list[Task] = []
-        numel = 0
-        for task in sorted(tasks, key=lambda task: self._order[matrix_of(task.work)]):
-            size = self._wholes[matrix_of(task.work)].numel
-            if run and numel + size > limit:
-                yield run
-                run, numel = [], 0
-            run.append(task)
-            numel += size
-        if run:
-            yield run
+        """Divide `tasks` into runs that are gathered together, the same on every rank (`ComputeLayout.runs`)."""
+        of_id = {matrix_of(task.work): task for task in tasks}
+        for run in self._runs(frozenset(of_id)):
+            yield [of_id[id] for id in run]
 
     def gather(self, parts: Parts) -> dict[ParamId, Tensor]:
         """Gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""

@@ -10,7 +10,7 @@ import torch
 
 from opt_config import ConstantScale, DynamicScale
 from opt_distributed.buffers import BufferPlan, short
-from opt_distributed.layout import Computes
+from opt_distributed.layout import ComputeLayout, Computes, owner_load
 from opt_distributed.pieces import FP16, Numbers
 from opt_kernels.hooks import hooks_of
 from opt_kernels.matrices import TpMode
@@ -115,15 +115,25 @@ WORDS: Mapping[Computes, str] = {
 
 def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
     """Lines for a printed plan: matrices by axes and by computing ranks, with muon_tp_mode if it has an effect."""
-    counts: dict[str, int] = {}
+    layouts: dict[str, list[ComputeLayout]] = {}
     for plan in plans:
         ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
         line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
         line += ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
         line += "" if plan.tp_mode is None else f" (muon_tp_mode={plan.tp_mode.value!r})"
-        counts[line] = counts.get(line, 0) + len(plan.layout.slots)
-    for line, count in counts.items():
+        layouts.setdefault(line, []).append(plan.layout)
+    for line, alike in layouts.items():
+        count = sum(len(layout.slots) for layout in alike)
         yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
+        if alike[0].computes is Computes.OWNER:
+            loads = [owner_load(layout) for layout in alike]
+            num_runs = max(load.num_runs for load in loads)
+            mebibytes = max(load.numel for load in loads) * 4 / 2**20  # gathered in fp32
+            slowest = max(load.slowest for load in loads)
+            yield (
+                f"  in {num_runs} run{'s' * (num_runs > 1)}, an owner holds at most {mebibytes:,.1f} MiB; "
+                f"the slowest works {slowest:.2f} times the mean"
+            )
 
 
 def unit_lines(plan: "Plan") -> Iterator[str]:
