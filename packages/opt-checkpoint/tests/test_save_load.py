@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from opt_checkpoint import (
+    AsyncSaver,
     CheckpointCorruptError,
     CheckpointingException,
     CheckpointKeyError,
@@ -289,3 +291,19 @@ def test_files_are_only_appended_to_and_torch_reads_large_archives_without_a_che
     again = torch.zeros_like(values)
     load({"w": again}, tmp_path / "x")
     assert torch.equal(again, values)
+
+
+def test_saves_and_loads_may_be_in_and_out_of_inference_mode(tmp_path: Path) -> None:
+    """Trainers save after a validation in inference mode. The next asynchronous save could not write the snapshot's
+    memory, and a load into tensors made in that mode failed."""
+    values = torch.arange(5.0)
+    with closing(AsyncSaver()) as saver:
+        with torch.inference_mode():
+            saver.save({"w": values}, tmp_path / "inside")
+            target = torch.zeros(5)
+        saver.save({"w": values + 1}, tmp_path / "outside")
+    with torch.inference_mode():
+        load({"w": target}, tmp_path / "inside")
+    assert torch.equal(target, values)
+    load({"w": target}, tmp_path / "outside")
+    assert torch.equal(target, values + 1)

@@ -190,3 +190,15 @@ def test_cuts_fall_on_the_blocks_of_block_quantised_states() -> None:
     starts = [start for of_rank in run_threads(3, rank_main) for start in of_rank]
     assert {start % 128 for start in starts} == {0}
     assert any(starts)
+
+
+def test_a_model_wrapped_in_inference_mode_takes_gradients() -> None:
+    """Its buffers could not be written outside of that mode."""
+    tokens = batch(0, 2)
+    expected = expected_grads(lambda net: loss_of(net, tokens))
+    net = Net()
+    with torch.inference_mode():
+        ddp = DistributedDataParallel(SHARDED, net, groups=over(Alone()))
+    backward(loss_of(ddp, tokens))
+    ddp.finish_grad_sync()
+    check_owned(ddp, expected)

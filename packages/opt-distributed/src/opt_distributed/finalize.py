@@ -104,7 +104,7 @@ def finalize_model_grads(
     if num_tokens is None or not unscaled:
         return
     device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
-    total = torch.as_tensor(num_tokens, device=device).detach().to(torch.float32, copy=True)
+    total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).detach().clone()
     stages = peers.get("pp", ALONE)
     stages.broadcast_(total, src=stages.size - 1)
     for comm in replicas:

@@ -156,7 +156,7 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
     the next step. The result is a `PieceState` if names contain a part, else a plain dict, because torch's pytrees do
     not traverse subclasses. With `copies_main`, main values are always included, as a copy.
     """
-    state = {STEP: torch.tensor(float(piece.step))}
+    state = {STEP: torch.tensor(float(piece.step), dtype=torch.float32, device="cpu")}
     specs = _specs(unit, piece)
     if copies_main and _OF_MAIN not in specs:
         specs.append(_OF_MAIN)
@@ -297,7 +297,8 @@ def sharded_piece(unit: Unit, piece: OwnedPiece, param: ShardedParam) -> dict[st
             part = param.flat(None, piece.of_param.start, piece.of_param.stop)
         else:
             part = replace(param, data=None, flattened_range=piece.of_param)
-    described = {STEP: make_sharded_state(part, torch.tensor(piece.step, dtype=torch.int64), STEP, PerParam())}
+    step = torch.tensor(piece.step, dtype=torch.int64, device="cpu")
+    described = {STEP: make_sharded_state(part, step, STEP, PerParam())}
     for spec in kept_states(unit, piece):
         key = spec.name + (SPLIT_MARK + piece.matrix.split_name if _is_by_part(spec, piece) else "")
         of, saved_spec = part, _saved_spec(spec, piece)

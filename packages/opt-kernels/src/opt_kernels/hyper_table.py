@@ -55,7 +55,7 @@ class HyperTable:
             self._lay_out(len(groups), entries)
         numbers = _host_numbers(entries)
         if numbers != self._numbers:
-            self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64)))
+            self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64, device="cpu")))
             self._numbers = numbers
 
     def is_behind(self, groups: Sequence[Group]) -> bool:
@@ -83,9 +83,10 @@ class HyperTable:
 
     def _lay_out(self, num_groups: int, entries: Sequence["_Entry"]) -> None:
         size = sum(not isinstance(part, Tensor) for entry in entries for part in entry.parts)
-        self._table = torch.zeros(size, dtype=torch.float64, device=self._device)
+        with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
+            self._table = torch.zeros(size, dtype=torch.float64, device=self._device)
+            places = iter(self._table.unbind())
         self._numbers = None
-        places = iter(self._table.unbind())
         self.groups = [{} for _ in range(num_groups)]
         for entry in entries:
             views = tuple(part if isinstance(part, Tensor) else next(places) for part in entry.parts)

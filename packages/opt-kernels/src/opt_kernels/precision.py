@@ -1,7 +1,7 @@
-"""The precision of float32 matrix products: set for a block of code and restored after it.
+"""The precision of matrix products: set for a block of code, whatever the caller's settings, and restored after it.
 
-torch has one setting per process, with two APIs: `set_float32_matmul_precision`, and since torch 2.9
-`torch.backends.*.fp32_precision`. The older API raises once a user has used the newer one.
+torch has one setting for float32 products per process, with two APIs: `set_float32_matmul_precision`, and since torch
+2.9 `torch.backends.*.fp32_precision`. The older API raises once a user has used the newer one.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from opt_kernels.works import NamedChoice
+
+__all__ = ["MatmulPrecision", "fp32_products", "tf32_products", "without_autocast"]
 
 
 class MatmulPrecision(NamedChoice):
@@ -82,6 +84,20 @@ def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
         yield
     finally:
         _GUARD.leave()
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run a block that writes weights as outside of `torch.autocast`: operations keep the dtypes of their operands.
+
+    The 16-bit copies of weights that an enclosing region caches are dropped afterwards: the next forward in that region
+    would use the old weights.
+    """
+    try:
+        with torch._C._DisableAutocast():
+            yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def tf32_products() -> bool:

@@ -63,6 +63,7 @@ elements, an update takes about 10 ms and a copy 2 ms."""
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatron-Core's separate ones
 
 
+@torch.inference_mode(False)  # steps outside of inference mode must be able to write what is made here, too
 def build_stepper(draft: Draft) -> Stepper:
     """Build the stepper of the plan of `draft`, with tensors on its device."""
     plan, roles, config, device = draft.plan, draft.roles, draft.config, draft.device

@@ -20,6 +20,7 @@ from opt_distributed.buffers import StorageError
 from opt_distributed.pieces import OwnedPiece, OwnGrads, Ready, Update, check_dense
 from opt_distributed.step import StepResult, Unit
 from opt_kernels.backends import grad_stats
+from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_stack.optimizer import Optimizer
 
@@ -100,10 +101,12 @@ class GradientRelease:
         """Restart the iteration, also after a backward pass that may have failed."""
         self._updated.clear()
         slots = self.optimizer.stepper.limits.slots
-        self._squares = torch.zeros(len(slots), dtype=torch.float64, device=self._device)  # one sum for each norm
-        self._skip = torch.zeros((), dtype=torch.bool, device=self._device)
+        with torch.inference_mode(False):  # a backward pass must be able to write them
+            self._squares = torch.zeros(len(slots), dtype=torch.float64, device=self._device)  # one sum for each norm
+            self._skip = torch.zeros((), dtype=torch.bool, device=self._device)
 
     @torch.no_grad()
+    @without_autocast()
     def update_(self, param: Tensor) -> None:
         """Update a parameter by its gradient, and free the gradient.
 

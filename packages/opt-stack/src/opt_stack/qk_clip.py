@@ -23,6 +23,7 @@ from opt_checkpoint import sharded_like
 from opt_config import ConfigError
 from opt_distributed.comm import Op, Roles, agree, agreed
 from opt_distributed.pieces import HostMain, OwnedPiece, local
+from opt_kernels.precision import without_autocast
 from opt_paramgroups import is_dtensor
 from opt_stack.optimizer import Optimizer
 
@@ -146,6 +147,7 @@ class QKClip:
                 self._pieces.setdefault(id(piece.param), []).append(piece)
 
     @torch.no_grad()
+    @without_autocast()
     def __call__(self, max_logits: Sequence[Tensor]) -> float:
         """Rescale the heads whose logits exceed the threshold, and return the largest logit of the whole model.
 

@@ -125,7 +125,8 @@ def megatron_to_checkpoint(
         shapes = {t.key.removeprefix(_MAIN): t.global_shape for t in sharded if t.key.startswith(_MAIN)}
         if step is not None:
             for name, shape in shapes.items():  # several layers that are stacked have a step each
-                steps = torch.full(shape[:1] if _STACKED.match(name) else (), step)
+                layers = shape[:1] if _STACKED.match(name) else ()
+                steps = torch.full(layers, step, dtype=torch.int64, device="cpu")
                 sharded.append(sharded_like(f"{PREFIX}step.{name}", steps))
         save({"tensors": sharded, **_plain(index, common)}, path)
 

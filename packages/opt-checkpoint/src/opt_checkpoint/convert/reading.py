@@ -108,7 +108,7 @@ def read_mapped(index: CheckpointIndex, stored: Mapping[str, StoredTensor], fold
         with file.open("xb"):
             os.truncate(file, max(nbytes, 1))
         memory = torch.from_file(str(file), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         mapped[key] = memory[:nbytes].view(tensor.dtype).view(tensor.shape) if nbytes else empty
     _read(index, {key: sharded_like(key, tensor) for key, tensor in mapped.items()})
     return mapped
@@ -126,7 +126,7 @@ def read_whole(index: CheckpointIndex, key: str) -> Tensor:
 
 def _read_box(index: CheckpointIndex, key: str, box: Box) -> Tensor:
     stored = index.tensors[key]
-    data = torch.empty(box.sizes, dtype=stored.dtype)
+    data = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
     _read(index, {"": ShardedTensor(key, data, stored.dtype, box.sizes, stored.shape, box.offsets, None)})
     return data
 

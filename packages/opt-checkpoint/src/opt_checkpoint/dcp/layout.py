@@ -156,7 +156,7 @@ def weighted_sum(tensor: Tensor) -> int:
     host."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in torch.split(_bits_of(tensor), _SUMMED_BYTES):
-        places = torch.arange(1, part.numel() + 1, device=tensor.device)
+        places = torch.arange(1, part.numel() + 1, dtype=torch.int64, device=tensor.device)
         total = total * _ODD + (places * part).sum()  # wraps around
     return int(total)
 

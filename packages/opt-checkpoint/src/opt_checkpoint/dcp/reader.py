@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner, TensorRead
@@ -120,6 +121,7 @@ class CheckpointReader:
             self._values[chunk] = found and found.part(chunk.first * size, chunk.box.numel * size)
         return self._values[chunk]
 
+    @torch.inference_mode()  # there, memory made in inference mode can be written, too
     def _read_batch(self, batch: list[_Read]) -> None:
         """Read one run of a file, which several small items may share, and copy each item's values to its memory."""
         first, start = batch[0].item, batch[0].start

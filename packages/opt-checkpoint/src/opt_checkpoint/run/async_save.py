@@ -61,7 +61,7 @@ class CudaDevice:
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         """Uninitialised host memory for non-blocking copies, with the shape and dtype of `tensor`."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
 @cache
@@ -123,8 +123,12 @@ class Staging:
         device = device_of(source.device)
         target = self._buffers.get(path)
         if target is None or target.shape != source.shape or target.dtype != source.dtype:
-            empty = torch.empty(source.shape, dtype=source.dtype) if device is None else device.pinned_like(source)
-            target = self._buffers[path] = empty
+            with torch.inference_mode(False):  # a save outside of inference mode must be able to write it, too
+                if device is None:
+                    target = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+                else:
+                    target = device.pinned_like(source)
+            self._buffers[path] = target
         if device is None:
             return target.copy_(source)
         # On the side stream. The state keeps the source alive until `snapshot` has waited for the copy.

@@ -151,7 +151,7 @@ def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str,
                 f"{index.path} holds groups with tensors in lists: {some_of(lists)}; they are read from checkpoints of "
                 f"sharded_optimizer only"
             )
-        tensors = {key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in found.items()}
+        tensors = {key: torch.empty(stored.shape, dtype=stored.dtype, device="cpu") for key, stored in found.items()}
         wanted = {key: sharded_like(key, tensor) for key, tensor in tensors.items()}
         carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened))
         values |= tensors

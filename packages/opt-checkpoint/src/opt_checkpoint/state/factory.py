@@ -150,7 +150,7 @@ class ShardedTensorFactory(ShardedBase):
         """
         if self.segments or self.build_fn is None or self.data is None or self.data.dim() == 0 or not self.data.numel():
             return self
-        numbers = torch.arange(self.data.numel()).view(self.data.shape)
+        numbers = torch.arange(self.data.numel(), dtype=torch.int64, device="cpu").view(self.data.shape)
         built = list(tensors_in(self.build_fn(self.key, numbers, self.replica_id, None)))
         found = [_segment_of(self, piece, row_numel=numbers[0].numel()) for piece in built]
         segments = sorted((s for s in found if s is not None), key=lambda segment: segment.row_start)
@@ -191,7 +191,8 @@ def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_nume
     if numbers is None or not numbers.numel() or row_numel == 0:
         return None
     start, count = int(numbers.view(-1)[0]) if numbers.is_contiguous() else -1, numbers.numel()
-    is_run = start >= 0 and torch.equal(numbers.reshape(-1), torch.arange(start, start + count))
+    run = torch.arange(start, start + count, dtype=torch.int64, device="cpu")
+    is_run = start >= 0 and torch.equal(numbers.reshape(-1), run)
     is_plain = (
         piece.key.startswith(factory.key)
         and piece.replica_id == factory.replica_id

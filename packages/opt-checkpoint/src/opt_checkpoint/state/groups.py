@@ -181,6 +181,6 @@ def _set_(group: Group, field: str, value: Any) -> None:
     for a number field becomes a number."""
     held = group.get(field)
     if isinstance(held, Tensor):
-        held.copy_(torch.as_tensor(value))
+        held.copy_(torch.as_tensor(value, dtype=held.dtype, device=held.device))
     else:
         group[field] = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value

@@ -212,7 +212,8 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     prefix = f"optimizer.state.{state_name}"
     key = f"{prefix}.{model_param.key}"
     if isinstance(value, bool | int | float):
-        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        dtype = torch.float64 if isinstance(value, float) else None  # None: bool or int64
+        value = torch.tensor(value, dtype=dtype, device="cpu")
     if isinstance(spec, LikeParam):
         return make_sharded_optimizer_tensor(model_param, value, prefix)
     if not isinstance(value, Tensor):

@@ -292,7 +292,8 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     arrivals = {p: store.folder(p.name, uuid.uuid4().hex) for p in parcels if p.receiver == ranks.rank}
     listings = from_all(ranks, lambda: {parcel: list(_chunks_of(source)) for parcel, source in sources.items()}, what)
     chunks = {parcel: listings[parcel.sender][parcel] for parcel in (*sources, *arrivals)}
-    memory = {p: torch.empty(max((c.nbytes for c in own), default=0), dtype=torch.uint8) for p, own in chunks.items()}
+    largest = {parcel: max((chunk.nbytes for chunk in own), default=0) for parcel, own in chunks.items()}
+    memory = {p: torch.empty(nbytes, dtype=torch.uint8, device="cpu") for p, nbytes in largest.items()}
     crcs: dict[Parcel, dict[str, int]] = {parcel: {} for parcel in arrivals}
     errors: list[BaseException] = []
 

@@ -78,6 +78,7 @@ class DistributedDataParallel(nn.Module):
         ValueError: the model is wrapped already, or, on every rank, `broadcast_params` differs between ranks.
     """
 
+    @torch.inference_mode(False)  # a backward pass must be able to write the buffers
     def __init__(
         self,
         config: DistributedDataParallelConfig,

@@ -266,7 +266,7 @@ def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
     for device, ids in by_device.items():
         longest = min(CHUNK_NUMEL, max(1, *(tensors[id].numel() for id in ids)))
         # Pseudo-random odd numbers, so that no simple pattern of differences cancels.
-        weights = torch.arange(longest, device=device).mul_(_GOLDEN)
+        weights = torch.arange(longest, dtype=torch.int64, device=device).mul_(_GOLDEN)
         weights ^= weights >> 29
         weights *= _GOLDEN
         weights ^= weights >> 32

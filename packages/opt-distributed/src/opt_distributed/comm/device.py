@@ -115,7 +115,7 @@ class Device:
 
     def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Allocate (numel,) uninitialised host memory. Copies between pinned memory and the device need not block."""
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to host memory and wait for the copy. On a CPU, return the tensor itself."""

@@ -55,7 +55,8 @@ class UserBuffers:
             ProcessGroupError: `symmetric`, and this torch registers memory only locally.
         """
         for comm, backend in zip(self._comms, self._backends, strict=True):
-            comm.all_reduce_(torch.zeros(1, device=self._device))  # the first collective makes the communicator
+            # The first collective makes the communicator.
+            comm.all_reduce_(torch.zeros(1, dtype=torch.float32, device=self._device))
             if not self._symmetric:
                 backend.register_mem_pool(self._pool)
                 continue

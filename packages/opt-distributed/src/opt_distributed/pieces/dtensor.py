@@ -187,7 +187,8 @@ class _AveragedReplicas:
             if (grad := _local_grad(param)) is not None:
                 self._places[id].copy_(grad)
         has_gradient = [param.grad is not None for param in self.params.values()]
-        self._flags.copy_(self._accelerator.upload(torch.tensor(has_gradient, dtype=self._flags.dtype)))
+        flags = torch.tensor(has_gradient, dtype=self._flags.dtype, device="cpu")
+        self._flags.copy_(self._accelerator.upload(flags))
         for comm in self.comms:
             with naming("sum of DTensor gradients over replicas"):
                 comm.all_reduce_(self._all)

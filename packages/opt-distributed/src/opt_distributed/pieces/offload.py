@@ -153,7 +153,7 @@ class HostSide:
 
     def _views(self, pieces: Sequence[tuple[OwnedPiece, torch.dtype]], *, pinned: bool) -> list[Tensor]:
         """Allocate one block of host memory for each dtype, split into the shapes of the pieces."""
-        views: list[Tensor] = [torch.empty(0)] * len(pieces)
+        views: list[Tensor] = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(pieces)
         for dtype in dict.fromkeys(dtype for _, dtype in pieces):
             places = [place for place, (_, other) in enumerate(pieces) if other is dtype]
             shapes = [pieces[place][0].main.shape for place in places]

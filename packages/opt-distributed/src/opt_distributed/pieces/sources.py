@@ -247,7 +247,8 @@ class PeerSums:
             parts += [Part(meta, source.reduced.piece(meta.id, runs[meta.id])) for meta in marked if meta.id in runs]
             for meta in marked:
                 param = source.params[meta.id]
-                uses.append(Part(meta, torch.full((1,), float(param.grad is not None), device=param.device)))
+                has_grad = float(param.grad is not None)
+                uses.append(Part(meta, torch.full((1,), has_grad, dtype=torch.float32, device=param.device)))
         sum_over_peers_(parts, self._peers, qk_layernorm=self._qk_layernorm)
         sum_over_peers_(uses, self._peers, qk_layernorm=self._qk_layernorm)
         for source in self._marked:

@@ -225,8 +225,9 @@ class Scaler:
         if self.rule is None:
             return
         if not isinstance(found_inf, Tensor):
-            before = torch.tensor(self.state, dtype=torch.float64)
-            self._known = _rescaled(before, torch.tensor(found_inf), None, self.rule).tolist()
+            before = torch.tensor(self.state, dtype=torch.float64, device="cpu")
+            flag = torch.tensor(found_inf, dtype=torch.bool, device="cpu")
+            self._known = _rescaled(before, flag, None, self.rule).tolist()
             return
         if self._known is not None:  # without a copy from the host, for which it would wait
             self._keep(torch.stack([torch.full_like(found_inf, x, dtype=torch.float64) for x in self._known]))
@@ -236,7 +237,7 @@ class Scaler:
     def stay_on(self, device: Device) -> None:
         """Keep the state in one tensor on `device` from now on, as graphs require. Called before every replay."""
         if self.rule is not None and self._known is not None:
-            self._keep(device.upload(torch.tensor(self._known, dtype=torch.float64)))
+            self._keep(device.upload(torch.tensor(self._known, dtype=torch.float64, device="cpu")))
 
     def _keep(self, state: Tensor) -> None:
         """Keep the state on the device of `state`."""

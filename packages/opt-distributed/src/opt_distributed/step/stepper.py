@@ -49,6 +49,7 @@ from opt_distributed.step.verdict import (
     reduce_stats,
     used,
 )
+from opt_kernels.precision import without_autocast
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
@@ -106,6 +107,7 @@ class Stepper:
         self._guards.compare(groups, own)
 
     @torch.no_grad()
+    @without_autocast()
     def step(self, groups: Groups) -> StepResult:
         """Make one step. After an overflow, or with a norm above the limit, no parameter or state changes.
 
@@ -128,6 +130,7 @@ class Stepper:
         return StepResult.later(lambda: self._values(outcome))
 
     @torch.no_grad()
+    @without_autocast()
     def prepare_grads(self, groups: Groups) -> bool:
         """Reduce gradients, compute their statistics, update the loss scale. Returns whether they overflowed.
 
@@ -145,6 +148,7 @@ class Stepper:
             return overflow
 
     @torch.no_grad()
+    @without_autocast()
     def step_with_ready_grads(self, groups: Groups) -> bool:
         """Clip the gradients, update and publish. Returns False, without an update, if the norm is above the limit.
 
@@ -351,6 +355,7 @@ class Stepper:
         self._prepared = self.prepared("to clip")._replace(max_norm=max_norm)
 
     @torch.no_grad()
+    @without_autocast()
     def publish_main_values_(self) -> None:
         """Quantise fp8 parameters from main values that were set outside of a step, and publish all. Collective.
 

@@ -226,9 +226,10 @@ class TensorSums:
         entries = sorted(self._entries, key=lambda entry: not isinstance(entry[1], Tensor))  # stable: numbers come last
         values = [value.to(device, torch.float64) for _, value in entries if isinstance(value, Tensor)]
         numbers = [value for _, value in entries[len(values) :]]
-        known = self._queues.upload(torch.tensor(numbers, dtype=torch.float64))
+        known = self._queues.upload(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
         sums = torch.zeros(size, dtype=torch.float64, device=device)
-        index = self._queues.upload(torch.tensor([at % size for at, _ in entries], dtype=torch.int64))
+        places = torch.tensor([at % size for at, _ in entries], dtype=torch.int64, device="cpu")
+        index = self._queues.upload(places)
         sums.index_add_(0, index, torch.cat([torch.stack(values), known]) if values else known)
         with naming("sum of recorded statistics"):
             self._stepper.everyone.all_reduce_(sums)

@@ -111,7 +111,7 @@ class Unit:
                 )
                 begun.append((found, self.rule.sums(found)))
                 ids += [piece.id for piece in pieces]
-            none = torch.empty(0, NUM_SUMS, dtype=torch.float64)
+            none = torch.empty(0, NUM_SUMS, dtype=torch.float64, device="cpu")
             sums = torch.cat([of_call for _, of_call in begun]) if begun else none
         if self.host is not None and self.cut:  # they are reduced on the device
             sums = self.host.device.upload(sums)

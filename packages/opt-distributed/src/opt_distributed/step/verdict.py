@@ -221,9 +221,10 @@ class HostNumbers:
     def write_(self, numbers: Sequence[float]) -> Tensor:
         """Return (len(numbers),) float64: the same tensor at every call, unless the length has changed."""
         if self.place is None or len(numbers) != len(self.numbers):
-            self.place = self.device.upload(torch.tensor(numbers, dtype=torch.float64)).clone()
+            with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
+                self.place = self.device.upload(torch.tensor(numbers, dtype=torch.float64, device="cpu")).clone()
         elif numbers != self.numbers:
-            self.place.copy_(self.device.upload(torch.tensor(numbers, dtype=torch.float64)))
+            self.place.copy_(self.device.upload(torch.tensor(numbers, dtype=torch.float64, device="cpu")))
         self.numbers = numbers
         return self.place
 

@@ -51,7 +51,7 @@ class WrittenReplicas:
     def is_wrong(self, sums: Tensor) -> Tensor:
         if not self._at_once:
             return torch.zeros_like(sums[:1], dtype=torch.bool)
-        return ((sums > 0) & (sums < torch.tensor(self._sizes))).any(0, keepdim=True)
+        return ((sums > 0) & (sums < sums.new_tensor(self._sizes))).any(0, keepdim=True)
 
     def error(self, sums: Sequence[float]) -> Exception | None:
         """None if replicas turn out to be equal. Collective: on a CPU, every rank asks in the same step."""

@@ -119,7 +119,8 @@ class Companded:
         for run, share, scale in _rows(values, y, scales, self.block):
             _scale_(scale, run, lambda largest: largest.clamp(min=TINY))
             # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
-            factor = torch.where(scale < 1, 1.0, 0.5).to(run.dtype)[:, None]
+            ones = torch.ones_like(scale)
+            factor = torch.where(scale < 1, ones, 0.5).to(run.dtype)[:, None]
             sums = run.abs().double().add_(scale[:, None].clamp(min=TINY)).mul_(factor).to(run.dtype)
             torch.div(run, sums, out=share).mul_(254 * factor)
         codes.copy_(y.nan_to_num_(0.0).round_())

@@ -34,7 +34,7 @@ def _wide(x: Any) -> Any:
 @cache
 def _rounded(x: float) -> float:
     """A literal as the float32 number that it is in compiled sweeps."""
-    return float(torch.tensor(x, dtype=torch.float32))
+    return float(torch.tensor(x, dtype=torch.float32, device="cpu"))
 
 
 def sqrt(x: Number) -> Number:

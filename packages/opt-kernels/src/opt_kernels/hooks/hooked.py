@@ -199,8 +199,11 @@ def _tried(rule: Rule, weight_decay: float) -> Iterator[list[Tensor]]:
 
 def _trial_values(rule: Rule) -> list[Tensor]:
     """Weights, and the gradients of the steps."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(TRIED_SHAPES[rule.needs], generator=generator) for _ in range(1 + len(TRIED_STEPS))]
+    shape = TRIED_SHAPES[rule.needs]
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return [
+        torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator) for _ in range(1 + len(TRIED_STEPS))
+    ]
 
 
 def _on_cpu(rule: Any) -> Any:

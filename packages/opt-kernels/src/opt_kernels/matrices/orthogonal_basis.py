@@ -36,7 +36,8 @@ def householder(columns: Tensor) -> Tensor:
     positive, which makes it unique if `columns` has full rank."""
     q, r = torch.linalg.qr(columns)
     diagonal = r.diagonal(dim1=-2, dim2=-1)
-    return torch.mul(q, torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2))
+    ones = torch.ones_like(diagonal)
+    return torch.mul(q, torch.where(diagonal < 0, -ones, ones).unsqueeze(-2))
 
 
 def cholesky(columns: Tensor) -> Tensor:

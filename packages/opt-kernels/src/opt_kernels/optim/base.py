@@ -21,6 +21,7 @@ from opt_kernels.optim.groups import ParamGroup, params_with_groups
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
 from opt_kernels.optim.state import Mains, Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
+from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, as_float, is_on_device
 
@@ -217,7 +218,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             self._update_()
         return loss
 

@@ -22,6 +22,7 @@ from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import HOOKS, ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
 from opt_kernels.optim.param_rows import Member, Sweep
 from opt_kernels.optim.state import MAIN, STEP, saved_main
+from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import SGD as sgd_rule
 from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise
 from opt_kernels.works import Batch
@@ -89,7 +90,7 @@ class NAdamOptimizer(FormulaOptimizer):
             for state in (packed["state"][index] for index in group["params"] if index in packed["state"]):
                 step = float(state[STEP])
                 product = power(float(group["betas"][0]), step) * q_pochhammer(0.5 * q, q, step)
-                state[MU_PRODUCT] = torch.tensor(float(product), dtype=torch.float32)
+                state[MU_PRODUCT] = torch.tensor(float(product), dtype=torch.float32, device="cpu")
         return packed
 
 
@@ -128,7 +129,8 @@ class MomentumOptimizer(FormulaOptimizer):
                     "first step: a new buffer would start with a dampened gradient, unlike in torch; set the momentum "
                     "before the first step, or build the optimizer with dampening=0"
                 )
-            state.update(self.rule_of(of_group, param).init_state(local(param).detach()))
+            with torch.inference_mode(False), torch.no_grad():
+                state.update(self.rule_of(of_group, param).init_state(local(param).detach()))
         return super()._member_of(position, group, param, first)
 
 
@@ -153,6 +155,7 @@ class AveragedOptimizer(FormulaOptimizer):
         return all(group.get(TRAIN_MODE, False) for group in self.param_groups)
 
     @torch.no_grad()
+    @without_autocast()
     def eval(self) -> None:
         """Write the averaged weights to the parameters, and keep a copy of the trained weights until `train()`."""
         if self.is_training:
@@ -164,6 +167,7 @@ class AveragedOptimizer(FormulaOptimizer):
             self._shown = self._versions()
 
     @torch.no_grad()
+    @without_autocast()
     def train(self, mode: bool = True) -> None:
         """Write the trained weights back to the parameters, bit for bit. `train(False)` is `eval()`."""
         if not mode:

@@ -46,9 +46,10 @@ class Steps:
 
     def __init__(self, step: float, count: int, device: torch.device | None) -> None:
         # float32 as in torch.optim; on the host unless a device is given
-        self._all = torch.full((count,), step, device=device)
+        with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
+            self._all = torch.full((count,), step, dtype=torch.float32, device=device or "cpu")
+            self.elements = self._all.unbind()
         self._on_host: float | None = step if device is None else None
-        self.elements = self._all.unbind()
         self._version = self._all._version
 
     def are_as_counted(self) -> bool:
@@ -252,7 +253,8 @@ def scaling_of(
     devices = list(dict.fromkeys(map(_DEVICE, grads)))
     by_device = [[grad for grad in grads if grad.device == device] for device in devices] if devices[1:] else [grads]
     sums = [grad_stats(same, count_zeros=False).sum_of_squares.to(devices[0]) for same in by_device if same]
-    norm = (torch.stack(sums).sum().sqrt() if sums else torch.zeros((), dtype=torch.float64)) * scale
+    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device="cpu")
+    norm = total.sqrt() * scale
     is_bad = ~(norm < torch.inf)
     # torch computes `max_norm / norm` as a product with the rounded reciprocal; `div_` divides.
     coefficient = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)

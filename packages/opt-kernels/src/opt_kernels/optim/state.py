@@ -159,7 +159,9 @@ class StateDictError(ValueError):
 def init_state(rule: Rule, mains: Mains, param: Tensor, matrix: MatrixSpec, *, of: str) -> dict[str, Tensor]:
     """The complete state of `param` before the first step; of a DTensor, that of its local shard."""
     shard = local(param).detach()
-    return {STEP: torch.zeros(())} | state_of_rule(rule, shard, matrix, of=of) | init_main(mains, shard)
+    with torch.inference_mode(False), torch.no_grad():  # a step outside of inference mode must be able to write it, too
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        return {STEP: step} | state_of_rule(rule, shard, matrix, of=of) | init_main(mains, shard)
 
 
 def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ class QuantizedParam:
             shape=shape,
             codes=torch.zeros(shape.numel(), dtype=torch.uint8, device=device),
             scales=torch.zeros(recipe.num_scales(shape), dtype=recipe.scale_dtype, device=device),
-            history=torch.zeros(recipe.history, device=device) if recipe.history else None,
+            history=torch.zeros(recipe.history, dtype=torch.float32, device=device) if recipe.history else None,
         )
 
     @property
@@ -187,7 +187,7 @@ class QuantizedParam:
             self.history.zero_()
         flat = values.detach().reshape(-1).to(device=self.codes.device, dtype=torch.float32)
         if not self.recipe.run:
-            largest = torch.zeros(self.num_scales, device=flat.device)
+            largest = torch.zeros(self.num_scales, dtype=torch.float32, device=flat.device)
             self.largest_(largest, flat, 0)
             self.rescale_(largest)
         self.encode_(flat, 0)
@@ -237,7 +237,7 @@ class QuantizedParam:
     def _spread(self, start: int, numel: int) -> Tensor:
         """fp32 scales of a run of elements, or a single scale for all."""
         if not numel:
-            return torch.ones(1, device=self.scales.device)
+            return torch.ones(1, dtype=torch.float32, device=self.scales.device)
         if self.recipe.run:
             run = self.recipe.run
             exponents = self.scales[start // run : (start + numel) // run]

@@ -119,7 +119,8 @@ class RuleStateError(ValueError):
 
 def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec, *, of: str = "") -> dict[str, Tensor]:
     """`rule.init_state`, by part if the state of the rule depends on the split. Raises the error of `check_states`."""
-    states = cast(Any, rule).init_state(main, matrix) if keeps_parts(rule) else rule.init_state(main)
+    with torch.inference_mode(False), torch.no_grad():  # a step outside of inference mode must be able to write it, too
+        states = cast(Any, rule).init_state(main, matrix) if keeps_parts(rule) else rule.init_state(main)
     check_states(rule, states, main.shape, matrix, of=of)
     return states
 

@@ -213,7 +213,8 @@ class EigenbasisRule(WholeMatrices):
             exponent = torch.frexp(factor.abs().amax((-2, -1), keepdim=True)).exponent
             factor = torch.ldexp(factor, -exponent)
             if first:
-                basis, order = eigenbasis(factor), torch.arange(factor.shape[-1], device=factor.device)
+                basis = eigenbasis(factor)
+                order = torch.arange(factor.shape[-1], dtype=torch.int64, device=factor.device)
                 order = order.expand(factor.shape[:-1])
             else:
                 basis, order = self._followed(factor, old)

@@ -90,7 +90,7 @@ def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLI
     specs, numel = rule.state_specs, prod(shape)
     if not any(spec.optional or spec.by_part for spec in specs):
         return {spec: spec_bytes(spec, shape, numel) for spec in specs}
-    kept = init_state(rule, torch.empty(shape, device="meta"), matrix)
+    kept = init_state(rule, torch.empty(shape, dtype=torch.float32, device="meta"), matrix)
     return {s: kept[s.name].nbytes if s.by_part else spec_bytes(s, shape, numel) for s in specs if s.name in kept}
 
 

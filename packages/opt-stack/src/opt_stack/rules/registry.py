@@ -324,7 +324,7 @@ def _check_rule(name: str, rule: Any, config: OptimizerConfig) -> None:
     if missing or not isinstance(rule.needs, Needs):
         problem = f"lacks {', '.join(missing)}" if missing else f"has needs={rule.needs!r}, which is not a Needs"
         raise ConfigError(f"{rule_of} {problem}; a rule is an opt_kernels.rules.base.Rule, with {', '.join(_MEMBERS)}")
-    main = torch.zeros(_SHAPES[rule.needs])
+    main = torch.zeros(_SHAPES[rule.needs], dtype=torch.float32, device="cpu")
     for spec in bare(rule).state_specs:
         if problem := _problem_of_spec(spec, main.dim()):
             raise ConfigError(f"{rule_of} declares the state {spec.name!r} with kind={spec.kind}, {problem}")
@@ -360,8 +360,9 @@ def _problem_of_spec(spec: StateSpec, num_dims: int) -> str:
 
 def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> None:
     """Raise ConfigError unless one step with a remainder of `dtype` is the step with fp32 main values."""
-    generator, problem = torch.Generator().manual_seed(0), ""
-    start, grad = (torch.rand(_SHAPES[rule.needs], generator=generator) + 0.5 for _ in range(2))
+    generator, problem = torch.Generator(device="cpu").manual_seed(0), ""
+    values = torch.rand(2, *_SHAPES[rule.needs], dtype=torch.float32, device="cpu", generator=generator) + 0.5
+    start, grad = values.unbind()
     try:
         out, remainder = torch.empty_like(start, dtype=torch.bfloat16), torch.empty_like(start, dtype=dtype)
         split_(out, remainder, start)

@@ -34,7 +34,8 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
     At every step, lr and weight_decay are read from the groups, where they start from the configuration; so are betas,
     eps and momentum, which start from `options` or the class's defaults. Other options are fixed. The class is
     constructed again for every group at every step, which costs Python time for each parameter and cannot be captured
-    in a CUDA graph.
+    in a CUDA graph. The class makes its own tensors under the caller's default dtype and device, as it does outside of
+    this package.
 
     Raises:
         ConfigError: the class cannot be stepped without a closure, has no lr, or keeps state that cannot be saved. When
@@ -126,7 +127,8 @@ class TorchRule:
                 if (taken := int(hyper.step) - 1) > 0:
                     state: dict[str, Any] = dict(work.state)
                     if self.step_type is not None and issubclass(self.step_type, Tensor):
-                        state[STEP] = torch.tensor(float(taken), device=self._scalar_device(main))
+                        device = self._scalar_device(main)
+                        state[STEP] = torch.tensor(float(taken), dtype=torch.float32, device=device)
                     elif self.step_type is not None:
                         state[STEP] = self.step_type(taken)
                     optimizer.state[main] = state
@@ -195,13 +197,14 @@ def _probe(
 
     Raises ConfigError if the state cannot be saved.
     """
-    param = nn.Parameter(torch.full(shape, 0.5))
-    param.grad = torch.full(shape, 0.25)
+    param = nn.Parameter(torch.full(shape, 0.5, dtype=torch.float32, device="cpu"))
+    param.grad = torch.full(shape, 0.25, dtype=torch.float32, device="cpu")
     try:
-        optimizer = cls([param], **options)
-        before = _outside(optimizer)
-        for _ in range(PROBE_STEPS):
-            optimizer.step()
+        with torch.device("cpu"):  # the device of the probe, whatever the caller's default
+            optimizer = cls([param], **options)
+            before = _outside(optimizer)
+            for _ in range(PROBE_STEPS):
+                optimizer.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"torch_rule({name!r}): {cls.__name__}({dict(options)}) cannot be stepped: {error}"

@@ -24,6 +24,7 @@ from opt_distributed.step import Stepper, Unit, read_hyper
 from opt_kernels.backends import Writes
 from opt_kernels.formulas import Formula
 from opt_kernels.hooks import bare
+from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import is_dtensor
 
@@ -228,6 +229,7 @@ class Evaluation:
                 self._shown.accept()
 
     @torch.no_grad()
+    @without_autocast()
     def begin_(self, groups: Groups, *, was_loaded: bool = False) -> None:
         """Write the evaluation weights to the parameters of all ranks. Collective.
 
@@ -262,6 +264,7 @@ class Evaluation:
 
 
 @torch.no_grad()
+@without_autocast()
 def _write_(weights: Mapping[Tensor, Tensor]) -> None:
     """Copy values to the local part of each parameter."""
     for param, values in weights.items():

@@ -47,7 +47,9 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
             if not is_safe(of_dtype):
                 return reference.grad_stats(grads, count_zeros=count_zeros)
             total, zeros = total + of_dtype, zeros + zeros_of_dtype
-    return GradStats(torch.tensor(total, dtype=torch.float64), of_others.nonfinite, torch.tensor(zeros))
+    sum_of_squares = torch.tensor(total, dtype=torch.float64, device="cpu")
+    num_zeros = torch.tensor(zeros, dtype=torch.int64, device="cpu")
+    return GradStats(sum_of_squares, of_others.nonfinite, num_zeros)
 
 
 def _compiled(dtype: torch.dtype, *, count_zeros: bool) -> CDLL | None:
@@ -59,7 +61,7 @@ def _sums(compiled: CDLL, grads: Sequence[Tensor]) -> tuple[float, int]:
     """The sum of squares and the number of zeros of gradients of one dtype without holes in their memory."""
     numels = list(map(Tensor.numel, grads))
     table = array("q", list(map(Tensor.data_ptr, grads)) + numels)
-    row_sums = torch.empty(sum([-(-numel // ROW_NUMEL) for numel in numels]), dtype=torch.float64)
+    row_sums = torch.empty(sum([-(-numel // ROW_NUMEL) for numel in numels]), dtype=torch.float64, device="cpu")
     zeros = run(
         compiled,
         table=table.buffer_info()[0],

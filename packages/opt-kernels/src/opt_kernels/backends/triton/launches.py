@@ -88,17 +88,17 @@ class Chunks(NamedTuple):
 
 def cut(numels: Sequence[int], chunk: int) -> Chunks:
     """Chunks of every run in order; an empty run has none."""
-    lengths = torch.tensor(numels, dtype=torch.int64)
+    lengths = torch.tensor(numels, dtype=torch.int64, device="cpu")
     counts = (lengths + chunk - 1) // chunk
-    run = torch.repeat_interleave(torch.arange(len(numels)), counts)
+    run = torch.repeat_interleave(torch.arange(len(numels), dtype=torch.int64, device="cpu"), counts)
     before = torch.cumsum(counts, 0) - counts
-    index = torch.arange(len(run)) - before[run]
+    index = torch.arange(len(run), dtype=torch.int64, device="cpu") - before[run]
     return Chunks(run, index * chunk)
 
 
 def moved(addresses: Sequence[int], chunks: Chunks, column: Column) -> Tensor:
     """Addresses of one column, each moved to the start of its chunk: (num_chunks,) int64 on the host."""
-    of_runs = torch.tensor(addresses, dtype=torch.int64)
+    of_runs = torch.tensor(addresses, dtype=torch.int64, device="cpu")
     return of_runs[chunks.run] + chunks.start // column.elements * column.item_bytes
 
 
@@ -115,9 +115,9 @@ def chunk_records(
     chunk: int,  # elements; a multiple of every column's `elements`
 ) -> Tensor:
     """The records of all chunks, (num_chunks, `record_width`) int64 on the host; unused lanes are zero."""
-    numels, rows, firsts = (torch.tensor(field, dtype=torch.int64) for field in extents)
+    numels, rows, firsts = (torch.tensor(field, dtype=torch.int64, device="cpu") for field in extents)
     chunks = cut(extents.numels, chunk)
-    records = torch.zeros(len(chunks.run), record_width(len(columns)), dtype=torch.int64)
+    records = torch.zeros(len(chunks.run), record_width(len(columns)), dtype=torch.int64, device="cpu")
     for lane, (column, of_runs) in enumerate(zip(columns, addresses)):
         records[:, lane] = moved(of_runs, chunks, column)
     records[:, -3] = (numels[chunks.run] - chunks.start).clamp(max=chunk)
@@ -319,7 +319,7 @@ def _part(
         cuts,
         to_device(records, device),
         chunk,
-        torch.tensor([c.work for c in cuts])[chunks.run],
+        torch.tensor([c.work for c in cuts], dtype=torch.int64, device="cpu")[chunks.run],
         moved(begins, chunks, Column(item_bytes=formats.grad.itemsize)),
     )
 
@@ -336,7 +336,7 @@ def _launches(
     parts = known.parts[aligned]
     if parts is None:
         return None
-    grads_at = torch.tensor(columns.grads_at)
+    grads_at = torch.tensor(columns.grads_at, dtype=torch.int64, device="cpu")
     addresses = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, known.device) for part in parts]
     return Launches(
         Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)

@@ -128,7 +128,7 @@ def numbers_on(device: torch.device, rows: Sequence[Row]) -> Tensor:
     on_host = tuple([0.0 if isinstance(number, Tensor) else float(number) for number in numbers])
 
     def upload() -> Tensor:
-        return to_device(torch.tensor(on_host, dtype=torch.float64), device)
+        return to_device(torch.tensor(on_host, dtype=torch.float64, device="cpu"), device)
 
     # A captured graph reads its own at every replay. They are the same in every step if the steps are tensors.
     is_new = not all(isinstance(row[2], Tensor) for row in rows)

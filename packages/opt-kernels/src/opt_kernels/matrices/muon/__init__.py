@@ -143,7 +143,8 @@ def _scale_(work: Work, update: Tensor, factors: tuple[float, ...]) -> None:
         return
     sizes = work.matrix.split_rows
     first = 0 if work.matrix.part is None else work.matrix.part.first_row
-    of_group = torch.arange(first, first + update.shape[-2], device=update.device).remainder_(sum(sizes))
+    rows = torch.arange(first, first + update.shape[-2], dtype=torch.int64, device=update.device)
+    of_group = rows.remainder_(sum(sizes))
     scales = torch.full_like(of_group, factors[-1], dtype=update.dtype)
     for factor, end in reversed(list(zip(factors[:-1], accumulate(sizes)))):
         scales.masked_fill_(of_group < end, factor)

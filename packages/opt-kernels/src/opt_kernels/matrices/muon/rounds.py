@@ -187,11 +187,11 @@ def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: tor
     """(slots, 2) int64: first and last + 1 chunk of each slot, counted over all sweeps."""
 
     def build() -> Tensor:
-        host = torch.zeros(num_slots, 2, dtype=torch.int64)
+        host = torch.zeros(num_slots, 2, dtype=torch.int64, device="cpu")
         before = 0
         for of_sweep in of_sweeps:
             for slot, begin, end in of_sweep:
-                host[slot] = torch.tensor((before + begin, before + end))
+                host[slot] = torch.tensor((before + begin, before + end), dtype=torch.int64, device="cpu")
             before += of_sweep[-1].end
         return to_device(host, device)
 
@@ -204,7 +204,7 @@ def factors_on(device: torch.device, round_: Round) -> Tensor:
 
     def build() -> Tensor:
         of_slots = [factor for num_works, factors in of_stacks for factor in factors * num_works]
-        return to_device(torch.tensor(of_slots, dtype=torch.float32), device)
+        return to_device(torch.tensor(of_slots, dtype=torch.float32, device="cpu"), device)
 
     return known_tables(device).get(of_stacks, build)
 

@@ -33,7 +33,7 @@ def symmetric_product(
         return syrk.symmetric_product(left, right, alpha=alpha, added=added, beta=beta)
     batch, m, k = left.shape
     out = left.new_empty(batch, m, m)
-    packed = torch.empty(m * k // 2, dtype=torch.int32)
+    packed = torch.empty(m * k // 2, dtype=torch.int32, device="cpu")
     for i in range(batch):
         _multiply_(out[i], left[i], right[i], None if added is None else added[i], (alpha, beta), packed)
     return out
