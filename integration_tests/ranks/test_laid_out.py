@@ -5,7 +5,20 @@ from typing import Any
 import cut_ranks as ranks
 import pytest
 import torch
-from cut_ranks import EVEN, OBLONG, SMALL, UNEVEN, fsdp, fsdp_x_tp, hsdp, replicas_of_tp, tp, train, two_axes
+from cut_ranks import (
+    EVEN,
+    OBLONG,
+    SMALL,
+    UNEVEN,
+    fsdp,
+    fsdp_x_tp,
+    hsdp,
+    replicas_of_tp,
+    tp,
+    train,
+    two_axes,
+    two_meshes,
+)
 from processes import FSDP2_RUNS, Job, run_jobs
 from tiers import NIGHT
 from torch import Tensor
@@ -38,6 +51,7 @@ CASES: dict[str, tuple[OptimizerConfig, ranks.Shapes, ranks.LayOut]] = {
     "soap, fsdp": (SOAP, UNEVEN, fsdp),
     "soap of parts, fsdp": (SOAP_OF_PARTS, UNEVEN, fsdp),
     "soap of parts, fsdp x tp": (SOAP_OF_PARTS, EVEN, fsdp_x_tp),
+    "muon, two meshes": (MUON, UNEVEN, two_meshes),  # owners raised KeyError, and their peers waited for ever
     "normuon, hsdp": (NORMUON, OBLONG, hsdp),
     "namo, fsdp": (NAMO, OBLONG, fsdp),
     "namo, hsdp": (NAMO, UNEVEN, hsdp),

@@ -9,6 +9,7 @@ from expert_grid import cut
 from parity import Held, roles_over
 from processes import mesh_of, once_a_world
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
@@ -48,6 +49,14 @@ def fsdp(net: Net) -> None:
 
 def hsdp(net: Net) -> None:
     fully_shard(net, mesh=mesh_of(2, 2, names=("replicate", "shard")))
+
+
+def two_meshes(net: Net) -> None:
+    """Modules alternate between two meshes whose axes have equal names and sizes, and other groups of ranks."""
+    names = ("replicate", "shard")
+    meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=names) for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    for number, module in enumerate(net.children()):
+        fully_shard(module, mesh=meshes[number % 2])
 
 
 def fsdp_x_tp(net: Net) -> None:

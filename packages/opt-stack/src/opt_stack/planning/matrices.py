@@ -262,5 +262,7 @@ def _placed(
             sides = range(len(local) - 2, len(local))
             is_implied = matrix.shape[-2:] == tuple(local[side] * (ranks if side == dim else 1) for side in sides)
             of_part[matrix.id] = whole if is_implied else replace(whole, part=part)
-    stage = ComputeStage(plan.layout, comms, of_whole=of_whole) if plan.layout.computes.gathers else None
+    # Without the slots of other meshes: their matrices are exchanged in stages of their own.
+    layout = replace(plan.layout, slots=tuple(slots))
+    stage = ComputeStage(layout, comms, of_whole=of_whole) if layout.computes.gathers else None
     return {id: PlacedMatrix(spec, stage) for id, spec in of_part.items()}
