@@ -2,8 +2,10 @@
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,11 @@ from opt_checkpoint import (
     StrictHandling,
     load,
     load_optimizer,
+    load_safetensors,
     read_common,
     read_index,
     save,
+    save_safetensors,
     sharded_like,
     sharded_model,
     sharded_optimizer,
@@ -219,6 +223,84 @@ def test_what_no_longer_fits_its_description_is_refused(tmp_path: Path) -> None:
         change(model)
         with pytest.raises(CheckpointingException, match=text):
             save(state, tmp_path / "changed")
+
+
+# ----- tied weights
+
+
+def tied(*, same: bool) -> nn.Module:
+    """A head and an embedding, of which the head is another tensor unless `same`."""
+    torch.manual_seed(4)
+    model = nn.Sequential(OrderedDict(embed=nn.Embedding(6, 4), head=nn.Linear(4, 6, bias=False)))
+    if same:
+        model.head.weight = model.embed.weight
+    return model
+
+
+UNTIED = "embed.weight and .*head.weight are stored with different values, and share their memory"
+
+
+def test_untied_weights_are_not_loaded_into_tied_ones(tmp_path: Path) -> None:
+    stored, model = tied(same=False), tied(same=True)
+    before = model.embed.weight.detach().clone()
+    save({"model": sharded_model(stored), "plain": stored.state_dict()}, tmp_path / "x")
+    dcp_save({"model": stored.state_dict(), "plain": stored.state_dict()}, checkpoint_id=tmp_path / "stock")
+    save_safetensors(stored.state_dict(), tmp_path / "hf")
+    loads: list[Callable[[], object]] = [
+        lambda: load_safetensors(model.state_dict(), tmp_path / "hf"),
+        *(partial(load, {"plain": model.state_dict()}, tmp_path / name) for name in ("x", "stock")),
+        *(partial(load, {"model": sharded_model(model)}, tmp_path / name) for name in ("x", "stock")),
+    ]
+    for call in loads:
+        with pytest.raises(CheckpointMismatchError, match=UNTIED):
+            call()
+        assert torch.equal(model.embed.weight, before)
+    chosen = sharded_model(model)
+    del chosen["head.weight"]
+    load({"model": chosen}, tmp_path / "x")
+    assert torch.equal(model.head.weight, stored.embed.weight)
+    with world_of_one():
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(CheckpointMismatchError, match=UNTIED):
+            load({"model": sharded_model(model)}, tmp_path / "x")
+
+
+def test_equal_copies_are_loaded_into_tied_weights(tmp_path: Path) -> None:
+    stored, model = tied(same=False), tied(same=True)
+    with torch.no_grad():
+        stored.head.weight.copy_(stored.embed.weight)
+        model.embed.weight.zero_()
+    save({"model": sharded_model(stored)}, tmp_path / "copies")
+    dcp_save({"model": stored.state_dict()}, checkpoint_id=tmp_path / "stock")
+    save({"model": sharded_model(tied(same=True))}, tmp_path / "tied")
+    whole = stored.embed.weight.detach()
+    for name in ("rounded", "rounded head"):
+        narrow = whole.bfloat16()
+        state = (
+            {"embed.weight": narrow, "head.weight": whole}
+            if name == "rounded"
+            else {"embed.weight": whole, "head.weight": narrow}
+        )
+        save({"model": state}, tmp_path / name)
+    rows = [
+        {
+            "embed": narrow_rows("model.embed.weight", whole, rank),
+            "head": narrow_rows("model.head.weight", whole, 1 - rank),
+        }
+        for rank in (0, 1)
+    ]
+    save_as_ranks(rows, tmp_path / "rows")
+    for name in ("copies", "stock", "tied", "rounded", "rounded head", "rows"):
+        load({"model": sharded_model(model)}, tmp_path / name)
+        assert torch.equal(model.head.weight, whole), name
+        with torch.no_grad():
+            model.embed.weight.zero_()
+
+
+def narrow_rows(key: str, whole: torch.Tensor, rank: int) -> ShardedTensor:
+    """The first two rows, or the other four."""
+    start, stop = ((0, 2), (2, 6))[rank]
+    return ShardedTensor(key, whole[start:stop], whole.dtype, (stop - start, 4), (6, 4), (start, 0), None)
 
 
 # ----- what a load left

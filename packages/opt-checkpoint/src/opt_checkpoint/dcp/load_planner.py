@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from numbers import Number
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.boxes import boxes_of, columns_of, overlapping_pairs
+from opt_checkpoint.dcp.layout import are_equal
 from opt_checkpoint.dcp.names import (
     StrictHandling,
     Strictness,
@@ -26,6 +27,7 @@ from opt_checkpoint.dcp.names import (
     warn_of_left_out,
 )
 from opt_checkpoint.dcp.saving import view_of
+from opt_checkpoint.dcp.shared_memory import are_stored_equal, sharing_pairs
 from opt_checkpoint.dcp.templates import check_form, inner_value, value_for
 from opt_checkpoint.disk.archives import SafeGlobals, loaded_whole
 from opt_checkpoint.disk.checkpoint import Opened, read_objects
@@ -137,6 +139,7 @@ class ShardedLoadPlanner:
         within = [part for parts in self._within.values() for part in parts.values()]
         asked += [(part.key, part) for part in within if isinstance(part, ShardedTensor)]
         _check_disjoint({key: index.tensors[key] for key, _ in asked})
+        self._sharing = list(sharing_pairs(asked))
         for key, shard in asked:
             self._plan_reads_of(key, shard)
         self._read_objects([self._names[path] for path in self.flat.objects if path not in self.dropped])
@@ -245,6 +248,10 @@ class ShardedLoadPlanner:
             dense = torch.zeros(shard.data.shape, dtype=shard.data.dtype, device=shard.data.device)
             self._to_copy.append((shard.data, dense))
             shard = replace(shard, data=dense)
+        self.items += self._reads_of(key, shard)
+
+    def _reads_of(self, key: str, shard: ShardedTensor) -> Iterator[TensorRead]:
+        stored = self.index.tensors[key]
         offsets, sizes = columns_of([chunk.box for chunk in stored.chunks], len(stored.shape))
         for flat_box in boxes_of(shard):
             low, high = np.array(flat_box.box.offsets), np.add(*flat_box.box)
@@ -258,7 +265,37 @@ class ShardedLoadPlanner:
             for number, box in shared:
                 chunk = stored.chunks[number]
                 region = chunk.region(box.within(chunk.box), box.sizes)
-                self.items.append(TensorRead(key, stored.dtype, chunk, region, view_of(shard, flat_box, box)))
+                yield TensorRead(key, stored.dtype, chunk, region, view_of(shard, flat_box, box))
+
+    def check_sharing(self, read: Callable[[Sequence[TensorRead]], None]) -> None:
+        """Compare the stored values of tensors that share memory, and read the more exact one of two equal ones.
+
+        Args:
+            read: reads values into memory.
+
+        Raises:
+            CheckpointMismatchError: they differ.
+        """
+        for (key, shard), (other_key, other) in self._sharing:
+            stored, other_stored = self.index.tensors[key], self.index.tensors[other_key]
+            if are_stored_equal(stored, other_stored) or shard.data is None or other.data is None:
+                continue
+            values, other_values = torch.zeros_like(shard.data), torch.zeros_like(other.data)
+            copies = (key, replace(shard, data=values)), (other_key, replace(other, data=other_values))
+            read([item for copied in copies for item in self._reads_of(*copied)])
+            dtype = min(stored.dtype, other_stored.dtype, key=lambda dtype: dtype.itemsize)
+            if not are_equal(values.reshape(-1).to(dtype), other_values.reshape(-1).to(dtype)):
+                raise CheckpointMismatchError(
+                    f"{key} and {other_key} are stored with different values, and share their memory in this state, "
+                    f"as tied weights do; leave the key out of the state that is not to be loaded, or untie them"
+                )
+            if stored.dtype != other_stored.dtype:
+                self._leave_out(key if dtype == stored.dtype else other_key, shard.data)
+
+    def _leave_out(self, key: str, data: Tensor) -> None:
+        """Do not read a stored tensor into this memory."""
+        memory = data.untyped_storage().data_ptr()
+        self.items = [i for i in self.items if i.key != key or i.target.untyped_storage().data_ptr() != memory]
 
     def _check_description(self, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -58,12 +58,14 @@ class CheckpointReader:
         self._values: dict[StoredChunk, ByteRange | None] = {}
 
     def verify(self, planner: ShardedLoadPlanner) -> None:
-        """For `verify="chunks"`, compare the planned chunks with their checksums.
+        """Compare stored values of tensors that share memory; for `verify="chunks"`, planned chunks with checksums.
 
         Raises:
-            CheckpointCorruptError: one does not match, or there are no checksums.
+            CheckpointMismatchError: tensors that share memory are stored with different values.
+            CheckpointCorruptError: a chunk does not match, or there are no checksums.
             OSError: a file cannot be read.
         """
+        planner.check_sharing(self._read)
         if self._verify != "chunks":
             return
         wanted = dict.fromkeys((item.chunk.place, item.key) for item in planner.items)
@@ -86,12 +88,15 @@ class CheckpointReader:
             CheckpointCorruptError: a file is missing, too short, belongs to another save, or has other content.
             OSError: a file cannot be read.
         """
+        self._read(planner.items)
+        self.bytes_wanted += sum(item.target.numel() * item.dtype.itemsize for item in planner.items)
+
+    def _read(self, items: Sequence[TensorRead]) -> None:
         with ThreadPoolExecutor(self._threads) as pool:
-            planned = sorted(map(self._read_of, planner.items), key=lambda read: (read.file, read.start))
+            planned = sorted(map(self._read_of, items), key=lambda read: (read.file, read.start))
             batches = _batches(planned, self._files.near_bytes)
             for done in [pool.submit(self._read_batch, batch) for batch in batches]:
                 done.result()
-        self.bytes_wanted += sum(item.target.numel() * item.dtype.itemsize for item in planner.items)
 
     @property
     def bytes_read(self) -> int:

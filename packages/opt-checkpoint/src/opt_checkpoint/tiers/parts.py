@@ -181,5 +181,11 @@ def load_part(ranks: Ranks, planner: ShardedLoadPlanner) -> LoadReport:
         CheckpointingException: as `load`.
     """
     asked, unexpected = plan_part(ranks, planner), list[tuple[str, ...]]()
-    from_all(ranks, lambda: unexpected.append(planner.unexpected_of([asked])), f"loading {planner.index.path}")
-    return read_planned(ranks, planner, CheckpointReader(planner.index), unexpected[0])
+    reader = CheckpointReader(planner.index)
+
+    def check() -> None:
+        unexpected.append(planner.unexpected_of([asked]))
+        reader.verify(planner)
+
+    from_all(ranks, check, f"loading {planner.index.path}")
+    return read_planned(ranks, planner, reader, unexpected[0])

@@ -1,0 +1,34 @@
+"""Finds tensors of a state that share memory, such as a tied head and embedding: they can only be loaded if equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from opt_checkpoint.disk.index import StoredTensor
+from opt_checkpoint.state.factory import is_quantized
+from opt_checkpoint.state.sharded import ShardedTensor
+
+Asked = tuple[str, ShardedTensor]  # a stored key, and what it is read into
+
+
+def sharing_pairs(asked: Sequence[Asked]) -> Iterator[tuple[Asked, Asked]]:
+    """Pairs of descriptions under different stored keys whose data is the same tensor, or equal views of one memory."""
+    first: dict[tuple[object, ...], Asked] = {}
+    for key, shard in asked:
+        data = shard.data
+        if data is None or not data.numel() or is_quantized(data):
+            continue
+        layout = (data.device, data.data_ptr(), data.dtype, data.numel(), data.is_contiguous() or data.stride())
+        other = first.setdefault(layout, (key, shard))
+        if other[0] != key:
+            yield other, (key, shard)
+
+
+def are_stored_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether checksums show that two stored tensors, cut alike, have equal values."""
+    if (first.dtype, first.shape, len(first.chunks)) != (second.dtype, second.shape, len(second.chunks)):
+        return False
+    return all(
+        a.box == b.box and a.place.sums and a.place.sums == b.place.sums
+        for a, b in zip(first.chunks, second.chunks, strict=True)
+    )
