@@ -1,6 +1,7 @@
 """F14, F15, F16: ranks that do not fit together, states that do not fit the checkpoint, and a rank that dies."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,34 @@ def test_values_whose_paths_have_equal_text_are_each_compared(tmp_path: Path, na
     with pytest.raises(CheckpointingException, match=r"common values differ between ranks: .* \(ranks \[1\]\)"):
         save_as_ranks(states, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
+
+
+UNEQUAL: dict[str, tuple[Any, Any]] = {
+    "sets": ({1, 5}, {1, 6}),
+    "sets of text": ({"a"}, {"a", "b"}),
+    "frozen sets": (frozenset({1}), frozenset({2})),
+    "a set inside": ({"x": [(1, {2})]}, {"x": [(1, {3})]}),
+    "bytearrays": (bytearray(b"a"), bytearray(b"b")),
+    "devices": (torch.device("cuda", 0), torch.device("cuda", 1)),
+    "memory formats": (torch.channels_last, torch.contiguous_format),
+    "counters": (Counter("ab"), Counter("aab")),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_objects_that_differ_are_refused_by_value(tmp_path: Path, name: str) -> None:
+    states = [{"value": value} for value in UNEQUAL[name]]
+    with pytest.raises(
+        CheckpointingException, match=r"differ between ranks: value.* \(ranks \[1\]\).*common='first_rank'"
+    ):
+        save_as_ranks(states, tmp_path / "x")
+
+
+def test_equal_sets_in_another_order_are_equal(tmp_path: Path) -> None:
+    orders = [range(0, 200, 8), reversed(range(0, 200, 8))]
+    states = [{"value": set(order), "device": torch.device("cpu"), "raw": bytearray(b"a")} for order in orders]
+    save_as_ranks(states, tmp_path / "x")
+    assert load({"value": None}, tmp_path / "x").state["value"] == set(range(0, 200, 8))
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from inspect import isroutine
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -192,7 +193,29 @@ def fingerprint(value: Any, start: int = 0) -> int:
         for inner in value:
             start = fingerprint(inner, start)
         return start
-    plain = isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype)
-    # The repr of other objects may contain an address, so ranks compare only the type.
-    text = f"{type(value).__name__} {value!r}" if plain else f"object of {type(value).__qualname__}"
+    if isinstance(value, set | frozenset):  # whose order depends on the hash seed of the process
+        elements = sorted(fingerprint(element) for element in value)
+        return fingerprint(elements, zlib.crc32(type(value).__name__.encode(), start))
+    if isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype):
+        text = f"{type(value).__name__} {value!r}"
+    elif isinstance(value, type) or isroutine(value):
+        text = f"{value.__module__}.{value.__qualname__}"
+    else:
+        return _object_fingerprint(value, start)
     return zlib.crc32(text.encode("utf-8", "surrogatepass"), start)
+
+
+def _object_fingerprint(value: Any, start: int) -> int:
+    """The fingerprint of what is pickled of another object; of its class alone if it cannot be pickled.
+
+    The repr of an object may contain an address, and a pickle depends on which of its parts are the same object.
+    """
+    start = zlib.crc32(f"object of {type(value).__qualname__}".encode(), start)
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:
+        return start
+    if isinstance(reduced, str):
+        return fingerprint(reduced, start)
+    parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
+    return fingerprint(parts, start)
