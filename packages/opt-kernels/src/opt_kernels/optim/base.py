@@ -141,7 +141,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         assert self._entries is not None
         changes = self._entries.changes(self.param_groups)
         for group in self.param_groups:  # `changes` leaves out what schedulers set
-            self._check_numbers({name: group[name] for name in self.scheduled if not is_on_device(group[name])})
+            scheduled = {name: group[name] for name in self.scheduled}
+            self._check_numbers({name: value for name, value in scheduled.items() if not self._waits_for(value)})
         if not changes:
             return
         flags = groups.NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
@@ -156,6 +157,10 @@ class RuleOptimizer(torch.optim.Optimizer):
                     self._check_param(group, param)
                 self._rows = None
         self._entries.accept(self.param_groups)
+
+    def _waits_for(self, value: object) -> bool:
+        """Whether the host would wait for an accelerator if it read an entry of a group."""
+        return is_on_device(value) or (self.capturable and isinstance(value, Tensor))
 
     def _new_entries(self) -> groups.GroupEntries:
         return groups.GroupEntries(list(self.defaults), self.param_groups, scheduled=self.scheduled)
