@@ -4,6 +4,7 @@ Every step takes a `Stage` with the device and the sizes. A rehearsal runs the s
 Triton's interpreter; its numbers are meaningless.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,10 +45,25 @@ class Stage:
     sides: tuple[int, ...]  # of square matrices
     warmups: int = 5
     repeats: int = 30
+    case_seconds: float = 0.5  # after which a case is not warmed up or repeated any more
 
     @property
     def rehearsal(self) -> bool:
         return self.device.type != "cuda"
+
+
+def gpu_name() -> str | None:
+    """Name of the GPU; None if there is none that this torch can use."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def stage_on(device: str) -> Stage:
+    """Sizes for "cuda"; those of the rehearsal for "cpu"."""
+    if device == "cpu":
+        return Stage(device=torch.device(device), numel=4000, layers=1, sides=(64,), warmups=0, repeats=1)
+    free, _ = torch.cuda.mem_get_info()
+    numel = min(10**9, free // BYTES_PER_ELEMENT // 1024 * 1024)
+    return Stage(device=torch.device(device), numel=numel, layers=32, sides=(512, 1024, 2048, 4096, 8192))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +77,7 @@ class Measure:
     at_most: bool = False
 
 
+BYTES_PER_ELEMENT = 48  # for the largest flat sweep and its comparison
 CYCLES_PER_SECOND = 2e9  # of a GPU's clock, at most
 LONGEST_ISSUE = 5e-3  # seconds; what takes longer is not bound by its launches
 
@@ -71,14 +88,14 @@ def seconds(stage: Stage, run: Callable[[], object]) -> float:
     The device waits until the host has issued all of `run`. Otherwise a run shorter than its launches, up to half a
     millisecond, would measure Python.
     """
-    for _ in range(stage.warmups):
+    for _ in repetitions(stage, stage.warmups):
         run()
     took = host_seconds(stage, run)
     if stage.rehearsal:
         return took
     issuing = min(took, LONGEST_ISSUE)
     times = []
-    for _ in range(stage.repeats):
+    for _ in repetitions(stage, stage.repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(int(2 * issuing * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
         begin.record()
@@ -92,13 +109,27 @@ def seconds(stage: Stage, run: Callable[[], object]) -> float:
 def host_seconds(stage: Stage, run: Callable[[], object]) -> float:
     """Median time in seconds until `run` returns, without waiting for the device."""
     times = []
-    for _ in range(stage.repeats):
-        if not stage.rehearsal:
-            torch.cuda.synchronize()
+    for _ in repetitions(stage, stage.repeats):
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
+
+
+def repetitions(stage: Stage, most: int) -> Iterator[int]:
+    """Count to `most` with an idle device, or until `stage.case_seconds` have passed since the end of the first.
+
+    The first may compile, which takes seconds.
+    """
+    deadline = math.inf
+    for number in range(most):
+        if not stage.rehearsal:
+            torch.cuda.synchronize()
+        if number == 1:
+            deadline = time.monotonic() + stage.case_seconds
+        if time.monotonic() > deadline:
+            return
+        yield number
 
 
 def copy_bandwidth(stage: Stage) -> float:
@@ -201,7 +232,7 @@ def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Ca
     hyper = batches[0].hyper
     rows = [(hyper.lr, hyper.weight_decay, hyper.step, 1.0, *[number_of(hyper, name, ADAM) for name in kernels.own])]
     block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=one.grad.device)
-    kernels.fill[(len(rows),)](block, numbers_on(one.grad.device, rows), None)
+    kernels.fill[(len(rows),)](block, numbers_on(one.grad.device, rows), None, enable_fp_fusion=False)
     options = launch_options(formats, table) | state_options(formats, codecs) | {"STOCHASTIC_ROUNDING": False} | changed
     return lambda: kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
 

@@ -22,7 +22,7 @@ from tiers import NIGHT
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import version
-from opt_kernels.codecs import StateCodec, init_state, narrow, scale_name
+from opt_kernels.codecs import StateCodec, codec_for, init_state, narrow, scale_name
 from opt_kernels.formulas import Formula, State
 from opt_kernels.rules import SGD
 from opt_kernels.works import Batch, Hyper, Work
@@ -67,6 +67,20 @@ def check(
         assert not different.numel(), f"{case}: codes of {values[different[:4]].tolist()} differ"
     scales = [work.state[scale_name("x")].nan_to_num(-1.0) for work in (found, expected)]
     torch.testing.assert_close(*scales, rtol=2**-22 if backend == "triton" and not signed else 0, atol=0)
+
+
+@on("triton")
+@pytest.mark.parametrize(
+    ("dtype", "smallest"), [(torch.float8_e4m3fn, 2.0**-9), (torch.float8_e5m2, 2.0**-16)], ids=str
+)
+def test_subnormal_fp8_codes_are_read_exactly(
+    dtype: torch.dtype, smallest: float, backend: str, device: torch.device
+) -> None:
+    # They pass through float32 subnormals, which a compiler may flush to zero. `kernels/gpu_all.py` runs this first.
+    codes = torch.arange(1, 8 if dtype is torch.float8_e4m3fn else 4)
+    state = {"x": codes.to(torch.uint8).view(dtype), scale_name("x"): torch.ones(1)}
+    found = swapped(codec_for("x", dtype, signed=True), True, torch.zeros(len(codes), device=device), state, backend)
+    assert main_of(found).tolist() == [smallest * code for code in codes.tolist()]
 
 
 @ON_CODECS
