@@ -96,7 +96,7 @@ def stats(name: str, dtype: torch.dtype) -> Variant:
             "GRAD": triton_dtype(dtype), "MAXIMUM": False, "WIDTH": 8, "CHUNK": CHUNK, "BLOCK": block,
             "E": 16 // dtype.itemsize,
         },
-        aligned=("records", "sums", "counts"),
+        aligned=("records",),
         fusion=True,
         max_registers=96,
         widths=Widths(load_128=block * dtype.itemsize // (NUM_WARPS * 32 * 16)),
@@ -119,7 +119,7 @@ def muon_momentum(
     return replace(
         one,
         signature=one.signature | {"u": f"*{triton_dtype(u)}", "u_scales": "*fp32", "sums": "*fp64"},
-        aligned=(*one.aligned, "u", "u_scales", "sums"),
+        aligned=(*one.aligned, "u", "u_scales"),
         # With decoupled decay the main parameter is neither read nor written.
         widths=widths_of([kept.grad.itemsize, m.itemsize], [m.itemsize, u.itemsize], kept.vector),
         tile_read_bytes=BLOCK * (kept.grad.itemsize + m.itemsize),

@@ -2,8 +2,9 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,3 +165,74 @@ def test_every_launch_is_on_the_device_of_its_tensors(launch: Callable[[], objec
     guard = launching_on(torch.device("cuda", 1))
     assert isinstance(guard, torch.cuda.device)
     assert guard.idx == 1
+
+
+UNSPECIALIZED = ("do_not_specialize", "do_not_specialize_on_alignment")
+
+
+def specialization(kernel: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """What Triton compiles a kernel for, besides its constants: dtypes, addresses that are multiples of 16, and numbers
+    that are 1 or multiples of 16."""
+    any_number, any_address = (kernel.rewriter.kwargs.get(option) or () for option in UNSPECIALIZED)
+    found: list[Any] = []
+    for name, value in zip(kernel.arg_names, args):
+        if isinstance(value, Tensor):
+            found.append((value.dtype, name in any_address or value.data_ptr() % 16 == 0))
+        elif isinstance(value, int):
+            found.append(name in any_number or (value == 1, value % 16 == 0))
+    return tuple(found)
+
+
+def statistics_of(grads: list[Tensor]) -> None:
+    stats.grad_stats(grads)
+
+
+def muon_of(grads: list[Tensor]) -> None:
+    rule = MuonRule(backend="triton", use_syrk=False)
+    works = [replace(work_of(rule, tensor(*grad.shape)), grad=grad) for grad in grads]
+    rule.update_([Batch(Hyper(lr=1e-2, step=3), works)])
+
+
+def adam_of(grads: list[Tensor]) -> None:
+    rule = Adam(backend="triton")
+    works = [replace(work_of(rule, tensor(*grad.shape)), grad=grad) for grad in grads]
+    rule.update_([Batch(Hyper(lr=1e-2, step=3), works)])
+
+
+@pytest.mark.skipif(not INTERPRETED.value, reason="watches launches of Triton's interpreter")
+@pytest.mark.parametrize("launch", [statistics_of, adam_of, muon_of])
+def test_one_compiled_kernel_serves_any_number_of_tensors(
+    launch: Callable[[list[Tensor]], None], monkeypatch: Patch
+) -> None:
+    """Each further one takes seconds to compile, at an unpredictable step. Contraction is chosen explicitly, because
+    the default contracts, which changes the bits of scalars too."""
+    seen: dict[str, set[tuple[Any, ...]]] = {}
+
+    def getitem(kernel: Any, grid: Any) -> Any:
+        def run(*args: Any, **constants: Any) -> None:
+            assert "enable_fp_fusion" in constants, kernel.__name__
+            seen.setdefault(f"{kernel.__name__} {constants}", set()).add(specialization(kernel, args))
+            found(kernel, grid)(*args, **constants)
+
+        return run
+
+    found = InterpretedFunction.__getitem__
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", getitem)
+    for num_fp32, num_bf16 in ((1, 0), (2, 14), (3, 2)):
+        launch([tensor(8, 6)] * num_fp32 + [tensor(8, 6, dtype=torch.bfloat16)] * num_bf16)
+    assert len(seen) > 2
+    assert {kernel: found for kernel, found in seen.items() if len(found) > 1} == {}
+
+
+def test_muon_uploads_its_numbers_once_for_all_rounds(monkeypatch: Patch) -> None:
+    blocks: list[Tensor] = []
+
+    def scalar_block(hypers: Sequence[Hyper], **given: Any) -> Tensor:
+        blocks.append(made(hypers, **given))
+        return blocks[-1]
+
+    made = scalars.scalar_block
+    monkeypatch.setattr(scalars, "scalar_block", scalar_block)
+    monkeypatch.setattr("opt_kernels.matrices.muon.rounds.ROUND_NUMEL", 1)
+    muon_of([tensor(8, 6), tensor(6, 6)])
+    assert len(blocks) == 1

@@ -3,7 +3,7 @@
 No other module imports Triton. Importing this raises ImportError if it is not installed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -12,7 +12,7 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-__all__ = ["HAS_DESCRIPTORS", "INTERPRETED", "TensorDescriptor", "jit", "tl"]
+__all__ = ["HAS_DESCRIPTORS", "INTERPRETED", "TensorDescriptor", "jit", "jit_once", "tl"]
 
 
 # Returns Any: kernels are launched as kernel[grid](...), and device functions are called by other kernels. Neither has
@@ -20,6 +20,15 @@ __all__ = ["HAS_DESCRIPTORS", "INTERPRETED", "TensorDescriptor", "jit", "tl"]
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`: compiles `function`, or with TRITON_INTERPRET=1 interprets it on CPU tensors."""
     return triton.jit(function)
+
+
+def jit_once(*, numbers: Sequence[str] = (), addresses: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """`jit` for a kernel that is not compiled again if these numbers are 1 or divisible by 16, or these addresses are
+    aligned."""
+    decorator: Callable[[Callable[..., Any]], Any] = triton.jit(
+        do_not_specialize=numbers, do_not_specialize_on_alignment=addresses
+    )
+    return decorator
 
 
 @jit

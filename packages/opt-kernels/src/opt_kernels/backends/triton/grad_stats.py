@@ -15,7 +15,7 @@ from torch import Tensor
 from opt_kernels.backends import reference
 from opt_kernels.backends.reference import GradStats
 from opt_kernels.backends.tables import DeviceTables, launching_on, to_device
-from opt_kernels.backends.triton import jit, launches, tl
+from opt_kernels.backends.triton import jit, jit_once, launches, tl
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
 from opt_kernels.backends.triton.lanes import load, pointer
 
@@ -65,7 +65,8 @@ def exact_sum(grad: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     return tl.sum(total, axis=0)
 
 
-@jit
+# Each launch of a call writes its part of the results, which may begin at any address.
+@jit_once(addresses=["sums", "counts"])
 def stats_sweep(
     records: tl.tensor,  # (chunks, WIDTH) int64: gradient ... n, row, first
     sums: tl.tensor,  # (chunks,) float64, written
@@ -99,7 +100,7 @@ def stats_sweep(
     tl.store(counts + chunk * 2 + 1, num_both // NONFINITE)
 
 
-@jit
+@jit_once(numbers=["num_chunks"])
 def stats_total(
     sums: tl.tensor,  # (chunks,) float64
     counts: tl.tensor,  # (chunks, 2) int32

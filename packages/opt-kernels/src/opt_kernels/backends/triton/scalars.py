@@ -101,7 +101,7 @@ def scalar_block(
     rows = [(h.lr, h.weight_decay, h.step, grad_scale, h.momentum) for h in hypers]
     block = torch.empty((len(rows), WIDTH.value), dtype=torch.float32, device=device)
     skip = None if skip is None else skip.to(device)
-    fill_scalars[(len(rows),)](block, numbers_on(device, rows), skip)
+    fill_scalars[(len(rows),)](block, numbers_on(device, rows), skip, enable_fp_fusion=False)
     return block
 
 

@@ -306,7 +306,8 @@ def update_(
             for hyper, _ in batches
         ]
         block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=device)
-        kernels.fill[(len(rows),)](block, numbers_on(device, rows), None if skip is None else skip.to(device))
+        flag = None if skip is None else skip.to(device)
+        kernels.fill[(len(rows),)](block, numbers_on(device, rows), flag, enable_fp_fusion=False)
         for formats, table, _ in launches:
             options = {**_options(formats, of_codecs, stochastic_rounding), **launch_options(formats, table)}
             kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)

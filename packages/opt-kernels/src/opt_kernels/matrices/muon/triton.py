@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.tables import launching_on
-from opt_kernels.backends.triton import jit, scalars, tl
+from opt_kernels.backends.triton import jit, jit_once, scalars, tl
 from opt_kernels.backends.triton.formats import ALIGNMENT, triton_dtype
 from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, read_main, store, write_main
 from opt_kernels.backends.triton.launches import Launches, launch_options
@@ -67,7 +67,7 @@ def momentum_tile(
     return squares
 
 
-@jit
+@jit_once(addresses=["sums"])  # the part of one launch, which may begin at any address
 def momentum_sweep(
     records: tl.tensor,  # (chunks, WIDTH) int64: main or remainder, out, momentum, its scales ... n, row, place in u
     grads: tl.tensor,  # (chunks,) int64
@@ -223,11 +223,14 @@ def muon_(
     """
     batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
+    blocks: dict[torch.device, Tensor] = {}
     for round_ in rounds(batches, step.inputs, step.factors):
         launches = swept(round_, hypers, step.codec)
         device = launches[0].table.grads.device
         with launching_on(device):
-            block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
+            if device not in blocks:  # equal in all rounds
+                blocks[device] = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
+            block = blocks[device]
             u = _Inputs(round_, launches, step.codec)
             u.accumulate_(block, nesterov=step.nesterov, decay=step.decay)
             for stack in round_.stacks:
