@@ -1,17 +1,20 @@
 """Anyone's optimizer: torch.optim under FSDP2, tensor-parallel DTensors, DDP and alone, from each to each."""
 
 import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_ranks import run_ranks
-from processes import FSDP2_RUNS
+from processes import FSDP2_RUNS, world_of_one
 from small_models import assert_same_state, grouped, network, state_of, train, trained
 from states import whole_tensors
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -29,6 +32,7 @@ from opt_checkpoint import (
     sharded_model,
     sharded_optimizer,
 )
+from opt_checkpoint.state import former_names
 
 STEPS = 3
 CUT = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -201,18 +205,81 @@ class Holder(nn.Module):
             self.weight = nn.Parameter(torch.ones(2, 2))
 
 
-def test_names_are_those_without_wrappers(tmp_path: Path) -> None:
-    checkpointed = Holder("layers", Holder("_checkpoint_wrapped_module", nn.Linear(2, 2, bias=False)))
-    assert set(sharded_model(Holder("module", Holder("_orig_mod", checkpointed)))) == {"layers.weight"}
-    inner = Holder("encoder", Holder("module", nn.Linear(2, 2, bias=False)))
-    assert set(sharded_model(inner)) == {"encoder.module.weight"}
-    # A module named module keeps its name next to others: `module.weight` and `weight` were one key.
-    beside = Holder("module", nn.Linear(2, 2, bias=False), weight=True)
-    assert set(sharded_model(beside)) == {"module.weight", "weight"}
-    optimizer = torch.optim.AdamW(beside.parameters())
-    (beside.module.weight.sum() + 2 * beside.weight.sum()).backward()
-    optimizer.step()
-    assert_comes_back(beside, optimizer, tmp_path / "x", torch.optim.AdamW)
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def inner_compiled() -> nn.Module:
+    return Holder("layers", compiled(checkpoint_wrapper(nn.Linear(2, 2, bias=False))))
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FSDP1(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2, bias=False)
+
+
+NAMED: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "compiled around DDP": (lambda: compiled(DistributedDataParallel(Holder("a", linear()))), {"a.weight"}),
+    "DDP around compiled": (lambda: DistributedDataParallel(compiled(Holder("a", linear()))), {"a.weight"}),
+    "DataParallel": (lambda: nn.DataParallel(Holder("a", linear())), {"a.weight"}),
+    "compiled and checkpointed inside": (inner_compiled, {"layers.weight"}),
+    "FSDP1 inside compiled": (lambda: compiled(fsdp1(Holder("a", linear()))), {"a.weight"}),
+    "an only child module": (lambda: Holder("module", linear()), {"module.weight"}),
+    "the same under DDP": (lambda: DistributedDataParallel(Holder("module", linear())), {"module.weight"}),
+    "the same compiled under DDP": (
+        lambda: compiled(DistributedDataParallel(Holder("module", linear()))), {"module.weight"}
+    ),
+    "modules in modules": (lambda: Holder("module", Holder("module", linear())), {"module.module.weight"}),
+    "a module and a weight": (lambda: Holder("module", linear(), weight=True), {"module.weight", "weight"}),
+    "the same in DDP": (
+        lambda: DistributedDataParallel(Holder("module", linear(), weight=True)), {"module.weight", "weight"}
+    ),
+    "an inner module": (lambda: Holder("encoder", Holder("module", linear())), {"encoder.module.weight"}),
+    "modules with the names of wrappers": (
+        lambda: Holder("_orig_mod", Holder("_fsdp_wrapped_module", linear()), weight=True),
+        {"_orig_mod._fsdp_wrapped_module.weight", "weight"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def _world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("case", NAMED)
+def test_names_are_those_without_wrappers(case: str) -> None:
+    make, names = NAMED[case]
+    model = make()
+    assert set(sharded_model(model)) == names
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    assert set(sharded_optimizer(model, optimizer)["state_names"]) == names
+    assert {described.marks.name for described in sharded_model(model).values()} == names
+
+
+FORMER: dict[str, tuple[set[str], set[str], dict[str, str]]] = {  # names, what is stored, former names
+    "compiled around DDP": ({"a", "b"}, {"module.a", "module.b"}, {"a": "module.a", "b": "module.b"}),
+    "an only child": ({"module.a", "module.b"}, {"a", "b"}, {"module.a": "a", "module.b": "b"}),
+    "names of wrappers": ({"_orig_mod.a", "b"}, {"a", "b"}, {"_orig_mod.a": "a"}),
+    "both": ({"module._orig_mod.a"}, {"a"}, {"module._orig_mod.a": "a"}),
+    "a new layer": ({"a", "b"}, {"module.a"}, {"a": "module.a"}),
+    "nothing": ({"a"}, {"b"}, {}),
+    "current names": ({"module.a"}, {"module.a", "a"}, {}),
+    "a missing layer of a current one": ({"a", "b"}, {"a", "module.b"}, {}),
+    "a name that another tensor has": ({"module.a", "a"}, {"a"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", FORMER)
+def test_former_names_stand_in_for_missing_ones_only(case: str) -> None:
+    names, stored, former = FORMER[case]
+    assert former_names(names, stored.__contains__) == former
 
 
 # ----- what is refused, on every rank, with the optimizer as it was
@@ -283,7 +350,8 @@ def test_state_of_another_class_of_optimizer_is_reported(tmp_path: Path, caplog:
 
 
 def test_names_that_would_become_one_are_refused() -> None:
-    model = Holder("_orig_mod", nn.Linear(2, 2, bias=False), weight=True)
+    model = nn.DataParallel(linear())
+    model.weight = nn.Parameter(torch.ones(2, 2))
     for describe in (sharded_model, lambda m: sharded_optimizer(m, torch.optim.SGD(m.parameters(), momentum=0.9))):
         with pytest.raises(CheckpointingException, match=r"weight.* would both be stored as weight; rename one"):
             describe(model)

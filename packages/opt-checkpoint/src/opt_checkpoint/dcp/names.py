@@ -14,8 +14,10 @@ from opt_checkpoint.disk.index import PATHS, CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointKeyError
 from opt_checkpoint.state.optimizer_state import LAYOUT_MARK, SPLIT_MARK
 from opt_checkpoint.state.tree import ABSENT, FlatState, Path, leaves, lookup, path_text
+from opt_checkpoint.state.wrappers import former_names
 
 _MAINS = "optimizer.state.fp32_param."
+_STATE_PREFIX = re.compile(r"optimizer\.state\.[^.]+\.")
 
 
 def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
@@ -36,6 +38,7 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
     precision, more exact ones may exist under another name, see `_main_values`.
     A value in a scoped part is stored under its path. In checkpoints of other programs it is stored under its relative
     key; that is used if nothing is stored under the path of the part, and no other part has the same relative key.
+    Earlier versions gave other names to tensors of some models, see `former_names`.
     """
     relative = _relative_names(flat, index)
     names = {}
@@ -44,15 +47,46 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
         if name not in index.tensors:
             name = path_text(path) if path_text(path) in index.tensors else relative.get(path, name)
         names[path] = name
-    names.update(_main_values(flat, index, names, aliases))
+    former = _former_names(flat, index, names)
+    names.update({path: f"{base}{old}" for path, (base, _, old) in former.items()})
+    names.update(_main_values(flat, index, names, aliases, former))
     for path, item in flat.objects.items():
         shortened = relative.get(path)
         names[path] = item.unique_key if shortened is None or item.unique_key in index.objects else shortened
     return names
 
 
+class _Renamed(NamedTuple):
+    """A tensor that an earlier version stored under another name of its parameter: the key is `base + former`."""
+
+    base: str
+    name: str
+    former: str
+
+
+def _former_names(flat: FlatState, index: CheckpointIndex, names: Mapping[Path, str]) -> dict[Path, _Renamed]:
+    """The tensors of models and optimizers that are stored under former names only."""
+    if all(names[path] in index.tensors for path in flat.relative if path in names):
+        return {}
+    parts: dict[str, dict[str, Path]] = defaultdict(dict)  # the paths of tensors by base and name
+    for path, (_, key) in flat.relative.items():
+        if path in flat.tensors:
+            state = _STATE_PREFIX.match(key)
+            name = key[state.end() :] if state else key
+            parts[flat.tensors[path].key.removesuffix(name)][name] = path
+    return {
+        paths[name]: _Renamed(base, name, old)
+        for base, paths in parts.items()
+        for name, old in former_names(paths, lambda name, base=base: base + name in index.tensors).items()  # type: ignore[misc]
+    }
+
+
 def _main_values(
-    flat: FlatState, index: CheckpointIndex, names: Mapping[Path, str], aliases: Mapping[str, str]
+    flat: FlatState,
+    index: CheckpointIndex,
+    names: Mapping[Path, str],
+    aliases: Mapping[str, str],
+    former: Mapping[Path, _Renamed],
 ) -> dict[Path, str]:
     """The tensors that are read from another stored tensor with more exact values.
 
@@ -61,6 +95,7 @@ def _main_values(
     """
     stored = index.tensors
     keys = {path: flat.relative[path].key if path in flat.relative else t.key for path, t in flat.tensors.items()}
+    keys.update({path: keys[path].removesuffix(name) + old for path, (_, name, old) in former.items()})
     asked: dict[str, set[str]] = defaultdict(set)
     for path, key in keys.items():
         asked[key].add(names[path])

@@ -10,37 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
+from opt_checkpoint.errors import CheckpointMismatchError
 from opt_checkpoint.run.ranks import Ranks, ranks_of
 from opt_checkpoint.state.model_parallel import ModelAxes, marks_of, place_
 from opt_checkpoint.state.sharded import ShardedStateDict, Source
 from opt_checkpoint.state.tensors import is_dtensor, local_tensor, sharded_like
 from opt_checkpoint.state.tree import ScopedState
-
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-
-
-def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Map names of parameters in a model to names without the parts that wrappers (DDP, compile, checkpointing) add.
-
-    Args:
-        model: the model that the names refer to. A leading `module.` is removed only if all names have it (DDP).
-        names: some or all of the names in its state dict.
-
-    Raises:
-        CheckpointingException: two names would become one.
-    """
-    every = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    wrapped = bool(every) and all(name.startswith("module.") for name in every)
-    found: dict[str, str] = {}
-    for name in names:
-        plain = name.removeprefix("module.") if wrapped else name
-        for part in _WRAPPERS:
-            plain = plain.replace(part, "")
-        if plain in found:
-            raise CheckpointValueError(f"{found[plain]} and {name} would both be stored as {plain}; rename one module")
-        found[plain] = name
-    return {name: plain for plain, name in found.items()}
+from opt_checkpoint.state.wrappers import NamedModule, named_modules, plain_names
 
 
 def sharded_model(
@@ -63,57 +39,60 @@ def sharded_model(
             which part of the model each rank has.
     """
     ranks = ranks_of(process_group)
+    modules = list(named_modules(model))
     described: dict[str, Any] = {}
     describing: list[str] = []  # prefixes of modules that describe themselves, as Megatron-Core's do
-    for name, module in model.named_modules():
+    for module, _, _, name in modules:
         describe = getattr(module, "sharded_state_dict", None)
         if describe is None or any(name.startswith(outer) for outer in describing):
             continue
         if "prefix" in inspect.signature(describe).parameters:
-            describing.append(f"{name}." if name else "")
-            described |= describe(prefix=describing[-1])
-    values = {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in described}
-    names = plain_names(model, values)
-    marks = marks_of(model, names, values)
-    places = _places(model)
+            describing.append(name)
+            described |= describe(prefix=name)
+    entries = model.state_dict(keep_vars=True)
+    values = {name: entries[key] for key, name in plain_names(modules, entries).items() if name not in described}
+    marks = marks_of(modules, values)
+    places = _places(modules)
     compared = ranks.size > 1 and process_group is None
     state: dict[str, Any] = {}
-    for name, plain in names.items():
-        value = values[name]
+    for name, value in values.items():
         if isinstance(value, Tensor):
             is_compared = compared and isinstance(value, nn.Parameter) and not is_dtensor(value)
-            entry = sharded_like(plain, value, replica_id=0 if is_compared else ranks.rank)
-            entry.may_repeat, entry.marks = entry.may_repeat or is_compared, marks[plain]
+            entry = sharded_like(name, value, replica_id=0 if is_compared else ranks.rank)
+            entry.may_repeat, entry.marks = entry.may_repeat or is_compared, marks[name]
             if id(value) in places:
                 entry.source = Source(partial(_tensor_now, model, places[id(value)], value), local_tensor(value))
             value = entry
-        state[plain] = value
+        state[name] = value
     sharded = ScopedState(state | described)
     if groups is not None:
         place_(sharded, _axes_of(groups))
     return sharded
 
 
-def _places(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter and buffer among the modules, by the `id` of the tensor."""
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {id(tensor): name for name, tensor in tensors}
+def _places(modules: Iterable[NamedModule]) -> dict[int, str]:
+    """The path of each parameter and buffer, by the `id` of the tensor."""
+    return {
+        id(tensor): f"{path}{last}"
+        for module, path, _, _ in modules
+        for last, tensor in (*module._parameters.items(), *module._buffers.items())
+    }
 
 
-def _tensor_now(model: nn.Module, name: str, described: Tensor) -> Tensor:
-    """The tensor that has this name in the model now.
+def _tensor_now(model: nn.Module, path: str, described: Tensor) -> Tensor:
+    """The tensor that is at this path in the model now.
 
     Raises:
         CheckpointMismatchError: there is none.
     """
-    *path, last = name.split(".")
+    *parts, last = path.split(".")
     module: nn.Module | None = model
-    for part in path:
+    for part in parts:
         module = None if module is None else module._modules.get(part)
     tensor = None if module is None else module._parameters.get(last, module._buffers.get(last))
     if tensor is None:
         raise CheckpointMismatchError(
-            f"the model has no tensor {name} any more; call sharded_model(model) again before the save or load"
+            f"the model has no tensor {path} any more; call sharded_model(model) again before the save or load"
         )
     # Between a forward and the next backward pass, FSDP2 has whole parameters in the place of the DTensors.
     return described if is_dtensor(described) and not is_dtensor(tensor) else tensor

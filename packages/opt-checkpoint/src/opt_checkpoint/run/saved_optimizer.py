@@ -8,8 +8,8 @@ that of `torch.distributed.checkpoint.state_dict.get_state_dict`, as torchtitan 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from opt_checkpoint.run.ranks import Ranks
 from opt_checkpoint.run.save_load import carry_out_load
 from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.state.tree import Path, lookup, path_text
+from opt_checkpoint.state.wrappers import former_names
 
 PREFIX = "optimizer.state."
+T = TypeVar("T")
 
 
 class SavedOptimizer(NamedTuple):
@@ -45,6 +47,24 @@ class SavedOptimizer(NamedTuple):
     plain_state: Mapping[str, Mapping[str, Any]]
     param_shapes: Mapping[str, Sequence[int]]
     keys: Mapping[str, Mapping[str, str]]
+
+
+def with_current_names(saved: SavedOptimizer, names: Iterable[str]) -> SavedOptimizer:
+    """The optimizer with the current names of parameters where it was saved under former ones, see `former_names`."""
+    known = {name for own in saved.names for name in own} | saved.state_names.keys()
+    now = {old: name for name, old in former_names(set(names), known.__contains__).items()}
+
+    def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
+        return {now.get(name, name): value for name, value in by_name.items()}
+
+    return SavedOptimizer(
+        groups=saved.groups,
+        names=[[now.get(name, name) for name in own] for own in saved.names],
+        state_names=renamed(saved.state_names),
+        plain_state=renamed(saved.plain_state),
+        param_shapes=renamed(saved.param_shapes),
+        keys=renamed(saved.keys),
+    )
 
 
 def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:

@@ -26,15 +26,15 @@ from opt_checkpoint.dcp.reader import Verify
 from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
-from opt_checkpoint.run.named_model import plain_names
 from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
 from opt_checkpoint.run.save_load import carry_out_load, open_everywhere
-from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
+from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer, with_current_names
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.model_parallel import Marks, marks_of
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.tree import ScopedState
+from opt_checkpoint.state.wrappers import named_modules, named_parameters
 from opt_checkpoint.store import AnyPath, Location
 
 logger = logging.getLogger(__name__)
@@ -148,12 +148,12 @@ def _described(member: _Named, key: str, value: Tensor, rank: int) -> ShardedTen
 
 def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
     """The optimizer's parameters in its order. A tied parameter has the name that sorts first."""
+    modules = list(named_modules(model))
+    params = named_parameters(modules)
+    marks = marks_of(modules, params)
     names: dict[int, str] = {}
-    params = dict(model.named_parameters(remove_duplicate=False))
-    plain = plain_names(model, params)
-    marks = marks_of(model, plain, params)
-    for name, plain_name in sorted(plain.items(), key=lambda item: item[1]):
-        names.setdefault(id(params[name]), plain_name)
+    for name in sorted(params):
+        names.setdefault(id(params[name]), name)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names:
@@ -232,7 +232,8 @@ def fill_optimizer(
         return apply_saved_groups(param_groups, names, stored, on_conflict=on_conflict, override=override)
 
     def prepare() -> None:
-        saved, named = find_optimizer(opened, at), list(_named(model, optimizer))
+        named = list(_named(model, optimizer))
+        saved = with_current_names(find_optimizer(opened, at), [member.name for member in named])
         prepared.append((saved, named, {member.name: _fresh_state(member, opened.index, saved) for member in named}))
         set_groups(_copied(optimizer.param_groups))  # finds errors before changes
 

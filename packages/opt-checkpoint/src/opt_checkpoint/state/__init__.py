@@ -4,5 +4,9 @@ from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
 from opt_checkpoint.state.model_parallel import ModelAxes, Replica, place_
 from opt_checkpoint.state.optimizer_state import SPLIT_MARK
 from opt_checkpoint.state.sharded import ShardedStateDict, StateDict
+from opt_checkpoint.state.wrappers import former_names
 
-__all__ = ["NO_OVERRIDE", "SPLIT_MARK", "Conflict", "ModelAxes", "Replica", "ShardedStateDict", "StateDict", "place_"]
+__all__ = [
+    "NO_OVERRIDE", "SPLIT_MARK", "Conflict", "ModelAxes", "Replica", "ShardedStateDict", "StateDict", "former_names",
+    "place_",
+]  # fmt: skip

@@ -21,6 +21,7 @@ from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchErro
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
 from opt_checkpoint.state.sharded import ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor
+from opt_checkpoint.state.wrappers import NamedModule
 
 _ON_STAGES = ("shared_embedding", "shared_position_embedding", "pipeline_parallel")
 
@@ -96,39 +97,35 @@ class Marks:
         )
 
 
-def marks_of(model: nn.Module, names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Marks]:
-    """Read the marks of the tensors of a model.
+def marks_of(modules: Iterable[NamedModule], values: Mapping[str, Any]) -> dict[str, Marks]:
+    """The marks of tensors of a model, by name.
 
     Args:
-        model: contains them.
-        names: from names in the model to names in the checkpoint.
-        values: tensors by name in the model; other values are skipped.
+        modules: of the model.
+        values: its tensors, by name without wrappers; other values are skipped.
     """
-    inner = getattr(model, "module", None)  # the state dicts of some wrappers leave out their prefix `module.`
-    known = {*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers(remove_duplicate=False))}
-    if isinstance(inner, nn.Module) and known.isdisjoint(names):
-        model = inner
-    direct = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
+    by_name = {found.name: found.module for found in modules}  # of a wrapper, what it wraps
+    direct = {name: list(module.parameters(recurse=False)) for name, module in by_name.items()}
     # Modules whose direct parameters are all experts: their buffers are the experts', too.
     experts = {name for name, own in direct.items() if own and not any(getattr(p, "allreduce", True) for p in own)}
     marks = {}
-    for name, plain in names.items():
-        if isinstance(tensor := values[name], Tensor):
+    for name, tensor in values.items():
+        if isinstance(tensor, Tensor):
             dim, outer, length = getattr(tensor, "partition_dim", None), _before_number(name), 0
-            if outer is not None:
-                module = model.get_submodule(outer)
+            module = None if outer is None else by_name.get(f"{outer}." if outer else "")
+            if module is not None:
                 numbers = {**module._modules, **module._parameters}  # of a ModuleList, Sequential, ParameterList
                 length = len(numbers) if sorted(numbers) == sorted(map(str, range(len(numbers)))) else 0
-            is_dense = name.rpartition(".")[0] not in experts or isinstance(tensor, nn.Parameter)
-            marks[plain] = Marks(
-                name=plain,
+            is_dense = name.removesuffix(name.rpartition(".")[2]) not in experts or isinstance(tensor, nn.Parameter)
+            marks[name] = Marks(
+                name=name,
                 tensor=tensor,
                 is_expert=not getattr(tensor, "allreduce", is_dense),
                 is_cut=bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor),
                 dim=None if dim is None or dim < 0 else dim,
                 stride=getattr(tensor, "partition_stride", None) or 1,
                 is_on_stages=any(getattr(tensor, mark, False) for mark in _ON_STAGES),
-                list_name=_before_number(plain) if length else None,
+                list_name=outer if length else None,
                 list_len=length,
             )
     return marks

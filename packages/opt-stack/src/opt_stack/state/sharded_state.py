@@ -19,7 +19,7 @@ from opt_checkpoint import (
     get_param_id_to_sharded_param_map,
     groups_to_saved,
 )
-from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, place_
+from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, former_names, place_
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.saving import MAIN, STEP, check_loaded, sharded_piece, take_loaded_
 from opt_distributed.step import Scaler, Stepper
@@ -262,7 +262,12 @@ def match_saved(
         of a rule; and the parameters that continue from the state of another rule, by (saved rule, rule), because its
         names may have other meanings: SOAP's moments are in its eigenbasis.
     """
-    of_saved = list(zip(loaded["groups"].get("groups", ()), loaded["groups"].get("names", ()), strict=True))
+    saved_names = loaded["groups"].get("names", ())
+    known = {name for own in saved_names for name in own}
+    wanted = {name for own in names for name in own}
+    current = {former: name for name, former in former_names(wanted, known.__contains__).items()}
+    saved_names = [[current.get(name, name) for name in own] for own in saved_names]
+    of_saved = list(zip(loaded["groups"].get("groups", ()), saved_names, strict=True))
     then = {name: group for group, own in of_saved for name in own}
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
     kept = [[name for name in own if RULE not in g or now.get(name) in (None, g[RULE])] for g, own in of_saved]
