@@ -145,6 +145,9 @@ def train_with_gaps() -> Trained:
     return train({}, model, [mesh.get_local_rank("dp")], 2, gaps=True)
 
 
+SWAPPED = "one unfrozen, another of its size frozen later"  # nothing averaged the gradients of the first
+
+
 def train_in_torchs_wrapper(spread: str, case: str) -> Trained:
     """One rank of a model in torch's wrapper, which leaves the norm to its user where it is ignored or unfrozen only
     after the model was wrapped, and averages over this rank only where it is alone."""
@@ -153,8 +156,11 @@ def train_in_torchs_wrapper(spread: str, case: str) -> Trained:
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()] if case == "each rank alone" else None
     if case == "all but the norm":
         TorchWrapper._set_params_and_buffers_to_ignore_for_model(model, ["norm.weight", "norm.bias"])
-    wrapper = TorchWrapper(model, process_group=alone)
+    if case == SWAPPED:
+        model.norm.bias.requires_grad_(False)
+    wrapper = TorchWrapper(model, process_group=alone, find_unused_parameters=case == SWAPPED)
     model.norm.requires_grad_(True)
+    model.norm.weight.requires_grad_(case != SWAPPED)
     return train(SPREADS[spread], wrapper, [dist.get_rank()], 4)
 
 
@@ -290,7 +296,7 @@ def devices() -> tuple[str, str]:
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
-IN_TORCHS_WRAPPER = ("all", "all but the norm", "each rank alone", "all but the norm, unfrozen later")
+IN_TORCHS_WRAPPER = ("all", "all but the norm", "each rank alone", "all but the norm, unfrozen later", SWAPPED)
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +333,9 @@ def test_a_model_in_torchs_wrapper_takes_the_steps_of_one_process(spread: str, c
 
     Parameters that were unfrozen after the model was wrapped had each rank's own gradients, and replicas diverged.
     """
-    assert_same(four[f"{spread}, {case}"], train(SPREADS[spread], Mlp(), [0], 1))
+    model = Mlp()
+    model.norm.weight.requires_grad_(case != SWAPPED)
+    assert_same(four[f"{spread}, {case}"], train(SPREADS[spread], model, [0], 1))
 
 
 def test_a_dtensor_that_one_replica_used_moves_on_both_and_one_that_none_used_keeps_still(four: Any) -> None:

@@ -1,5 +1,6 @@
 """Rank programs for the tests of matrices that are DTensors; importable, so that spawned processes find them."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -219,3 +220,62 @@ def resume(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) 
     for step in range(SAVED, STEPS):
         run.step(step)
     return run.weights()
+
+
+# --- writes beside a step, while FSDP2 holds gathered copies ----------------------------------------------------------
+
+
+def _sharded_layers(is_sharded: bool, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Layers of which the last two are the root's own, so that a forward without backward leaves them gathered."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 4)).to(dtype)
+    if is_sharded:
+        mesh = mesh_of(dist.get_world_size())
+        fully_shard(net[0], mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    return net
+
+
+def write_beside_steps(config: OptimizerConfig, write: str) -> dict[str, Tensor]:
+    """Train with a forward without backward in each step, and `write` after it. Return the whole weights."""
+    dtype = config.precision.params
+    net = _sharded_layers(dist.is_initialized(), dtype)
+    optimizer = get_optimizer(config, [net], {})
+    first = {name: param.detach().clone() for name, param in net.named_parameters()}
+    state = copy.deepcopy(optimizer.state_dict())
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(5)).to(dtype)
+    for step in range(4):
+        net(x).square().mean().backward()
+        if write == "a step":
+            _look(net, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        if write == "eval and train":
+            optimizer.eval()
+            _look(net, x)
+            optimizer.train()
+        elif write == "a reload" and step == 1:
+            _look(net, x)
+            optimizer.reload_model_params(first)
+        elif write == "a load" and step == 1:
+            _look(net, x)
+            optimizer.load_state_dict(state)
+    return {name: _whole(param) for name, param in net.named_parameters()}
+
+
+@torch.no_grad()
+def _look(net: nn.Module, x: Tensor) -> None:
+    net(x)
+
+
+def step_after_a_forward() -> str:
+    """What the first step says if FSDP2 held gathered copies when the optimizer was built."""
+    net, x = _sharded_layers(True), torch.ones(2, 6)
+    _look(net, x)
+    optimizer = get_optimizer(OptimizerConfig(), [net], {})
+    net(x).sum().backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"

@@ -2,9 +2,13 @@
 
 import io
 import pickle
+from argparse import Namespace
 from collections.abc import Callable
 from copy import copy, deepcopy
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,13 +18,59 @@ from tiers import NIGHT
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer
+from opt_distributed.buffers import AwaitedGroup, DistributedDataParallel, ParamAndGradBuffer, stored_params
 from opt_distributed.buffers.param_sync import ParamBucket
 from opt_distributed.comm import Comm
 
 WIDTH = 16  # a weight of 256 elements is cut in halves; smaller ones belong to one rank
 CONFIG = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1)
 X = torch.ones(2, WIDTH)
+
+
+@dataclass(slots=True)
+class Shared:
+    """Weights of other modules, as one object."""
+
+    weight: Tensor
+
+
+class Pair(NamedTuple):
+    """A weight with its name."""
+
+    name: str
+    weight: Tensor
+
+
+def scaled(weight: Tensor, x: Tensor, *, by: float = 1.0) -> Tensor:
+    return nn.functional.linear(x, weight) * by
+
+
+def closure_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: nn.functional.linear(x, weight)
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "a list": lambda weight: [weight],
+    "a namespace": lambda weight: SimpleNamespace(weight=weight),
+    "parsed arguments": lambda weight: Namespace(weight=weight),
+    "a dataclass": lambda weight: Shared(weight),
+    "a named tuple": lambda weight: Pair("head", weight),
+    "a partial": lambda weight: partial(scaled, weight, by=2.0),
+    "a closure": closure_of,
+    "a default": lambda weight: lambda x, weight=weight: nn.functional.linear(x, weight),
+    "a method": lambda weight: SimpleNamespace(read=MethodType(scaled, weight)),
+    "a closure in a dict": lambda weight: {"read": closure_of(weight)},
+}
+
+
+def read_held(held: Any, x: Tensor) -> Tensor:
+    if isinstance(held, list | dict):
+        (held,) = held.values() if isinstance(held, dict) else held
+    if isinstance(held, SimpleNamespace) and hasattr(held, "read"):
+        held = held.read
+    if isinstance(held, Tensor):
+        return nn.functional.linear(x, held)
+    return held(x) if callable(held) else nn.functional.linear(x, held.weight)
 
 
 class Block(nn.Module):
@@ -44,8 +94,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.read = read
-        if read == "a list":
-            self.tied = [self.head.weight]
+        if read in HOLDERS:
+            self.held = HOLDERS[read](self.head.weight)
         elif read == "an LSTM":
             self.lstm = nn.LSTM(WIDTH, WIDTH)
         elif read == "attention":
@@ -65,7 +115,7 @@ READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "": lambda model, x: x,
     "a weight of a block": lambda model, x: nn.functional.linear(x, model.blocks[2].linear.weight),
     "all weights": lambda model, x: x + sum(param.sum() for param in model.parameters()),
-    "a list": lambda model, x: nn.functional.linear(x, model.tied[0]),  # which `nn.Module` does not see
+    **dict.fromkeys(HOLDERS, lambda model, x: read_held(model.held, x)),  # which `nn.Module` does not see
     "an LSTM": lambda model, x: model.lstm(x)[0],  # reads its parameters from a list
     "functional_call": lambda model, x: torch.func.functional_call(
         model.blocks[2], dict(model.blocks[2].named_parameters()), (x,)
@@ -181,6 +231,43 @@ def test_every_read_of_the_module_inside_is_complete(read: Callable[[nn.Module],
     ddp = wrap(Model())
     publish(ddp, 0.5)
     assert all_equal(list(read(ddp.module)), 0.5)
+
+
+GROUP_READS: dict[str, Callable[[Any], Any]] = {
+    "an entry": lambda group: group["params"],
+    "get": lambda group: group.get("params"),
+    "items": lambda group: dict(group.items())["params"],
+    "values": lambda group: next(value for value in group.values() if isinstance(value, list)),
+    "a copy": lambda group: group.copy()["params"],
+    "dict()": lambda group: dict(group)["params"],
+    "unpacked": lambda group: {**group}["params"],
+    "deepcopy": lambda group: deepcopy(group)["params"],
+    "pickle": lambda group: pickle.loads(pickle.dumps(group))["params"],
+}
+
+
+@pytest.mark.parametrize("read", GROUP_READS.values(), ids=GROUP_READS)
+def test_params_read_from_a_group_have_arrived(read: Callable[[Any], Any]) -> None:
+    """Norms over `param_groups` differed between ranks. Entries of schedulers are read without waiting."""
+    ddp = wrap(Model())
+    group = AwaitedGroup({"params": list(ddp.module.parameters()), "lr": 0.1}, [ddp.param_sync])
+    publish(ddp, 0.5)
+    assert (group["lr"], group.get("lr"), group.get("none", 1), sorted(group)) == (0.1, 0.1, 1, ["lr", "params"])
+    assert ddp.param_sync.is_pending
+    assert not all_equal(stored_params(group), 0.5)
+    assert all_equal(read(group), 0.5)
+
+
+def test_a_patched_forward_that_holds_its_module_keeps_the_overlap() -> None:
+    """As Accelerate patches it: then nothing but the parameters that are read is awaited."""
+    model = Model()
+    model.forward = partial(Model.forward, model)  # type: ignore[method-assign]
+    ddp = wrap(model)
+    publish(ddp, 0.5)
+    waits: list[bool] = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: waits.append(ddp.param_sync.is_pending))
+    ddp(X)
+    assert waits == [True]
 
 
 def is_plain(module: nn.Module) -> bool:

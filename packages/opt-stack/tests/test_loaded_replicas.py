@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.buffers import stored
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World
+from opt_distributed.step import Written
 from opt_stack import DistributedDataParallel, Optimizer, ReplicaError, get_optimizer
 
 FP32 = OptimizerConfig(lr=1e-2)
@@ -122,15 +125,15 @@ def test_different_loss_scales_are_refused() -> None:
 
 @layouts
 @pytest.mark.parametrize("config", [FP32, replace(FP32, bf16=True)], ids=["fp32", "bf16"])
-def test_ranks_that_restore_what_they_wrote_go_on_and_are_compared_if_others_wrote_nothing(
+def test_ranks_that_restore_what_they_wrote_go_on(
     layout: str, config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an evaluation of other weights, such as an average, on one rank or on both."""
     compare, compared = Optimizer.compare_replicas, list[Optimizer]()
 
-    def counted(optimizer: Optimizer) -> None:
+    def counted(optimizer: Optimizer, written: Written) -> None:
         compared.append(optimizer)
-        compare(optimizer)
+        compare(optimizer, written)
 
     monkeypatch.setattr(Optimizer, "compare_replicas", counted)
 
@@ -145,9 +148,87 @@ def test_ranks_that_restore_what_they_wrote_go_on_and_are_compared_if_others_wro
         return settled(model)
 
     expected = run_threads(2, partial(rank_main, writers=0))
-    for writers, times in ((2, 0), (1, 2)):  # once on each rank
+    assert not compared
+    for writers in (2, 1):
+        compared.clear()
         assert_equal(run_threads(2, partial(rank_main, writers=writers)), expected)
-        assert len(compared) == times
+        assert len(compared) == 2  # once on each rank
+
+
+def write_own_values(comm: ThreadComm, model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).fill_(comm.rank)
+
+
+def write_on_tp_rank_0(comm: ThreadComm, model: nn.Module) -> None:
+    if comm.rank in (0, 2):
+        write_own_values(comm, model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_different_writes_on_all_ranks_are_refused(layout: str) -> None:
+    """Nothing was compared: replicas drifted apart, and shards of ZeRO-1 became a mixture."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        model, optimizer = stepped(comm, layout, 2)
+        write_own_values(comm, model)
+        before = settled(model)
+        optimizer.zero_grad()
+        backward(model, 2)
+        with pytest.raises(ReplicaError, match=r"ranks hold different values of '0.weight'"):
+            optimizer.step()
+        assert_equal(settled(model), before)
+
+    run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_writes_on_some_tensor_parallel_ranks_are_refused(replicas: int) -> None:
+    """Only data-parallel replicas were compared, so that the copies stayed apart."""
+    worlds = [[World(2).comms() for _ in range(count)] for count in (replicas, 2)]  # over tp, over dp
+
+    def rank_main(comm: ThreadComm) -> None:
+        replica, part = divmod(comm.rank, 2)
+        dp = worlds[1][part][replica] if replicas > 1 else Alone()
+        axes = Axes(dp=dp, tp=worlds[0][replica][part])
+        model, roles = make_model(), Roles(dense=axes, expert=axes, everyone=comm)
+        optimizer = get_optimizer(FP32, [model], {}, pg_collection=roles)
+        for seed in range(2):
+            step(model, optimizer, seed)
+        write_on_tp_rank_0(comm, model)
+        backward(model, 2)
+        with pytest.raises(ReplicaError, match=r"(?s)weights were loaded|ranks hold different values"):
+            optimizer.step()
+
+    run_threads(2 * replicas, rank_main)
+
+
+def test_only_what_was_written_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipping of one weight after each step costs a checksum of that weight; evaluation and QKClip cost none."""
+    summed: list[list[str]] = []
+    sums = stored._sums
+
+    def counted(tensors: Any) -> Any:
+        summed.append([id.name for id in tensors])
+        return sums(tensors)
+
+    def rank_main(comm: ThreadComm) -> None:
+        model, optimizer = stepped(comm, "plain", 1, replace(FP32, optimizer="schedule_free"))
+        comm.gather_objects("all ranks are built")
+        monkeypatch.setattr(stored, "_sums", counted)
+        for seed in range(2):
+            with torch.no_grad():
+                model[2].bias.clamp_(-0.1, 0.1)  # type: ignore[index, union-attr, operator]
+            step(model, optimizer, seed)
+        comm.gather_objects("both steps were made")
+        assert summed == [["2.bias"]] * 4  # in two steps on two ranks
+        optimizer.eval()
+        optimizer.train()
+        step(model, optimizer, 3)
+        comm.gather_objects("the third step was made")
+        assert len(summed) == 4
+
+    run_threads(2, rank_main)
 
 
 # --- loads on every rank ----------------------------------------------------------------------------------------------

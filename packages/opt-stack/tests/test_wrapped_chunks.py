@@ -1,9 +1,11 @@
 """Wrapped chunks under an optimizer: fields, groups of ranks, overlaps, several chunks and optimizers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from grids import LateComm
 from processes import refusal
 from recording_comm import RecordingComm
 from stack_models import assert_equal, make_model, over, weights
@@ -12,9 +14,10 @@ from wrapped_net import LR, Net, backward, groups_of, inputs, loss_of, sgd, trai
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
+from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
-from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
+from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, get_optimizer_based_on_param_groups
 
 SUBSETS = {
     "no parameter of a buffer": ("first.weight", "last.weight"),
@@ -132,6 +135,73 @@ def test_an_expert_that_one_rank_lacks_does_not_change_the_order_of_gathers(over
     for dense in run_threads(2, rank_main):
         for number, weight in enumerate(dense):
             torch.testing.assert_close(weight, torch.full((4,), number - 2 * LR * clipped), rtol=1e-5, atol=1e-6)
+
+
+EXCHANGES: dict[str, Callable[[Optimizer], object]] = {
+    "a step": lambda optimizer: optimizer.step(),
+    "half a step": lambda optimizer: optimizer.prepare_grads(),
+    "a load": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "a reload": lambda optimizer: optimizer.reload_model_params(make_net_state()),
+    "statistics": lambda optimizer: optimizer.stats_every(1),
+    "a norm group": lambda optimizer: optimizer.has_grad_norm_group(""),
+}
+
+
+def make_net_state() -> dict[str, Tensor]:
+    return weights(Net())
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+def test_a_rank_without_a_forward_joins_the_gathers(exchange: Callable[[Optimizer], object]) -> None:
+    """After a load it began with another exchange, while the others' forward waited for the gather of bucket 0."""
+
+    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
+        ddp = wrap(comm, overlap_param_gather=True, align_param_gather=True)
+        optimizer = get_optimizer(sgd(overlap_param_gather=True), [ddp], {}, pg_collection=over(comm))
+        optimizer.load_state_dict(optimizer.state_dict())
+        if comm.rank == 0:
+            backward(loss_of(ddp, inputs(0)))
+        exchange(optimizer)
+        return weights(ddp.module)
+
+    assert_equal(*run_threads(2, rank_main))
+
+
+def test_params_read_from_groups_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters read from `param_groups` after a step were old on every rank except their owner. From a step to the
+    next forward, neither schedulers nor `zero_grad` wait."""
+    waits: list[bool] = []
+    wait_for = ParamSync.wait_for
+
+    def noted(sync: ParamSync, params: Any) -> None:
+        waits.append(True)
+        wait_for(sync, params)
+
+    def rank_main(comm: ThreadComm) -> list[Tensor]:
+        late: Any = LateComm(comm)
+        ddp = wrap(late, overlap_param_gather=True)
+        optimizer = get_optimizer(sgd(overlap_param_gather=True), [ddp], {}, pg_collection=over(late))
+        schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)]
+        schedulers.append(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3))
+        for step in range(2):
+            backward(loss_of(ddp, inputs(step)))
+            comm.gather_objects("all ranks have run their forward")
+            waits.clear()
+            optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.state_dict()
+            assert not waits
+            comm.gather_objects("none begins the next forward before")
+        assert ddp.param_sync.is_pending
+        return [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
+
+    monkeypatch.setattr(ParamSync, "wait_for", noted)
+    first, second = run_threads(2, rank_main)
+    assert len(first) == 4
+    assert all(bool(param.isfinite().all()) for param in first)
+    assert_equal(first, second)
 
 
 @pytest.mark.parametrize("fields", [{}, {"overlap_param_gather": True}], ids=["gather in the step", "before use"])

@@ -75,8 +75,10 @@ def test_one_optimizers_zero_grad_leaves_the_others_gradients(replaced: bool) ->
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_gradient_assigned_to_a_wrapped_parameter_stops_every_rank(overlap: bool) -> None:
-    """Gradients of `torch.autograd.grad`, assigned to `param.grad`, were lost; the step reported a norm of 0."""
+@pytest.mark.parametrize("when", ["instead of backward", "after backward", "after finish_grad_sync"])
+def test_a_gradient_assigned_to_a_wrapped_parameter_stops_every_rank(overlap: bool, when: str) -> None:
+    """Gradients of `torch.autograd.grad`, assigned to `param.grad`, were lost; the step reported a norm of 0. After a
+    complete backward they were ignored."""
     of_wrapper = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
 
     def rank_main(comm: ThreadComm) -> None:
@@ -88,12 +90,14 @@ def test_a_gradient_assigned_to_a_wrapped_parameter_stops_every_rank(overlap: bo
             optimizer.step()
         before = [param.detach().clone() for param in net.parameters()]
         optimizer.zero_grad()
+        if comm.rank == 1 or when != "instead of backward":
+            backward(loss_of(net, inputs(2)))
+        if when == "after finish_grad_sync":
+            net.finish_grad_sync()
         if comm.rank == 0:
             params = list(net.parameters())
             for param, grad in zip(params, torch.autograd.grad(loss_of(net, inputs(2)), params), strict=True):
                 param.grad = grad
-        else:
-            backward(loss_of(net, inputs(2)))
         message = r"grad of \w+.\w+ was assigned" if comm.rank == 0 else "1 other rank"
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stack_models import assert_equal, backward, make_model, stepped, train, weights
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import opt_checkpoint
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
@@ -135,16 +135,40 @@ REPLACED: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("replace_", REPLACED.values(), ids=REPLACED)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_parameters_that_the_model_no_longer_has_are_refused(replace_: Callable[[Any], object], wrapped: bool) -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_parameters_that_the_model_no_longer_has_are_refused(
+    replace_: Callable[[Any], object], wrapped: bool, steps: int
+) -> None:
     """The optimizer went on to update them, and the model's own were never trained."""
     model = make_model()
     chunk = DistributedDataParallel(DistributedDataParallelConfig(), model) if wrapped else model
     optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [chunk], {})
+    train(model, optimizer, range(steps))
+    optimizer.zero_grad()
     replace_(model)
     backward(model, 0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"was replaced in the model after the optimizer was built"):
             optimizer.step()
+
+
+MOVED: dict[str, Callable[[Any], object]] = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "a parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("move", MOVED.values(), ids=MOVED)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_parameters_that_the_model_keeps_under_another_name_train(move: Callable[[Any], object], steps: int) -> None:
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [model], {})
+    train(model, optimizer, range(steps))
+    kept = model[0].weight
+    move(model[0])
+    before = kept.detach().clone()
+    train(model, optimizer, range(steps, steps + 2))
+    assert not torch.equal(kept, before)
 
 
 def test_copies_and_pickles_of_a_trained_model_are_not_watched() -> None:

@@ -220,10 +220,10 @@ def _source(
 def _averaged_by_torch(draft: Draft) -> set[int]:
     """Return the `id` of parameters whose gradients torch's wrapper averages over exactly the data-parallel ranks.
 
-    The step reduces all others: those of wrappers over other ranks, and those that a wrapper ignores. A wrapper does
-    not list what it averages, which are the parameters that required gradients when the model was wrapped, but records
-    their number and bytes. If today's trainable parameters have others, some were frozen or unfrozen since: the step
-    reduces all of these, which leaves averaged gradients as they are.
+    The step reduces all others: those of wrappers over other ranks, and those that a wrapper ignores. A wrapper
+    averages the parameters that required gradients when the model was wrapped. If today's trainable parameters are
+    others, some were frozen or unfrozen since: the step reduces all of these, which leaves averaged gradients as they
+    are.
     """
     axes, averaged = draft.roles.dense, set[int]()
     for wrapper in (module for chunk in draft.chunks for module in chunk.modules()):
@@ -237,9 +237,7 @@ def _averaged_by_torch(draft: Draft) -> set[int]:
             for name, param in module.named_parameters(recurse=False)
             if param.requires_grad and f"{prefix}.{name}" not in wrapper.parameters_to_ignore
         }
-        recorded = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        num_bytes = sum(param.numel() * param.element_size() for param in trainable)
-        if (recorded["num_parameter_tensors"], recorded["total_parameter_size_bytes"]) == (len(trainable), num_bytes):
+        if _reduced_by(wrapper, len(trainable)) == set(map(id, trainable)):
             averaged.update(map(id, trainable))
         else:
             logger.info(
@@ -248,6 +246,18 @@ def _averaged_by_torch(draft: Draft) -> set[int]:
     if averaged:
         logger.info("gradients are averaged by torch's DistributedDataParallel; the step does not reduce them again")
     return averaged
+
+
+def _reduced_by(wrapper: TorchWrapper, num_trainable: int) -> set[int]:
+    """Return the `id` of the parameters that a wrapper of torch averages; empty if these are not `num_trainable`."""
+    recorded = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    if recorded["num_parameter_tensors"] != num_trainable:
+        return set()
+    given = {id(param) for param in wrapper._module_parameters}
+    if len(given) == num_trainable:  # all that it was given
+        return given
+    buckets = wrapper.reducer._get_zeros_like_grad_buckets()  # takes the memory of these gradients for a moment
+    return {id(param) for bucket in buckets for param in bucket.parameters()}
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------

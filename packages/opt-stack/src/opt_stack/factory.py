@@ -15,10 +15,12 @@ from opt_distributed.buffers import (
     broadcast_replicas_,
     check_replicas,
     check_untrained,
+    copied_ids,
     share_launch_order,
 )
 from opt_distributed.comm import Given, agreed, find_roles
 from opt_distributed.comm import device as devices
+from opt_distributed.pieces import FullySharded
 from opt_distributed.step import WrittenReplicas
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules import Needs
@@ -38,7 +40,7 @@ from opt_stack.planning.ranks import NOTHING, check_peers, check_ranks, check_sa
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.entries import complete_groups, make_rules_
 from opt_stack.rules.registry import Registry
-from opt_stack.state.live import compare_replicas
+from opt_stack.state.live import compare_replicas, compare_weights
 
 logger = logging.getLogger("opt_stack")
 
@@ -279,14 +281,17 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(draft))),
         roles=roles,
         compare=partial(compare_replicas, params, metas, roles, wrapped),
+        compare_weights=partial(compare_weights, params, metas, roles, wrapped),
+        copied=copied_ids(params, metas, roles),
         order=list(params),
         wrapped=wrapped,
+        fully_sharded=FullySharded(draft.chunks),
         frozen=[named for chunk in draft.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
     optimizer.loaded_weights.watch(draft.chunks)
     stepper.guards.insert(0, Objection(optimizer))
     if everyone.size > 1:
-        written = WrittenReplicas(roles.dense, everyone, optimizer, device=devices.device_of(stepper.device))
+        written = WrittenReplicas(optimizer, device=devices.device_of(stepper.device))
         stepper.guards.append(written)
         stepper.at_start.append(written.at_start)
     return optimizer

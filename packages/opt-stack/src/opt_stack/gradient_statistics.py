@@ -66,6 +66,7 @@ class GradientStatistics(StateDicts):
             ValueError: `n` is negative, or ranks differ in `n`, `spectrum`, or whether there is a directory.
             RuntimeError: gradients are released in backward.
         """
+        self.complete_params()
         self.recorder.start(n, callback, directory, spectrum)
 
     def stats(self) -> StepStats:
@@ -141,6 +142,7 @@ class GradientStatistics(StateDicts):
             ValueError: no norm group has this name.
         """
         slot = self._check_norm_group(grad_norm_group)
+        self.complete_params()
         is_local = any(piece.norm_slot == slot for _, piece in self._held.values())
         return any(self._everyone.gather_objects(is_local))
 

@@ -1,9 +1,9 @@
 """`Optimizer`: a `torch.optim.Optimizer` over a plan and its stepper."""
 
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import partial
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
-from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
+from opt_distributed.buffers import AwaitedGroup, DistributedDataParallel, UnusableGradientError, stored_params
 from opt_distributed.comm import Roles, agreed
 from opt_distributed.finalize import unfinalized
+from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import reset_state_
-from opt_distributed.step import Refusal, Scaler, Stepper, StepResult
+from opt_distributed.step import Refusal, Scaler, Stepper, StepResult, Written
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
@@ -25,7 +26,6 @@ from opt_stack.state.live import Held, LiveState, StateOffload
 from opt_stack.state.state_dicts import find_values
 from opt_stack.state.weights import Evaluation, LoadedWeights
 
-_PARAMS = itemgetter("params")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
@@ -62,10 +62,13 @@ class Optimizer(GradientStatistics):
         layout_id: str,
         rank_local: bool = False,  # whether any rank holds a part of the state that other ranks do not
         roles: Roles,
-        compare: Callable[[Mapping[ParamId, Held], Scaler], None],  # state and loss scale with those of replicas
+        compare: Callable[[Mapping[ParamId, Held], Scaler], None],  # weights, state and loss scale with replicas
+        compare_weights: Callable[[Collection[ParamId]], None],  # some weights with the copies on other ranks
         frozen: Sequence[tuple[str, nn.Parameter]] = (),  # parameters without gradients, in no group
         order: Sequence[ParamId] = (),  # of the parameters in the model
+        copied: Collection[ParamId] = (),  # parameters of which other ranks hold copies
         wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
+        fully_sharded: FullySharded,
     ):
         self.plan = plan
         self.stepper = stepper
@@ -73,17 +76,20 @@ class Optimizer(GradientStatistics):
         self._rank_local = rank_local
         self.roles = roles  # the process groups it was built for
         self._everyone = roles.everyone
-        self._compare = compare
+        self._compare, self._compare_weights = compare, compare_weights
         self._is_first_step = roles.everyone.size > 1  # and replicas may differ after a load
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
+        self.fully_sharded = fully_sharded
         self._built = False
         self._loss_scale = LossScaleUse()
         self.in_backward: InBackward | None = None  # updates parameters before `step` (`release_gradients`)
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
+        given = groups or [{"params": [], "param_ids": [], "name": "stub"}]
+        overlapping = [chunk.param_sync for chunk in wrapped if chunk.config.overlap_param_gather]
         super().__init__(
-            [dict(group) for group in groups] or [{"params": [], "param_ids": [], "name": "stub"}],
+            [AwaitedGroup(group, overlapping) if overlapping else dict(group) for group in given],
             # torch's OneCycleLR reads the hyper-parameters that every group has.
             defaults={key: groups[0][key] for key in _HYPER if groups and all(key in group for group in groups)},
         )
@@ -101,7 +107,7 @@ class Optimizer(GradientStatistics):
             [piece for _, piece in self._held.values()],
             groups,
             averaged=[piece for unit, piece in self._held.values() if self.evaluation.keeps_weights_of(unit)],
-            has_replicas=roles.everyone.size > 1,
+            copied=copied,
         )
         by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
         check = partial(self.offload.check_restored, "optimizer.state")
@@ -159,7 +165,12 @@ class Optimizer(GradientStatistics):
         Does what `zero_grad_buffer()` of every wrapped chunk does; calling both is harmless. If several optimizers
         share a chunk, its buffers are zeroed once `zero_grad` of all of them has been called.
         """
-        super().zero_grad(set_to_none=set_to_none)
+        groups = self.param_groups
+        self.param_groups = [{"params": stored_params(group)} for group in groups]  # gradients wait for no gather
+        try:
+            super().zero_grad(set_to_none=set_to_none)
+        finally:
+            self.param_groups = groups
         if self.in_backward is not None:
             self.in_backward.drop()
         for chunk in self.wrapped:
@@ -194,6 +205,7 @@ class Optimizer(GradientStatistics):
         if not mode:
             self.eval()
         elif self.evaluation.is_evaluating:
+            self.complete_params()
             with self.loaded_weights.own_writes():
                 self.evaluation.end_()
 
@@ -206,6 +218,7 @@ class Optimizer(GradientStatistics):
         the copy.
         """
         self.offload.check_restored("eval()")
+        self.complete_params()
         with self.loaded_weights.own_writes():
             self.evaluation.begin_(self.param_groups)
 
@@ -215,13 +228,17 @@ class Optimizer(GradientStatistics):
         If parameters were replaced, these are the groups as they were built, so that this rank joins the collectives of
         the step that all ranks then refuse (`Objection`).
         """
+        # Before any other exchange: a rank whose forward reads parameters has started them, and waits for the others.
+        for chunk in self.wrapped:
+            chunk.param_sync.start_all()
+        self.fully_sharded.reshard_()  # after a forward without backward, whose weights the update makes old
         self._check_replicas()
         return self.param_groups if self._replaced_params() is None else self._built_groups
 
     def _replaced_params(self) -> UnusableGradientError | None:
         """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group. No step
         would follow either."""
-        present = [params if type(params) is list else list(params) for params in map(_PARAMS, self.param_groups)]
+        present = [params if type(params) is list else list(params) for params in map(stored_params, self.param_groups)]
         is_same = (
             len(some) == len(built) and all(map(is_, some, built)) for some, built in zip(present, self._by_group)
         )
@@ -234,20 +251,27 @@ class Optimizer(GradientStatistics):
             "get_optimizer"
         )
 
-    def has_written(self) -> bool:
-        """Return whether other code wrote weights or state on this rank since its last step."""
-        return self.loaded_weights.has_written()
+    def written(self) -> Written:
+        """Return what other code wrote on this rank since its last step."""
+        return self.loaded_weights.written()
 
-    def compare_replicas(self) -> None:
-        """Raise ReplicaError, on every rank, if replicas differ. Collective."""
-        self._compare(self._held, self.stepper.scaler)
+    def compare_replicas(self, written: Written) -> None:
+        """Raise ReplicaError, on every rank, if ranks hold different copies of what any of them passes. Collective."""
+        per_rank = self._everyone.gather_objects(written)
+        if any(of_rank.has_state for of_rank in per_rank):
+            self._compare(self._held, self.stepper.scaler)
+        else:
+            self._compare_weights(frozenset[ParamId]().union(*(of_rank.ids for of_rank in per_rank)))
 
     def _check_replicas(self) -> None:
         """Raise ReplicaError, on every rank, if before the first step a load has made replicas differ."""
         if self._is_first_step:
             self._is_first_step = False
-            if any(self._everyone.gather_objects(self.loaded_weights.has_loaded())):
-                self.compare_replicas()
+            is_whole = self.loaded_weights.replaced() is None  # else every rank refuses the step for that
+            per_rank = self._everyone.gather_objects((is_whole, self.loaded_weights.has_loaded()))
+            if all(whole for whole, _ in per_rank) and any(has_loaded for _, has_loaded in per_rank):
+                self._compare(self._held, self.stepper.scaler)
+                self.loaded_weights.accept_equal()
 
     def objection(self) -> UnusableGradientError | None:
         """Return why this rank must not update, if so; all ranks then refuse the step."""
@@ -318,6 +342,7 @@ class Optimizer(GradientStatistics):
                 checks all parameters of its model; nothing has changed.
         """
         self.check_ready("reload_model_params()")
+        self.complete_params()
         pieces = [held.piece for held in self._held.values()]
         if state_dict is None:
             for piece in pieces:

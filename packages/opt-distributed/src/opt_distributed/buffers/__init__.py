@@ -6,6 +6,7 @@ For packages that plan, wrap or compare models. Trainers find `DistributedDataPa
 from opt_distributed.buffers.chunk_buffers import SyncedBuffer
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.main_grad import UnusableGradientError
+from opt_distributed.buffers.param_sync import AwaitedGroup, stored_params
 from opt_distributed.buffers.planner import (
     AS_IT_CAME,
     CODED_MULTIPLE,
@@ -28,6 +29,7 @@ from opt_distributed.buffers.stored import (
     check_untrained,
     checksums,
     compare_copies,
+    copied_ids,
     describe_stored,
     is_bound,
     not_trained,
@@ -35,9 +37,9 @@ from opt_distributed.buffers.stored import (
 from opt_distributed.comm.roles import uses_qk_layernorm
 
 __all__ = [
-    "AS_IT_CAME", "CODED_MULTIPLE", "BufferPlan", "DistributedDataParallel", "Metas", "ParamAndGradBuffer", "Params",
-    "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer", "UnusableGradientError", "WorldSizes",
-    "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained", "checksums", "compare_copies",
-    "default_bucket_size", "describe_stored", "is_bound", "matches", "not_trained", "plan_buffers",
-    "share_launch_order", "short", "uses_qk_layernorm",
+    "AS_IT_CAME", "CODED_MULTIPLE", "AwaitedGroup", "BufferPlan", "DistributedDataParallel", "Metas",
+    "ParamAndGradBuffer", "Params", "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer",
+    "UnusableGradientError", "WorldSizes", "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained",
+    "checksums", "compare_copies", "copied_ids", "default_bucket_size", "describe_stored", "is_bound", "matches",
+    "not_trained", "plan_buffers", "share_launch_order", "short", "stored_params", "uses_qk_layernorm",
 ]  # fmt: skip

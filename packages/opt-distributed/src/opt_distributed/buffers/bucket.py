@@ -211,8 +211,6 @@ class GradBucket:
             CollectiveError: it could not be started.
         """
         self._adopt_or_note()
-        if self._missing:
-            self.problem = self.problem or self._find_assigned()
         for id, total in self.sums.items():
             self.views[id].copy_(total)
             bind_main_grad(self.memory.params[id], self.views[id])
@@ -244,6 +242,7 @@ class GradBucket:
             CollectiveError: it failed, or exceeded the timeout of its group. The next calls until `begin` set
                 `problem`, because the contents of the buffer are undefined.
         """
+        self.problem = self.problem or self._find_assigned()
         if self._flight is None:
             if self.state is BucketState.REDUCED:
                 self._adopt_or_note()
@@ -332,10 +331,13 @@ class GradBucket:
             self.problem = self.problem or UnusableGradientError(str(error))
 
     def _find_assigned(self) -> UnusableGradientError | None:
-        """A gradient that the caller assigned to ``param.grad``, which no backward pass adds to the buffer."""
+        """A gradient that the caller assigned to ``param.grad``, which no backward pass adds to the buffer. It may be
+        the buffer's own."""
         for id in self.ids:
             grad = self.memory.params[id].grad
-            if grad is not None and grad.data_ptr() != self.accumulators[id].data_ptr():
+            if grad is None:
+                continue
+            if grad.data_ptr() not in (self.views[id].data_ptr(), self.accumulators[id].data_ptr()):
                 return UnusableGradientError(
                     f"grad of {id} was assigned, but gradients of a wrapped model accumulate in main_grad; write "
                     "param.main_grad.add_(grad) instead, or call zero_grad() to drop it"

@@ -8,9 +8,13 @@ replicas start each gather once in each step, before they reduce gradients again
 requests come at different times.
 """
 
+from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from enum import Enum, auto
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -193,6 +197,50 @@ class AwaitedParams(dict[str, Any]):
             self._sync.wait_for(super().values())
 
 
+class AwaitedGroup(dict[str, Any]):
+    """A parameter group, in which a read of `params` waits until the values have arrived; reads of other entries do
+    not. `stored_params` does not wait, either. Copies and pickles are plain dicts."""
+
+    def __init__(self, group: Mapping[str, Any], syncs: Iterable[ParamSync]):
+        super().__init__(group)
+        self._syncs = tuple(syncs)
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if name == "params" and not torch.compiler.is_compiling():
+            for sync in self._syncs:
+                if sync.is_pending:
+                    sync.wait_for(value)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        """Defined so that `dict(group)` and `{**group}` read entries by `__getitem__`."""
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def items(self) -> Any:
+        return dict(self).items()
+
+    def values(self) -> Any:
+        return dict(self).values()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+def stored_params(group: Mapping[str, Any]) -> Any:
+    """The `params` of a group, whose values may not have arrived."""
+    return dict.__getitem__(group, "params") if isinstance(group, dict) else group["params"]
+
+
 class UseHooks:
     """Makes every read of a model's parameters wait for them, until `remove`.
 
@@ -275,14 +323,44 @@ def _held_elsewhere(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters in attributes of a module other than its registered parameters and modules."""
     for name, value in vars(module).items():
         if name not in _REGISTRIES:
-            yield from _params_in(value)
+            yield from _params_in(value, module)
 
 
-def _params_in(value: Any, *, depth: int = 3) -> Iterator[nn.Parameter]:
+def _params_in(value: Any, holder: nn.Module, *, depth: int = 3) -> Iterator[nn.Parameter]:
     if isinstance(value, nn.Parameter):
         yield value
     elif isinstance(value, nn.Module):
-        yield from value.parameters()
-    elif isinstance(value, list | tuple | set | Mapping) and depth:
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _params_in(one, depth=depth - 1)
+        if value is not holder:  # a patched forward may hold its module, whose parameters wait when they are read
+            yield from value.parameters()
+    elif depth:
+        for inner in _contents(value):
+            yield from _params_in(inner, holder, depth=depth - 1)
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    """What a container holds, a namespace, a dataclass, a partial or a function; nothing for other objects, which may
+    lead to the whole model, as a trainer does."""
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, SimpleNamespace | Namespace):
+        return vars(value).values()
+    if isinstance(value, partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, FunctionType):
+        return _captured(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return ()
+
+
+def _captured(function: FunctionType) -> Iterator[Any]:
+    """The values of a function's closure and of its defaults."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # the variable has no value yet
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()

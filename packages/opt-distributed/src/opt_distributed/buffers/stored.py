@@ -4,7 +4,7 @@ Copies start from bitwise equal values: trained parameters, frozen ones and pers
 broadcast.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from operator import attrgetter
@@ -160,8 +160,9 @@ class Moved:
         return next(moved, None) or next(other, None)
 
 
-def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
-    """Compare the weights of all ranks that hold copies. Collective: every rank calls it.
+def check_replicas(params: Params, metas: Metas, roles: Roles, *, only: Collection[ParamId] | None = None) -> None:
+    """Compare the weights of all ranks that hold copies, or `only` some, the same on all ranks. Collective: every rank
+    calls it.
 
     One small exchange for each group of ranks that hold copies. NaNs and signs of zeros are compared by their bits.
 
@@ -169,7 +170,13 @@ def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
         ReplicaError, on every rank: a parameter differs, or some of the ranks do not train it. Names the first such
             parameter and the ranks.
     """
-    agree(roles.everyone, compare_copies(_sums(params), params, metas, roles))
+    compared = params if only is None else {id: param for id, param in params.items() if id in only}
+    agree(roles.everyone, compare_copies(_sums(compared), compared, metas, roles))
+
+
+def copied_ids(params: Params, metas: Metas, roles: Roles) -> frozenset[ParamId]:
+    """The parameters of which other ranks hold copies."""
+    return frozenset(id for id, param in params.items() if _comms(param, metas[id], roles))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 For packages that build the units of a step.
 """
 
-from opt_distributed.pieces.dtensor import LaidOutGrads, is_first_replica, local, mesh_comms
+from opt_distributed.pieces.dtensor import FullySharded, LaidOutGrads, is_first_replica, local, mesh_comms
 from opt_distributed.pieces.exchange import ComputeStage
 from opt_distributed.pieces.offload import HostMain, HostSide
 from opt_distributed.pieces.piece import (
@@ -30,8 +30,8 @@ from opt_distributed.pieces.sources import (
 )
 
 __all__ = [
-    "FP16", "BufferedGrads", "CodedMain", "ComputeStage", "HostMain", "HostSide", "LaidOutGrads", "Main", "Numbers",
-    "OwnGrads", "OwnedPiece", "PeerSums", "QuantizedMain", "QuantizedSource", "Ready", "ReducedMainGrads", "Source",
-    "Update", "check_dense", "check_marks", "init_state", "is_first_replica", "local",
+    "FP16", "BufferedGrads", "CodedMain", "ComputeStage", "FullySharded", "HostMain", "HostSide", "LaidOutGrads",
+    "Main", "Numbers", "OwnGrads", "OwnedPiece", "PeerSums", "QuantizedMain", "QuantizedSource", "Ready",
+    "ReducedMainGrads", "Source", "Update", "check_dense", "check_marks", "init_state", "is_first_replica", "local",
     "make_main", "marked_ids", "mesh_comms",
 ]  # fmt: skip

@@ -4,7 +4,9 @@
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,22 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory; the tensor itself if it is not a DTensor."""
     found: Tensor = tensor.detach()
     return found.to_local() if is_dtensor(found) else found
+
+
+class FullySharded:
+    """The modules of a model that `fully_shard` shards, which may hold gathered copies of their parameters. Does not
+    keep them alive."""
+
+    def __init__(self, chunks: Iterable[nn.Module]):
+        modules = dict.fromkeys(module for chunk in chunks for module in chunk.modules())
+        self._modules = [ref(module) for module in modules if hasattr(type(module), "set_reshard_after_backward")]
+
+    def reshard_(self) -> None:
+        """Free gathered copies, so that the next forward gathers the present shards; local."""
+        for found in self._modules:
+            module: Any = found()
+            if module is not None:
+                module.reshard()
 
 
 def laid_out_like(part: Tensor, param: Tensor) -> Tensor:

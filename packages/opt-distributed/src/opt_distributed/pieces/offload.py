@@ -145,10 +145,12 @@ class HostSide:
         self.device.current_stream().wait_event(done)
 
     def numbers_of(self, groups: Groups) -> Groups:
-        """The groups, with 0-d tensors such as a learning rate on the device converted to numbers."""
+        """The entries of the groups without `params`, with 0-d tensors such as a learning rate on the device converted
+        to numbers."""
+        entries = [{name: group[name] for name in group if name != "params"} for group in groups]
         return [
-            {name: float(x) if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in group.items()}
-            for group in groups
+            {name: float(x) if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in of_group.items()}
+            for of_group in entries
         ]
 
     def _views(self, pieces: Sequence[tuple[OwnedPiece, torch.dtype]], *, pinned: bool) -> list[Tensor]:

@@ -10,10 +10,10 @@ from opt_distributed.step.stepper import Stepper
 from opt_distributed.step.tensor_stats import Recorded, StepStats, TensorStats, TensorSums, profiler_spans, timer_spans
 from opt_distributed.step.unit import Unit, read_hyper
 from opt_distributed.step.verdict import Family, Limits
-from opt_distributed.step.written_replicas import WrittenReplicas
+from opt_distributed.step.written_replicas import NOTHING_WRITTEN, Written, WrittenReplicas
 
 __all__ = [
-    "CHOICES", "CutParams", "CutRows", "Family", "Limits", "Outcome", "Recorded", "Refusal", "Scaler", "StepResult",
-    "StepStats", "Stepper", "TensorStats", "TensorSums", "Unit", "WrittenReplicas", "profiler_spans", "read_hyper",
-    "scaler_of", "timer_spans",
+    "CHOICES", "NOTHING_WRITTEN", "CutParams", "CutRows", "Family", "Limits", "Outcome", "Recorded", "Refusal",
+    "Scaler", "StepResult", "StepStats", "Stepper", "TensorStats", "TensorSums", "Unit", "Written", "WrittenReplicas",
+    "profiler_spans", "read_hyper", "scaler_of", "timer_spans",
 ]  # fmt: skip

@@ -56,6 +56,10 @@ class Writes:
         """Whether no other code has written to the tensors or moved them."""
         return list(map(self._version, self.tensors)) == self._versions and self._are_in_place()
 
+    def of_others(self) -> list[Tensor]:
+        """The tensors that other code has written or moved."""
+        return [tensor for tensor, mark in zip(self.tensors, self.marks, strict=True) if not is_unwritten(tensor, mark)]
+
     @property
     def marks(self) -> list[Mark]:
         """The accepted marks of the tensors."""

@@ -1,7 +1,7 @@
 """The state of an optimizer: shown by parameter, moved to the host, and compared with that of replicas."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -192,6 +192,26 @@ def _whole(tensors: Sequence[Tensor]) -> Tensor:
 LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or before it with broadcast_params=True"
 
 
+def compare_weights(
+    params: Params,
+    metas: Metas,
+    roles: Roles,
+    wrapped: Sequence[DistributedDataParallel],
+    only: Collection[ParamId] | None = None,
+) -> None:
+    """Compare the weights of all ranks that hold copies, or of `only` some, the same on all ranks. Collective.
+
+    Raises:
+        ReplicaError: on every rank, if they differ.
+    """
+    for chunk in wrapped:
+        chunk.finish_param_sync()
+    try:
+        check_replicas(params, metas, roles, only=only)
+    except ValueError as error:  # on a rank whose replicas are equal, the error is another rank's
+        raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
+
+
 def compare_replicas(
     params: Params,
     metas: Metas,
@@ -205,12 +225,7 @@ def compare_replicas(
     Raises:
         ReplicaError: on every rank, if they differ.
     """
-    for chunk in wrapped:
-        chunk.finish_param_sync()
-    try:
-        check_replicas(params, metas, roles)
-    except ValueError as error:  # on a rank whose replicas are equal, the error is another rank's
-        raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
+    compare_weights(params, metas, roles, wrapped)
     found = compare_copies(_sums_of_states(held), params, metas, roles)
     try:
         agree(roles.everyone, None if found is None else ValueError(f"optimizer state: {found}; {LOAD_ALIKE}"))

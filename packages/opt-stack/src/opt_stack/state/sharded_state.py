@@ -20,7 +20,9 @@ from opt_checkpoint import (
     groups_to_saved,
 )
 from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, former_names, place_
+from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
+from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import MAIN, STEP, check_loaded, sharded_piece, take_loaded_
 from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
@@ -63,6 +65,8 @@ class ShardedStates(torch.optim.Optimizer):
     loaded_weights: LoadedWeights
     plan: Plan
     roles: Roles
+    wrapped: Sequence[DistributedDataParallel]
+    fully_sharded: FullySharded
     _layout_id: str
     _rank_local: bool
     _everyone: Comm
@@ -74,6 +78,16 @@ class ShardedStates(torch.optim.Optimizer):
         """Raise RuntimeError in evaluation mode, or while the state is on the host; `what` names the call."""
         self.evaluation.check_training(what)
         self.offload.check_restored(what)
+
+    def complete_params(self) -> None:
+        """Wait for gathers under way, and free the copies that FSDP2 has gathered.
+
+        For calls that exchange anything, because a rank that reads a parameter waits until all ranks have started its
+        gather; and for those that write parameters, of which such copies and gathers have the values of before.
+        """
+        for chunk in self.wrapped:
+            chunk.finish_param_sync()
+        self.fully_sharded.reshard_()
 
     def sharded_state_dict(
         self,
@@ -100,6 +114,7 @@ class ShardedStates(torch.optim.Optimizer):
                 the model a rank has.
         """
         self.check_ready("sharded_state_dict()")
+        self.complete_params()
         self.stepper.warn_of_unread("sharded_state_dict()")
         self.recorder.write("state was saved")
         place_(model_sharded_state_dict, axes_of(self.roles))
@@ -108,7 +123,7 @@ class ShardedStates(torch.optim.Optimizer):
         names = [[own.name for own in of_group] for of_group in described]
         per_rank = self._everyone.gather_objects(names)
         on_all_ranks = [list(dict.fromkeys(n for of_rank in per_rank for n in of_rank[at])) for at in range(len(names))]
-        kept = [{k: value for k, value in group.items() if k not in _OF_THIS_RUN} for group in self.param_groups]
+        kept = [{key: group[key] for key in group if key not in _OF_THIS_RUN} for group in self.param_groups]
         parts = {
             "version": VERSION,
             "state": {at: sharded_piece(*held, own.sharded) for own, at, held in self._saved_pieces(described)},

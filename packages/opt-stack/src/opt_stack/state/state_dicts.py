@@ -77,6 +77,8 @@ class StateDicts(ShardedStates):
         weights. Loading such a state begins evaluation mode, and `train()` restores the trained weights.
         """
         self.offload.check_restored("state_dict()")
+        if self.evaluation.is_evaluating:
+            self.complete_params()
         self.stepper.warn_of_unread("state_dict()")
         self.recorder.write("state was saved")
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -125,6 +127,7 @@ class StateDicts(ShardedStates):
                 shapes differ; it has only a part of a parameter's state; or a hyper-parameter is not a valid number.
         """
         self.check_ready("load_state_dict()")
+        self.complete_params()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
@@ -218,7 +221,7 @@ def packed_groups(groups: Sequence[Group], *, rank_local: bool = False) -> list[
     packed, start = [], 0
     for group in groups:
         names = [param_name(id) for id in group["param_ids"]]
-        kept = {key: value for key, value in group.items() if key not in HELD}
+        kept = {key: group[key] for key in group if key not in HELD}
         indices = list(range(start, start + len(names)))
         of_group = {**kept, "param_ids": None, "params": indices, "param_names": names}
         packed.append(_RankLocalGroup(of_group) if rank_local else of_group)

@@ -1,16 +1,17 @@
 """Weights of the model beside those of the last step: written by other code, or shown for evaluation.
 
 Main values in fp32 or fp16 are copies: the next update would overwrite weights from elsewhere by the old ones. Whether
-weights agree with main values is only checked after a load, or after another write that torch counted (`_version`), and
-whether the model still has the parameters also in the first step, so that other steps only compare counts.
+weights agree with main values, and with the copies on other ranks, is only checked after a load, or after another write
+that torch counted (`_version`). Other steps only compare counts, and whether the model still has the parameters.
 
 Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters.
 After a write without a load of state, a step warns about these.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -20,13 +21,13 @@ from torch import Tensor, nn
 from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain, local
 from opt_distributed.saving import decoded, kept_states
-from opt_distributed.step import Stepper, Unit, read_hyper
+from opt_distributed.step import NOTHING_WRITTEN, Stepper, Unit, Written, read_hyper
 from opt_kernels.backends import Writes
 from opt_kernels.formulas import Formula
 from opt_kernels.hooks import bare
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule
-from opt_paramgroups import is_dtensor
+from opt_paramgroups import ParamId, is_dtensor
 
 Groups = Sequence[Mapping[str, Any]]
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
@@ -41,47 +42,66 @@ class LoadedWeights:
         groups: Groups,
         *,
         averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
-        has_replicas: bool = False,  # whether writes to all parameters count, because other ranks may lack them
+        copied: Collection[ParamId] = (),  # parameters of which other ranks hold copies
     ):
         # Main values that are a copy of the parameter in another format. fp8 codes depend on their scales as well.
         self._copied = [p for p in pieces if p.main.numbers in _COPIES and not isinstance(p.main, QuantizedMain)]
         self._averaged = averaged
-        self._names: dict[nn.Parameter, str] = {  # of all parameters of the optimizer
-            param: str(id) for group in groups for id, param in zip(group["param_ids"], group["params"], strict=True)
+        self._ids: dict[nn.Parameter, ParamId] = {  # of all parameters of the optimizer
+            param: id for group in groups for id, param in zip(group["param_ids"], group["params"], strict=True)
         }
-        # The elements of a sharded DTensor are on this rank only.
-        replicated = [param for param in self._names if has_replicas and not is_dtensor(param)]
-        self._writes = Writes(_counted([*(piece.param for piece in (*self._copied, *averaged)), *replicated]))
-        compared = set(self._writes.tensors)
-        self._uncompared = Writes([tensor for tensor in _counted(self._names) if tensor not in compared])
+        counted = {param: _counted(param) for param in self._ids}
+        compared = {piece.param for piece in (*self._copied, *averaged)}
+        compared |= {param for param, id in self._ids.items() if id in copied}
+        self._writes = Writes([tensor for param in compared for tensor in counted[param]])
+        self._uncompared = Writes([tensor for param in counted if param not in compared for tensor in counted[param]])
+        self._id_of = {tensor: self._ids[param] for param in compared for tensor in counted[param]}
         self._are_new = False  # whether others wrote weights since the last check that found them equal
         self._has_state = False  # whether state was loaded since the last check
-        self._has_written = False  # whether others wrote weights or state since the last step that was made
-        self._replaced: set[nn.Parameter] = set()
-        self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
+        self._written = NOTHING_WRITTEN  # by others since the last step that was made
+        self._modules: list[tuple[ref[nn.Module], Mapping[str, nn.Parameter]]] = []  # and those of their parameters
+        self._registered: list[object] = []  # all parameters of these modules, in order
 
     def watch(self, chunks: Iterable[nn.Module]) -> None:
-        """Note every load of these modules and of modules below them."""
+        """Note every load of these modules and of modules below them, and the parameters that they have."""
         for module in dict.fromkeys(below for chunk in chunks for below in chunk.modules()):
-            params = {name: p for name, p in module._parameters.items() if p is not None and p in self._names}
+            params = {name: p for name, p in module._parameters.items() if p is not None and p in self._ids}
             if params:
                 module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
-                # `fully_shard` registers gathered parameters in between.
-                if not any(is_dtensor(param) for param in params.values()):
-                    self._unchecked.append((module, params))
+                self._modules.append((ref(module), params))
+        self._registered = self._present()
 
-    def note(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-        """Note that `module` was loaded; `params` are those that it had when the optimizer was built."""
+    def note(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Note that a module was loaded; `params` are those that it had when the optimizer was built."""
         self._are_new = True
-        self._compare(module, params)
+        self._written = self._written._replace(ids=self._written.ids.union(map(self._ids.__getitem__, params.values())))
 
-    def _compare(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-        self._replaced.difference_update(params.values())
-        self._replaced |= {param for name, param in params.items() if module._parameters.get(name) is not param}
+    def _present(self) -> list[object]:
+        """All parameters that the watched modules have now; does not wait for gathers."""
+        modules = [module for found, _ in self._modules if (module := found()) is not None]
+        return [param for module in modules for param in dict.values(module._parameters)]
+
+    def _replaced(self) -> nn.Parameter | None:
+        """A parameter that its module has no longer, itself or in a module below; None if there is none."""
+        present = self._present()
+        if len(present) == len(self._registered) and all(map(is_, present, self._registered)):
+            return None
+        for found, params in self._modules:
+            module = found()
+            registered = {} if module is None else module._parameters
+            missing = [param for name, param in params.items() if dict.get(registered, name) is not param]
+            if module is None or not missing:
+                continue
+            kept = set(map(id, module.parameters()))  # pruning and some parametrizations register it elsewhere
+            for param in missing:
+                if id(param) not in kept:
+                    return param
+        return None
 
     def note_state(self) -> None:
         """Note that the optimizer's state was set together with the weights."""
-        self._has_state = self._has_written = True
+        self._has_state = True
+        self._written = self._written._replace(has_state=True)
 
     def accept_writes(self) -> None:
         """Note that a step wrote the parameters. Writes from now on are those of others.
@@ -91,45 +111,61 @@ class LoadedWeights:
         """
         self._writes.count()
         self._uncompared.count()
-        self._has_state = self._has_written = False
+        self._has_state = False
+        self._written = NOTHING_WRITTEN
 
-    def has_written(self) -> bool:
-        """Whether other code wrote weights or state since the last step that was made."""
-        self._has_written = self._has_written or self.are_new
-        return self._has_written
+    def written(self) -> Written:
+        """What other code wrote since the last step that was made."""
+        self._find_writes()
+        return self._written
 
     def has_loaded(self) -> bool:
         """Whether weights or state were loaded or written since the optimizer was built, before the first step."""
-        return self.has_written() or not self._uncompared.are_all_own()
+        return any(self.written()) or not self._uncompared.are_all_own()
+
+    def accept_equal(self) -> None:
+        """Note that what was written is equal on all ranks. It is still compared with the main values."""
+        self._find_writes()
+        self._writes.accept()
+        self._written = NOTHING_WRITTEN
+
+    def _find_writes(self) -> None:
+        """Note the parameters that others wrote since the writes were last accepted."""
+        if not self._writes.are_all_own():
+            self._are_new = True
+            ids = frozenset(self._id_of[tensor] for tensor in self._writes.of_others())
+            self._written = self._written._replace(ids=self._written.ids | ids)
 
     @property
     def are_new(self) -> bool:
         """Whether others wrote weights since the last check that found them equal to the main values."""
-        self._are_new = self._are_new or not self._writes.are_all_own()
+        self._find_writes()
         return self._are_new
 
     @contextmanager
     def own_writes(self) -> Iterator[None]:
         """Let the optimizer write the parameters inside the context, without a step."""
-        self._are_new = self.are_new
+        self._find_writes()
         yield
         self._writes.accept()
 
+    def replaced(self) -> UnusableGradientError | None:
+        """The error for a parameter that the model no longer has; None if it has all."""
+        param = self._replaced()
+        if param is None:
+            return None
+        return UnusableGradientError(
+            f"{str(self._ids[param])!r} was replaced in the model after the optimizer was built, as by fully_shard, an "
+            "assignment, load_state_dict(assign=True) or a parametrization, so that the optimizer would update a "
+            "parameter that the model no longer has; build the optimizer after that"
+        )
+
     def problem(self) -> UnusableGradientError | None:
         """The reason why an update would lose loaded weights; None if it would not."""
-        for module, params in self._unchecked:
-            self._compare(module, params)
-        self._unchecked = []
-        if self._replaced:
-            name = self._names[next(iter(self._replaced))]
-            return UnusableGradientError(
-                f"{name!r} was replaced in the model after the optimizer was built, as by fully_shard, an "
-                "assignment, load_state_dict(assign=True) or a parametrization, so that the optimizer would update a "
-                "parameter that the model no longer has; build the optimizer after that"
-            )
+        if (replaced := self.replaced()) is not None:
+            return replaced
         if not self.are_new:
             return None
-        self._has_written = True
         other = next((piece for piece in self._copied if not _agrees(piece)), None)
         if other is not None:
             return UnusableGradientError(
@@ -159,18 +195,18 @@ class _Note:
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self._loaded is not None and (loaded := self._loaded()) is not None:
-            loaded.note(module, self._params)
+            loaded.note(self._params)
 
     def __reduce__(self) -> Any:
         return _Note, ()
 
 
-def _counted(params: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors whose versions count writes to parameters: themselves, and the local parts of DTensors."""
-    with torch.no_grad():  # else `to_local` returns an alias with a version of its own
-        tensors = (t for param in params for t in ((param, param.to_local()) if is_dtensor(param) else (param,)))
-        # Nothing counts the writes of a tensor that was made in torch.inference_mode().
-        return list(dict.fromkeys(tensor for tensor in tensors if not tensor.is_inference()))
+@torch.no_grad()
+def _counted(param: Tensor) -> list[Tensor]:
+    """The tensors whose versions count writes to a parameter: itself, and the local part of a DTensor."""
+    tensors = [param, param.to_local()] if is_dtensor(param) else [param]
+    # Nothing counts the writes of a tensor that was made in torch.inference_mode().
+    return [tensor for tensor in tensors if not tensor.is_inference()]
 
 
 @torch.no_grad()
@@ -249,7 +285,7 @@ class Evaluation:
                     piece.main.target.copy_(_evaluated(self._formulas[unit.name], unit, piece, groups))
             for source in unit.completes:
                 source.publish_()
-        self._shown = Writes(_counted(moved))
+        self._shown = Writes([tensor for param in moved for tensor in _counted(param)])
 
     def end_(self) -> None:
         """Restore the trained weights in the parameters, bit for bit; no communication. Warn of a load since then."""
