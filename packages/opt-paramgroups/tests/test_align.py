@@ -25,7 +25,7 @@ STAGES = {
 }
 
 
-def run(models, overrides):
+def run(models, overrides, config=CONFIG):
     """The groups of each rank, or its error; ranks are threads. `overrides` may be a function of the rank."""
     size = len(models)
     values, calls, barrier = [None] * size, [0] * size, threading.Barrier(size, timeout=30)
@@ -41,7 +41,7 @@ def run(models, overrides):
 
         try:
             given = overrides(rank) if callable(overrides) else overrides
-            return get_param_groups([models[rank]], CONFIG, given, gather=gather)
+            return get_param_groups([models[rank]], config, given, gather=gather)
         except Exception as error:
             return error
 
@@ -75,6 +75,15 @@ def test_the_names_do_not_depend_on_who_holds_what():
 def test_a_pattern_needs_a_match_on_one_rank_only():
     groups = run([Model(), Experts()], {ParamKey(name="experts.*"): {"max_lr": 1.0}})
     assert [len(group["params"]) for group in groups[0] if group["name"] == "experts.* (experts)"] == [0]
+
+
+def test_norms_of_queries_and_keys_are_needed_on_one_rank_only():
+    """A stage of a pipeline without attention is no error, but a whole model without is, on every rank."""
+    config = OptimizerConfig(lr=1.0, apply_wd_to_qk_layernorm=True)
+    for models, are_built in (([Model(), Experts()], True), ([Experts(), Experts()], False)):
+        found = run(models, None, config)
+        assert [isinstance(groups, list) for groups in found] == [are_built] * 2
+        assert are_built or {str(error) for error in found if "has no effect" in str(error)} == {str(found[0])}
 
 
 def test_a_parameter_frozen_on_one_rank_gives_all_ranks_the_same_answer():

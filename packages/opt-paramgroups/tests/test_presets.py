@@ -1,6 +1,7 @@
 """Presets, as in Megatron-Core: weight decay, decoupled rates, matrix rules, layer decay."""
 
 import pytest
+import torch
 from models import Model, mark
 from torch import nn
 
@@ -9,6 +10,7 @@ from opt_paramgroups import (
     get_layer_decay_overrides,
     get_matrix_rule_overrides,
     get_param_groups,
+    get_standard_config_overrides,
 )
 
 
@@ -26,12 +28,98 @@ def test_biases_and_vectors_are_spared_the_weight_decay():
     assert set(mults.values()) == {0.0, 1.0}
 
 
+def with_shapes(**shapes):
+    """A module with parameters of these names and shapes; `__` stands for a dot."""
+    model = nn.Module()
+    for name, shape in shapes.items():
+        *path, last = name.split("__")
+        module = model
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(torch.ones(shape)))
+    return model
+
+
+VECTORS = (
+    *("experts__gate_up_proj_bias", "experts__down_proj_bias", "mlp1_bias", "r_w_bias", "pos_bias_u", "a__bias"),
+    *("mixer__A_log", "mixer__A_logs", "mixer__A_b_log", "mixer__dt_bias", "relative_position_bias_table"),
+    *("q_norm__weight", "attn__ln_k__weight", "norm1__scale", "biases__0"),
+)
+MATRICES_BY_NAME = ("bias_free__weight", "normal_proj__weight", "A_logits", "unbiased", "log_bias_net__weight", "fc")
+
+
+@pytest.mark.parametrize("rule", ["adam", "muon", "soap"])
+def test_stacks_of_vectors_have_no_decay_and_no_matrix_rule(rule):
+    """Symptom: Muon orthogonalised the biases of experts, and A_log of Mamba was decayed."""
+    model = with_shapes(**dict.fromkeys((*VECTORS, *MATRICES_BY_NAME), (4, 3)), marked=(4, 3), logit_scale=())
+    mark(model.marked, _no_weight_decay=True)
+    config = OptimizerConfig(lr=1.0, optimizer=rule)
+    for by_name in (True, False):
+        routing = get_matrix_rule_overrides(config, by_name=by_name) if rule != "adam" else {}
+        overrides = {**get_standard_config_overrides(config, by_name=by_name), **routing}
+        mults = entry_by_name(model, config, overrides, "wd_mult")
+        rules = entry_by_name(model, config, overrides, "optimizer")
+        spared = {name for name, mult in mults.items() if mult == 0.0}
+        matrices = {name for name, of_name in rules.items() if of_name == rule}
+        if by_name:
+            assert spared == {*(name.replace("__", ".") for name in VECTORS), "marked", "logit_scale"}
+            assert rule == "adam" or matrices == {name.replace("__", ".") for name in MATRICES_BY_NAME}
+        else:  # as Megatron-Core
+            assert spared == {"a.bias"}
+            assert rule == "adam" or matrices == set(mults) - {"logit_scale"}
+
+
+def test_an_author_may_say_that_a_name_means_nothing():
+    model = with_shapes(A_log=(4, 3))
+    mark(model.A_log, _no_weight_decay=False)
+    assert entry_by_name(model, OptimizerConfig(lr=1.0), None, "wd_mult") == {"A_log": 1.0}
+
+
+def test_groups_with_stacks_of_vectors_have_the_names_they_had():
+    """Saved groups are found by these names."""
+    config = OptimizerConfig(lr=1.0, optimizer="muon")
+    overrides = {**get_standard_config_overrides(config), **get_matrix_rule_overrides(config)}
+    for by_name in (True, False):
+        routing = get_matrix_rule_overrides(config, by_name=by_name)
+        overrides = {**get_standard_config_overrides(config, by_name=by_name), **routing}
+        groups = get_param_groups([with_shapes(fc=(4, 3), A_log=(4, 3), scale=(3,))], config, overrides)
+        assert [group["name"] for group in groups] == [
+            "default", "(*.bias or 1-D) and (embedding or output or not 2-D or use_muon=False)",
+        ]  # fmt: skip
+
+
+QK_NORMS = ("q_norm", "k_norm", "qk_norm", "query_norm", "key_layernorm", "norm_q", "q_norms")
+
+
+@pytest.mark.parametrize("name", QK_NORMS)
+def test_decay_of_query_and_key_norms_knows_their_names(name):
+    """Symptom: with Qwen3's q_norm and k_norm the setting had no effect."""
+    model = with_shapes(**{f"layer__{name}__weight": (3,), "block_norm__weight": (3,), "fc__bias": (3,)})
+    config = OptimizerConfig(lr=1.0, apply_wd_to_qk_layernorm=True)
+    mults = entry_by_name(model, config, None, "wd_mult")
+    assert mults == {f"layer.{name}.weight": 1.0, "block_norm.weight": 0.0, "fc.bias": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (None, "no trainable parameter on any rank belongs to a norm called"),
+        (get_standard_config_overrides(OptimizerConfig()), "the overrides leave all norms of queries and keys without"),
+    ],
+    ids=["no such norm", "overrides that spare it"],
+)
+def test_decay_of_query_and_key_norms_without_effect_is_refused(overrides, message):
+    model = with_shapes(fc__weight=(3, 3), **({} if overrides is None else {"q_norm__weight": (3,)}))
+    config = OptimizerConfig(lr=1.0, apply_wd_to_qk_layernorm=True)
+    with pytest.raises(ConfigError, match=f"^apply_wd_to_qk_layernorm=True: has no effect: {message}"):
+        get_param_groups([model], config, overrides)
+
+
 @pytest.mark.parametrize("applies", [False, True])
-def test_a_matrix_called_bias_is_spared_and_qk_layernorm_is_decayed_only_if_requested(applies):
+def test_qk_layernorm_is_decayed_only_if_requested(applies):
     config = OptimizerConfig(lr=1.0, apply_wd_to_qk_layernorm=applies)
-    model = nn.ModuleDict({"a": nn.Module()})
-    model["a"].register_parameter("bias", nn.Parameter(nn.Linear(2, 2).weight.detach()))
-    assert entry_by_name(model, config, None, "wd_mult") == {"a.bias": 0.0}
     mults = entry_by_name(Model(num_layers=1), config, None, "wd_mult")
     of_qk = {mult for name, mult in mults.items() if "q_layernorm." in name or "k_layernorm." in name}
     assert of_qk == {1.0 if applies else 0.0}
@@ -86,6 +174,56 @@ def test_layer_decay_shrinks_rates_towards_the_input():
     assert entry_by_name(model, config, overrides, "min_lr")["layers.2.norm.weight"] == 0.25
     of_nine = get_layer_decay_overrides([model], 0.5, num_layers=9)  # of a stage that holds the first three
     assert entry_by_name(model, config, of_nine, "max_lr")["layers.0.norm.weight"] == 0.5**9
+
+
+LAYERS = {  # names of parameters from the input to the output, with their depths
+    "BERT, ViT": {"embeddings.patch_embeddings": 0, "encoder.layer.0.output": 1, "encoder.layer.1.output": 2},
+    "T5": {"shared": 0, "encoder.block.0.layer.1.wi": 1, "encoder.block.1.layer.0.q": 2, "decoder.block.2.wi": 3},
+    "CLIP": {"visual.conv1": 0, "visual.transformer.resblocks.0.mlp": 1, "visual.transformer.resblocks.1.mlp": 2},
+    "GPT-2": {"transformer.wte": 0, "transformer.h.0.mlp": 1, "transformer.h.1.mlp": 2},
+    "torchvision's ViT": {"conv_proj": 0, "encoder.layers.encoder_layer_0.ln_1": 1},
+    "Swin": {
+        "patch_embed.proj": 0, "layers.0.blocks.0.mlp": 1, "layers.0.blocks.1.mlp": 2, "layers.0.downsample.norm": 2,
+        "layers.1.blocks.0.mlp": 3, "layers.1.blocks.1.mlp": 4,
+    },
+    "timm's Swin": {"layers.0.blocks.0.mlp": 1, "layers.1.downsample.norm": 2, "layers.1.blocks.0.mlp": 2},
+    "timm's ConvNeXt": {
+        "stem.0": 0, "stages.0.blocks.0.mlp": 1, "stages.1.downsample.0": 2, "stages.1.blocks.0.mlp": 2,
+    },
+    "ConvNeXt": {
+        "downsample_layers.0.0": 0, "stages.0.0.dwconv": 1, "downsample_layers.1.1": 2, "stages.1.0.dwconv": 2,
+    },
+    "Hugging Face's ConvNeXt": {"encoder.stages.0.layers.0.dwconv": 1, "encoder.stages.1.layers.0.dwconv": 2},
+    "torchvision's Swin": {"features.0.0": 0, "features.1.0.mlp": 1, "features.2.norm": 2, "features.3.0.mlp": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("depths", LAYERS.values(), ids=LAYERS)
+def test_layer_decay_finds_the_layers_of_common_models(depths):
+    """Symptom: the layers of BERT, T5 and CLIP had the full rate, and in stages the count began again."""
+    model = with_shapes(**{f"{name}.weight".replace(".", "__"): (2, 2) for name in (*depths, "classifier")})
+    rates = entry_by_name(model, OptimizerConfig(lr=1.0), get_layer_decay_overrides([model], 0.5), "max_lr")
+    last = max(depths.values())
+    expected = {f"{name}.weight": 0.5 ** (last + 1 - depth) for name, depth in depths.items()}
+    assert rates == {**expected, "classifier.weight": 1.0}
+
+
+def test_frozen_stages_count():
+    model = with_shapes(stages__0__0__fc__weight=(2, 2), stages__1__0__fc__weight=(2, 2))
+    model.get_parameter("stages.0.0.fc.weight").requires_grad_(False)
+    (key, *_) = [key for key, entries in get_layer_decay_overrides([model], 0.5).items() if entries["lr_mult"] == 0.5]
+    assert key.label == "depth 2"
+
+
+def test_layer_decay_without_layers_says_so(caplog):
+    model = with_shapes(body__0__weight=(2, 2))
+    with pytest.raises(ConfigError, match=r"no layers are found in 1 names such as 'body.0.weight'; pass depth_of="):
+        get_layer_decay_overrides([model], 0.5)
+    get_layer_decay_overrides([model], 0.5, num_layers=3)  # may be a stage of a pipeline
+    assert "no layers are found" in caplog.text
+    assert get_layer_decay_overrides([nn.Identity()], 0.5)  # a rank without parameters
+    with pytest.raises(ConfigError, match=r"stage 0 is not in the model chunks"):
+        get_layer_decay_overrides([with_shapes(stages__1__0__fc__weight=(2, 2))], 0.5)
 
 
 def test_bad_layer_decay_is_refused():

@@ -40,7 +40,7 @@ from opt_paramgroups import is_dtensor
 
 __all__ = [
     "MAIN", "STEP", "PieceState", "StateError", "check_loaded", "check_state", "decoded", "kept_states", "load_state_",
-    "read_state", "reset_state_", "sharded_piece", "take_loaded_",
+    "read_state", "reset_state_", "restart_", "sharded_piece", "take_loaded_",
 ]  # fmt: skip
 
 MAIN = "fp32_param"  # Megatron-Core's name for the main values of a 16-bit parameter
@@ -214,6 +214,13 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
     extra = {name: saved[name] for name in piece.main.extra() if name in set(saved)}
     step = int(saved.get(STEP, 0)) if saved else None
     _set_(unit, piece, main, state, extra, step=step, is_decoded=_saves_values(piece))
+
+
+def restart_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
+    """Set a piece to the state before its first step, with the main values of `saved`, the state of another rule."""
+    key = _key(piece, _OF_MAIN, saved)
+    main = None if key is None else _values(unit, piece, {key: saved[key]})[MAIN]
+    _set_(unit, piece, main, {}, {}, step=None, is_decoded=False)
 
 
 def _saves_values(piece: OwnedPiece) -> bool:

@@ -15,6 +15,7 @@ from opt_paramgroups.overrides import (
     DefaultEntries,
     Override,
     get_standard_config_overrides,
+    is_qk_norm,
     read_overrides,
 )
 
@@ -41,6 +42,7 @@ class Report(NamedTuple):
     error: str = ""  # why the rank failed; empty: it did not
     seen: frozenset[Seen] = frozenset()
     frozen: Mapping[str, str] = {}  # label of a key, and the first frozen parameter that it matches
+    qk_norms: frozenset[bool] = frozenset()  # whether norms of queries and keys have weight decay; empty: no such norms
 
 
 def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
@@ -118,6 +120,22 @@ def warn_of_frozen(overrides: Mapping[ParamKey, Override], matched: frozenset[st
                 "effect; unfreeze them before the optimizer is built, or drop the key",
                 key.label, name,
             )  # fmt: skip
+
+
+def check_qk_norms(config: OptimizerConfig, are_decayed: frozenset[bool]) -> None:
+    """Raise `ConfigError` if `apply_wd_to_qk_layernorm` is set, but no norm of queries or keys has weight decay.
+
+    `are_decayed` has, for the norms of queries and keys of all ranks, whether they have weight decay.
+    """
+    if not config.apply_wd_to_qk_layernorm or True in are_decayed:
+        return
+    reason = "no trainable parameter on any rank belongs to a norm called q_layernorm, k_layernorm, q_norm or k_norm"
+    if are_decayed:
+        reason = "the overrides leave all norms of queries and keys without weight decay"
+    raise ConfigError(
+        f"apply_wd_to_qk_layernorm=True: has no effect: {reason}; leave it at False, or pass an override with wd_mult "
+        "for the norms to decay in place of the standard overrides"
+    )
 
 
 def _near_misses(key: ParamKey, params: Mapping[ParamId, Parameter]) -> str:
@@ -208,7 +226,8 @@ def get_param_groups(
 
     Raises:
         ConfigError: two keys set different values for one parameter, a key matches no parameter, or an override sets an
-            unknown entry or a value that is not allowed. An error of any rank is raised on all ranks.
+            unknown entry or a value that is not allowed; or `apply_wd_to_qk_layernorm` has no effect on any rank. An
+            error of any rank is raised on all ranks.
     """
     try:
         params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
@@ -220,10 +239,12 @@ def get_param_groups(
         for id, param in frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset).items():
             for label in [key.label for key in overrides if key.label not in frozen and key.matches(param, id.name)]:
                 frozen[label] = str(id)
+        of_qk_norms = [dict(seen[id].key.entries or ()) for id, param in params.items() if is_qk_norm(param, id.name)]
+        qk_norms = frozenset(entries.get("wd_mult", 1.0) != 0.0 for entries in of_qk_norms)
     except Exception as error:
         gather(Report(str(error) or repr(error)))  # the other ranks wait in this collective
         raise
-    reports: list[Report] = list(gather(Report("", frozenset(seen.values()), frozen)))
+    reports: list[Report] = list(gather(Report("", frozenset(seen.values()), frozen, qk_norms)))
     for rank, report in enumerate(reports):
         if report.error:
             raise ConfigError(f"rank {rank}: {report.error}")
@@ -231,6 +252,7 @@ def get_param_groups(
     names, labels = group_names(seen_anywhere), frozenset[str]().union(*(labels for labels, _ in seen_anywhere))
     frozen = {label: name for report in reversed(reports) for label, name in report.frozen.items()}
     warn_of_frozen(overrides, labels, frozen)
+    check_qk_norms(config, frozenset[bool]().union(*(report.qk_norms for report in reports)))
     if not allow_unmatched:
         check_all_matched(overrides, labels | frozen.keys(), params)
     members: dict[GroupKey, dict[ParamId, nn.Parameter]] = {key: {} for key in names}

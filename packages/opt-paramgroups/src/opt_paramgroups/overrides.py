@@ -1,6 +1,7 @@
 """Overrides of parameter groups: presets, and the checks of those that a caller gives."""
 
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,12 +20,16 @@ from opt_config import (
     ParamWithNamePredicate,
     did_you_mean,
 )
-from opt_paramgroups.meta import parameters_by_id
+from opt_paramgroups.layer_depth import depths_by_name
+from opt_paramgroups.meta import frozen_by_id, parameters_by_id
+from opt_paramgroups.vocabulary import is_vector
 from opt_scheduler import ParamGroupOverride
 
 __all__ = [
     "OVERRIDE_KEYS", "DefaultEntries", "elementwise_optimizer", "read_overrides", "unknown_entry", "value_problem",
 ]  # fmt: skip
+
+logger = logging.getLogger("opt_paramgroups")
 
 Override = Mapping[str, Any]
 """Entries of a group, by name: those in `OVERRIDE_KEYS`, and those that the caller declares as `extra_group_keys`."""
@@ -190,13 +195,17 @@ MATRIX_RULES = (*MUON_FAMILY, "soap", "soap_muon")
 Overrides = dict[ParamKey, Override]
 
 
-def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
-    """Megatron-Core's default overrides: no weight decay of biases and vectors, and decoupled learning rates.
+def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = True) -> Overrides:
+    """The default overrides: no weight decay of scalars, biases and vectors, and decoupled learning rates.
 
-    `apply_wd_to_qk_layernorm` keeps the decay of query and key layer norms. `decoupled_lr` and `decoupled_min_lr` apply
-    to the parameters marked `is_embedding_or_output_parameter`.
+    `apply_wd_to_qk_layernorm` keeps the decay of query and key norms. `decoupled_lr` and `decoupled_min_lr` apply to
+    the parameters marked `is_embedding_or_output_parameter`.
+
+    `by_name`: stacks of vectors in two or more dims have no decay either: biases of experts, `A_log`, weights of norms
+    and parameters marked `_no_weight_decay`. False: Megatron-Core's overrides, which know only 1-D parameters,
+    `*.bias`, and norms called `q_layernorm` and `k_layernorm`.
     """
-    overrides: Overrides = {_undecayed(config): {"wd_mult": 0.0}}
+    overrides: Overrides = {_undecayed(config, by_name=by_name): {"wd_mult": 0.0}}
     if config.decoupled_lr is not None:
         decoupled = {"max_lr": config.decoupled_lr, "is_decoupled_lr": True}
         if config.decoupled_min_lr is not None:
@@ -216,18 +225,27 @@ def _left_to(config: OptimizerConfig) -> str:
     return config.muon_scalar_optimizer if config.optimizer in MUON_FAMILY else "adam"
 
 
-def get_matrix_rule_overrides(config: OptimizerConfig, *, scalar_optimizer: str | None = None) -> Overrides:
+def get_matrix_rule_overrides(
+    config: OptimizerConfig, *, scalar_optimizer: str | None = None, by_name: bool = True
+) -> Overrides:
     """An elementwise rule for the parameters that a matrix rule (Muon, SOAP) leaves: embeddings, outputs, non-matrices.
 
     An override of the caller that sets `optimizer` for such a parameter takes precedence.
 
     `scalar_optimizer` names the elementwise rule. None: `config.muon_scalar_optimizer` for Muon's family, else Adam.
-    Muon's family also leaves parameters marked `use_muon=False`.
+    Muon's family also leaves parameters marked `use_muon=False`. `by_name`: as for `get_standard_config_overrides`, 2-D
+    stacks of vectors are not matrices; False: all 2-D parameters are, as in Megatron-Core.
     """
-    muon = config.optimizer in MUON_FAMILY
-    not_2d = ParamPredicate(name="not 2-D", fn=lambda param: param.dim() != 2)
+
+    def is_no_matrix(param: Parameter, name: str) -> bool:
+        return param.dim() != 2 or (by_name and is_vector(param, name))
+
     not_muon = ParamPredicate(name="use_muon=False", fn=lambda param: not getattr(param, "use_muon", True))
-    key = ParamKey(attr="is_embedding_or_output_parameter", predicate=(not_2d, not_muon) if muon else not_2d)
+    key = ParamKey(
+        attr="is_embedding_or_output_parameter",
+        predicate=not_muon if config.optimizer in MUON_FAMILY else (),
+        with_name_predicate=ParamWithNamePredicate("not 2-D", is_no_matrix),
+    )
     return {key: DefaultEntries(optimizer=scalar_optimizer or _left_to(config))}
 
 
@@ -245,14 +263,19 @@ def get_layer_decay_overrides(
         decay: in (0, 1].
         num_layers: number of layers of the whole model, equal on every rank. None: as found in the names.
         depth_of: maps the name of a parameter to its depth: 0 for embeddings, i + 1 for layer i, None for parameters
-            after the layers. None: `depth_by_name`, which reads the number after `layers.`, `blocks.` or `h.`.
+            after the layers. None: as found by common names of layers, such as `layers.i.`, `encoder.layer.i.`,
+            `blocks.i.`, `resblocks.i.` and `h.i.`. Layers in stages, `stages.s.blocks.i.`, are counted over the stages.
+
+    Logs a warning if `num_layers` is given and the chunks have no layer: they may be a stage without any.
 
     Raises:
-        ConfigError: `decay` is not in (0, 1], or `num_layers` is smaller than the depth of a parameter.
+        ConfigError: `decay` is not in (0, 1], `num_layers` is smaller than the depth of a parameter, no layer is found,
+            or layers are in stages of which these chunks lack the first ones.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"get_layer_decay_overrides: decay={decay!r}: must be in (0, 1]")
-    find = depth_of or depth_by_name
+    names = [id.name for id in (*parameters_by_id(model_chunks), *frozen_by_id(model_chunks))]
+    find = depth_of or depths_by_name(names).get
     depths = [depth for id in parameters_by_id(model_chunks) if (depth := find(id.name)) is not None]
     deepest = max(depths, default=0)
     last = deepest if num_layers is None else num_layers
@@ -261,34 +284,41 @@ def get_layer_decay_overrides(
             f"get_layer_decay_overrides: num_layers={num_layers!r}: must be at least {deepest}, the depth of a "
             "parameter"
         )
+    if deepest == 0 and names:
+        found_none = f"get_layer_decay_overrides: no layers are found in {len(names)} names such as {names[-1]!r}"
+        if num_layers is None:
+            raise ConfigError(f"{found_none}; pass depth_of=, which maps the name of a parameter to its depth")
+        logger.warning("%s; unless this is a stage without layers, pass depth_of=", found_none)
     return {
         ParamKey(with_name_predicate=_at_depth(depth, find)): {"lr_mult": decay ** (last + 1 - depth)}
         for depth in range(last + 1)
     }
 
 
-def depth_by_name(name: str) -> int | None:
-    """The depth of a parameter by common names of layers: 0 for names with `embed`, i + 1 for layer i, else None.
-
-    >>> depth_by_name("decoder.layers.11.mlp.weight"), depth_by_name("embed.weight"), depth_by_name("head.weight")
-    (12, 0, None)
-    """
-    layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", name)
-    if layer:
-        return int(layer[1]) + 1
-    return 0 if "embed" in name else None
-
-
 def _at_depth(depth: int, depth_of: Callable[[str], int | None]) -> ParamWithNamePredicate:
     return ParamWithNamePredicate(name=f"depth {depth}", fn=lambda param, name: depth_of(name) == depth)
 
 
-def _undecayed(config: OptimizerConfig) -> ParamKey:
-    """The key of parameters without weight decay."""
+_QK_NORM = re.compile(r"(?:^|[._])(?:(?:q|k|qk|query|key)_(?:layer_?|rms_?)?norm|(?:norm|ln)_(?:q|k))s?\.")
+_QK_NORM_OF_MEGATRON = re.compile(r"[qk]_layernorm\.")
+
+
+def is_qk_norm(param: Tensor, name: str) -> bool:
+    """Return whether a parameter belongs to a norm of queries or keys, such as `q_layernorm.weight`, `k_norm.bias`."""
+    return is_vector(param, name) and bool(_QK_NORM.search(name))
+
+
+def _undecayed(config: OptimizerConfig, *, by_name: bool) -> ParamKey:
+    """The key of parameters without weight decay. Its label, of which names of saved groups consist, is that of earlier
+    releases, which did not look at names."""
+
+    def is_one_dim(param: Parameter, name: str) -> bool:
+        return is_vector(param, name) if by_name else param.dim() == 1
+
+    def is_undecayed(param: Parameter, name: str) -> bool:
+        qk_norm = _QK_NORM if by_name else _QK_NORM_OF_MEGATRON
+        return (is_one_dim(param, name) or name.endswith(".bias")) and not qk_norm.search(name)
+
     if not config.apply_wd_to_qk_layernorm:
-        return ParamKey(name="*.bias", predicate=ParamPredicate("1-D", lambda param: param.dim() == 1))
-
-    def undecayed(param: Parameter, name: str) -> bool:
-        return (param.dim() == 1 or name.endswith(".bias")) and not re.search(r"[qk]_layernorm\.", name)
-
-    return ParamKey(with_name_predicate=ParamWithNamePredicate("bias or 1-D, no qk layernorm", undecayed))
+        return ParamKey(name="*.bias", with_name_predicate=ParamWithNamePredicate("1-D", is_one_dim))
+    return ParamKey(with_name_predicate=ParamWithNamePredicate("bias or 1-D, no qk layernorm", is_undecayed))

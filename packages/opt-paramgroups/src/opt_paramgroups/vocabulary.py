@@ -1,9 +1,12 @@
-"""Which parameters are embeddings and output layers: by their modules, their shapes, or their names."""
+"""Which parameters are embeddings and output layers, by their modules, shapes or names, and which are vectors."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+
+__all__ = ["VocabularyRole", "is_regrouped", "is_vector", "vocabulary_roles"]
 
 _HEADS = frozenset({"lm_head", "output_layer", "head", "unembed", "unembedding", "embed_out", "classifier", "score"})
 _HEADS_IF_LAST = frozenset({"output", "logits", "to_logits"})  # elsewhere "output" is a projection of attention
@@ -13,6 +16,12 @@ _EMBEDDINGS = frozenset(
 )
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _GETTERS = ("get_input_embeddings", "get_output_embeddings")  # of Hugging Face models
+_STACKED_VECTOR = re.compile(
+    r"(?:^|[._])bias(?:es)?\d*(?:_[^.]*)?(?:\.\d+)*$"  # experts.down_proj_bias, dt_bias, biases.0
+    r"|(?:^|\.)A(?:_[a-z]+)?_logs?$"  # of Mamba and its kin
+    r"|(?:norm(?:_?\d+|_[a-z])?|(?:^|\.)ln(?:_\w+)?)\.(?:weight|scale|gamma)$",  # norms of each head
+    re.IGNORECASE,
+)
 
 
 class VocabularyRole(NamedTuple):
@@ -28,6 +37,26 @@ class _Held(NamedTuple):
     param: nn.Parameter
     module: nn.Module
     last_name: str
+
+
+def is_vector(param: Tensor, name: str) -> bool:
+    """Return whether a parameter is a scalar, a vector, or a stack of vectors in two or more dims.
+
+    Scalars, 1-D parameters and those called `*.bias` are. Others are if their authors marked them `_no_weight_decay`,
+    or by name: biases of experts or heads, `A_log`, weights of norms. `_no_weight_decay = False` overrides the name.
+    """
+    if param.dim() < 2 or name.endswith(".bias"):
+        return True
+    marked = getattr(param, "_no_weight_decay", None)
+    return bool(_STACKED_VECTOR.search(name)) if marked is None else bool(marked)
+
+
+def is_regrouped(param: Tensor, name: str) -> bool:
+    """Return whether earlier releases, which knew only 1-D parameters and `*.bias`, may have grouped a parameter
+    differently."""
+    is_known = param.dim() == 1 or name.endswith(".bias")
+    is_marked = getattr(param, "_no_weight_decay", None) is not None
+    return not is_known and (param.dim() == 0 or is_marked or bool(_STACKED_VECTOR.search(name)))
 
 
 def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:

@@ -34,6 +34,8 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
         for name, shape in (("embedding", (WIDTH, WIDTH)), ("matrix", (WIDTH, WIDTH)), ("vector", (WIDTH,))):
             model.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
         model.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # Megatron-Core's mark
+        if config.apply_wd_to_qk_layernorm:
+            model.q_layernorm = nn.RMSNorm(WIDTH, dtype=dtype, device="meta")
         groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
         plan = plan_of(Draft(config=config, chunks=[model], registry=rules, groups=groups, sizes=WorldSizes()))
         group_of = {id: group for group in groups for id in group["param_ids"]}

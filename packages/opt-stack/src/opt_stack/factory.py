@@ -89,9 +89,41 @@ def get_optimizer(
         ConfigError: on every rank, if the optimizer cannot be built. The message names the field, its value and what is
             allowed. A ValueError.
     """
+    return build_optimizer(
+        config,
+        model_chunks,
+        config_overrides,
+        pg_collection=pg_collection,
+        dump_param_to_param_group_map=dump_param_to_param_group_map,
+        mesh=mesh,
+        broadcast_params=broadcast_params,
+        rules=rules,
+        hooks=hooks,
+        allow_unmatched=allow_unmatched,
+        extra_group_keys=extra_group_keys,
+        by_name=True,
+    )
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Overrides | None,
+    *,
+    pg_collection: Given,
+    dump_param_to_param_group_map: str | None,
+    mesh: DeviceMesh | None,
+    broadcast_params: bool,
+    rules: Registry | None,
+    hooks: GivenHooks,
+    allow_unmatched: bool,
+    extra_group_keys: Collection[str],
+    by_name: bool,
+) -> Optimizer:
+    """`get_optimizer` without `use_gloo_process_groups`. `by_name`: as for `get_standard_config_overrides`."""
     draft = drafted(config, model_chunks, pg_collection, mesh, rules)
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
-    draft.overrides = config_overrides
+    draft.overrides, draft.by_name = config_overrides, by_name
     dumps = dump_param_to_param_group_map is not None
     asked = {"dump_param_to_param_group_map": dumps, "broadcast_params": broadcast_params}
     draft.groups = grouped(draft, asked=asked, allow_unmatched=allow_unmatched)
@@ -145,7 +177,7 @@ def grouped(draft: Draft, *, allow_unmatched: bool, asked: Mapping[str, bool] = 
     `asked` is as for `check_same_config`. Raises ConfigError on every rank.
     """
     config, everyone = draft.config, draft.roles.everyone
-    read = agreed(everyone, lambda: with_matrix_rule(config, draft.overrides, draft.registry))
+    read = agreed(everyone, lambda: with_matrix_rule(config, draft.overrides, draft.registry, by_name=draft.by_name))
     check_same_config(config, everyone, asked=asked)
     return get_param_groups(
         draft.chunks,
@@ -157,17 +189,20 @@ def grouped(draft: Draft, *, allow_unmatched: bool, asked: Mapping[str, bool] = 
     )
 
 
-def with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules: Registry) -> Overrides | None:
-    """Add to `overrides`, for a matrix rule, those that give non-matrix parameters to an elementwise rule.
+def with_matrix_rule(
+    config: OptimizerConfig, overrides: Overrides | None, rules: Registry, *, by_name: bool = True
+) -> Overrides:
+    """Return `overrides`, or the standard ones for None, and for a matrix rule those that give non-matrix parameters to
+    an elementwise rule.
 
-    Entries that the caller gives under the same key are kept. Raises ConfigError if the rule is unknown or cannot be
-    made from `config`, and for overrides that are not allowed.
+    Entries that the caller gives under the same key are kept. `by_name`: as for `get_standard_config_overrides`. Raises
+    ConfigError if the rule is unknown or cannot be made from `config`, and for overrides that are not allowed.
     """
+    given = get_standard_config_overrides(config, by_name=by_name) if overrides is None else overrides
     if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
-        return overrides
-    given = get_standard_config_overrides(config) if overrides is None else overrides
+        return given
     read = read_overrides(config, given, extra_group_keys=None)
-    for key, entries in get_matrix_rule_overrides(config).items():
+    for key, entries in get_matrix_rule_overrides(config, by_name=by_name).items():
         of_key = read.get(key, entries)
         read[key] = of_key if "optimizer" in of_key else {**entries, **of_key}
     return read

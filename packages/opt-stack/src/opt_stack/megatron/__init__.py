@@ -43,9 +43,9 @@ from opt_paramgroups import (
     get_mup_config_overrides,
     get_param_groups,
     get_param_groups_and_buffers,
-    get_standard_config_overrides,
     matches,
 )
+from opt_paramgroups import get_standard_config_overrides as overrides_by_name
 from opt_scheduler import (
     OptimizerParamScheduler,
     ParamGroupOverride,
@@ -93,6 +93,18 @@ _matches = matches
 add_modules_(sys.modules[__name__])
 
 
+def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
+    """Return Megatron-Core's default overrides: no weight decay of `*.bias` and 1-D parameters, and decoupled rates.
+
+    `opt_paramgroups.get_standard_config_overrides` recognises more parameters without decay.
+    """
+    return overrides_by_name(config, by_name=False)
+
+
+def _routed(config: OptimizerConfig, overrides: Overrides | None, rules: Registry | None) -> Overrides:
+    return with_matrix_rule(config, overrides, rules or Registry().with_installed(), by_name=False)
+
+
 def _get_param_groups(
     model_chunks: Sequence[nn.Module],
     config: OptimizerConfig,
@@ -105,9 +117,7 @@ def _get_param_groups(
     See `opt_paramgroups.get_param_groups`, also for the errors.
     """
     config = layer_wise(config, rules)
-    overrides = agreed(
-        world(), lambda: with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
-    )
+    overrides = agreed(world(), lambda: _routed(config, config_overrides, rules))
     return get_param_groups(model_chunks, config, overrides, gather=world().gather_objects)
 
 
@@ -127,9 +137,7 @@ def _get_param_groups_and_buffers(
     `buffer_name="synced_buffers"`. Raises ConfigError, on every rank.
     """
     config = layer_wise(config, rules)
-    overrides = agreed(
-        world(), lambda: with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
-    )
+    overrides = agreed(world(), lambda: _routed(config, config_overrides, rules))
     return get_param_groups_and_buffers(
         model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=world().gather_objects
     )

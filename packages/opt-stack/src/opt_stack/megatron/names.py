@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from inspect import signature
 from types import ModuleType
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,9 @@ from opt_distributed.comm import Given, ProcessGroups, TorchComm, world
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
 from opt_kernels.rules import Needs
 from opt_paramgroups import is_dtensor
-from opt_stack.factory import get_optimizer
+from opt_stack.factory import build_optimizer, get_optimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.rules.registry import Registry
-
-Arguments = ParamSpec("Arguments")
 
 
 def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> OptimizerConfig:
@@ -48,21 +46,19 @@ def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> Optimi
     return replace(config, optimizer=name, use_distributed_optimizer=False, use_layer_wise_distributed_optimizer=True)
 
 
-def _with_layer_wise(build: Callable[Arguments, Optimizer]) -> Callable[Arguments, Optimizer]:
-    """Return `build` with `layer_wise` applied to its argument `config`."""
+@wraps(get_optimizer, assigned=())
+def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
+    """`opt_stack.get_optimizer` with Megatron-Core's meaning of two settings.
 
-    @wraps(build)
-    def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Optimizer:
-        given = signature(build).bind(*args, **kwargs)
-        given.arguments["config"] = layer_wise(given.arguments["config"], given.arguments.get("rules"))
-        return build(*given.args, **given.kwargs)
-
-    return built
-
-
-get_megatron_optimizer = _with_layer_wise(get_optimizer)
-"""`opt_stack.get_optimizer`, except that `use_distributed_optimizer=True` with a rule of matrices means layer-wise
-sharding, as in Megatron-Core: see `layer_wise`."""
+    `use_distributed_optimizer=True` with a rule of matrices means layer-wise sharding: see `layer_wise`. Weight decay
+    and matrix rules follow the shapes of parameters and the name `*.bias` only: stacks of vectors are not recognised.
+    """
+    given = signature(get_optimizer).bind(*args, **kwargs)
+    given.apply_defaults()
+    arguments = given.arguments
+    arguments["config"] = layer_wise(arguments["config"], arguments["rules"])
+    del arguments["use_gloo_process_groups"]
+    return build_optimizer(**arguments, by_name=False)
 
 
 class _Kind(type):

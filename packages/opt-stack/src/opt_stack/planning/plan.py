@@ -127,6 +127,7 @@ class Draft:
     extra_group_keys: Collection[str] = ()
     broadcast_params: bool = False
     overrides: Overrides | None = None  # for `get_optimizer`: None if there are only the standard ones
+    by_name: bool = True  # whether stacks of vectors are recognised; False: Megatron-Core's routing
     groups: Groups = field(default_factory=list)
     rules: Mapping[str, Rule] = field(default_factory=dict)  # with their hooks, by the groups' `optimizer`
     plan: Plan = field(init=False)

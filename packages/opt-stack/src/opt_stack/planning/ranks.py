@@ -198,7 +198,7 @@ def _decay(draft: Draft) -> Generator[Any, Any, None]:
             f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
             f"which apply it; pass {_KEEP}, or leave it at None"
         )
-    standard = get_standard_config_overrides(config)
+    standard = get_standard_config_overrides(config, by_name=draft.by_name)
     undecayed = [key for key, override in standard.items() if override.get("wd_mult") == 0.0]
     chosen = [key for key, override in given.items() if not override.keys().isdisjoint(_DECAY)]
     decayed = (

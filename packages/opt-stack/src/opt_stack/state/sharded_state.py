@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from opt_checkpoint import (
     KEEP_VARS_HINT,
     ScopedState,
+    ShardedBase,
     ShardedTensor,
     ShardedTensorFactory,
     apply_saved_groups,
@@ -23,14 +24,16 @@ from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, form
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded
-from opt_distributed.saving import MAIN, STEP, check_loaded, sharded_piece, take_loaded_
+from opt_distributed.saving import MAIN, STEP, check_loaded, kept_states, sharded_piece, take_loaded_
 from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
 from opt_paramgroups import ParamId
+from opt_paramgroups.vocabulary import is_regrouped
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import OF_RULE, RULE, check_choices, check_loaded_numbers, warn_of_other_choices
 from opt_stack.state.live import Held, StateOffload
+from opt_stack.state.regrouped import continued, is_of_layer_decay, is_same, sentence
 from opt_stack.state.weights import Evaluation, LoadedWeights
 
 logger = logging.getLogger("opt_stack")
@@ -73,6 +76,7 @@ class ShardedStates(torch.optim.Optimizer):
     _ids: Sequence[ParamId]
     _held: Mapping[ParamId, Held]
     _described: list[list[Described]] | None = None  # by group, since the last `sharded_state_dict`
+    _names_on_all_ranks: Sequence[Collection[str]] = ()  # likewise
 
     def check_ready(self, what: str) -> None:
         """Raise RuntimeError in evaluation mode, or while the state is on the host; `what` names the call."""
@@ -123,10 +127,11 @@ class ShardedStates(torch.optim.Optimizer):
         names = [[own.name for own in of_group] for of_group in described]
         per_rank = self._everyone.gather_objects(names)
         on_all_ranks = [list(dict.fromkeys(n for of_rank in per_rank for n in of_rank[at])) for at in range(len(names))]
+        self._names_on_all_ranks = on_all_ranks
         kept = [{key: group[key] for key in group if key not in _OF_THIS_RUN} for group in self.param_groups]
         parts = {
             "version": VERSION,
-            "state": {at: sharded_piece(*held, own.sharded) for own, at, held in self._saved_pieces(described)},
+            "state": {at: _described_state(own, held) for own, at, held in self._saved_pieces(described)},
             "groups": groups_to_saved(kept, on_all_ranks),
             "grad_scaler": self.stepper.scaler.state_dict(),
         }
@@ -148,12 +153,15 @@ class ShardedStates(torch.optim.Optimizer):
                 "optimizer.sharded_state_dict first and pass it to opt_checkpoint.load"
             )
         groups, names = self.param_groups, [[own.name for own in of_group] for of_group in described]
-        saved, pairs, moved = match_saved(loaded, groups, names)
+        stored, regrouped = regroup_described(loaded["groups"], groups, described, self._names_on_all_ranks)
+        saved, pairs, moved = match_saved({**loaded, "groups": stored}, groups, names)
         pieces = [(held, loaded["state"].get(at, {})) for _, at, held in self._saved_pieces(described)]
         empty = (own for of_group in described for own in of_group if own.is_empty and own.id in self._held)
         pieces += [(self._held[own.id], {}) for own in empty]
 
         def checked_scale() -> dict[str, Any]:
+            for own, at, held in self._saved_pieces(described):
+                check_optional(own, held, loaded["state"].get(at, {}), loaded["groups"])
             for held, values in pieces:
                 check_loaded(*held, values)
             untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
@@ -162,6 +170,8 @@ class ShardedStates(torch.optim.Optimizer):
             return saved_scaler(loaded, self.stepper.scaler)
 
         scale = agreed(self._everyone, checked_scale)
+        if regrouped and self.roles.dense.dp.rank == 0:
+            logger.warning("%s", sentence(regrouped))
         for (before, after), of_params in moved.items():
             logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
         for group, then in pairs:
@@ -259,11 +269,69 @@ def describe_params(
     return [[Described(id, _name(found[i]), found[i]) for id, i in zip(g["param_ids"], indices)] for g in groups]
 
 
+def _described_state(own: Described, held: Held) -> dict[str, ShardedBase]:
+    """Describe the tensors of a parameter. Another rule may have kept the state of one that is regrouped, so that a
+    checkpoint may lack the states of its present rule."""
+    unit, piece = held
+    states = sharded_piece(unit, piece, own.sharded)
+    for name, tensor in states.items():
+        if isinstance(tensor, ShardedTensor) and name not in (STEP, MAIN) and is_regrouped(piece.param, own.id.name):
+            tensor.optional = True
+    return states
+
+
+def check_optional(own: Described, held: Held, values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if states are missing that are optional only because another rule may have kept others."""
+    unit, piece = held
+    missing = [spec.name for spec in kept_states(unit, piece) if spec.name not in values]
+    if not missing or STEP not in values or not is_regrouped(piece.param, own.id.name):
+        return
+    rules = [group.get(RULE) for group, names in zip(saved["groups"], saved["names"], strict=True) if own.name in names]
+    if bare(unit.rule).name in rules:
+        raise ValueError(
+            f"parameter {own.name!r} was saved by optimizer={rules[0]!r}, but the checkpoint lacks its "
+            f"{', '.join(missing)}; load another checkpoint, or reset the state of this parameter"
+        )
+
+
 def _name(sharded: ShardedTensor | ShardedTensorFactory) -> str:
     """Return the parameter's key, with its index if several layers or experts are stacked under one key."""
     if isinstance(sharded, ShardedTensor) and sharded.prepend_axis_num:
         return f"{sharded.key}/{'.'.join(map(str, sharded.global_offset[: sharded.prepend_axis_num]))}"
     return sharded.key
+
+
+def regroup_described(
+    saved: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    described: Sequence[Sequence[Described]],
+    names_on_all_ranks: Sequence[Collection[str]],  # of each group
+) -> tuple[dict[str, Any], list[str]]:
+    """Return saved groups without the parameters that earlier releases put into other groups, and their names.
+
+    If all parameters of a present group moved, they are in an additional saved group with its factors.
+    """
+    of_saved, names = list(saved.get("groups", ())), list(saved.get("names", ()))
+    source = {name: number for number, own in enumerate(names) for name in own}
+    moved: list[str] = []
+    added: list[tuple[dict[str, Any], list[str]]] = []
+    for group, own, present in zip(groups, described, names_on_all_ranks, strict=True):
+        of_group = []
+        for one, param in zip(own, group["params"], strict=True):
+            number = source.get(one.name)
+            if number is None or is_same(group, of_saved[number]):
+                continue
+            has_same_params = set(names[number]) == set(present)  # the caller changed only the factors
+            if is_regrouped(param, one.id.name) or (is_of_layer_decay(group["name"]) and not has_same_params):
+                of_group.append(one.name)
+        if of_group and len(of_group) == sum(one.name in source for one in own):
+            added.append((continued(group, of_saved[source[of_group[0]]]), of_group))
+        moved += of_group
+    kept = [[name for name in own if name not in moved] for own in names]
+    return {
+        "groups": [*of_saved, *(group for group, _ in added)],
+        "names": [*kept, *(own for _, own in added)],
+    }, moved
 
 
 def match_saved(

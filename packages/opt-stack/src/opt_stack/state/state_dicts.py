@@ -3,17 +3,18 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from opt_checkpoint.state import NO_OVERRIDE, Conflict
 from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
-from opt_distributed.saving import check_state, load_state_, read_state
+from opt_distributed.saving import check_state, load_state_, read_state, restart_
 from opt_paramgroups import ParamId, dtensor_layout
 from opt_stack.rules.entries import HELD, OF_RULE, RULE, warn_of_other_choices
-from opt_stack.state.sharded_state import ShardedStates, saved_scaler
+from opt_stack.state.regrouped import regroup, sentence
+from opt_stack.state.sharded_state import ShardedStates, logger, saved_scaler
 
 Group = Mapping[str, Any]
 VERSION = 1  # of `state_dict`
@@ -54,6 +55,14 @@ def find_values(state_dict: Mapping[str, Any], params: Mapping[ParamId, nn.Param
             )
         found[id] = local(value)
     return found
+
+
+class Matched(NamedTuple):
+    """The groups and states of a state dict, for those of an optimizer."""
+
+    groups: list[Group]  # the saved group of each group
+    states: dict[ParamId, Group]
+    moved: Mapping[str, bool]  # as `Regrouped.moved`
 
 
 class StateDicts(ShardedStates):
@@ -166,29 +175,34 @@ class StateDicts(ShardedStates):
         return self._everyone if is_shared else Alone()
 
     def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
-        groups, by_id, scale = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
+        matched, scale = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
+        groups, by_id, moved = matched
+        restarted = {name for name, has_same_rule in moved.items() if not has_same_rule}
         for id, (unit, piece) in self._held.items():
-            load_state_(unit, piece, by_id.get(id, {}))
+            load = restart_ if param_name(id) in restarted else load_state_
+            load(unit, piece, by_id.get(id, {}))
+        if moved and self.roles.dense.dp.rank == 0:
+            logger.warning("%s", sentence(moved))
         for group, saved in zip(self.param_groups, groups, strict=True):
             warn_of_other_choices(group, saved)
             set_group_(group, saved)
         if scale:
             self.stepper.scaler.load_state_dict(scale)
 
-    def _matched(
-        self, state_dict: Mapping[str, Any], *, needs_mains: bool
-    ) -> tuple[list[Group], dict[ParamId, Group], dict[str, Any]]:
-        """Return the groups, the state by parameter and the loss scale of `state_dict`, in the order of this optimizer.
+    def _matched(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> tuple[Matched, dict[str, Any]]:
+        """Return the groups and states of `state_dict`, in the order of this optimizer, and its loss scale.
 
         Raises ValueError if any of it cannot be loaded; writes nothing.
         """
         check_form(state_dict, layout_id=self._layout_id)
-        groups, by_id = match(state_dict, self.param_groups)
-        pairs = list(zip(self.param_groups, groups, strict=True))
+        matched = match(state_dict, self.param_groups)
+        pairs = list(zip(self.param_groups, matched.groups, strict=True))
         self._check_groups(pairs, pairs)
         for id, (unit, piece) in self._held.items():
-            check_state(unit, piece, by_id.get(id, {}), needs_main=needs_mains and "version" in state_dict)
-        return groups, by_id, saved_scaler(state_dict, self.stepper.scaler)
+            if matched.moved.get(param_name(id), True):
+                state = matched.states.get(id, {})
+                check_state(unit, piece, state, needs_main=needs_mains and "version" in state_dict)
+        return matched, saved_scaler(state_dict, self.stepper.scaler)
 
 
 # --- torch's form -----------------------------------------------------------------------------------------------------
@@ -249,15 +263,17 @@ def _layouts(state_dict: Group) -> list[str]:
     return [layouts] if isinstance(layouts, str) else list(map(str, layouts))
 
 
-def match(state_dict: Group, groups: Sequence[Group]) -> tuple[list[Group], dict[ParamId, Group]]:
+def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
     """Return the saved group of each of `groups`, and the saved state of each parameter.
 
     Groups are matched by name if saved groups have names, else by position; parameters in the same way inside a group.
+    Parameters that earlier releases put into other groups are in their present ones (`regroup`).
 
     Raises ValueError if groups, their sizes or rules differ, a hyper-parameter is not a number, a parameter is not in
     its saved group, or a state dict of this class has state of some parameters but not of this one.
     """
-    saved, state = list(state_dict["param_groups"]), state_dict["state"]
+    names_of = [[param_name(id) for id in group["param_ids"]] for group in groups]
+    (saved, moved), state = regroup(state_dict["param_groups"], groups, names_of), state_dict["state"]
     if len(saved) != len(groups):
         raise ValueError(f"state_dict has {len(saved)} parameter groups, but this optimizer has {len(groups)}")
     # `torch.distributed.checkpoint.state_dict` makes groups in this optimizer's order, with names for indices.
@@ -269,7 +285,7 @@ def match(state_dict: Group, groups: Sequence[Group]) -> tuple[list[Group], dict
         saved = [by_name[group["name"]] for group in groups]
     is_complete = "version" in state_dict and state and any("replicated" in text for text in _layouts(state_dict))
     found: dict[ParamId, Group] = {}
-    for ours, theirs in zip(groups, saved, strict=True):
+    for ours, theirs, names in zip(groups, saved, names_of, strict=True):
         group, num_params = f"group {ours['name']!r}", len(ours["params"])
         if num_params != len(theirs["params"]):
             raise ValueError(f"{group} has {num_params} parameters, but the saved group {len(theirs['params'])}")
@@ -283,7 +299,6 @@ def match(state_dict: Group, groups: Sequence[Group]) -> tuple[list[Group], dict
             value = theirs.get(key)
             if value is not None and not isinstance(value, Real | Tensor):
                 raise ValueError(f"{key}={value!r} of the saved {group}: must be a number or a tensor")
-        names = [param_name(id) for id in ours["param_ids"]]
         saved_names = names if is_by_name else theirs.get("param_names", names)
         index = dict(zip(saved_names, theirs["params"], strict=True))
         for id, name, param in zip(ours["param_ids"], names, ours["params"], strict=True):
@@ -293,7 +308,7 @@ def match(state_dict: Group, groups: Sequence[Group]) -> tuple[list[Group], dict
                 found[id] = state[index[name]]
             elif is_complete and param.numel():
                 raise ValueError(f"state_dict has state of other parameters, but not of {name!r}; it is incomplete")
-    return saved, found
+    return Matched(saved, found, moved)
 
 
 def set_group_(group: dict[str, Any], saved: Group) -> None:
