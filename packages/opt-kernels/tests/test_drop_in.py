@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from codec_values import DTYPES
-from drop_ins import MATRIX_NAMES, NAMES, built, parameter, same, states_of, step
+from drop_ins import MATRIX_NAMES, NAMES, built, parameter, params_of, same, states_of, step
 from elementwise_works import FAST, device_of, on_pairs_of
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR, StepLR
@@ -344,6 +344,93 @@ def test_a_momentum_that_was_switched_off_does_not_keep_a_state_from_loading():
     step(optimizer, 1)
     other.load_state_dict(optimizer.state_dict())
     assert float(other.state[other.param_groups[0]["params"][0]]["step"]) == 2.0
+
+
+# --- the order of parameters ------------------------------------------------------------------------------------------
+
+NAMED = ["q", "k", "v"]
+
+
+def named(*names, **entries):
+    return {"params": [(name, parameter(3, 3, seed=NAMED.index(name))) for name in names], **entries}
+
+
+def momenta(optimizer):
+    """The sum of the first moment of each parameter, by its name."""
+    return {
+        name: float(optimizer.state[param]["exp_avg"].sum())
+        for group in optimizer.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
+@pytest.mark.parametrize("saved_by", [torch.optim.AdamW, optim.AdamW], ids=["torch", "ours"])
+def test_states_follow_names_in_another_order(saved_by, caplog):
+    """Symptom: q and k, saved in this order, were swapped where they are k and q, and were then called q and k."""
+    saving, loading = saved_by([named("q", "k", "v")]), optim.AdamW([named("v", "q", "k")])
+    step(saving, 0)
+    with caplog.at_level("INFO", logger="opt_kernels"):
+        loading.load_state_dict(saving.state_dict())
+    assert momenta(loading) == momenta(saving)
+    assert loading.param_groups[0]["param_names"] == ["v", "q", "k"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "load_state_dict: the state_dict has the parameters in another order; states are loaded by name"
+    ]
+    caplog.clear()
+    loading.load_state_dict(loading.state_dict())
+    assert not caplog.records
+
+
+def test_numbers_follow_the_names_of_their_group():
+    first, second = named("q", weight_decay=0.5), named("k", "v", weight_decay=0.0)
+    saving = optim.AdamW([first, second])
+    step(saving, 0)
+    loading = optim.AdamW([named("v", "k"), named("q")])
+    loading.load_state_dict(saving.state_dict())
+    assert momenta(loading) == momenta(saving)
+    assert [group["weight_decay"] for group in loading.param_groups] == [0.0, 0.5]
+    merged = optim.AdamW([named("q", "k", "v")])
+    with pytest.raises(ValueError, match=r"'q' and 'k' were saved in groups with weight_decay=0\.5 and 0\.0, but "):
+        merged.load_state_dict(saving.state_dict())
+
+
+@pytest.mark.parametrize("saved_names", [["q", "other"], None], ids=["other names", "no names"])
+def test_states_of_other_names_are_loaded_by_position(saved_names, caplog):
+    """As torch documents; but the optimizer's own names stay, and the first difference is named."""
+    saving = torch.optim.AdamW([parameter(3, 3, seed=seed) for seed in range(2)])
+    step(saving, 0)
+    saved = saving.state_dict()
+    if saved_names is not None:
+        saved["param_groups"][0]["param_names"] = saved_names
+    loading = optim.AdamW([named("q", "k")])
+    loading.load_state_dict(saved)
+    sums = [float(saving.state[param]["exp_avg"].sum()) for param in saving.param_groups[0]["params"]]
+    assert momenta(loading) == dict(zip(["q", "k"], sums, strict=True))
+    assert [record.getMessage() for record in caplog.records] == [
+        "load_state_dict: names differ, so states are loaded by position: parameter 1 is 'k', and 'other' in the "
+        "state_dict"
+    ] * (saved_names is not None)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_pre_hooks_decide_the_order_before_anything_is_read(mode):
+    """Symptom: in evaluation mode, trained weights were taken from the state_dict that the hooks had not seen."""
+
+    def reversed_params(_, state_dict):
+        groups = [{**group, "params": group["params"][::-1]} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    saving = optim.AdamWScheduleFree([parameter(3, 3, seed=0), parameter(3, 3, seed=1)], lr=0.1)
+    step(saving, 0, 1)
+    getattr(saving, mode)()
+    loading = optim.AdamWScheduleFree([parameter(3, 3), parameter(3, 3)], lr=0.1)
+    for param, of_saved in zip(params_of(loading), params_of(saving)[::-1], strict=True):
+        param.data.copy_(of_saved)
+    loading.register_load_state_dict_pre_hook(reversed_params)
+    loading.load_state_dict(saving.state_dict())
+    for optimizer in (saving, loading):
+        optimizer.train()
+    assert same(params_of(loading), params_of(saving)[::-1])
 
 
 def test_load_hooks_change_what_is_loaded_and_see_it():

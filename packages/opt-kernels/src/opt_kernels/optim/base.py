@@ -1,8 +1,9 @@
 """`RuleOptimizer`: base class of the drop-in optimizers, with state_dicts in torch's form."""
 
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
@@ -20,11 +21,12 @@ from opt_kernels.optim.checked import check_param, for_dtype, rounds_stochastica
 from opt_kernels.optim.groups import ParamGroup, params_with_groups
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
-from opt_kernels.optim.state import Mains, Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
+from opt_kernels.optim.state import MAIN, Mains, Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, as_float, is_on_device
 
+logger = logging.getLogger(__name__)
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
 
 
@@ -271,41 +273,67 @@ class RuleOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load groups and states in torch's form, also those saved by the torch.optim class of the same name.
 
-        Unlike in torch, every state keeps its dtype. A saved `main` is also written to its parameter. Raises
-        StateDictError, and changes nothing, if a state is missing, unknown or of another shape, or was saved with an
-        option that is not supported here.
+        Pre-hooks run first, as in torch. Unlike in torch:
+
+        - If groups have names here and in `state_dict` (`param_names`), and the same ones in another order, parameters
+          and their groups are found by name, and one line is logged. Other states are loaded by position, as in torch,
+          and a warning names the first pair of names that differs.
+        - Groups keep their own `param_names`. Those of the `state_dict` are taken where a group has none.
+        - Every state keeps its dtype. A saved `main` is also written to its parameter.
+
+        Raises StateDictError, and changes nothing, if a state is missing, unknown or of another shape, or was saved
+        with an option that is not supported here, or if parameters of one group were saved in groups that differ.
         """
         loaded = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, loaded)
             loaded = loaded if replaced is None else replaced
-        new_groups = groups.loaded_groups(self.param_groups, loaded["param_groups"], self.defaults)
-        groups.warn_of_other_hooks(self.param_groups, loaded["param_groups"], self.hooks)
-        indices = [index for group in loaded["param_groups"] for index in group["params"]]
-        states = [
-            Saved(
-                self.rule_of(group, param),
-                self.mains,
-                param,
-                self.matrix_of(group, param),
-                loaded["state"][index],
-                self._named(group, param),
-            )
-            for index, (group, param) in zip(indices, params_with_groups(new_groups), strict=True)
-            if index in loaded["state"]
-        ]
+        saved_groups = self._in_present_groups(loaded["param_groups"])
+        self._load(loaded["state"], groups.saved_in_order(self.param_groups, saved_groups))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _in_present_groups(self, saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
+        """Saved groups of an earlier release in the groups that this one makes."""
+        return saved
+
+    def _restarts(self, group: ParamGroup, param: Tensor, values: Mapping[str, Any]) -> bool:
+        """Whether an earlier release saved `values` for `param` by a rule that no longer updates it."""
+        return False
+
+    def _load(self, states: Mapping[Any, Mapping[str, Any]], saved_groups: Sequence[ParamGroup]) -> None:
+        """Load saved states by the indices in `saved_groups`, which are in the order of this optimizer's parameters."""
+        new_groups = groups.loaded_groups(self.param_groups, saved_groups, self.defaults)
+        groups.warn_of_other_hooks(self.param_groups, saved_groups, self.hooks)
+        indices = [index for group in saved_groups for index in group["params"]]
+        saved_states = []
+        restarted = []
+        for index, (group, param) in zip(indices, params_with_groups(new_groups), strict=True):
+            if index not in states:
+                continue
+            rule, matrix, values = self.rule_of(group, param), self.matrix_of(group, param), states[index]
+            name = self._named(group, param)
+            if self._restarts(group, param, values):
+                restarted.append(name)
+                fresh = init_state(rule, self.mains, param, matrix, of=name)
+                mains = {MAIN: values[MAIN]} if MAIN in values else {}
+                values = {**saved_state(codecs_of(rule), param, fresh), **mains}
+            saved_states.append(Saved(rule, self.mains, param, matrix, values, name))
         try:
             for own, group in zip(self.param_groups, new_groups):
                 self._check_group(group)
                 self._check_loaded(own, group)
         except ValueError as error:
             raise StateDictError(f"the state_dict has {error}") from None
-        for saved in states:
+        for saved in saved_states:
             saved.check()  # all before the first one is loaded, so that an error changes nothing
-        loaded_states = defaultdict(dict, {saved.param: saved.load_() for saved in states})
+        if restarted:
+            logger.warning(
+                "load_state_dict: %s: biases and other stacks of vectors, which the matrix rule updated when this "
+                "state was saved, start without its state", ", ".join(restarted),
+            )  # fmt: skip
+        loaded_states = defaultdict(dict, {saved.param: saved.load_() for saved in saved_states})
         self.__setstate__({"state": loaded_states, "param_groups": new_groups})
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state | {"_rows": None})

@@ -3,7 +3,7 @@ averaged weights for evaluation, where `eval()` swaps these into the parameters 
 """
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from inspect import Signature
 from typing import Any, ClassVar
@@ -223,17 +223,17 @@ class AveragedOptimizer(FormulaOptimizer):
                 packed["state"][index][TRAINED] = distributed_like(self._trained[param], param)
         return packed
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load groups and states, and restore the mode. After loading a state_dict of evaluation mode, the parameters
-        hold the averaged weights and the optimizer keeps the trained weights."""
-        super().load_state_dict(state_dict)
+    def _load(self, states: Mapping[Any, Mapping[str, Any]], saved_groups: Sequence[ParamGroup]) -> None:
+        """Also restore the mode. After loading a state_dict of evaluation mode, the parameters hold the averaged
+        weights and the optimizer keeps the trained weights."""
+        super()._load(states, saved_groups)
         self._trained, self._shown = {}, []
         if self.is_training:
             return
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        indices = [index for group in saved_groups for index in group["params"]]
         with torch.no_grad():
             for index, (group, param) in zip(indices, params_with_groups(self.param_groups), strict=True):
-                saved = state_dict["state"].get(index, {})
+                saved = states.get(index, {})
                 if TRAINED in saved:
                     local(param).copy_(local_like(saved[TRAINED], param))
                 elif saved and MAIN not in saved:  # only the averaged weights were saved

@@ -183,10 +183,67 @@ def _plain(value: object) -> object:
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
+def saved_in_order(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
+    """Saved groups in the order of the parameters of `groups`: by name if both have names, and the same ones.
+
+    Otherwise they stay as they are, which is by position. Logs which of the two was done if the orders differ.
+
+    Raises StateDictError if parameters that share a group now were saved in groups that differ.
+    """
+    own_names, saved_names = _names_of(groups), _names_of(saved)
+    if own_names is None or saved_names is None:
+        return saved
+    if set(own_names) != set(saved_names) or len(set(own_names)) != len(own_names):
+        for position, (own, other) in enumerate(zip(own_names, saved_names)):
+            if own != other:
+                logger.warning(
+                    "load_state_dict: names differ, so states are loaded by position: parameter %d is %r, and %r in "
+                    "the state_dict", position, own, other,
+                )  # fmt: skip
+                break
+        return saved
+    numbers = [number for number, group in enumerate(saved) for _ in group["params"]]
+    indices = [index for group in saved for index in group["params"]]
+    source = dict(zip(saved_names, zip(numbers, indices, strict=True), strict=True))
+    arranged = []
+    for position, group in enumerate(groups):
+        sources = [source[name] for name in group["param_names"]]
+        of_saved = [saved[number] for number in dict.fromkeys(number for number, _ in sources)] or [saved[position]]
+        _check_equal(group, of_saved)
+        arranged.append({**of_saved[0], "params": [index for _, index in sources]})
+    if own_names != saved_names:
+        logger.info("load_state_dict: the state_dict has the parameters in another order; states are loaded by name")
+    return arranged
+
+
+def _names_of(groups: Sequence[ParamGroup]) -> list[str] | None:
+    """The names of all parameters in order; None if a group has none, or not one for each parameter."""
+    names: list[str] = []
+    for group in groups:
+        of_group = group.get("param_names")
+        if of_group is None or len(of_group) != len(group["params"]):
+            return None
+        names += of_group
+    return names
+
+
+def _check_equal(group: ParamGroup, saved: Sequence[ParamGroup]) -> None:
+    """Raise StateDictError if the saved groups of the parameters of one group have different entries."""
+    first = saved[0]
+    for other in saved[1:]:
+        for name in sorted({*first, *other} - {"params", "param_names", HOOKS}):
+            if first.get(name) != other.get(name):
+                raise StateDictError(
+                    f"parameters {first['param_names'][0]!r} and {other['param_names'][0]!r} were saved in groups with "
+                    f"{name}={first.get(name)!r} and {other.get(name)!r}, but share a group now; build the optimizer "
+                    "with the groups of the state_dict"
+                )
+
+
 def loaded_groups(
     groups: Sequence[ParamGroup], saved: Sequence[ParamGroup], defaults: Mapping[str, Any]
 ) -> list[ParamGroup]:
-    """`saved` with the parameters and hooks of `groups`, and with `defaults` for missing entries.
+    """`saved` with the parameters, names and hooks of `groups`, and with `defaults` for missing entries.
 
     Raises StateDictError if the numbers of groups or parameters differ, and for options of torch.optim that are not
     supported.
@@ -205,9 +262,9 @@ def loaded_groups(
                 )
     loaded = []
     for group, of_saved in zip(groups, saved):
-        own = {name: group[name] for name in ("param_names", HOOKS) if name in group}
+        own = {name: group[name] for name in ("params", "param_names", HOOKS) if name in group}
         kept = {name: value for name, value in copy.deepcopy(of_saved).items() if name != HOOKS}
-        loaded.append({**defaults, **own, **kept, "params": group["params"]})
+        loaded.append({**defaults, **kept, **own})
     return loaded
 
 
