@@ -175,3 +175,80 @@ def test_names_of_embeddings_and_heads_are_warned_of_unless_the_caller_chose():
         warnings.simplefilter("error")
         Muon([{"params": [*Tagger().named_parameters()], "use_matrix_rule": False}], scalar_optimizer="adam")
         Muon(Tagger(), scalar_optimizer="adam")
+
+
+class Hybrid(nn.Module):
+    """A hidden matrix, a bias, and stacks of vectors of experts, of Mamba and of an author's mark."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.A_log, self.dt_bias, self.marked = parameter(4, 3, dtype=dtype), parameter(4), parameter(4, 5)
+        self.gate_up_proj_bias = parameter(2, 4, seed=1, dtype=dtype)
+        self.fc = nn.Linear(4, 4).to(dtype)
+        self.q_norm = nn.LayerNorm((2, 3))
+        self.marked._no_weight_decay = True
+
+
+STACKS = {"A_log", "marked", "gate_up_proj_bias", "q_norm.weight", "q_norm.bias"}
+
+
+def names_of(net, params):
+    return {name for name, param in net.named_parameters() if any(param is other for other in params)}
+
+
+@pytest.mark.parametrize("cls", [Muon, SOAP])
+def test_stacks_of_vectors_have_no_decay_and_no_matrix_rule(cls):
+    """Symptom: Muon(model) orthogonalised the biases of gpt-oss's experts and Mamba's A_log."""
+    net = Hybrid()
+    assert by_matrix_rule(net, cls) == {"fc.weight"}
+    groups = cls(net, scalar_optimizer="adam", weight_decay=0.1).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
+    assert names_of(net, groups[1]["params"]) == {"fc.bias"}
+    assert names_of(net, groups[2]["params"]) == {*STACKS, "dt_bias"}
+    net.A_log._no_weight_decay = False
+    assert by_matrix_rule(net, cls) == {"fc.weight", "A_log"}
+
+
+def test_stacks_of_vectors_of_named_parameters_have_no_matrix_rule_and_their_decay_is_named():
+    net = Hybrid()
+    with pytest.warns(UserWarning, match="weight decay of a bias or of another parameter that by its name") as warned:
+        optimizer = Muon(net.named_parameters(), scalar_optimizer="adam")
+    assert all(repr(name) in str(warned[0].message) for name in (*STACKS, "dt_bias"))
+    (group,) = optimizer.param_groups
+    assert names_of(net, [p for p in group["params"] if optimizer.rule_of(group, p) is optimizer.rule]) == {"fc.weight"}
+    with pytest.warns(UserWarning, match=r"a parameter of shape \(4, 5\): weight decay"):  # its mark needs no name
+        optimizer = Muon([net.marked, net.fc.weight], scalar_optimizer="adam")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Muon(net.named_parameters(), scalar_optimizer="adam", weight_decay=0.0)
+
+
+@pytest.mark.parametrize("mains", ["param", "float32"])
+@pytest.mark.parametrize("cls", [Muon, SOAP])
+def test_a_state_from_before_stacks_of_vectors_were_known_loads(cls, mains, caplog):
+    """In the groups of that release, Muon(model) kept matrices, and all other parameters after them."""
+    options = {"scalar_optimizer": "adam", "weight_decay": 0.1, "mains": mains}
+    dtype = torch.bfloat16 if mains == "float32" else torch.float32
+    net, other = Hybrid(dtype), Hybrid(dtype)
+    matrices = [net.A_log, net.gate_up_proj_bias, net.fc.weight]
+    rest = [net.dt_bias, net.fc.bias]
+    for module in (net, other):
+        for name in ("marked", "q_norm"):
+            delattr(module, name)
+    saving = cls([{"params": matrices}, {"params": rest, "use_matrix_rule": False}], **options)
+    step(saving, 0)
+    saving.param_groups[0]["lr"] = saving.param_groups[1]["lr"] = 0.25
+    loading = cls(other, **options)
+    for resumed in (loading, copy.deepcopy(loading)):
+        caplog.clear()
+        resumed.load_state_dict(saving.state_dict())
+        groups = [(group["lr"], group["weight_decay"], len(group["params"])) for group in resumed.param_groups]
+        assert groups == [(0.25, 0.1, 1), (0.25, 0.1, 1), (0.25, 0.0, 3)]
+        states = [resumed.state[param] for group in resumed.param_groups for param in group["params"]]
+        steps = [float(state["step"]) for state in states]
+        assert steps == [1.0, 1.0, 0.0, 1.0, 0.0]  # fc.weight; fc.bias; A_log, dt_bias, gate_up_proj_bias
+        assert same([states[3]["exp_avg"]], [saving.state[net.dt_bias]["exp_avg"]])
+        if mains == "float32":
+            assert same([states[2]["main"]], [saving.state[net.A_log]["main"]])
+        (record,) = caplog.records
+        assert "'A_log' of shape (4, 3), 'gate_up_proj_bias' of shape (2, 4): biases" in record.getMessage()

@@ -1,9 +1,11 @@
 """`MatrixOptimizer`: base class of the drop-in optimizers of matrix rules, with an elementwise rule for the rest."""
 
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
+from itertools import repeat
 from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor, nn
@@ -24,23 +26,62 @@ _SUSPECTS = frozenset(
     {"lm_head", "output_layer", "head", "unembed", "embed_out", "embed", "embedding", "embeddings", "embed_tokens"}
     | {"tok_embeddings", "word_embeddings", "position_embeddings", "pos_embed", "wte", "wpe"}
 )
+_STACKED_VECTOR = re.compile(
+    r"(?:^|[._])bias(?:es)?\d*(?:_[^.]*)?(?:\.\d+)*$"  # experts.down_proj_bias, dt_bias, biases.0
+    r"|(?:^|\.)A(?:_[a-z]+)?_logs?$"  # of Mamba and its kin
+    r"|(?:norm(?:_?\d+|_[a-z])?|(?:^|\.)ln(?:_\w+)?)\.(?:weight|scale|gamma)$",  # norms of each head
+    re.IGNORECASE,
+)
+_OF_MAMBA = re.compile(r"(?:^|\.)(?:A(?:_[a-z]+)?_logs?|dt_bias)$", re.IGNORECASE)
+
+
+def is_undecayed(param: Tensor, name: str) -> bool:
+    """Return whether a parameter has no weight decay and no matrix rule: its authors marked it `_no_weight_decay`, or
+    by name it is a stack of vectors in two or more dims, as biases of experts are, or Mamba's `A_log` or `dt_bias`.
+
+    `_no_weight_decay = False` overrides the name. `opt_paramgroups.get_standard_config_overrides` knows the same names.
+    """
+    marked = getattr(param, "_no_weight_decay", None)
+    if marked is not None:
+        return bool(marked)
+    pattern = _STACKED_VECTOR if param.dim() >= 2 else _OF_MAMBA
+    return bool(pattern.search(name))
 
 
 def groups_of(module: nn.Module) -> list[ParamGroup]:
-    """All parameters of `module` in at most two groups: hidden matrices, and the rest with `use_matrix_rule=False`.
+    """All parameters of `module` in at most three groups: hidden matrices, the rest with `use_matrix_rule=False`, and
+    those that `is_undecayed` finds, also with `weight_decay=0.0`.
 
     Embeddings are the parameters of `nn.Embedding` and `nn.EmbeddingBag`. An output layer is tied to an embedding, or
     is the last `nn.Linear` if its weight has the shape of an embedding. The attribute
     `is_embedding_or_output_parameter` of a parameter overrides this.
     """
+    undecayed = {id(param) for name, param in module.named_parameters() if is_undecayed(param, name)}
+    matrices, rest = former_groups_of(module)
+    groups: list[ParamGroup] = [
+        {"params": [param for param in matrices if id(param) not in undecayed]},
+        {"params": [param for param in rest if id(param) not in undecayed], "use_matrix_rule": False},
+        {
+            "params": [param for param in module.parameters() if id(param) in undecayed],
+            "use_matrix_rule": False,
+            "weight_decay": 0.0,
+        },
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def former_groups_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The matrices of `module` that are neither embeddings nor output layers, and all other parameters: the groups of
+    releases that did not know `is_undecayed`, in whose order their states were saved."""
     recognised = _embeddings_and_outputs(module)
-    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
     for param in module.parameters():
         marked = getattr(param, "is_embedding_or_output_parameter", None)
         is_excluded = id(param) in recognised if marked is None else bool(marked)
-        groups[param.dim() == 2 and not is_excluded].append(param)
-    rest: ParamGroup = {"params": groups[False], "use_matrix_rule": False}
-    return [group for group in ({"params": groups[True]}, rest) if group["params"]]
+        is_matrix = param.dim() == 2 and not is_excluded
+        (matrices if is_matrix else rest).append(param)
+    return matrices, rest
 
 
 def _embeddings_and_outputs(module: nn.Module) -> set[int]:
@@ -53,19 +94,31 @@ def _embeddings_and_outputs(module: nn.Module) -> set[int]:
 
 
 def warn_of_suspects(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn of matrices named like embeddings or output layers, in groups without `use_matrix_rule`."""
-    suspects = [
-        name
-        for group in groups
-        if group["use_matrix_rule"] is None
-        for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
-        if param.dim() == 2 and name.removesuffix(".weight").rpartition(".")[2] in _SUSPECTS
-    ]
+    """Warn of matrices named like embeddings or output layers, and of vectors with weight decay that their names or
+    marks deny, in groups without `use_matrix_rule`."""
+    suspects: list[str] = []
+    decayed: list[str] = []
+    for group in groups:
+        if group["use_matrix_rule"] is not None:
+            continue
+        for name, param in zip(group.get("param_names") or repeat(""), group["params"], strict=False):
+            if is_undecayed(param, name):
+                is_decayed = float(group.get("weight_decay", 0.0)) != 0
+                decayed += [repr(name) if name else f"a parameter of shape {tuple(param.shape)}"] * is_decayed
+            elif param.dim() == 2 and name.removesuffix(".weight").rpartition(".")[2] in _SUSPECTS:
+                suspects.append(repr(name))
     if suspects:
         warnings.warn(
-            f"{', '.join(map(repr, suspects))}: updated as hidden matrices, but named like embeddings or output "
+            f"{', '.join(suspects)}: updated as hidden matrices, but named like embeddings or output "
             "layers; pass the model itself in place of its parameters, or set use_matrix_rule in their group: False, "
             "or True to confirm",
+            stacklevel=4,
+        )
+    if decayed:
+        warnings.warn(
+            f"{', '.join(decayed)}: weight decay of a bias or of another parameter that by its name or mark has none; "
+            "pass the model itself in place of its parameters, or set weight_decay=0.0 and use_matrix_rule=False in a "
+            "group of their own",
             stacklevel=4,
         )
 
@@ -86,6 +139,10 @@ class MatrixOptimizer(RuleOptimizer):
     `nn.Module`, the elementwise rule updates them (`groups_of`). If `params` is
     `named_parameters()`, names that look like theirs raise a warning.
 
+    The elementwise rule also updates 2-D parameters that are no matrices by their name, such as biases of experts and
+    Mamba's `A_log`, or by the mark `_no_weight_decay` of their authors. Given the model, they have no weight decay;
+    otherwise that of their group, with a warning.
+
     `scalar_options` are options of the elementwise rule, `opt_kernels.rules.Adam` or `Lion`: `exp_avg_dtype`,
     `stochastic_rounding` and so on. Its backend defaults to that of the matrix rule.
 
@@ -103,6 +160,7 @@ class MatrixOptimizer(RuleOptimizer):
     default_hooks: ClassVar[GivenHooks] = ()
     structural: ClassVar[tuple[str, ...]] = ("use_matrix_rule", "split_rows", "num_heads", "split_sizes")
     __signature__: ClassVar[Signature]
+    _former: tuple[list[Tensor], ...] = ()  # `former_groups_of` the model, if it was given
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -118,6 +176,7 @@ class MatrixOptimizer(RuleOptimizer):
         of_groups: ParamGroup = {"use_matrix_rule": None, **_UNSPLIT}
         if isinstance(params, nn.Module):
             self._names = {param: name for name, param in params.named_parameters()}
+            self._former = former_groups_of(params)
             params = groups_of(params)
         super().__init__(
             params,
@@ -141,8 +200,10 @@ class MatrixOptimizer(RuleOptimizer):
         return made(cls.rule_class, {name: given[name] for name in known})
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        chosen = group["use_matrix_rule"]
-        if param.dim() == 2 if chosen is None else chosen:
+        is_matrix = group["use_matrix_rule"]
+        if is_matrix is None:
+            is_matrix = param.dim() == 2 and not is_undecayed(param, self._name_of(group, param))
+        if is_matrix:
             return for_dtype(self.rule, param)
         if self.scalar_rule is None:
             raise MatrixError(
@@ -171,9 +232,45 @@ class MatrixOptimizer(RuleOptimizer):
         except MatrixError as error:
             raise MatrixError(f"{error} of {self._named(group, param)}") from None
 
+    def _name_of(self, group: ParamGroup, param: Tensor) -> str:
+        """The name of a parameter; empty if it is not known."""
+        if param not in self._names and {"params", "param_names"} <= group.keys():
+            self._names.update(zip(group["params"], group["param_names"], strict=True))
+        return self._names.get(param, "")
+
     def _named(self, group: ParamGroup, param: Tensor) -> str:
         name = self._names.get(param)
         return super()._named(group, param) if name is None else f"{name!r} of shape {tuple(param.shape)}"
+
+    def _in_present_groups(self, saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
+        """Saved groups of a release that did not know `is_undecayed`, in the groups of this optimizer."""
+        former = [params for params in self._former if params]
+        sizes = [len(group["params"]) for group in saved]
+        present_sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes == present_sizes or sizes != [len(params) for params in former]:
+            return saved
+        index = {
+            param: at
+            for params, group in zip(former, saved, strict=True)
+            for param, at in zip(params, group["params"], strict=True)
+        }
+        source = {param: group for params, group in zip(former, saved, strict=True) for param in params}
+        arranged = []
+        for group in self.param_groups:
+            first = group["params"][0]
+            of_group = {"use_matrix_rule": group["use_matrix_rule"], "params": [index[p] for p in group["params"]]}
+            if is_undecayed(first, self._name_of(group, first)):
+                of_group["weight_decay"] = group["weight_decay"]
+            arranged.append({**source[first], **of_group})
+        return arranged
+
+    def _restarts(self, group: ParamGroup, param: Tensor, values: Mapping[str, Any]) -> bool:
+        """Whether `values` are of the matrix rule, which updated `param` before `is_undecayed` was known."""
+        rule = self.rule_of(group, param)
+        if rule.needs is Needs.MATRICES or not is_undecayed(param, self._name_of(group, param)):
+            return False
+        of_matrices = {spec.name for spec in self.rule.state_specs} - {spec.name for spec in rule.state_specs}
+        return not of_matrices.isdisjoint(values)
 
     def _check_numbers(self, values: Mapping[str, Any]) -> None:
         for number in self.declared or numbers_of(self.numbers):
@@ -213,7 +310,11 @@ class MatrixOptimizer(RuleOptimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"scalar_rule": self.scalar_rule, "_names": self._names}
+        return super().__getstate__() | {
+            "scalar_rule": self.scalar_rule,
+            "_names": self._names,
+            "_former": self._former,
+        }
 
 
 _UNSPLIT: Mapping[str, Any] = {"split_rows": (), "num_heads": 1, "split_sizes": ()}
