@@ -120,18 +120,21 @@ class Guards:
         which every rank refuses the step."""
         if tuple(self.all) != self.agreed:
             self.refuse(GuardError("guards were changed after the first step; append them before, on every rank"))
-        flags = []
-        for guard in (*self.agreed, self._usable_grads):  # this one again, because it tells of guards that failed
-            try:
-                of_guard = list(guard.flags())
-                if (num := len(of_guard)) != guard.num_flags:
-                    raise GuardError(f"{type(guard).__name__} has {num} flags, but num_flags={guard.num_flags}")
-            except Exception as error:
-                self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
-                of_guard = [0.0] * guard.num_flags
-            flags.append(of_guard)
-        flags[self.agreed.index(self._usable_grads)] = flags.pop()
+        flags = [self._flags_of(guard) for guard in self.agreed]
+        # Set, because other guards may have failed since this one was asked, or this one itself.
+        self._usable_grads.found = self.refused
+        flags[self.agreed.index(self._usable_grads)] = [float(self.refused is not None)]
         return [flag for of_guard in flags for flag in of_guard]
+
+    def _flags_of(self, guard: Guard) -> list[float]:
+        try:
+            flags = list(guard.flags())
+            if (num := len(flags)) != guard.num_flags:
+                raise GuardError(f"{type(guard).__name__} has {num} flags, but num_flags={guard.num_flags}")
+        except Exception as error:
+            self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
+            return [0.0] * guard.num_flags
+        return flags
 
     def check_again(self, groups: Groups, max_norm: float) -> None:
         """Raise ValueError on every rank if one cannot use `groups`, or ranks would update with different numbers: both
