@@ -34,6 +34,7 @@ SHARDED_SUMS = {FP32_SUMS: True, "use_distributed_optimizer": True}
 INSTANCES = {"num_distributed_optimizer_instances": 2}
 REFUSED = [
     ({"bucket_size": 0}, "bucket_size=0: must be at least 1 and finite"),
+    ({"bucket_size": 2**63}, f"bucket_size={2**63}: must be an integer of at most 64 bits"),
     ({"bucket_size": 10, "num_buckets": 2}, "num_buckets=2: excludes bucket_size=10; set only one of them"),
     (INSTANCES, "num_distributed_optimizer_instances=2: must be 1 unless use_distributed_optimizer=True: only shards"),
     ({"align_param_gather": True}, "align_param_gather=True: has no effect without overlap_param_gather=True; set tha"),

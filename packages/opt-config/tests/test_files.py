@@ -93,6 +93,54 @@ def test_toml_is_read_from_a_section_and_json_from_a_file(tmp_path):
     assert load_config(toml, section="train.optimizer") == load_config(str(json_file)) == FULL
 
 
+TWICE = {  # file formats, and files in which a key is given twice
+    "json": [(OptimizerConfig, '{"lr": 1e-3, "clip_grad": 1.0, "lr": 1e-5}', "lr"),
+             (OptimizerConfig, '{"optimizer_options": {"alpha": 1, "alpha": 2}}', "alpha"),
+             (DistributedDataParallelConfig, '{"bucket_size": 1, "bucket_size": 2}', "bucket_size")],
+    "yaml": [(OptimizerConfig, "lr: 1e-3\nclip_grad: 1.0\n'lr': 1e-5\n", "lr"),
+             (OptimizerConfig, "optimizer_options:\n  alpha: 1\n  alpha: 2\n", "alpha"),
+             (DistributedDataParallelConfig, "{bucket_size: 1, bucket_size: 2}", "bucket_size")],
+    "toml": [(OptimizerConfig, "lr = 1e-3\nlr = 1e-5", "")],
+}  # fmt: skip
+BY_FORMAT = [pytest.param(name, marks=[pytest.mark.needs_extra] * (name == "yaml")) for name in TWICE]
+
+
+@pytest.mark.parametrize("form", BY_FORMAT)
+def test_a_key_given_twice_is_refused(form):
+    """Symptom: the last one won, so that a pasted block changed the learning rate without a word."""
+    if form == "yaml":
+        pytest.importorskip("yaml", reason="the yaml extra is not installed")
+    for config, text, key in TWICE[form]:
+        message = f"not valid {form.upper()}: " + (f"key '{key}' is given twice in one table; keep one" if key else "")
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            getattr(config, f"from_{form}")(text)
+
+
+@pytest.mark.needs_extra
+def test_a_key_may_replace_that_of_a_merged_yaml_mapping():
+    pytest.importorskip("yaml", reason="the yaml extra is not installed")
+    merged = "optimizer_options: {alpha: 1.0, <<: {alpha: 2.0, beta3: 0.5}}"
+    assert OptimizerConfig.from_yaml(merged).optimizer_options == {"alpha": 1.0, "beta3": 0.5}
+
+
+ASSIGNED = {"json": '{{"{}": {}}}', "toml": "{} = {}", "yaml": "{}: {}"}
+INFINITE = {"json": "Infinity", "toml": "inf", "yaml": ".inf"}
+
+
+@pytest.mark.parametrize("form", BY_FORMAT)
+def test_a_float_that_is_too_large_is_refused(form):
+    """Symptom: grad_norm_skip_threshold = 1e400 became infinite, which never skips a step."""
+    if form == "yaml":
+        pytest.importorskip("yaml", reason="the yaml extra is not installed")
+    read, written = getattr(OptimizerConfig, f"from_{form}"), ASSIGNED[form]
+    for value in ("1.0e+400", "-1.0e+400"):
+        with pytest.raises(ConfigError, match=r"no float is as large as -?1.0e\+400"):
+            read(written.format("grad_norm_skip_threshold", value))
+    with pytest.raises(ConfigError, match="grad_norm_skip_threshold='1e400': must be a number"):
+        OptimizerConfig.from_dict({"grad_norm_skip_threshold": "1e400"})
+    assert read(written.format("grad_norm_skip_threshold", INFINITE[form])).grad_norm_skip_threshold == math.inf
+
+
 @pytest.mark.needs_extra
 def test_yaml_is_read_with_its_extra(tmp_path):
     pytest.importorskip("yaml", reason="the yaml extra is not installed")

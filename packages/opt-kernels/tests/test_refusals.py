@@ -69,7 +69,7 @@ NUMBERS = [
     ({"lr": "1e-3"}, "lr='1e-3' is"), ({"lr": torch.ones(2)}, r"lr=tensor\(\[1., 1.\]\) is"), ({"lr": -1.0}, "lr=-1"),
     ({"lr": math.inf}, "lr=inf is"), ({"weight_decay": None}, "weight_decay=None is"),
     ({"weight_decay": math.inf}, "weight_decay=inf is"), ({"betas": 0.9}, "betas=0.9 is"),
-    ({"betas": (0.9,)}, r"betas=\(0.9,\) are"),
+    ({"betas": (0.9,)}, r"betas=\(0.9,\) are"), ({"lr": 10**400}, "lr=10+ is not allowed"),
 ]  # fmt: skip
 OF_GROUPS = [
     *((name, *case) for name in ("Muon", "SOAP", "NorMuon", "NAMO", "AdamW") for case in NUMBERS),

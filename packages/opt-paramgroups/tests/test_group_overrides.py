@@ -78,6 +78,7 @@ REFUSED = [
     ({BIAS: {"lr": 1e-3}}, "[*.bias]: lr=0.001: may not be set: the schedule writes it; set max_lr, min_lr or lr_mult"),
     ({BIAS: {"weight_decay": 0}}, "[*.bias]: weight_decay=0: may not be set: the schedule writes it; set wd_mult, or"),
     ({BIAS: {"max_lr": -1}}, "[*.bias]: max_lr=-1: must be at least 0 and finite"),
+    ({BIAS: {"max_lr": 10**400}}, f"[*.bias]: max_lr={10**400}: no float is as large; pass a smaller number"),
     ({BIAS: {"wd_mult": "0"}}, "[*.bias]: wd_mult='0': must be at least 0 and finite"),
     ({BIAS: {"betas": (0.9, 1.5)}}, "[*.bias]: betas=(0.9, 1.5): must be a tuple of numbers in [0, 1)"),
     ({BIAS: {"options": {"a": 1}}}, "[*.bias]: options={'a': 1}: must be a number, a string or a tuple of these: par"),

@@ -1,11 +1,12 @@
 """Entries of groups: each is read or refused, in overrides, given groups, loaded groups, and when it changes later."""
 
 import copy
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from stack_models import assert_equal, make_model, train, weights
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
-from opt_distributed import run_threads
+from opt_distributed import Alone, run_threads
 from opt_distributed.comm import Comm
+from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.formulas import Formula, Number, State, fma
 from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, Hook
 from opt_kernels.optim import Adam, AdamW
@@ -184,9 +186,6 @@ def built(*hooks: Hook, model: nn.Module | None = None, overrides: Any = None, *
 UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"weight_decay": 0.1}, "group 'default': weight_decay=0.1 has no effect: formula 'undecayed' never reads it"),
     ({"optimizer_options": {"betas": (0.9, 0.5)}}, "formula 'undecayed' never reads beta2; leave it at 0.99"),
-    ({"adam_beta2": 0.5}, "adam_beta2=0.5: optimizer='undecayed' does not read it; set its numbers in optimizer"),
-    ({"optimizer": "adan", "adam_eps": 0.5}, "adam_eps=0.5: optimizer='adan' does not read it"),
-    ({"optimizer": "signum", "sgd_momentum": 0.5}, "sgd_momentum=0.5: optimizer='signum' does not read it"),
     ({"overrides": {ParamKey(name="bias"): {"start_wd": 0.0, "end_wd": 0.1}}}, "end_wd=0.1 has no effect"),
     ({"optimizer_options": {"lr": 1}}, "'lr'=1; for optimizer='undecayed' a field of the configuration sets it"),
     ({"optimizer_options": {"backend": 1}}, "'backend'=1; for optimizer='undecayed' the stack chooses the fastest"),
@@ -239,7 +238,100 @@ def test_defaults_and_what_a_rule_or_hook_reads_are_accepted() -> None:
     built(weight_decay=0.0, optimizer_options={"betas": (0.5, 0.99)})
     built(CautiousDecay(), weight_decay=0.1)
     built(overrides={ParamKey(name="bias"): {"optimizer": "adam"}}, adam_beta1=0.5)
-    built(optimizer="sgd", adam_beta1=0.5)  # as in Megatron-Core, whose scripts set numbers of all its rules
+
+
+# --- fields that only other rules read --------------------------------------------------------------------------------
+
+OTHERS = {  # a value other than the default of every field that only some rules read
+    "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_eps": 1e-6, "sgd_momentum": 0.5, "lion_beta1": 0.5, "lion_beta2": 0.5,
+    "muon_momentum": 0.5, "muon_split_qkv": False, "muon_nesterov": True, "muon_scale_mode": "mup",
+    "muon_fp32_matmul_prec": "high", "muon_coefficient_type": "aol", "muon_num_ns_steps": 4,
+    "muon_tp_mode": "blockwise", "muon_extra_scale_factor": 0.5, "muon_scalar_optimizer": "lion",
+    "muon_use_syrk": True, "muon_weight_decay_method": "independent", "soap_shampoo_beta": 0.5,
+    "soap_precondition_frequency": 3, "soap_use_kl_shampoo": False, "soap_order": "megatron",
+    "soap_max_precond_dim": 64, "soap_one_sided": True, "soap_split_qkv": True,
+    "adaptive_muon_moment2_method": "normuon", "adaptive_muon_beta2": 0.5, "adaptive_muon_eps": 1e-6,
+    "adaptive_muon_lines": "cols",
+}  # fmt: skip
+BIAS_BY_LION = {ParamKey(name="*.bias"): {"optimizer": "lion"}}
+READ: dict[str, tuple[dict[str, Any], Any, str]] = {  # configuration, overrides, patterns of the fields that are read
+    "adam": ({}, None, "adam_.*"),
+    "sgd": ({"optimizer": "sgd"}, None, "sgd_.*"),
+    "adan": ({"optimizer": "adan"}, None, ""),
+    "signum": ({"optimizer": "signum"}, None, ""),
+    "adam and lion": ({}, BIAS_BY_LION, "adam_.*|lion_.*"),
+    "muon": ({"optimizer": "muon", "muon_scalar_optimizer": "adam"}, None, "adam_.*|muon_.*"),
+    "muon and lion": ({"optimizer": "muon"}, None, "lion_.*|muon_.*"),  # of muon_scalar_optimizer
+    "adaptive muon": ({"optimizer": "adaptive_muon"}, None, "lion_.*|muon_.*|adaptive_.*"),
+    "soap": ({"optimizer": "soap"}, None, "adam_.*|soap_.*"),
+}
+
+
+def fields_warned_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [record.getMessage() for record in caplog.records if "without effect, because" in record.getMessage()]
+    assert len(lines) <= 1
+    assert all("\n" not in line for line in lines)
+    return re.findall(r"(\w+)=", lines[0].partition(": without effect")[0]) if lines else []
+
+
+@pytest.mark.parametrize("case", READ)
+def test_fields_of_other_rules_are_one_warning(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Symptom: adam accepted muon_momentum without a word, while signum refused sgd_momentum."""
+    fields, overrides, read = READ[case]
+    given = {name: value for name, value in OTHERS.items() if name not in fields}
+    get_optimizer(OptimizerConfig(lr=1e-2, **fields, **given), [make_model()], overrides)
+    unread = [field.name for field in dataclasses.fields(OptimizerConfig) if field.name in given]
+    assert fields_warned_of(caplog) == [name for name in unread if not re.fullmatch(read, name)]
+    caplog.clear()
+    get_optimizer(OptimizerConfig(lr=1e-2, **fields), [make_model()], overrides)
+    assert fields_warned_of(caplog) == []
+
+
+def test_a_field_that_a_rule_of_another_rank_reads_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning on one rank, and none if a stage of the pipeline has a group of that rule."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        model = nn.Embedding(3, 2) if comm.rank else make_model()
+        config = OptimizerConfig(lr=1e-2, optimizer="muon", muon_momentum=0.5, sgd_momentum=0.5, lion_beta1=0.5)
+        get_optimizer(config, [model], pg_collection=roles_over(Alone(), everyone=comm))
+
+    run_threads(2, rank_main)
+    assert fields_warned_of(caplog) == ["sgd_momentum", "lion_beta1"]
+
+
+def test_a_rule_of_ones_own_may_read_any_field(caplog: pytest.LogCaptureFixture) -> None:
+    entry = RuleEntry(
+        name="mine",
+        summary="SGD",
+        make=lambda config: Powered(formula=SGD(momentum_buffer=False).formula),
+        hyper=lambda config: {"alpha": 1.0},
+    )
+    model, config = make_model(), OptimizerConfig(optimizer="mine", lr=0.1, **OTHERS)
+    get_optimizer(config, [model], {}, rules=Registry().with_rule(entry))
+    assert fields_warned_of(caplog) == []
+    built(adam_beta2=0.5)  # a formula reads none
+    assert fields_warned_of(caplog) == ["adam_beta2"]
+
+
+class Recorded(OptimizerConfig):
+    """A configuration that records which fields are read."""
+
+    read: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        Recorded.read.add(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("name", Registry().entries)
+def test_the_table_of_fields_is_what_rules_read(name: str) -> None:
+    config = Recorded(optimizer=name)
+    Recorded.read.clear()
+    entry = Registry()[name]
+    entry.make(config)
+    entry.hyper(config)
+    by_the_plan = {"muon_scalar_optimizer", "muon_split_qkv", "soap_split_qkv"}
+    assert OTHERS.keys() & Recorded.read - by_the_plan == Registry().fields_read(name, config) - by_the_plan
 
 
 def test_the_default_weight_decay_has_no_effect_with_a_hook_either() -> None:

@@ -1,9 +1,11 @@
 """Reads configurations from dicts, JSON, TOML and YAML, and writes them as plain values. Unknown keys are errors."""
 
 import json
+import math
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -129,17 +131,61 @@ def _parse_yaml(text: str) -> object:
         yaml = import_module("yaml")
     except ImportError as error:
         raise ConfigError("YAML needs the package pyyaml: python -m pip install pyyaml") from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]  # yaml is imported here, since it is optional
+        """Refuses keys that are given twice, and floats that are too large."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            # Before "<<" adds the keys of another mapping, which those of this one replace.
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            _check_given_once(keys)
+            return super().construct_mapping(node, deep=deep)
+
+        def construct_yaml_float(self, node: Any) -> Any:
+            return _finite(node.value, super().construct_yaml_float(node))
+
+    Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
     try:
-        document: object = yaml.safe_load(text)
+        document: object = yaml.load(text, Loader=Loader)
         return document
     except yaml.YAMLError as error:
         raise ValueError(error) from error
 
 
+def _parse_json(text: str) -> object:
+    def table(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        _check_given_once([key for key, _ in pairs])
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=table, parse_float=_parse_float)
+
+
+def _parse_toml(text: str) -> object:
+    return tomllib.loads(text, parse_float=_parse_float)  # refuses keys that are given twice
+
+
+def _check_given_once(keys: Sequence[str]) -> None:
+    """Raise ValueError for a key that a table has twice: readers differ in which of the values they take."""
+    twice = [key for key, count in Counter(keys).items() if count > 1]
+    if twice:
+        raise ValueError(f"key {twice[0]!r} is given twice in one table; keep one of them")
+
+
+def _parse_float(text: str) -> float:
+    return _finite(text, float(text))
+
+
+def _finite(text: str, value: float) -> float:
+    """Return `value`, the float that `text` says. Raise ValueError if it is infinite because no float is so large."""
+    if math.isinf(value) and "inf" not in text.lower():
+        raise ValueError(f"no float is as large as {text}; write a smaller number, or inf if that is meant")
+    return value
+
+
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
     {
-        ".json": _Kind("JSON", json.loads),
-        ".toml": _Kind("TOML", tomllib.loads),
+        ".json": _Kind("JSON", _parse_json),
+        ".toml": _Kind("TOML", _parse_toml),
         ".yaml": _Kind("YAML", _parse_yaml),
         ".yml": _Kind("YAML", _parse_yaml),
     }
@@ -174,7 +220,7 @@ def _read(hint: Any, value: object) -> object:
         return DTYPES.get(value.removeprefix("torch."), value)
     if isinstance(value, str) and float in kinds and str not in kinds:
         try:
-            return float(value)  # YAML reads 1e-4, which lacks a dot, as a string
+            return _parse_float(value)  # YAML reads 1e-4, which lacks a dot, as a string
         except ValueError:
             return value
     if isinstance(value, Mapping):

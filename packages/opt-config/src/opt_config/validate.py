@@ -81,7 +81,7 @@ def check(
     `singly` finds problems of single fields, of which those of a wrong type are left out; `together`, called once
     every field is valid, finds conflicts between fields.
     """
-    problems = list(type_problems(config))
+    problems = [*type_problems(config), *integer_problems(config)]
     wrong = {problem.field for problem in problems}
     problems += [problem for problem in singly() if problem.field not in wrong]
     if problems := problems or list(together()):
@@ -94,6 +94,14 @@ def type_problems(config: Dataclass) -> Iterator[Problem]:
         value = getattr(config, name)
         if not accepts(hint, value):
             yield Problem(name, value, f"must be {in_words(hint)}{_hint_at_dtype(hint, value)}")
+
+
+def integer_problems(config: Dataclass) -> Iterator[Problem]:
+    """A problem for each integer that no integer type of tensors and files holds."""
+    for name, hint in field_types(type(config)).items():
+        value = getattr(config, name)
+        if int in options(hint) and isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield Problem(name, value, "must be an integer of at most 64 bits")
 
 
 def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,8 @@ from opt_paramgroups.vocabulary import is_vector
 from opt_scheduler import ParamGroupOverride
 
 __all__ = [
-    "OVERRIDE_KEYS", "DefaultEntries", "elementwise_optimizer", "read_overrides", "unknown_entry", "value_problem",
+    "MUON_FAMILY", "OVERRIDE_KEYS", "DefaultEntries", "elementwise_optimizer", "read_overrides", "unknown_entry",
+    "value_problem",
 ]  # fmt: skip
 
 logger = logging.getLogger("opt_paramgroups")
@@ -177,6 +179,8 @@ def value_problem(entry: str, value: object) -> str:
         return (
             "must be a number, a string or a tuple of these: parameters share a group when all their entries are equal"
         )
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return "no float is as large; pass a smaller number"
     if entry in _INTERVALS and value not in _INTERVALS[entry]:
         return _INTERVALS[entry].sentence
     if entry == "betas" and not (isinstance(value, tuple | list) and all(beta in Interval(0, 1) for beta in value)):

@@ -17,6 +17,7 @@ from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
 from opt_stack.planning.plan import Draft
 from opt_stack.planning.ranks import check_effects, check_ranks
 from opt_stack.planning.report import NUMBERS_IN_WORDS, kept_bytes, main_bytes
+from opt_stack.rules.entries import warn_of_unread_fields
 from opt_stack.rules.registry import Registry
 
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
@@ -128,6 +129,7 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     plan = plan_of(draft)
     check_ranks(draft, [check_effects])
     warn_of_guesses(plan, draft.metas)
+    warn_of_unread_fields(groups, rules, config)
     if rank is None:
         return str(plan)
     lines = [f"{plan}\n", f"rank {rank}: {plan.state_bytes(rank):,} bytes of state"]

@@ -38,7 +38,7 @@ from opt_stack.planning.checks import CHECKS, SHARED_FIELDS, refuse
 from opt_stack.planning.plan import Draft, Groups, Overrides, Plan, make_plan, with_compute
 from opt_stack.planning.ranks import NOTHING, check_peers, check_ranks, check_same_config, model_part
 from opt_stack.records import write_group_map, write_plan
-from opt_stack.rules.entries import complete_groups, make_rules_
+from opt_stack.rules.entries import complete_groups, make_rules_, warn_of_unread_fields
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import compare_replicas, compare_weights
 
@@ -294,6 +294,7 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
     check_untrained(draft.chunks, roles, broadcast=draft.broadcast_params)
     if everyone.rank == 0:
         logger.info("%s", plan)
+        warn_of_unread_fields(groups, draft.registry, config)
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
     logs = bool(config.config_logger_dir) and everyone.rank == 0

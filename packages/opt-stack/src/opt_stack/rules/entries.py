@@ -25,7 +25,7 @@ from opt_kernels.hooks import (
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
-from opt_stack.rules.registry import Registry
+from opt_stack.rules.registry import RULE_FIELDS, Registry
 
 logger = logging.getLogger("opt_stack")
 HOOKS = "hooks"  # the entry of a group that records the hooks of its rule
@@ -39,7 +39,6 @@ _DECAYS = ("weight_decay", "start_wd", "end_wd")
 _SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
 """Written or read by torch's, timm's and our schedulers."""
 _FLAGS_OF_TORCH = ("amsgrad", "maximize", "nesterov")
-_OF_ONE_RULE = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "lion_beta1", "lion_beta2")
 _DEFAULT_DECAY: float = OptimizerConfig().weight_decay
 _COMMON = {*HELD, "name", "is_expert_parallel", "default_config", CHOICES, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS}
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -173,12 +172,6 @@ def make_rules_(
         rules = {name: hooked(rule, given.get(name, ())) for name, rule in made.items()}
     except HookError as error:
         raise ConfigError(f"hooks: {error}") from error
-    for field in dataclasses.fields(config) if not any(registry[name].reads_fields for name in names) else ():
-        if field.name in _OF_ONE_RULE and (value := getattr(config, field.name)) != field.default:
-            raise ConfigError(
-                f"{field.name}={value!r}: optimizer={', '.join(map(repr, sorted(names)))} does not read it; set its "
-                f"numbers in optimizer_options, and leave {field.name} at {field.default!r}"
-            )
     for group in groups:
         rule = rules[group["optimizer"]]
         for key in _DECAYS:
@@ -197,6 +190,26 @@ def make_rules_(
         if of_rule := hooks_of(rule):
             group[HOOKS] = described(of_rule)
     return rules
+
+
+def warn_of_unread_fields(groups: Sequence[Group], registry: Registry, config: OptimizerConfig) -> None:
+    """Log one warning with all fields that differ from their defaults, but that only rules of no group read.
+
+    They are no error, because configurations of Megatron-Core have numbers of several rules. `groups` are those of the
+    whole model.
+    """
+    rules = sorted({group[RULE] for group in groups})
+    read = frozenset[str]().union(*(registry.fields_read(name, config) for name in rules))
+    unread = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if field.name in RULE_FIELDS - read and getattr(config, field.name) != field.default
+    ]
+    if unread:
+        logger.warning(
+            "%s: without effect, because only other rules read such fields and all parameter groups are updated by %s",
+            ", ".join(unread), ", ".join(rules),
+        )  # fmt: skip
 
 
 def _hyper(name: str, rule: Rule, registry: Registry, config: OptimizerConfig) -> Mapping[str, Any]:

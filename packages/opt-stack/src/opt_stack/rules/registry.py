@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from opt_kernels.rules import (
     elementwise,
 )
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
-from opt_paramgroups.overrides import elementwise_optimizer
+from opt_paramgroups.overrides import MUON_FAMILY, elementwise_optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +236,33 @@ BUILT_IN = (
         hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
     ),
 )
+_ORTHOGONALISED = (
+    *("muon_momentum", "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps"),
+    *("muon_fp32_matmul_prec", "muon_use_syrk"),
+)
+_MUON = (*_ORTHOGONALISED, "muon_nesterov", "muon_tp_mode", "muon_weight_decay_method", "muon_split_qkv")
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_PRECONDITIONED = (
+    *("soap_shampoo_beta", "soap_precondition_frequency", "soap_order", "soap_max_precond_dim", "soap_one_sided"),
+    "soap_split_qkv",
+)
+FIELDS_OF_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "adam": _OF_ADAM,
+        "sgd": ("sgd_momentum",),
+        "lion": ("lion_beta1", "lion_beta2"),
+        "muon": _MUON,
+        "adaptive_muon": (
+            *_MUON,
+            *("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_lines"),
+        ),
+        "soap": (*_OF_ADAM, *_PRECONDITIONED, "soap_use_kl_shampoo"),
+        "soap_muon": ("adam_eps", *_ORTHOGONALISED, *_PRECONDITIONED),
+    }
+)
+"""The fields of `OptimizerConfig` that only rules read, by built-in rule. Other built-in rules read none. In addition,
+Muon's family reads `muon_scalar_optimizer` if the configuration names it."""
+RULE_FIELDS = frozenset(("muon_scalar_optimizer", *(name for names in FIELDS_OF_RULES.values() for name in names)))
 ENTRY_POINTS = "opt_stack.rules"  # an entry point of this group names a `RuleEntry` or a `Formula`
 
 
@@ -294,6 +322,14 @@ class Registry:
                 "only elementwise rules do. Leave them out"
             )
         return rule
+
+    def fields_read(self, name: str, config: OptimizerConfig) -> frozenset[str]:
+        """Return the fields of `FIELDS_OF_RULES` that a rule reads. Any of them, for a rule that this package lacks."""
+        entry = self[name]
+        routed = ("muon_scalar_optimizer",) if config.optimizer in MUON_FAMILY else ()
+        if any(entry is built_in for built_in in BUILT_IN):
+            return frozenset((*FIELDS_OF_RULES.get(name, ()), *routed))
+        return RULE_FIELDS if entry.reads_fields else frozenset(routed)
 
     def __getitem__(self, name: str) -> RuleEntry:
         if name not in self.entries:
