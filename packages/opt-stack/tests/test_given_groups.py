@@ -4,12 +4,15 @@ from threading import local
 from typing import Any
 
 import pytest
+import torch
 from stack_models import assert_equal, backward, make_model, train, weights
+from torch import nn
 
 import opt_stack.megatron as megatron
-from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed import run_threads
 from opt_distributed.comm import Comm
+from opt_paramgroups import get_matrix_rule_overrides, get_param_groups
 from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, min_lr=1e-4)
@@ -42,6 +45,70 @@ def test_groups_may_have_rules_of_their_own() -> None:
     assert [unit.rule.name for unit in optimizer.plan.units] == ["muon", "lion"]
     assert "betas" not in optimizer.param_groups[0]
     assert optimizer.param_groups[1]["betas"] == (0.95, 0.98)
+
+
+class Tagger(nn.Module):
+    """An embedding, a hidden matrix, biases of experts, and a head that only its name tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.hidden, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3, bias=False)
+        self.down_proj_bias = nn.Parameter(torch.zeros(2, 4))
+
+
+MATRIX_RULES = ("muon", "adaptive_muon", "soap", "soap_muon")
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_a_matrix_rule_for_a_vector_says_what_a_group_takes(rule: str) -> None:
+    """Symptom: the hint named config_overrides, which this function does not have."""
+    model = make_model()
+    with pytest.raises(ConfigError, match=r'0.bias has shape \(7,\); move it to a group with "optimizer": "adam"') as e:
+        get_optimizer_based_on_param_groups(
+            OptimizerConfig(optimizer=rule, lr=0.1), [model], [{"params": model.parameters()}]
+        )
+    assert "config_overrides" not in str(e.value)
+    with pytest.raises(ConfigError, match=r"^param_groups: group 'group 0' has clip_grad=1;"):
+        get_optimizer_based_on_param_groups(CONFIG, [model], [{"params": model.parameters(), "clip_grad": 1}])
+
+
+@pytest.mark.parametrize("named_by", ["configuration", "group"])
+@pytest.mark.parametrize("rule", MATRIX_RULES)
+def test_embeddings_and_heads_of_a_matrix_rule_are_named(
+    rule: str, named_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Symptom: Muon orthogonalised embeddings and heads of the caller's groups without a word."""
+    model = Tagger()
+    config = OptimizerConfig(optimizer=rule if named_by == "configuration" else "adam", lr=0.1)
+    given = {} if named_by == "configuration" else {"optimizer": rule}
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    groups = [{"params": matrices, **given}, {"params": [model.hidden.bias], "optimizer": "adam"}]
+    get_optimizer_based_on_param_groups(config, [model], groups)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.partition(" of shape")[0] for text in warnings] == [
+        "parameter 'down_proj_bias'", "parameter 'head.weight'", "parameter 'tokens.weight'",
+    ]  # fmt: skip
+    assert "is an embedding or output layer (it is called 'head'), but its group gives it to" in warnings[1]
+    caplog.clear()
+    for param, mark in (
+        (model.tokens.weight, "is_embedding_or_output_parameter"),
+        (model.head.weight, "is_embedding_or_output_parameter"),
+        (model.down_proj_bias, "_no_weight_decay"),
+    ):
+        setattr(param, mark, False)
+    get_optimizer_based_on_param_groups(config, [model], groups)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_groups_of_get_param_groups_are_the_callers_choice(caplog: pytest.LogCaptureFixture) -> None:
+    """An override that gives an embedding to Muon is not named by `get_optimizer` either."""
+    model, config = Tagger(), OptimizerConfig(optimizer="muon", lr=0.1)
+    overrides = {**get_matrix_rule_overrides(config), ParamKey(name="tokens.*"): {"optimizer": "muon"}}
+    groups = get_param_groups([model], config, overrides)
+    optimizer = get_optimizer_based_on_param_groups(config, [model], groups)
+    by_muon = [group for group in optimizer.param_groups if group["optimizer"] == "muon"]
+    assert {str(id) for group in by_muon for id in group["param_ids"]} == {"tokens.weight", "hidden.weight"}
+    assert not [record for record in caplog.records if "its group gives it" in record.getMessage()]
 
 
 # --- Megatron-Core's function -----------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from opt_paramgroups import (
     get_standard_config_overrides,
 )
 from opt_paramgroups.overrides import read_overrides
+from opt_paramgroups.vocabulary import is_vector
 from opt_stack.build import build_stepper, holds_parts
 from opt_stack.optimizer import Objection, Optimizer
 from opt_stack.planning.checks import CHECKS, SHARED_FIELDS, refuse
@@ -155,7 +156,9 @@ def get_optimizer_based_on_param_groups(
         config: the settings that all parameters share, and the defaults for entries that a group does not have.
         model_chunks: as for `get_optimizer`; parameters are named after them.
         param_groups: groups as for torch's optimizers, or from `get_param_groups`; the same on all ranks. They are
-            copied. Parameters of the model that are in no group are not trained.
+            copied. Parameters of the model that are in no group are not trained. A group without "optimizer" has the
+            configuration's rule: for Muon or SOAP, put embeddings, output layers, biases and vectors into groups with
+            "optimizer": "adam". Embeddings and output layers in other groups are named in warnings.
         pg_collection, mesh, broadcast_params, rules, hooks: as for `get_optimizer`.
         extra_group_keys: as for `get_optimizer`, for entries of the groups.
         part: a name for this part of the model. A `state_dict` of another part is refused even if its shapes fit.
@@ -167,6 +170,7 @@ def get_optimizer_based_on_param_groups(
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
     everyone = draft.roles.everyone
     draft.groups = agreed(everyone, lambda: complete_groups(param_groups, draft.config, draft.params, draft.metas))
+    draft.has_own_groups = any("param_ids" not in group for group in param_groups)
     check_same_config(draft.config, everyone, asked={"broadcast_params": broadcast_params})
     return _build(draft, part=part)
 
@@ -297,6 +301,8 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         warn_of_unread_fields(groups, draft.registry, config)
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
+        if draft.has_own_groups:
+            warn_of_vocabulary(plan, draft.params, metas)
     logs = bool(config.config_logger_dir) and everyone.rank == 0
     agreed(everyone, lambda: write_plan(config.config_logger_dir, plan) if logs else None)
     stepper = agreed(everyone, lambda: build_stepper(draft))
@@ -331,6 +337,25 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         stepper.guards.append(written)
         stepper.at_start.append(written.at_start)
     return optimizer
+
+
+def warn_of_vocabulary(plan: Plan, params: Mapping[ParamId, nn.Parameter], metas: Mapping[ParamId, ParamMeta]) -> None:
+    """Log a warning for each embedding, output layer and stack of vectors that the caller's groups give to a matrix
+    rule, of which `get_optimizer` would not update it."""
+    for unit in plan.units:
+        for id in sorted(unit.ids) if unit.rule.needs is Needs.MATRICES else ():
+            meta, kind, mark = metas[id], "", ""
+            if meta.is_embedding_or_output:
+                guess = f" ({meta.guess})" if meta.guess else ""
+                kind, mark = f"an embedding or output layer{guess}", "is_embedding_or_output_parameter"
+            elif is_vector(params[id], id.name):
+                kind, mark = "a stack of vectors, such as biases of experts", "_no_weight_decay"
+            if kind:
+                logger.warning(
+                    "parameter %r of shape %s is %s, but its group gives it to %s: move it to a group with "
+                    '"optimizer": "adam", or set its attribute %s to False to treat it as a hidden matrix',
+                    str(id), meta.shape, kind, unit.rule.name, mark,
+                )  # fmt: skip
 
 
 def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:

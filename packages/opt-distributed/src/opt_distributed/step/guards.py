@@ -294,7 +294,7 @@ class UsableGroups(Refusal):
             if group.get(name) != built.get(name):
                 yield (
                     f"{name}={group.get(name)!r} was set after the optimizer was built with {built.get(name)!r}, which "
-                    "has no effect; build another optimizer, with config_overrides, and load this one's state_dict"
+                    "has no effect; build another optimizer with it, and load this one's state_dict"
                 )
         for name in FIELDS:
             if name in group and name not in built:

@@ -92,10 +92,11 @@ def _check_groups(draft: Draft) -> Iterator[str]:
 
     Reads the rules, which are the same on all ranks, and not the units: a rank may hold no parameter of Adam's.
     """
+    source = "param_groups" if draft.has_own_groups else "config_overrides"
     for group in draft.groups:
         if not isinstance(clips := group.get("clip_grad", True), bool):
             yield (
-                f"config_overrides: group {group['name']!r} has clip_grad={clips!r}; allowed are True (clip to "
+                f"{source}: group {group['name']!r} has clip_grad={clips!r}; allowed are True (clip to "
                 "OptimizerConfig.clip_grad) and False (do not clip; the group has a separate norm)"
             )
     precision = draft.config.precision
@@ -289,10 +290,10 @@ def _check_units(draft: Draft) -> Iterator[str]:
         for id in sorted(unit.ids):
             shape = draft.metas[id].shape
             if needs_matrices and len(shape) not in (2, 3):
-                yield (
-                    f"{name} updates matrices (2-D or 3-D parameters), but {id} has shape {shape}; use an elementwise "
-                    "rule for it through config_overrides"
-                )
+                remedy = "use an elementwise rule for it through config_overrides"
+                if draft.has_own_groups:
+                    remedy = 'move it to a group with "optimizer": "adam", or another elementwise rule'
+                yield f"{name} updates matrices (2-D or 3-D parameters), but {id} has shape {shape}; {remedy}"
         for hook, id in product(hooks_of(unit.rule), sorted(unit.ids)):
             if problem := _problem_of_hook(hook, unit, draft.metas[id], buffer_of[id]):
                 yield f"hooks: {hook!r} of rule {unit.rule.name!r} on {str(id)!r}: {problem}"

@@ -251,7 +251,7 @@ def _placed(
             raise LayoutError(
                 f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {plan.layout.sizes} ranks, "
                 f"should have {block.shape} on this rank and has {local}; shard it as fully_shard or "
-                "parallelize_module do, or use an elementwise rule for it through config_overrides"
+                'parallelize_module do, or set "optimizer": "adam" for it, in an override or in its group'
             )
         dim = None if number is None else matrix.dims[number]
         spec, part = splits[matrix.id], MatrixPart(matrix.id, matrix.shape, block.offset[-2])

@@ -128,6 +128,7 @@ class Draft:
     broadcast_params: bool = False
     overrides: Overrides | None = None  # for `get_optimizer`: None if there are only the standard ones
     by_name: bool = True  # whether stacks of vectors are recognised; False: Megatron-Core's routing
+    has_own_groups: bool = False  # whether the caller made the groups, not `get_param_groups`
     groups: Groups = field(default_factory=list)
     rules: Mapping[str, Rule] = field(default_factory=dict)  # with their hooks, by the groups' `optimizer`
     plan: Plan = field(init=False)
