@@ -119,6 +119,8 @@ def crc32(data: bytes | memoryview, start: int = 0) -> int:
 def hashing() -> Iterator[Callable[[PieceSums, memoryview], Future[None]]]:
     """A second thread that hashes pieces of memory one after another; it has hashed all when the block ends.
 
+    If no thread can be started, the calling thread hashes.
+
     Yields:
         A function that adds a piece to sums; its memory may not change until the future is done.
     """
@@ -135,9 +137,19 @@ def hashing() -> Iterator[Callable[[PieceSums, memoryview], Future[None]]]:
             sums.add(piece)
             done.set_result(None)
 
+    def hash_now(sums: PieceSums, piece: memoryview) -> Future[None]:
+        sums.add(piece)
+        done = Future[None]()
+        done.set_result(None)
+        return done
+
     # Not a ThreadPoolExecutor: a save in the background may begin after the main thread has ended.
     thread = Thread(target=work, name="opt-checkpoint-crc", daemon=True)  # Ctrl-C may come before the `try`
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12.0 to 3.12.2 start no thread once the script has ended
+        yield hash_now
+        return
     try:
         yield submit
     finally:

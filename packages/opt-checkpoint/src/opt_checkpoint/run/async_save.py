@@ -25,6 +25,7 @@ from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks, check_equal, from_all, leave, ranks_of, texts_of
 from opt_checkpoint.run.save_load import NO_DETAILS, save_as
+from opt_checkpoint.run.unreported import unreported
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor
@@ -155,10 +156,11 @@ class SaveHandle:
     Args:
         path: path of the checkpoint.
         blocked_s: seconds for which the snapshot blocked training.
+        step: number of the step, if the checkpoint is one of a series.
     """
 
-    def __init__(self, path: Location, blocked_s: float) -> None:
-        self.path, self.blocked_s = path, blocked_s
+    def __init__(self, path: Location, blocked_s: float, step: int | None = None) -> None:
+        self.path, self.blocked_s, self._step = path, blocked_s, step
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
@@ -176,14 +178,26 @@ class SaveHandle:
         if not self._finished.wait(timeout_s):
             raise TimeoutError(f"saving {self.path} is still running after {timeout_s} s")
         if self._error is not None:
+            unreported.discard(self._finished)
             raise self._error
         return self.path
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Note the end of the save. If no call raises its error, the exit of the process prints it as one line."""
+        self._error = error
+        if error is not None:
+            what = "the state" if self._step is None else f"step {self._step}"
+            reason = "; ".join(str(error).splitlines())
+            text = f"opt-checkpoint: {what} was not saved to {self.path}: {type(error).__name__}: {reason}"
+            unreported.add(self._finished, text)
+        self._finished.set()
 
 
 class AsyncSaver:
     """Saves in a background thread, one save at a time, with its own process group and staging memory.
 
-    The thread is not a daemon: a process that ends without waiting finishes its save first.
+    The thread is not a daemon: a process that ends without waiting finishes its save first. If that fails, it prints
+    one line on stderr for each failure that no call has raised, and ends with status 1 instead of 0 (with glibc).
 
     Args:
         process_group: the ranks that save together; they all construct this together.
@@ -226,7 +240,8 @@ class AsyncSaver:
 
         Raises:
             CheckpointingException: the previous save failed, a rank's state cannot be copied, or ranks were given
-                different paths or `common`; on every rank. Or this saver is closed.
+                different paths or `common`; on every rank. Or this saver is closed. Once the script has ended, as in an
+                exit handler, a save is not in the background, and raises its own failure.
         """
 
         def write(snapshot: ShardedStateDict, place: Location, ranks: Ranks) -> None:
@@ -239,6 +254,8 @@ class AsyncSaver:
         state: ShardedStateDict,
         target: AnyPath,
         write: Callable[[ShardedStateDict, Location, Ranks], object],
+        *,
+        step: int | None = None,
         **arguments: object,
     ) -> SaveHandle:
         """Take a snapshot and write it in the background. First waits for the previous save, and raises its failure.
@@ -248,6 +265,7 @@ class AsyncSaver:
             target: where it is written, for messages and the handle.
             write: called in the background on every rank, with the snapshot, the location of `target`, and the ranks
                 with a separate process group.
+            step: number of the step, for messages.
             arguments: must be the same on all ranks, and so must `target` if there are any.
 
         Raises:
@@ -264,23 +282,26 @@ class AsyncSaver:
             # The ranks of now: if `close` is interrupted, the thread may run after it.
             place, snapshot, ranks = location_of(target), self._staging.snapshot(state), self._ranks
             works.append(partial(write, snapshot, place, ranks))
-            handles.append(SaveHandle(place, time.perf_counter() - started))
+            handles.append(SaveHandle(place, time.perf_counter() - started, step))
             return texts_of({"path": place, **arguments} if arguments else {})
 
         check_equal("saving", from_all(self._ranks, take, f"taking a snapshot for {target}"))
         self._last = handle = handles[0]
 
         def work() -> None:
+            error: BaseException | None = None
             try:
                 works.pop()()  # which had the only references to the snapshot and the group
             except BaseException as raised:  # raised by the next call of `save`, `wait` or `close`
-                handle._error = raised
+                error = raised
             if self._once:
                 self._leave()
-            handle._finished.set()
+            handle._finish(error)
 
-        self._thread = threading.Thread(target=work, name=f"opt-checkpoint {target}")
-        self._thread.start()
+        self._thread = _started(work, f"opt-checkpoint {target}")
+        if self._thread is None:
+            work()
+            self.wait()
         return handle
 
     def wait(self) -> None:
@@ -312,6 +333,19 @@ class AsyncSaver:
         self._ranks = Ranks()  # the group's sockets are closed with the last reference to it
         if group is not None:
             leave(group)
+
+
+def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """A thread that does the work; None after the end of the script, when Python starts none or does not join it."""
+    if not threading.main_thread().is_alive():
+        return None
+    thread = threading.Thread(target=work, name=name)
+    try:
+        thread.start()
+    except RuntimeError:  # the script has ended in the meantime
+        return None
+    unreported.watch(thread)
+    return thread
 
 
 def background_group(process_group: dist.ProcessGroup | Ranks | None, timeout_s: float) -> dist.ProcessGroup | None:

@@ -177,7 +177,7 @@ class CheckpointManager(Closing):
             return path
         if self.saver is None:
             self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
-        return self.saver.start(state, path, write, common=common).path
+        return self.saver.start(state, path, write, step=step, common=common).path
 
     def _prepare(self, step: int, save_id: str, left: Mapping[int, set[str | None]]) -> bool:
         """Refuse a second trainer, record a rollback, and return whether an existing step is replaced; on rank 0.

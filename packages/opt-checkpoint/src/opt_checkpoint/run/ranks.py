@@ -12,7 +12,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from threading import Condition, Lock
@@ -42,7 +42,6 @@ class Ranks:
         rank: this process's number.
         size: the number of ranks.
         group: their process group; None for a single process, and for torch's default group.
-        first: the world's number of rank 0.
         turns: of the threads that use the group; None if one thread uses it.
         name: of this thread, the same on all ranks.
     """
@@ -50,7 +49,6 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    first: int = 0
     turns: Turns | None = None
     name: str = ""
 
@@ -63,23 +61,26 @@ class Ranks:
     def gather(self, value: Any) -> list[Any] | None:
         """Return the value of every rank on rank 0, and None on the others."""
         values = [value] * self.size if self.rank == 0 else None
-        self.call(dist.gather_object, value, values, self.first)
+        self.call(dist.gather_object, value, values, group_dst=0)
         return values
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
         """Return the value that rank 0 passes for this rank; other ranks pass None."""
         received = [None if values is None else values[0]]
-        self.call(dist.scatter_object_list, received, values and list(values), self.first)
+        self.call(dist.scatter_object_list, received, values and list(values), group_src=0)
         return received[0]
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
         box = [value]
-        self.call(dist.broadcast_object_list, box, self.first)
+        self.call(dist.broadcast_object_list, box, group_src=0)
         return box[0]
 
-    def call(self, collective: Callable[..., object], *arguments: Any) -> None:
+    def call(self, collective: Callable[..., object], *arguments: Any, **options: Any) -> None:
         """Carry out a collective of torch, unless there is one rank.
+
+        Ranks are numbered as in the group, not as in the world: torch forgets the world's numbers when the script calls
+        `destroy_process_group()`, but a group works as long as it is referred to, for a save in the background.
 
         Raises:
             CheckpointFailedError: for the timeouts and lost connections of gloo and nccl.
@@ -87,7 +88,7 @@ class Ranks:
         try:
             if self.size > 1:
                 with self.turns.turn(self.name) if self.turns is not None else nullcontext():
-                    collective(*arguments, group=self.group)
+                    collective(*arguments, group=self.group, **options)
         except RuntimeError as error:
             raise CheckpointFailedError(f"a rank did not answer: {error}") from error
 
@@ -98,8 +99,7 @@ def ranks_of(process_group: dist.ProcessGroup | Ranks | None) -> Ranks:
         return process_group
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
         return Ranks()
-    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
-    return Ranks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group, first)
+    return Ranks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
 
 
 def leave(group: dist.ProcessGroup) -> None:
@@ -109,7 +109,8 @@ def leave(group: dist.ProcessGroup) -> None:
     holds the GIL. Sleeping first gives them the GIL.
     """
     time.sleep(_FREEING_S)
-    dist.destroy_process_group(group)
+    with suppress(ValueError, KeyError):  # the script has destroyed it with all groups
+        dist.destroy_process_group(group)
 
 
 class Failure(NamedTuple):

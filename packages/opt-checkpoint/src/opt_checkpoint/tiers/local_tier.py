@@ -319,9 +319,9 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
             for parcel, chunk, message in now:
                 if parcel in sources:
                     attempt(sources[parcel].read_into, chunk.file, chunk.start, bytes_view(message))
-                go, peer = (dist.isend, parcel.receiver) if parcel in sources else (dist.irecv, parcel.sender)
-                peer = peer if ranks.group is None else dist.get_global_rank(ranks.group, peer)
-                works.append(go(message, peer, group=ranks.group))
+                    works.append(dist.isend(message, group=ranks.group, group_dst=parcel.receiver))
+                else:
+                    works.append(dist.irecv(message, group=ranks.group, group_src=parcel.sender))
             for work in works:
                 if work is not None:
                     work.wait()

@@ -157,7 +157,7 @@ class TieredCheckpointManager(Closing):
         tier, saver = self._tier_of_run(may_write=True), self._saver
         assert tier is not None  # naming a run gives it a name
         write = lambda snapshot, _, ranks: self._write_local(ranks, tier, snapshot, step)
-        saver.start(state, tier.place(step, self._ranks.rank), write)
+        saver.start(state, tier.place(step, self._ranks.rank), write, step=step)
         self._resume, self._has_loaded = None, False
         if self._last_durable is None:
             self._last_durable = self._durable.latest(at_most=step) or 0

@@ -1,0 +1,102 @@
+"""Saves in the background that nothing has waited for when the process ends.
+
+Their threads are no daemons: Python joins them before it calls exit handlers, and `multiprocessing` calls finalizers at
+the end of a child. There, each failure that no call has raised is printed, and the exit status becomes 1 instead of 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from threading import Event, Thread
+from weakref import WeakSet
+
+_LAST = -1000  # priority among the finalizers of a child, which may wait for saves too
+
+
+class UnreportedSaves:
+    """The threads of saves of this process, and the failures that no call has raised.
+
+    A save is identified by the event that is set when it has finished: its handle would keep its memory.
+    """
+
+    def __init__(self) -> None:
+        self._threads = WeakSet[Thread]()
+        self._failures: dict[Event, str] = {}
+        self._finalizer: Finalize | None = None
+
+    def watch(self, thread: Thread) -> None:
+        """Note that a thread saves."""
+        self._threads.add(thread)
+        is_child = parent_process() is not None
+        if is_child and (self._finalizer is None or not self._finalizer.still_active()):
+            self._finalizer = Finalize(None, _at_end_of_child, exitpriority=_LAST)
+
+    def add(self, finished: Event, failure: str) -> None:
+        """Note that a save has failed, before its event is set; with one line that describes the failure."""
+        self._failures[finished] = failure
+
+    def discard(self, finished: Event) -> None:
+        """Note that a call has raised the failure of a save."""
+        self._failures.pop(finished, None)
+
+    def take_all(self) -> list[str]:
+        """Wait for all saves; return a line for each failure, once."""
+        for thread in list(self._threads):
+            thread.join()
+        failures = list(self._failures.values())
+        self._failures.clear()
+        return failures
+
+    def forget(self) -> None:
+        """Forget all saves, in a forked process, which has none of their threads."""
+        self._threads.clear()
+        self._failures.clear()
+
+
+unreported = UnreportedSaves()
+os.register_at_fork(after_in_child=unreported.forget)
+
+
+@atexit.register
+def _at_exit() -> None:
+    failures = unreported.take_all()
+    if failures:
+        _replace_status_zero()
+        _print(failures)
+
+
+def _at_end_of_child() -> None:
+    """Raise SystemExit(1) at the end of a process of `multiprocessing`, unless its target has failed itself."""
+    failures = unreported.take_all()
+    raised = sys.exception()
+    has_failed = raised is not None and not (isinstance(raised, SystemExit) and raised.code in (None, 0))
+    _print(failures)
+    if failures and not has_failed:
+        raise SystemExit(1)
+
+
+def _print(failures: list[str]) -> None:
+    for failure in failures:
+        print(failure, file=sys.stderr, flush=True)
+
+
+def _replace_status_zero() -> None:
+    """Make the process end with status 1 instead of 0, after everything else; any other status stays.
+
+    Python tells no handler the status, which an exception or `SystemExit` may have set. glibc passes it to the handlers
+    that it calls at the very end, as the second argument. So `execv` gets the status in place of its list of
+    arguments: a null pointer is allowed, and the process becomes `false`, which ends with status 1; of any other
+    address it returns an error, and the process ends as it would have.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.__cxa_atexit(libc.execv, ctypes.c_char_p(_FALSE), None)
+        libc.__cxa_atexit(libc.fflush, None, None)  # called before it: the output of C code
+
+
+_FALSE = b"/bin/false"  # lives as long as the process
