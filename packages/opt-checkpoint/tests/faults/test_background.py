@@ -21,7 +21,6 @@ from states import LARGE_NUMEL, assert_is_step, state_at, whole_tensors
 
 from opt_checkpoint import (
     AsyncSaver,
-    CheckpointExistsError,
     CheckpointFailedError,
     CheckpointingException,
     CheckpointManager,
@@ -233,8 +232,9 @@ def test_a_save_whose_group_is_destroyed_is_one_of_all_ranks(tmp_path: Path, kin
 def save_many_times(rank: int, size: int, folder: str, fails: bool) -> None:
     open_files = []
     for number in range(9):
-        handle = async_save(state_at(1, rank, size), Path(folder) / ("same" if fails else str(number)))
-        with contextlib.suppress(CheckpointExistsError):
+        failure = failing_at(5, errno.ENOSPC) if fails else contextlib.nullcontext()
+        with failure, contextlib.suppress(CheckpointFailedError):
+            handle = async_save(state_at(1, rank, size), Path(folder) / str(number))
             handle.wait()
         dist.barrier()
         gc.collect()  # tracebacks refer to the group

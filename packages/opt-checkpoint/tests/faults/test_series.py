@@ -5,8 +5,10 @@ import errno
 import json
 import os
 import shutil
+import threading
 import uuid
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from failing_calls import Calls, error, flip_bit, objects_in, put
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
+    AsyncSaver,
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointFailedError,
@@ -24,6 +27,7 @@ from opt_checkpoint import (
     CheckpointManager,
     ObjectPath,
     TieredCheckpointManager,
+    async_save,
     committed_steps,
     load,
     read_index,
@@ -288,6 +292,88 @@ def test_two_trainers_of_one_series_are_refused(place: Any) -> None:
     with pytest.raises(CheckpointExistsError, match=r"step 40 .* another trainer"):
         first.save(40, state_at(40, 0, 1))
     assert taken_over.latest() == 40
+
+
+@contextlib.contextmanager
+def until_it_is_waited_for(*, fails: bool = False) -> Iterator[None]:
+    """Saves in the background make their first call when somebody waits for them."""
+    waited, wait = threading.Event(), AsyncSaver.wait
+
+    def note_and_wait(saver: AsyncSaver) -> None:
+        if saver._last is not None:
+            waited.set()
+        wait(saver)
+
+    def stop(name: str, key: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            waited.wait()
+        if fails and ".distcp" in key:
+            error(errno.ENOSPC)
+
+    with pytest.MonkeyPatch.context() as patched, Calls(stop):
+        patched.setattr(AsyncSaver, "wait", note_and_wait)
+        try:
+            yield
+        finally:
+            waited.set()
+
+
+QUESTIONS: dict[str, Callable[[Any], Any]] = {  # to a manager beside its own save, whose answer is its step
+    "latest": lambda manager: manager.latest(),
+    "load": lambda manager: manager.load(empty()).state["step"],
+    "load by number": lambda manager: manager.load(empty(), step=20).state["step"],
+    "steps": lambda manager: manager.steps()[-1],
+    "tiers: latest": lambda tiers: tiers.latest(),
+    "tiers: load": lambda tiers: tiers.load(empty()).state["step"],
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_manager_waits_for_its_own_save(tmp_path: Path, question: str, fails: bool) -> None:
+    """It loaded the step before, and its next save failed, as if another trainer had saved."""
+    saved(tmp_path / "durable", 10)
+    manager = two_tiers(tmp_path) if "tiers" in question else CheckpointManager(tmp_path / "durable", keep=9)
+    manager.load(empty())
+    with until_it_is_waited_for(fails=fails):
+        manager.save(20, state_at(20, 0, 1))
+        if fails:
+            with pytest.raises(CheckpointFailedError, match="No space left"):
+                QUESTIONS[question](manager)
+        else:
+            assert QUESTIONS[question](manager) == 20
+    with contextlib.suppress(CheckpointFailedError):  # of the other tier
+        manager.wait()
+    manager.save(40, state_at(40, 0, 1))
+    manager.close()
+    assert CheckpointManager(tmp_path / "durable").latest() == 40
+
+
+def test_a_refused_save_is_told_by_the_call_that_begins_it(place: Any) -> None:
+    saved(place, 10)
+    manager = CheckpointManager(place)
+    saved(place, 20)
+    with pytest.raises(CheckpointExistsError, match=r"step 20 .* another trainer"):
+        manager.save(30, state_at(30, 0, 1))
+    manager.close()
+    with CheckpointManager(place) as manager, pytest.raises(CheckpointExistsError, match="never overwritten"):
+        manager.save(20, state_at(20, 0, 1))
+    target = place / "x" if isinstance(place, Path) else f"{place}/x"
+    save(state_at(1, 0, 1), target)
+    saver = AsyncSaver()
+    for begin in (saver.save, async_save):
+        with pytest.raises(CheckpointExistsError, match="never overwritten"):
+            begin(state_at(1, 0, 1), target)
+    saver.close()
+
+
+def test_tiers_tell_a_refused_save_by_the_call_that_begins_it(tmp_path: Path) -> None:
+    saved(tmp_path / "durable", 10)
+    with two_tiers(tmp_path) as tiers:
+        saved(tmp_path / "durable", 20)
+        with pytest.raises(CheckpointExistsError, match=r"step 20 .* another trainer"):
+            tiers.save(40, state_at(40, 0, 1))
+    assert list((tmp_path / "local").rglob("manifest.bin")) == []
 
 
 def test_a_save_that_was_under_way_at_the_opening_is_another_trainers(place: Any) -> None:

@@ -30,7 +30,7 @@ from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor
 from opt_checkpoint.state.tree import Path, flatten_state, map_leaves
-from opt_checkpoint.store import AnyPath, Location, location_of
+from opt_checkpoint.store import AnyPath, Location, location_of, target_at
 
 SAVE_TIMEOUT_S = 1800.0
 
@@ -239,6 +239,7 @@ class AsyncSaver:
             details: as for `save`.
 
         Raises:
+            CheckpointExistsError: something is at `path`.
             CheckpointingException: the previous save failed, a rank's state cannot be copied, or ranks were given
                 different paths or `common`; on every rank. Or this saver is closed. Once the script has ended, as in an
                 exit handler, a save is not in the background, and raises its own failure.
@@ -247,7 +248,11 @@ class AsyncSaver:
         def write(snapshot: ShardedStateDict, place: Location, ranks: Ranks) -> None:
             save_as(snapshot, place, process_group=ranks, common=common, details=details, plans=self._plans)
 
-        return self.start(state, path, write, common=common)
+        def check() -> None:
+            store, name = target_at(location_of(path))
+            store.check_free(name)
+
+        return self.start(state, path, write, check=check, common=common)
 
     def start(
         self,
@@ -255,6 +260,7 @@ class AsyncSaver:
         target: AnyPath,
         write: Callable[[ShardedStateDict, Location, Ranks], object],
         *,
+        check: Callable[[], object] = lambda: None,
         step: int | None = None,
         **arguments: object,
     ) -> SaveHandle:
@@ -265,6 +271,7 @@ class AsyncSaver:
             target: where it is written, for messages and the handle.
             write: called in the background on every rank, with the snapshot, the location of `target`, and the ranks
                 with a separate process group.
+            check: called on rank 0 before the snapshot; raises an error if the save is refused.
             step: number of the step, for messages.
             arguments: must be the same on all ranks, and so must `target` if there are any.
 
@@ -279,13 +286,15 @@ class AsyncSaver:
         handles: list[SaveHandle] = []
 
         def take() -> dict[str, str]:
+            if self._ranks.rank == 0:
+                check()
             # The ranks of now: if `close` is interrupted, the thread may run after it.
             place, snapshot, ranks = location_of(target), self._staging.snapshot(state), self._ranks
             works.append(partial(write, snapshot, place, ranks))
             handles.append(SaveHandle(place, time.perf_counter() - started, step))
             return texts_of({"path": place, **arguments} if arguments else {})
 
-        check_equal("saving", from_all(self._ranks, take, f"taking a snapshot for {target}"))
+        check_equal("saving", from_all(self._ranks, take, f"beginning to save {target}"))
         self._last = handle = handles[0]
 
         def work() -> None:

@@ -6,8 +6,8 @@ import logging
 import operator
 import uuid
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from opt_checkpoint.errors import (
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_everywhere, same_location
 from opt_checkpoint.run.save_load import LoadReport, load, save_as
-from opt_checkpoint.run.series import Series, committed_steps, named_steps
+from opt_checkpoint.run.series import Series, committed_steps, named_steps, step_name
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location
@@ -137,6 +137,8 @@ class CheckpointManager(Closing):
     def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
         """Save a step. In the background, first wait for the previous save and raise its failure.
 
+        A save that is refused raises here, before anything is copied.
+
         Once the checkpoint is committed, rank 0 removes older ones that need not be kept, in the background if the save
         is. Checkpoints that cannot be removed are logged and tried again after the next save.
 
@@ -156,8 +158,10 @@ class CheckpointManager(Closing):
         path = self.series.path(step)
         if self._closed:
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
-        left, later = dict(self._left), self._later  # at this time: a load may follow while the save is running
         save_id = uuid.uuid4().hex
+        prepare = cache(
+            lambda: self._prepare(step, save_id)
+        )  # in the background, the call that begins the save refuses
 
         def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
             save_as(
@@ -168,8 +172,8 @@ class CheckpointManager(Closing):
                 details={"step": step},
                 plans=self._plans,
                 save_id=save_id,
-                begin=lambda: self._prepare(step, save_id, left),
-                committed=lambda: self._retire(step, save_id, later),
+                begin=prepare,
+                committed=lambda: self._retire(step, save_id),
             )
 
         if not self._in_background:
@@ -177,32 +181,28 @@ class CheckpointManager(Closing):
             return path
         if self.saver is None:
             self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
-        return self.saver.start(state, path, write, step=step, common=common).path
+        return self.saver.start(state, path, write, check=prepare, step=step, common=common).path
 
-    def _prepare(self, step: int, save_id: str, left: Mapping[int, set[str | None]]) -> bool:
-        """Refuse a second trainer, record a rollback, and return whether an existing step is replaced; on rank 0.
-
-        Args:
-            step: the step to save.
-            save_id: its save.
-            left: saves of steps that the run went back from by a load, which it may save again.
-        """
+    def _prepare(self, step: int, save_id: str) -> bool:
+        """Refuse a second trainer, record a rollback, and return whether an existing step is replaced; on rank 0."""
         steps = set(named_steps(self.series.store))
         known = self._known if self._known is not None else self.series.committed()
         strangers = [s for s in sorted(steps - known) if self.series.is_committed(s)]
-        strangers += [s for s, saves in sorted(left.items()) if self.series.save_of(s) not in {*saves, None}]
+        strangers += [s for s, saves in sorted(self._left.items()) if self.series.save_of(s) not in {*saves, None}]
         if strangers:
             raise CheckpointExistsError(
                 f"step {strangers[0]} in {self.directory} was saved by another trainer since this manager was opened; "
                 f"a series has one trainer. Stop one of them, and open a new manager to continue the series"
             )
         replace = step in steps and self.series.is_committed(step)
-        if replace and step not in (*left, *self._damaged, *self.series.abandoned()):
+        if replace and step not in (*self._left, *self._damaged, *self.series.abandoned()):
             findings = verify_checkpoint(self.series.path(step))  # all of it, before the save is refused
             replace = bool(findings)
             for finding in findings[:1]:
                 logger.warning("%s is damaged (%s) and is saved again", self.series.path(step), finding)
-        left.get(step, set()).add(save_id)
+        if step in steps and not replace:
+            self.series.store.check_free(step_name(step))
+        self._left.get(step, set()).add(save_id)
         self.series.begin(step, save_id)
         self._known = known | {step}
         return replace
@@ -222,7 +222,7 @@ class CheckpointManager(Closing):
             self.saver.close()
 
     def latest(self, *, at_most: int | None = None) -> int | None:
-        """The highest committed step, as seen by rank 0; None if there never was one.
+        """The highest committed step, as seen by rank 0; None if there never was one. First waits for the running save.
 
         Steps that the run has abandoned are left out, and so are those that a load has found damaged. Nothing is
         verified: `load` does that.
@@ -233,17 +233,20 @@ class CheckpointManager(Closing):
         Raises:
             CheckpointCorruptError: without `at_most`: there are checkpoints, but all are damaged.
             CheckpointFailedError: the directory cannot be read.
+            CheckpointingException: the save that was running failed.
         """
+        self.wait()
         look = lambda: self.series.newest(self._damaged, at_most=at_most)
         return from_first(self._ranks, look, f"listing {self.directory}")
 
     def steps(self) -> list[int]:
-        """All steps with committed and complete checkpoints, in order."""
+        """All steps with committed and complete checkpoints, in order. Waits and raises like `latest`."""
+        self.wait()
         found = lambda: [step for step in committed_steps(self.directory) if step not in self._damaged]
         return from_first(self._ranks, found, f"listing {self.directory}")
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
-        """Load a step, by default the newest good one.
+        """Load a step, by default the newest good one. First waits for the running save.
 
         Without a number, the ranks first compare all files of the step with their checksums, each a share of them. A
         damaged step is skipped with a warning. Later loads and `latest` skip it too, and it may be saved again.
@@ -255,7 +258,7 @@ class CheckpointManager(Closing):
 
         Raises:
             CheckpointNotFoundError: there is none.
-            CheckpointingException: as `opt_checkpoint.load`.
+            CheckpointingException: as `opt_checkpoint.load`; or the save that was running failed.
         """
         chosen = self._chosen(step, options.get("verify"))
         report = load(state, self.series.path(chosen), process_group=self._group, **options)
@@ -284,6 +287,7 @@ class CheckpointManager(Closing):
 
     def _chosen(self, step: int | None, verify: str | None) -> int:
         """The step to load: the given one, or the newest good one."""
+        self.wait()
         same_everywhere(self._ranks, "loading", step=step, verify=verify)  # they decide which exchanges follow
         if step is not None:
             return step_number(step)
@@ -332,14 +336,14 @@ class CheckpointManager(Closing):
             self._known = self.series.committed()
             self._left = {known: {self.series.save_of(known)} for known in self._known if known > step}
 
-    def _retire(self, saved: int, save_id: str, later: set[int]) -> None:
-        """Delete all but the newest `keep` steps and `saved`, which was just saved; it is added to `later`.
+    def _retire(self, saved: int, save_id: str) -> None:
+        """Delete all but the newest `keep` steps and `saved`, which was just saved.
 
         Steps that were found damaged stay for inspection; the step that was loaded last stays until `keep` later saves
         are committed. In an object store this also removes leftovers of dead saves of other steps. On disks every save
         does that.
         """
-        later.add(saved)
+        self._later.add(saved)
         stays = self._resumed if len(self._later) < self._keep else None
         self.series.add(saved)
         self._damaged.discard(saved)

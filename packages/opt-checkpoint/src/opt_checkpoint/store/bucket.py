@@ -65,9 +65,13 @@ class Bucket:
     def folder(self, target: str, save_id: str) -> str:
         return _joined(target, save_id)
 
-    def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
-        if not replace and any(self._exists(_joined(target, name)) for name in (COMMIT, MANIFEST)):
+    def check_free(self, target: str) -> None:
+        if any(self._exists(_joined(target, name)) for name in (COMMIT, MANIFEST)):
             raise already_there(self.path(target))
+
+    def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
+        if not replace:
+            self.check_free(target)
         folder = self.folder(target, save_id)
         lease = _joined(folder, LEASE)
         renew = lambda content: self.put(lease, content)

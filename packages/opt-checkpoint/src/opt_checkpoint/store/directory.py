@@ -77,10 +77,14 @@ class Directory:
     def folder(self, target: str, save_id: str) -> str:
         return f"{target.rpartition('/')[0]}/{_TEMPORARY}{save_id}".lstrip("/")
 
+    def check_free(self, target: str) -> None:
+        if os.path.lexists(self.path(target)):
+            raise already_there(self.path(target))
+
     def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
         path, folder = self.path(target), self.path(self.folder(target, save_id))
-        if not replace and os.path.lexists(path):
-            raise already_there(path)
+        if not replace:
+            self.check_free(target)
         self.make_parents(path)
         self.make_dir(folder)
         lease = folder / LEASE

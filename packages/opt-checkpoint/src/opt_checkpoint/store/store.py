@@ -49,6 +49,9 @@ class Store(Protocol):
     def folder(self, target: str, save_id: str) -> str:
         """The folder that all ranks of a save write to. No call is made."""
 
+    def check_free(self, target: str) -> None:
+        """Raise CheckpointExistsError if something is at a target."""
+
     def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
         """Take a lease on the new folder of a save, and remove folders of dead saves.
 

@@ -156,16 +156,17 @@ class TieredCheckpointManager(Closing):
             self._durable.saver = AsyncSaver(durable, timeout_s=self._timeout_s)
         tier, saver = self._tier_of_run(may_write=True), self._saver
         assert tier is not None  # naming a run gives it a name
+        if self._last_durable is None:
+            self._last_durable = self._durable.latest(at_most=step) or 0
+        is_due = step - self._last_durable >= self._durable_every
+        saver.wait()
+        if is_due:  # first, because it may be refused
+            self._durable.save(step, state)
+            self._last_durable = step
         write = lambda snapshot, _, ranks: self._write_local(ranks, tier, snapshot, step)
         saver.start(state, tier.place(step, self._ranks.rank), write, step=step)
         self._resume, self._has_loaded = None, False
-        if self._last_durable is None:
-            self._last_durable = self._durable.latest(at_most=step) or 0
-        if step - self._last_durable < self._durable_every:
-            return False
-        self._durable.save(step, state)
-        self._last_durable = step
-        return True
+        return is_due
 
     def _write_local(self, ranks: Ranks, tier: LocalTier, state: ShardedStateDict, step: int) -> None:
         """Save a step to the local tier. Later durable steps are abandoned once all ranks have their parts."""
