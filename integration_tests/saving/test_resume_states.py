@@ -10,7 +10,17 @@ import torch
 from parity import sharded_state
 from torch import Tensor, nn
 
-from opt_checkpoint import CheckpointKeyError, LoadReport, ShardedTensor, load, load_optimizer, save
+from opt_checkpoint import (
+    CheckpointKeyError,
+    LoadReport,
+    ShardedTensor,
+    add_prefix_for_sharding,
+    load,
+    load_optimizer,
+    read_index,
+    save,
+    sharded_model,
+)
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
 from opt_stack import get_optimizer
@@ -322,6 +332,31 @@ def test_two_chunks_with_one_shared_parameter_are_saved_and_loaded(tmp_path: Pat
         assert loaded["exp_avg"].any()
     assert torch.equal(chunks[0].weight, chunks[1].weight)
     assert chunks[0].weight.max() < 2
+
+
+def test_two_chunks_with_two_prefixes_keep_them(tmp_path: Path) -> None:
+    def made(values: tuple[float, float]) -> tuple[list[OneParam], Any, dict[str, Any]]:
+        chunks = [OneParam(torch.full((4, 3), value)) for value in values]
+        optimizer = get_optimizer(OptimizerConfig(**BASE), chunks, {})
+        for chunk, value in zip(chunks, values, strict=True):
+            chunk.weight.grad = torch.full((4, 3), value)
+        optimizer.step()
+        weights = {f"model{number}": sharded_model(chunk) for number, chunk in enumerate(chunks)}
+        for name, part in weights.items():
+            add_prefix_for_sharding(part, f"{name}.")
+        return chunks, optimizer, {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+
+    saved, optimizer, state = made((1.0, 2.0))
+    save({"optimizer": state["optimizer"], **state["model"]}, tmp_path / "x")
+    stored = read_index(tmp_path / "x").tensors
+    assert {"model0.model0.weight", "optimizer.state.exp_avg.model1.weight"} <= stored.keys()
+    chunks, other, state = made((3.0, 4.0))
+    loaded = load({"optimizer": state["optimizer"], **state["model"]}, tmp_path / "x").state
+    other.load_state_dict(loaded["optimizer"])
+    for mine, theirs in zip(chunks, saved, strict=True):
+        assert torch.equal(mine.weight, theirs.weight)
+    for mine, theirs in zip(other.state.values(), optimizer.state.values(), strict=True):
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
 
 
 def test_two_optimizers_of_one_state_keep_their_own_moments(path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from checkpoint_ranks import on_threads
 from torch import nn
 
-from opt_checkpoint import CheckpointingException, ShardedTensor, sharded_model
+from opt_checkpoint import CheckpointingException, ShardedTensor, add_prefix_for_sharding, sharded_model
 from opt_checkpoint.state import ModelAxes, Replica, place_
 
 ALONE = Replica(0, 1)
@@ -22,13 +22,16 @@ class One:
         return [value]
 
 
-def placed(axis: str, models: list[nn.Module]) -> list[dict[str, ShardedTensor] | str]:
-    """What each rank's model becomes if its ranks lie along `axis`, or the refusal."""
+def placed(
+    axis: str, models: list[nn.Module], change: Callable[[Any], object] = lambda state: None
+) -> list[dict[str, ShardedTensor] | str]:
+    """What each rank's model becomes if its ranks lie along `axis`, or the refusal; `change` sets keys before."""
 
     def rank_main(ranks: Any) -> dict[str, ShardedTensor] | str:
         axes = dict.fromkeys(("tp", "expert_tp", "ep", "pp"), One()) | {axis: ranks, "all_ranks": ranks}
         replicas = Replica(ranks.rank, ranks.size) if axis == "ep" else ALONE  # dense ones are copied over experts'
         state = sharded_model(models[ranks.rank])
+        change(state)
         try:
             place_(state, ModelAxes(dense=replicas, expert=ALONE, **axes))
         except CheckpointingException as error:
@@ -126,6 +129,21 @@ def test_parts_are_named_as_if_one_rank_had_all(axis: str) -> None:
     for case, (make, *expected) in {"ep": EXPERTS, "pp": STAGES}[axis].items():
         names = [[tensor.key for tensor in of_rank.values()] for of_rank in placed(axis, [make(0), make(1)])]
         assert names == [of_rank.split() for of_rank in expected], case
+
+
+@pytest.mark.parametrize("axis", ["ep", "pp"])
+def test_prefixes_and_keys_of_the_caller_are_kept(axis: str) -> None:
+    def rename(state: Any) -> None:
+        for tensor in state.values():
+            tensor.key = f"own.{tensor.key}.key"
+
+    for case, (make, *expected) in {"ep": EXPERTS, "pp": STAGES}[axis].items():
+        models = [make(0), make(1)]
+        prefixed = placed(axis, models, lambda state: add_prefix_for_sharding(state, "chunk.0."))
+        names = [[tensor.key.removeprefix("chunk.0.") for tensor in of_rank.values()] for of_rank in prefixed]
+        assert names == [of_rank.split() for of_rank in expected], case
+        keys = [tensor.key for of_rank in placed(axis, models, rename) for tensor in of_rank.values()]
+        assert all("own." in key and key.endswith(".key") for key in keys), case
 
 
 def test_an_embedding_of_two_stages_is_saved_by_the_first() -> None:

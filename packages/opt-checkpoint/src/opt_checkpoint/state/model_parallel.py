@@ -147,10 +147,12 @@ def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], wher
     unplaced = [(own, own.marks) for own in tensors if own.marks is not None and own.marks.list_name is not None]
     if not unplaced or not has_other_ranks():
         return
-    lists = {
-        f"{own.key.removesuffix(marks.name)}{marks.list_name}{marks.list_name and '.'}": marks.list_len
-        for own, marks in unplaced
-    }
+    lists: dict[str, int] = {}
+    for own, marks in unplaced:
+        own_list = marks.list_name if own.key.endswith(marks.name) else _before_number(own.key)
+        if own_list is not None:
+            prefix = own.key.removesuffix(marks.name) if own.key.endswith(marks.name) else ""
+            lists[f"{prefix}{own_list}{own_list and '.'}"] = marks.list_len
     for key in stored:
         for prefix, length in lists.items():
             number = key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
@@ -189,7 +191,8 @@ class _Entry:
     at: Any
     tensor: ShardedTensor
     marks: Marks
-    part: int  # the scoped part of the state; names are unique in each
+    part: str  # the scoped part of the state, and the prefix; names are unique in each
+    prefix: str  # of the key, as add_prefix_for_sharding gives it
     name: str
     expert: _Expert | None = None
     layers: str | None = None  # the list of layers that contains it, with the part of the state
@@ -198,11 +201,17 @@ class _Entry:
 
     @property
     def scoped(self) -> str:
-        return f"{self.part}/{self.name}"
+        return f"{self.part}{self.name}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.prefix}{self.name}"
 
 
 def place_(state: Any, axes: ModelAxes) -> None:
     """Set key, position and replica number of every tensor in `state` that `sharded_model` described without groups.
+
+    A key that the caller has set or prefixed is kept, with the numbers of layers and experts in it as in a name.
 
     Collective over `axes.all_ranks`. Writes to the entries of `state`, and replaces those with a partition stride.
 
@@ -239,17 +248,26 @@ def _entries(state: Any) -> Iterator[_Entry]:
             part = parts.setdefault(id(node), len(parts) + 1)
         for at, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
             if isinstance(value, ShardedTensor) and (marks := value.marks) is not None:
-                entry = _Entry(node, at, value, marks, part, marks.name)
-                if marks.is_expert and (found := _EXPERT_NUMBER.match(marks.name)):
-                    group = 2 if found[2] is not None else 4
-                    entry.expert = _Expert(f"{part}/{found[group - 1]}", int(found[group]), found.span(group))
-                own = None if marks.list_name is None else f"{part}/{marks.list_name}"
-                entry.layers = None if entry.expert is not None and entry.expert.list_name == own else own
-                yield entry
+                yield _entry(node, at, value, marks, part)
             elif isinstance(value, dict | list):
                 yield from walk(value, part)
 
     return walk(state, 0) if isinstance(state, dict | list) else iter(())
+
+
+def _entry(node: Any, at: Any, tensor: ShardedTensor, marks: Marks, part: int) -> _Entry:
+    """The entry of a tensor under the key that it has now, with a prefix of the caller or of another form."""
+    is_prefixed = tensor.key.endswith(marks.name)
+    name = marks.name if is_prefixed else tensor.key
+    prefix = tensor.key.removesuffix(name)
+    entry = _Entry(node, at, tensor, marks, f"{part}/{prefix}", prefix, name)
+    if marks.is_expert and (found := _EXPERT_NUMBER.match(name)):
+        group = 2 if found[2] is not None else 4
+        entry.expert = _Expert(f"{entry.part}{found[group - 1]}", int(found[group]), found.span(group))
+    list_name = marks.list_name if is_prefixed or marks.list_name is None else _before_number(name)
+    layers = None if list_name is None else f"{entry.part}{list_name}"
+    entry.layers = None if entry.expert is not None and entry.expert.list_name == layers else layers
+    return entry
 
 
 def _missing_groups(axes: ModelAxes, training: int, has_plain: bool, has_experts: bool) -> str | None:
@@ -288,13 +306,13 @@ def _name_experts(ep: Axis, entries: Sequence[_Entry]) -> None:
         start = None if expert is None else first[expert.list_name]
         if expert is not None and start is not None:
             low, high = expert.span
-            entry.name = f"{marks.name[:low]}{expert.number + start}{marks.name[high:]}"
+            entry.name = f"{entry.name[:low]}{expert.number + start}{entry.name[high:]}"
         elif expert is not None or (marks.is_expert and counts[entry.scoped] > 1):
             is_stack = expert is None and marks.tensor.dim() == 3 and not (marks.is_cut and marks.dim == 0)
             if is_stack and not is_dtensor(marks.tensor):
                 entry.cuts = ((0, ep.rank, ep.size),)
             else:
-                entry.name = f"experts{ep.rank}of{ep.size}.{marks.name}"
+                entry.name = f"experts{ep.rank}of{ep.size}.{entry.name}"
 
 
 def _first_number(per_rank: Sequence[Sequence[int]], rank: int) -> int | None:
@@ -336,7 +354,7 @@ def _name_layers(pp: Axis, entries: Sequence[_Entry]) -> None:
 def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorFactory:
     marks, tensor = entry.marks, entry.tensor
     if is_dtensor(marks.tensor):  # its mesh describes it, but not its experts or stages
-        return replace(tensor, key=entry.name, marks=None)
+        return replace(tensor, key=entry.key, marks=None)
     assert tensor.data is not None
     tp, replica = (axes.expert_tp, axes.expert) if marks.is_expert else (axes.tp, axes.dense)
     cuts, is_cut = list(entry.cuts), marks.is_cut and tp.size > 1
@@ -352,9 +370,9 @@ def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorF
             )
         if marks.stride > 1:
             segments, shape = _segments(entry, tp, marks.dim), tuple(tensor.data.shape)
-            return ShardedTensorFactory(entry.name, tensor.data, segments=segments, local_shape=shape, **options)
+            return ShardedTensorFactory(entry.key, tensor.data, segments=segments, local_shape=shape, **options)
         cuts.append((marks.dim, tp.rank, tp.size))
-    return ShardedTensor.from_rank_offsets(entry.name, tensor.data, *cuts, **options)
+    return ShardedTensor.from_rank_offsets(entry.key, tensor.data, *cuts, **options)
 
 
 def _segments(entry: _Entry, tp: Axis, dim: int) -> tuple[Segment, ...]:
