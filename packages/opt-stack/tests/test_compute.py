@@ -142,6 +142,6 @@ def test_what_is_no_matrix_is_refused_before_the_first_step(rule: str, shape: tu
     with pytest.raises(ConfigError) as caught:
         get_optimizer_based_on_param_groups(config, [model], [{"params": [model.w]}])
     assert str(caught.value) == (
-        f"optimizer={rule!r} updates matrices (2-D or 3-D parameters), but w has shape {shape}; use an elementwise "
-        "rule for it through config_overrides"
+        f"optimizer={rule!r} updates matrices (2-D or 3-D parameters), but w has shape {shape}; move it to a group "
+        'with "optimizer": "adam", or another elementwise rule'
     )
