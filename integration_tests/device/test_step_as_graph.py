@@ -20,6 +20,7 @@ from tiers import in_turn
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig
+from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.comm import Comm
 from opt_distributed.comm.device import Graph
 from opt_distributed.step import capture, verdict
@@ -151,6 +152,24 @@ def halves(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
 
 def test_the_halves_of_a_step_run_between_replays() -> None:
     assert_bits_of_a_cpu(FLAT, halves, on_device=GRAPHS)
+
+
+def test_a_gradient_that_is_lacking_before_a_replay_is_refused() -> None:
+    """Without the refusal, the step leaves its parameter out."""
+
+    def rank_main(one: DeferredRank) -> None:
+        model, optimizer = on_device.built(ALONE, one.comm, optimizer_cuda_graph=True)
+        on_device.launch_rules_(optimizer)
+        for step in range(3):
+            iterate(model, optimizer, step, one.comm)
+        on_device.backward(model, optimizer, 3, one.comm)
+        model.first.weight.grad = None
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(UnusableGradientError, match=r"'first\.weight' has no gradient: a step as a graph"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+
+    run_deferred(1, rank_main, seed=0)
 
 
 MAINS_IN_24_BITS = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}

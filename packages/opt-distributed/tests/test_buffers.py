@@ -36,12 +36,12 @@ def make_buffer(
     planner: Callable[..., Layout] = flat_layout,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    holds_grads: bool = True,
 ) -> ParamAndGradBuffer:
     shapes = [ParamShape(id=id, shape=tuple(param.shape)) for id, param in params.items()]
     layout = planner(shapes, num_shards=num_shards, bucket_size=100) if sharded else replicated_layout(shapes)
-    return ParamAndGradBuffer(
-        layout, params, param_dtype=dtype, grad_dtype=torch.float32, device=device, sharded=sharded
-    )
+    options = {"device": device, "sharded": sharded, "holds_grads": holds_grads}
+    return ParamAndGradBuffer(layout, params, param_dtype=dtype, grad_dtype=torch.float32, **options)
 
 
 def test_parameters_keep_their_values_and_become_views_of_one_tensor() -> None:
@@ -55,6 +55,10 @@ def test_parameters_keep_their_values_and_become_views_of_one_tensor() -> None:
     assert all(torch.equal(param, before[id]) for id, param in params.items())
     buffer.param_data.fill_(3.0)
     assert all(bool((param == 3.0).all()) for param in params.values())
+
+
+def test_a_buffer_without_gradients_has_no_memory_for_them() -> None:
+    assert make_buffer(make_params(*SHAPES), holds_grads=False).grad_data.numel() == 0
 
 
 def test_gradient_views_cover_the_buffer_without_touching_padding() -> None:
@@ -207,6 +211,19 @@ def test_a_bucket_is_filled_while_the_bucket_before_it_travels() -> None:
         }
     shards.reduce_({id: None if id.name == "p0" else grad for id, grad in grads.items()})
     assert not owned[ParamId(0, "p0")].any()  # in scratch that another bucket has used
+
+
+def test_every_rank_has_all_sums_of_a_layout_without_shards() -> None:
+    """They were zeros if memory for shards was made for the only shard."""
+    params = {ParamId(0, f"p{index}"): nn.Parameter(torch.zeros(3, 2)) for index in range(2)}
+    layout = flat_layout([ParamShape(id=id, shape=(3, 2)) for id in params], num_shards=1, bucket_size=6)
+
+    def rank_main(comm: ThreadComm) -> list[list[float]]:
+        grads = ReducedGrads(layout, params, Axes(dp=comm, tp=Alone()), dtype=torch.float32, device=CPU)
+        grads.reduce_({id: torch.full((3, 2), comm.rank + 1.0 + index) for index, id in enumerate(params)})
+        return [grads.piece(id, slice(0, 6)).unique().tolist() for id in params]
+
+    assert run_threads(2, rank_main) == [[[3.0], [5.0]]] * 2
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (3,), (1, 2)], ids=str)

@@ -125,8 +125,8 @@ def test_the_other_instances_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_accepted_iterations_with_gradients_teach_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "NUM_ITERATIONS", 2)
     ddp = wrap(Alone())
-    values = [(0.0, False), (0.0, False), (1.0, False), (0.0, False), (1.0, False), (0.0, False), (9.0, False)]
-    for value, is_large in [*values, (11.0, True), (11.0, True), (200.0, True), (9.0, False)]:
+    values = [(0.0, False), (0.0, False), (1.0, False), (0.0, False), (2.0, False), (0.0, False), (19.0, False)]
+    for value, is_large in [*values, (21.0, True), (21.0, True), (200.0, True), (19.0, False)]:
         assert bool(iterate(ddp, value)) == is_large, value
 
 

@@ -96,7 +96,7 @@ def by_powers(p, g, *, lr):
 
 
 def by_helpers(p, g, *, lr):
-    return p - lr * softened(g, KNEE) - (softened(p, lr) if lr > 0.05 else g)
+    return p - lr * softened(g, KNEE) * softened(p, KNEE) - (softened(p, lr) if lr > 0.05 else g)
 
 
 def by_masks(p, g, *, lr):
@@ -114,7 +114,7 @@ IN_TORCH = {
         p - lr * ((g * 3).tanh() + (g / 1000).tanh() + (g * 100).tanh() + (-g.abs()).exp() + (0.75 + g.abs()).log())
     ),
     by_powers: lambda p, g, lr: p - lr * (g.abs() ** 0.25 + (p.abs() + 0.1) ** -0.5 + g**5 + g.abs() ** lr),
-    by_helpers: lambda p, g, lr: p - lr * soft(g, 0.75) - soft(p, lr),
+    by_helpers: lambda p, g, lr: p - lr * soft(g, 0.75) * soft(p, 0.75) - soft(p, lr),
     by_masks: lambda p, g, lr: (
         torch.where((g > 0) & (p > 0) | (soft(p, 0.75) < -0.5), p - lr * g, p).clamp(max=0.9)
         + lr * torch.maximum(p, g)

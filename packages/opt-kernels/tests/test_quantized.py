@@ -85,6 +85,17 @@ def test_runs_of_elements_make_the_same_codes(recipe: str, cuts: tuple[int, ...]
     assert torch.equal(parted.scales, whole.scales)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("size", [2.0**-20, 0.3, 448.0])
+def test_the_largest_value_has_a_code_near_the_largest(recipe: str, size: float) -> None:
+    made = QuantizedTensor.of(torch.ones(4, 4), recipe)
+    for _ in range(17):  # a delayed scale follows the last 16
+        made.rescale_(torch.full((made.num_scales,), size))
+    made.encode_(torch.full((16,), size), 0)
+    codes = made.codes.view(torch.float8_e4m3fn).float()
+    assert (codes > 448 / 2).all()  # 448, except with scales that are powers of two
+
+
 def test_a_delayed_scale_follows_former_updates() -> None:
     made = QuantizedTensor.of(torch.ones(4, 4), "delayed")
     for size in (4.0, 2.0, 1.0):

@@ -61,6 +61,13 @@ def test_a_broken_state_dict_is_refused_and_changes_nothing(case: str) -> None:
     assert_refused(built(), edited(edit), message)
 
 
+@pytest.mark.parametrize("scale", [0.5, 2.0**-40, 2.0**40])
+def test_a_loss_scale_of_any_size_is_loaded(scale: float) -> None:
+    optimizer = built()
+    optimizer.load_state_dict(edited(lambda d: d["grad_scaler"].update(scale=scale)))
+    assert optimizer.get_loss_scale().item() == scale
+
+
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("laprop", "adam"), ("signum", "sgd"), ("radam", "nadam")])
 def test_state_of_another_rule_with_the_same_names_is_refused(saved_by: str, loaded_by: str) -> None:
     """LaProp's moments were loaded into Adam, whose group was then called LaProp's in the next checkpoint."""

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.layout import Computes, LayoutError
 from opt_kernels.matrices import TpMode
 from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SecondMoment, SOAPRule
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
-from opt_stack import get_optimizer_based_on_param_groups
+from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.planning.matrices import ComputePlan, plan_compute, split_rows
 from opt_stack.planning.report import compute_lines
 
@@ -84,6 +86,26 @@ def test_the_plan_counts_matrices_by_who_computes_them() -> None:
     assert first.startswith("3 matrices cut over 4 ranks (dp): one rank gathers, computes and returns each")
     assert second.startswith("1 matrix cut over 2 x 4 ranks (tp, dp): ")
     assert second.endswith(" (muon_tp_mode='blockwise')")
+
+
+@pytest.mark.parametrize("mode", ["distributed", "duplicated", "soap"])
+def test_parts_on_two_ranks_are_updated_as_the_whole_matrix(mode: str) -> None:
+    rule = {"optimizer": "soap"} if mode == "soap" else {"optimizer": "muon", "muon_tp_mode": mode}
+    config = OptimizerConfig(lr=0.1, muon_fp32_matmul_prec="highest", **rule)
+    start, grad = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def moved(tp: Comm) -> Tensor:
+        part, part_grad = (whole.chunk(tp.size)[tp.rank].clone() for whole in (start, grad))
+        model = nn.Module()
+        model.register_parameter("w", nn.Parameter(part))
+        vars(model.w).update(tensor_model_parallel=tp.size > 1, partition_dim=0)
+        axes = Axes(dp=Alone(), tp=tp)
+        optimizer = get_optimizer(config, [model], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=tp))
+        model.w.grad = part_grad
+        optimizer.step()
+        return model.w.detach()
+
+    torch.testing.assert_close(torch.cat(run_threads(2, moved)), moved(Alone()), rtol=0, atol=1e-5)
 
 
 class NoPhases:

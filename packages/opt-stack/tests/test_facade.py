@@ -107,6 +107,15 @@ def test_a_closure_whose_loss_is_not_scaled_is_refused(read: str, loss_scale: fl
     assert_equal(weights(model), before)
 
 
+def test_two_halves_are_a_step() -> None:
+    model, other = make_model(), make_model()
+    optimizer = get_optimizer(CONFIG, [model], {})
+    backward(model, 0)
+    assert (optimizer.prepare_grads(), optimizer.step_with_ready_grads()) == (False, True)
+    train(other, get_optimizer(CONFIG, [other], {}), range(1))
+    assert_equal(weights(model), weights(other))
+
+
 def test_half_a_step_is_refused_above_the_threshold_and_after_an_overflow_no_gradients_are_ready() -> None:
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(lr=0.1, grad_norm_skip_threshold=1e-3), [model])

@@ -215,6 +215,14 @@ def test_retention_removes_no_save_of_another_trainer(bucket: ObjectPath) -> Non
     assert set(objects_in(live)) == {LEASE, "__0_0.distcp"}
 
 
+def test_objects_of_others_below_a_step_are_not_left_by_a_save(bucket: ObjectPath) -> None:
+    """They would be removed by the next save of the step."""
+    dead, of_others = uuid.uuid4().hex, ("notes.txt", "plots/loss.png", uuid.uuid4().hex)
+    for name in (f"{dead}/__0_0.distcp", *of_others):
+        put(bucket / step_name(1) / name, b"content")
+    assert [left.folder for left in store_at(bucket).leftovers([step_name(1)])] == [f"{step_name(1)}/{dead}"]
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"save_id": 3}', b'{"save_id": "../../other"}', b"[]"])
 def test_a_damaged_commit_is_damage_and_removes_nothing_and_is_replaced_by_another(
     bucket: ObjectPath, content: bytes
