@@ -5,6 +5,7 @@ Those that can be placed are saved as the whole, and resumed on other grids by t
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ from grids import Grid, process_groups
 from processes import Job, refusal, run_jobs, run_processes
 from torch import Tensor, nn
 
-from opt_checkpoint import ShardedTensor, load, save, sharded_model, sharded_optimizer
+from opt_checkpoint import (
+    ShardedTensor,
+    differences,
+    load,
+    load_optimizer,
+    read_index,
+    save,
+    sharded_model,
+    sharded_optimizer,
+)
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer, run_threads
 
@@ -53,6 +63,66 @@ class Run:
     def sharded(self) -> dict[str, Any]:
         weights = sharded_model(self.model, groups=self.groups)
         return {"model": weights, "optimizer": self.optimizer.sharded_state_dict(weights)}
+
+
+class TorchRun:
+    """The same model with torch's AdamW, whose groups are the experts and the others."""
+
+    def __init__(self, grid: Grid, rank: int = 0, *, seed: int = 0):
+        self.grid, self.rank, self.model = grid, rank, model_of(grid, rank, seed)
+        self.groups = process_groups(grid, rank) if grid.size > 1 else None
+        dense = [param for param in self.model.parameters() if getattr(param, "allreduce", True)]
+        experts = [param for param in self.model.parameters() if not getattr(param, "allreduce", True)]
+        self.optimizer = torch.optim.AdamW([{"params": dense}, {"params": experts, "lr": 0.01}], lr=0.05)
+
+    def step(self, seed: int) -> None:
+        for param, grad in zip(self.model.parameters(), model_of(self.grid, self.rank, seed).parameters(), strict=True):
+            param.grad = grad.data
+        self.optimizer.step()
+
+    def save(self, path: str) -> None:
+        weights = sharded_model(self.model, groups=self.groups)
+        save({"model": weights, "optimizer": sharded_optimizer(self.model, self.optimizer, groups=self.groups)}, path)
+
+    def load(self, path: str) -> None:
+        load({"model": sharded_model(self.model, groups=self.groups)}, path)
+        self.optimizer.param_groups[0]["lr"] = 9.0
+        report = load_optimizer(self.model, self.optimizer, path, groups=self.groups)
+        assert report.uninitialised == report.gone == report.groups.new == report.groups.gone == ()
+        assert [group["lr"] for group in self.optimizer.param_groups] == [0.05, 0.01]
+
+
+def save_torch_part(grid: Grid, path: str) -> None:
+    run = TorchRun(grid, dist.get_rank())
+    run.step(1)
+    run.save(path)
+
+
+def resume_torch_part(grid: Grid, path: str) -> None:
+    run = TorchRun(grid, dist.get_rank(), seed=9)
+    run.load(path)
+    run.step(2)
+    run.save(f"{path}-resumed")
+
+
+def test_torchs_optimizer_of_parts_is_saved_as_that_of_the_whole(tmp_path: Path) -> None:
+    whole = TorchRun(Grid())
+    whole.step(1)
+    whole.save(str(tmp_path / "whole"))
+    tp_pp, ep = Grid(tp=2, pp=2), Grid(dp=4, ep=2, etp=2)
+    jobs = {name: Job(save_torch_part, (grid, str(tmp_path / name))) for name, grid in (("tp_pp", tp_pp), ("ep", ep))}
+    jobs["ep to tp_pp"] = Job(resume_torch_part, (tp_pp, str(tmp_path / "ep")))
+    jobs["whole to ep"] = Job(resume_torch_part, (ep, str(tmp_path / "whole")))
+    run_jobs(4, jobs)
+    for name in ("tp_pp", "ep"):
+        indices = read_index(tmp_path / name), read_index(tmp_path / "whole")
+        assert [found for found in differences(*indices) if found.key in indices[1].tensors] == []
+    whole.step(2)
+    for name in ("ep-resumed", "whole-resumed"):
+        resumed = TorchRun(Grid(), seed=8)
+        resumed.load(str(tmp_path / name))
+        for mine, theirs in ((resumed.model, whole.model), (resumed.optimizer, whole.optimizer)):
+            torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-6)
 
 
 def save_part(grid: Grid, path: str) -> None:
@@ -135,6 +205,11 @@ def save_torch_states(path: str) -> None:
     save({"optimizer": sharded_optimizer(model, optimizer)}, path)
 
 
+def save_torch_stages(path: str) -> None:
+    model = nn.ModuleDict({f"part{dist.get_rank()}": nn.Linear(2, 2)})
+    save({"optimizer": sharded_optimizer(model, torch.optim.SGD(model.parameters()))}, path)
+
+
 def parts_as_wholes(path: str) -> None:
     model = marked(**TP)
     optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model], pg_collection=groups(*OF_TP))
@@ -159,6 +234,7 @@ REFUSED: dict[str, tuple[Callable[[str], Any], str]] = {
         r"model\.layers has 2 layers, and .* more \(model\.layers\.2\.weight\): .*groups=",
     ),
     "states of torch": (save_torch_states, UNKNOWN),
+    "stages of torch": (save_torch_stages, r"optimizer\.names .*pass sharded_optimizer\(model, optimizer, groups="),
     "groups without tp": (
         lambda path: sharded_model(marked(**TP), groups=ProcessGroups(dp=None, mp=dist.group.WORLD)),
         "account for 1 of 2 ranks with dense parameters .*pass every group of opt_stack.ProcessGroups",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import run_ranks
-from processes import FSDP2_RUNS, world_of_one
+from processes import FSDP2_RUNS, refusal, world_of_one
 from small_models import assert_same_state, grouped, network, state_of, train, trained
 from states import whole_tensors
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -355,6 +356,69 @@ def test_names_that_would_become_one_are_refused() -> None:
     for describe in (sharded_model, lambda m: sharded_optimizer(m, torch.optim.SGD(m.parameters(), momentum=0.9))):
         with pytest.raises(CheckpointingException, match=r"weight.* would both be stored as weight; rename one"):
             describe(model)
+
+
+# ----- optimizers whose states or parameters are somewhere else
+
+
+@pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
+@pytest.mark.usefixtures("_world")
+def test_an_fsdp2_model_is_saved_and_loaded_after_an_evaluation(tmp_path: Path) -> None:
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = grouped(model)
+    train(model, optimizer, 0, 2)
+    before = copy.deepcopy({name: state["exp_avg"].full_tensor() for name, state in state_of(model, optimizer).items()})
+    for number in range(2):
+        with torch.no_grad():
+            model(torch.zeros(2, 5))
+        assert not isinstance(model[0].weight, DTensor)
+        if number == 0:
+            save_optimizer(model, optimizer, tmp_path / "x")
+        else:
+            load_optimizer(model, optimizer, tmp_path / "x")
+    for name, state in state_of(model, optimizer).items():
+        assert torch.equal(state["exp_avg"].full_tensor(), before[name])
+    train(model, optimizer, 2, 3)
+
+
+class Codes(torch.Tensor):
+    """A tensor with a meaning of its own."""
+
+
+@pytest.mark.usefixtures("_world")
+def test_states_of_a_subclass_of_tensor_are_refused_by_key() -> None:
+    model, optimizer = trained(1)
+    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(7, 5).as_subclass(Codes)
+    with pytest.raises(
+        CheckpointingException, match=r"optimizer\.state\.exp_avg\.0\.weight is a Codes, a subclass of Te"
+    ):
+        sharded_optimizer(model, optimizer)
+    weight = nn.Parameter(distribute_tensor(torch.zeros(7, 5), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    optimizer = torch.optim.AdamW([weight])
+    inner = torch.zeros(7, 5).as_subclass(Codes)
+    optimizer.state[weight]["exp_avg"] = DTensor.from_local(inner, weight.device_mesh, [Shard(0)], run_check=False)
+    with pytest.raises(CheckpointingException, match=r"exp_avg\.w is a Codes"):
+        sharded_optimizer(nn.ParameterDict({"w": weight}), optimizer)
+
+
+def local_shards(rank: int, size: int, path: str) -> list[str]:
+    model = network()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    train(model, optimizer, 0, 1)
+    optimizer.consolidate_state_dict()
+    flat = FSDP1(network(), device_id=torch.device("cpu"), use_orig_params=True)
+    pairs = [(model, optimizer), (flat, torch.optim.AdamW(flat.parameters()))]
+    calls = [lambda pair: sharded_optimizer(*pair), lambda pair: load_optimizer(*pair, path)]
+    return [refusal(lambda call=call, pair=pair: call(pair)) for pair in pairs for call in calls]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_local_shards_of_torch_are_refused_on_every_rank(tmp_path: Path) -> None:
+    path = save_optimizer(*trained(1), tmp_path / "x")
+    for messages in run_ranks(2, local_shards, str(path)):
+        assert all("ZeroRedundancyOptimizer keeps the state of each parameter on one rank" in m for m in messages[:2])
+        assert all("the model is in FullyShardedDataParallel, whose flat shards" in m for m in messages[2:])
 
 
 # ----- states of DTensors with another shape than the parameter's

@@ -135,6 +135,8 @@ class ShardedSavePlanner:
         common = [] if self._has_equal_common else [of_rank.common for of_rank in contents]
         if differing := common and common_differences(common, [layout.plain for layout in layouts]):
             text = f"common values differ between ranks: {', '.join(differing[:8])}"
+            if any(".names (" in value or ".state_names." in value for value in differing):
+                text += "; if ranks have parts of one model, pass sharded_optimizer(model, optimizer, groups=...)"
             if self._policy == "equal":
                 raise CheckpointValueError(
                     f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where "

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,19 @@ from opt_checkpoint.dcp.reader import Verify
 from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
+from opt_checkpoint.run.optimizer_params import NamedParam, named_params, names_by_group, on_all_ranks
 from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
 from opt_checkpoint.run.save_load import carry_out_load, open_everywhere
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer, with_current_names
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
-from opt_checkpoint.state.model_parallel import Marks, marks_of
-from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
+from opt_checkpoint.state.sharded import ShardedBase, ShardedStateDict
+from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, like_sharded, local_tensor
 from opt_checkpoint.state.tree import ScopedState
-from opt_checkpoint.state.wrappers import named_modules, named_parameters
 from opt_checkpoint.store import AnyPath, Location
 
 logger = logging.getLogger(__name__)
 OPTIMIZER = "optimizer."
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +56,12 @@ class OptimizerLoadReport:
     gone: tuple[str, ...]
 
 
-class _Named(NamedTuple):
-    """A parameter of an optimizer."""
-
-    name: str
-    param: nn.Parameter
-    group: dict[str, Any]
-    marks: Marks
-
-
 def sharded_optimizer(
-    model: nn.Module, optimizer: Optimizer, *, process_group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    groups: Any = None,
 ) -> ShardedStateDict:
     """An optimizer's state and groups as a sharded state: `save({"optimizer": sharded_optimizer(model, opt)}, path)`.
 
@@ -77,39 +72,94 @@ def sharded_optimizer(
         optimizer: any torch optimizer whose states have the layout of their parameter, or are equal on all ranks. It
             must not have changed at the save, so describe it before each.
         process_group: the ranks that hold the same plain tensors; None for all.
+        groups: process groups by role, as for `sharded_model`, if ranks have different parts of the model. Then this is
+            collective: all ranks call it.
 
     Raises:
         CheckpointingException: a parameter has no name in the model, or a state is neither.
     """
     rank = ranks_of(process_group).rank
-    tensors: dict[str, dict[str, ShardedTensor]] = defaultdict(dict)
-    plain: dict[str, dict[str, Any]] = defaultdict(dict)
-    named = list(_named(model, optimizer))
-    states: Mapping[Tensor, Mapping[str, Any]] = optimizer.state
-    if type(optimizer).state_dict is not Optimizer.state_dict:  # in another form, such as codes
-        params = [member.param for member in named]
-        states = {params[index]: values for index, values in optimizer.state_dict()["state"].items()}
-    for member in named:
-        for state_name, value in states.get(member.param, {}).items():
-            if not isinstance(value, Tensor):
-                plain[member.name][state_name] = value
-                continue
-            key = f"{PREFIX}{state_name}.{member.name}"
-            if is_dtensor(member.param) and not is_dtensor(value) and value.dim():
-                raise CheckpointValueError(
-                    f"{key} is a plain tensor of shape {tuple(value.shape)} for a DTensor parameter: it may be a "
-                    f"shard, or the same on all ranks; describe it with make_sharded_state"
-                )
-            tensors[member.name][state_name] = _described(member, key, value, rank)
+    described: list[ShardedStateDict] = []
+
+    def describe() -> _Recorded:
+        members = named_params(model, optimizer, groups)
+        tensors, recorded = _states_of(members, optimizer, rank)
+        described.append(tensors)
+        return recorded
+
+    per_rank = [describe()] if groups is None else from_all(ranks_of(None), describe, "describing an optimizer")
     parts = {
-        "state": dict(tensors),
-        "plain_state": dict(plain),
-        "state_names": {member.name: sorted(states.get(member.param, {})) for member in named},
-        "param_shapes": {member.name: list(member.param.shape) for member in named},
-        **groups_to_saved(optimizer.param_groups, _names_by_group(optimizer, named)),
+        "state": described[0],
+        "plain_state": _joined([recorded.plain_state for recorded in per_rank]),
+        "state_names": _joined([recorded.state_names for recorded in per_rank]),
+        "param_shapes": _joined([recorded.param_shapes for recorded in per_rank]),
+        **groups_to_saved(optimizer.param_groups, on_all_ranks([recorded.names for recorded in per_rank])),
     }
     check = partial(_check_current, optimizer, _copied_values(optimizer))
     return ScopedState(parts, replaces=OPTIMIZER, check=check)
+
+
+class _Recorded(NamedTuple):
+    """What is stored about a rank's parameters besides tensors: states that are numbers, names and shapes by name."""
+
+    plain_state: dict[str, dict[str, Any]]
+    state_names: dict[str, list[str]]
+    param_shapes: dict[str, list[int]]
+    names: list[list[str]]
+
+
+def _states_of(
+    members: Sequence[NamedParam], optimizer: Optimizer, rank: int
+) -> tuple[dict[str, dict[str, ShardedBase]], _Recorded]:
+    tensors: dict[str, dict[str, ShardedBase]] = defaultdict(dict)
+    plain: dict[str, dict[str, Any]] = defaultdict(dict)
+    states: Mapping[Tensor, Mapping[str, Any]] = optimizer.state
+    if type(optimizer).state_dict is not Optimizer.state_dict:  # in another form, such as codes
+        params = [member.param for member in members]
+        states = {params[index]: values for index, values in optimizer.state_dict()["state"].items()}
+    for member in members:
+        for state_name, value in states.get(member.param, {}).items():
+            if isinstance(value, Tensor):
+                key = f"{PREFIX}{state_name}.{member.name}"
+                _refuse_subclass(key, value)
+                tensors[member.name][state_name] = member.describe(key, value, rank)
+            else:
+                plain[member.name][state_name] = value
+    recorded = _Recorded(
+        plain_state=dict(plain),
+        state_names={member.name: sorted(states.get(member.param, {})) for member in members},
+        param_shapes={member.name: list(member.shape) for member in members},
+        names=names_by_group(optimizer, members),
+    )
+    return dict(tensors), recorded
+
+
+def _refuse_subclass(key: str, value: Tensor) -> None:
+    """Raise CheckpointValueError for a tensor of a class of its own, which a load could not make again."""
+    kind = type(local_tensor(value))
+    if kind not in (Tensor, nn.Parameter):
+        raise CheckpointValueError(
+            f"{key} is a {kind.__name__}, a subclass of Tensor, which a load could not make again; use an optimizer "
+            f"whose state is plain tensors or whose state_dict() returns them, such as opt_kernels.AdamW for 8-bit "
+            f"states"
+        )
+
+
+def _joined(per_rank: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """What the ranks recorded, by name.
+
+    Raises:
+        CheckpointValueError: two ranks recorded different values for one parameter.
+    """
+    joined: dict[str, T] = {}
+    for rank, recorded in enumerate(per_rank):
+        for name, value in recorded.items():
+            if fingerprint(joined.setdefault(name, value)) != fingerprint(value):
+                raise CheckpointValueError(
+                    f"rank {rank} has {value!r:.80} for {name}, and a rank before it {joined[name]!r:.80}; ranks with "
+                    f"parts or copies of one parameter must have the same states"
+                )
+    return joined
 
 
 def _copied_values(optimizer: Optimizer) -> int:
@@ -139,36 +189,6 @@ def _check_current(optimizer: Optimizer, described: int) -> None:
         )
 
 
-def _described(member: _Named, key: str, value: Tensor, rank: int) -> ShardedTensor:
-    """Describe a state. That of a tensor-parallel parameter or an expert is refused on several ranks."""
-    described = sharded_like(key, value, replica_id=rank)
-    described.marks = member.marks if member.marks.problem() else None
-    return described
-
-
-def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
-    """The optimizer's parameters in its order. A tied parameter has the name that sorts first."""
-    modules = list(named_modules(model))
-    params = named_parameters(modules)
-    marks = marks_of(modules, params)
-    names: dict[int, str] = {}
-    for name in sorted(params):
-        names.setdefault(id(params[name]), name)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if id(param) not in names:
-                raise CheckpointValueError(
-                    f"a parameter of shape {tuple(param.shape)} of the optimizer is not in the model; pass the model "
-                    f"whose parameters the optimizer was built from"
-                )
-            yield _Named(names[id(param)], param, group, marks[names[id(param)]])
-
-
-def _names_by_group(optimizer: Optimizer, named: Sequence[_Named]) -> list[list[str]]:
-    names = {id(member.param): member.name for member in named}
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
 def load_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -176,6 +196,7 @@ def load_optimizer(
     *,
     at: tuple[str, ...] = ("optimizer",),
     process_group: dist.ProcessGroup | None = None,
+    groups: Any = None,
     on_conflict: Conflict = "error",
     override: Mapping[str, Any] = NO_OVERRIDE,
     verify: Verify = "sizes",
@@ -192,6 +213,7 @@ def load_optimizer(
             `torch.distributed.checkpoint.state_dict`, as torchtitan saves it, flattened or not.
         at: the keys under which the optimizer is stored, such as `("optim",)`.
         process_group: the ranks that load.
+        groups: process groups by role, as for `sharded_optimizer`.
         on_conflict: as for `apply_saved_groups`.
         override: as for `apply_saved_groups`, for example `{"lr": 1e-4}`.
         verify: as for `load`.
@@ -208,7 +230,8 @@ def load_optimizer(
     def read(wanted: ShardedStateDict) -> object:
         return carry_out_load(ranks, ShardedLoadPlanner(wanted, found), verify=verify)
 
-    return fill_optimizer(model, optimizer, found, read, ranks=ranks, at=at, on_conflict=on_conflict, override=override)
+    options: dict[str, Any] = {"at": at, "groups": groups, "on_conflict": on_conflict, "override": override}
+    return fill_optimizer(model, optimizer, found, read, ranks=ranks, **options)
 
 
 def fill_optimizer(
@@ -219,43 +242,54 @@ def fill_optimizer(
     *,
     ranks: Ranks,
     at: tuple[str, ...] = ("optimizer",),
+    groups: Any = None,
     on_conflict: Conflict = "error",
     override: Mapping[str, Any] = NO_OVERRIDE,
 ) -> OptimizerLoadReport:
     """`load_optimizer` from an open checkpoint, or from this rank's part of it, of which `read` loads tensors."""
     path = opened.index.path
-    prepared: list[tuple[SavedOptimizer, list[_Named], dict[str, dict[str, Tensor]]]] = []
+    what = f"preparing to load the optimizer from {path}"
+    members: list[NamedParam] = []
+    prepared: list[tuple[SavedOptimizer, dict[str, dict[str, Tensor]]]] = []
+
+    def find_members() -> list[list[str]]:
+        members.extend(named_params(model, optimizer, groups))
+        return names_by_group(optimizer, members)
+
+    names = [] if groups is None else on_all_ranks(from_all(ranks, find_members, what))
 
     def set_groups(param_groups: list[dict[str, Any]]) -> GroupReport:
-        saved, named, _ = prepared[0]
-        names, stored = _names_by_group(optimizer, named), {"groups": saved.groups, "names": saved.names}
+        saved = prepared[0][0]
+        stored = {"groups": saved.groups, "names": saved.names}
         return apply_saved_groups(param_groups, names, stored, on_conflict=on_conflict, override=override)
 
     def prepare() -> None:
-        named = list(_named(model, optimizer))
-        saved = with_current_names(find_optimizer(opened, at), [member.name for member in named])
-        prepared.append((saved, named, {member.name: _fresh_state(member, opened.index, saved) for member in named}))
+        if groups is None:
+            names.extend(find_members())
+        saved = with_current_names(find_optimizer(opened, at), [name for own in names for name in own])
+        prepared.append((saved, {member.name: _fresh_state(member, opened.index, saved) for member in members}))
         set_groups(_copied(optimizer.param_groups))  # finds errors before changes
 
-    from_all(ranks, prepare, f"preparing to load the optimizer from {path}")
-    saved, named, fresh = prepared[0]
+    from_all(ranks, prepare, what)
+    saved, fresh = prepared[0]
     _warn_of_another_class(optimizer, saved, path)
     wanted = {
-        f"{member.name}/{state_name}": _described(member, saved.keys[member.name][state_name], tensor, ranks.rank)
-        for member in named
+        f"{member.name}/{state_name}": member.describe(saved.keys[member.name][state_name], tensor, ranks.rank)
+        for member in members
         for state_name, tensor in fresh[member.name].items()
     }
     read(wanted)
-    state = {member.param: {**fresh[member.name], **saved.plain_state.get(member.name, {})} for member in named}
+    state = {member.param: {**fresh[member.name], **saved.plain_state.get(member.name, {})} for member in members}
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        groups = set_groups(optimizer.param_groups)
+        report = set_groups(optimizer.param_groups)
         for param, states in state.items():  # the last step, and it cannot fail
             optimizer.state.pop(param, None)
             if states:
                 optimizer.state[param] = states
     else:
         copied = _copied(optimizer.param_groups)
-        groups, params = set_groups(copied), [member.param for member in named]
+        report = set_groups(copied)
+        params = [member.param for member in members]
         numbers = itertools.count()
         packed = {
             "state": {i: state[param] for i, param in enumerate(params) if state[param]},
@@ -263,10 +297,11 @@ def fill_optimizer(
         }
         what = f"{type(optimizer).__name__}.load_state_dict of what {path} holds"
         from_all(ranks, lambda: optimizer.load_state_dict(packed), what)
+    known = {name for own in names for name in own}
     return OptimizerLoadReport(
-        groups=groups,
-        uninitialised=tuple(member.name for member in named if not saved.state_names.get(member.name)),
-        gone=tuple(n for n, states in saved.state_names.items() if states and n not in fresh),
+        groups=report,
+        uninitialised=tuple(member.name for member in members if not saved.state_names.get(member.name)),
+        gone=tuple(n for n, states in saved.state_names.items() if states and n not in known),
     )
 
 
@@ -284,9 +319,9 @@ def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Lo
         logger.warning("%s was saved by a different optimizer than %s: %s", path, type(optimizer).__name__, text)
 
 
-def _fresh_state(member: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> dict[str, Tensor]:
+def _fresh_state(member: NamedParam, index: CheckpointIndex, saved: SavedOptimizer) -> dict[str, Tensor]:
     """New memory for the stored states of one parameter, in their stored dtypes, laid out like the parameter."""
-    then, now = saved.param_shapes.get(member.name), list(member.param.shape)
+    then, now = saved.param_shapes.get(member.name), list(member.shape)
     if then is not None and saved.state_names.get(member.name) and list(then) != now:
         raise CheckpointMismatchError(f"{member.name} has shape {now}, but its state was saved for shape {list(then)}")
     fresh = {}
@@ -295,7 +330,7 @@ def _fresh_state(member: _Named, index: CheckpointIndex, saved: SavedOptimizer) 
         local = local_tensor(member.param.detach())
         if is_dtensor(member.param) and stored.shape not in ((), tuple(member.param.shape)):
             fresh[state_name] = empty_like_sharded(member.param, stored.shape, stored.dtype)
-        elif stored.shape == tuple(member.param.shape) and state_name != "step":
+        elif stored.shape == member.shape and state_name != "step":
             memory = torch.empty_like(local, dtype=stored.dtype)  # every element is read, or the load raises
             fresh[state_name] = like_sharded(member.param.detach(), memory)
         else:

@@ -92,8 +92,9 @@ class Marks:
         kind = "an expert (allreduce=False)" if self.is_expert else "tensor parallel (tensor_model_parallel=True)"
         return (
             f"{self.name} is {kind}, and which part of the whole model this rank has is unknown without process "
-            f"groups; pass sharded_model(model, groups=opt_stack.ProcessGroups(dp=..., tp=..., ...)), or pass the "
-            f"result of sharded_model to optimizer.sharded_state_dict before the save or load"
+            f"groups; pass sharded_model(model, groups=opt_stack.ProcessGroups(dp=..., tp=..., ...)), and the same "
+            f"groups to sharded_optimizer and load_optimizer for an optimizer of torch; or pass the result of "
+            f"sharded_model to optimizer.sharded_state_dict before the save or load"
         )
 
 
