@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import Net, grads_of
-from processes import refusal, run_processes, run_program
-from torch import nn
+from processes import FSDP2_RUNS, Job, refusal, run_jobs, run_processes, run_program
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_stack import DistributedDataParallel, ProcessGroups, get_optimizer
@@ -136,6 +139,51 @@ def test_a_rank_that_raises_in_backward_leaves_the_others_an_error_and_their_wei
     assert "gradient" in waiting
     assert "bucket 0" in waiting
     assert is_kept
+
+
+def scaled_by_torch(kind: str) -> tuple[str, list[float], list[Tensor]]:
+    """Steps under a scaler of torch; rank 0 overflows in the second. The refusal, the scale after each step, and the
+    weights."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    if kind == "torch's wrapper":
+        net = nn.parallel.DistributedDataParallel(net)
+    elif kind == "fully_shard":
+        fully_shard(net)
+    elif kind == "wrapped":
+        net = DistributedDataParallel(DistributedDataParallelConfig(), net)
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1), [net], {})
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    if kind == "a sharded scaler":
+        scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
+    refused, scales = "", []
+    for step in range(4):
+        factor = torch.inf if step == 1 and dist.get_rank() == 0 else 1.0
+        scaler.scale(factor * net(torch.full((3, 4), dist.get_rank() + 1.0)).square().mean()).backward()
+        try:
+            scaler.step(optimizer)
+        except ValueError as error:
+            refused = str(error)
+            break
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    weights = [param.detach() for param in net.parameters()]
+    return refused, scales, [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
+
+
+REFUSED, ALLOWED = ("plain", "wrapped"), ("a sharded scaler", "torch's wrapper", "fully_shard")
+
+
+def test_a_scaler_that_skips_on_one_rank_is_refused() -> None:
+    """An overflow on one rank skipped its step only; from then on gradients of different iterations were averaged."""
+    kinds = [kind for kind in (*REFUSED, *ALLOWED) if FSDP2_RUNS or kind != "fully_shard"]
+    for kind, (first, second) in run_jobs(2, {kind: Job(scaled_by_torch, (kind,)) for kind in kinds}).items():
+        assert all(map(torch.equal, first[2], second[2])), kind
+        for refused, scales, _ in (first, second):
+            assert (scales == []) == (kind in REFUSED), (kind, refused)
+            assert kind in REFUSED or scales == [8.0, 4.0, 4.0, 8.0], kind
+            assert kind in ALLOWED or "torch.amp.GradScaler with 2 ranks: it would skip step()" in refused
 
 
 # It makes no process group, and ranks draw different weights and samples.

@@ -1,5 +1,6 @@
 """`Optimizer`: a `torch.optim.Optimizer` over a plan and its stepper."""
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from opt_stack.planning.plan import Plan
 from opt_stack.state.live import Held, LiveState, StateOffload
 from opt_stack.state.state_dicts import find_values
 from opt_stack.state.weights import Evaluation, LoadedWeights
+from opt_stack.torch_scaler import check_scaler
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
@@ -158,6 +160,16 @@ class Optimizer(GradientStatistics):
             result = self.stepper.step(self._groups_of_step())
         self.loaded_weights.accept_writes()
         return result
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: torch's `GradScaler` unscales the gradients, and may skip `step`.
+
+        The scaler's own `step` reads this on every rank, also where it then skips ours. Raises ConfigError there if
+        only some ranks could skip.
+        """
+        check_scaler(sys._getframe(1).f_locals.get("self"), self.stepper, self._everyone.size)
+        return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set `param.grad` to None or zero, and the gradient buffers of wrapped chunks to zero.

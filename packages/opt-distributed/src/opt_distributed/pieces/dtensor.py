@@ -154,6 +154,11 @@ class LaidOutGrads:
                 by_groups.setdefault(comms, {})[id] = params[id]
         self._averages = [_AveragedReplicas(same, comms, dtype=dtype) for comms, same in by_groups.items()]
 
+    @property
+    def has_outer_replicas(self) -> bool:
+        """Whether the step averages gradients over replicas outside of their meshes."""
+        return bool(self._averages)
+
     def reduce_(self) -> None:
         for average in self._averages:
             average.reduce_()

@@ -100,7 +100,7 @@ class OwnGrads(Settled):
         *,
         num_replicas: int,
         memory: ParamAndGradBuffer | None = None,  # of the parameters, if ranks own shards of them
-        comm: Comm = ALONE,  # the ranks that own the shards
+        comm: Comm = ALONE,  # the ranks that the gradients were reduced over, and that own the shards
     ):
         super().__init__(params, grad_scale=1.0 / num_replicas)
         self.memory, self.comm = memory, comm

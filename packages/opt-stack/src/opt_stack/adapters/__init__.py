@@ -3,6 +3,7 @@
 torchtitan and Megatron-Bridge have modules that import them.
 """
 
+import sys
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from functools import partial
 from typing import Any, NoReturn
@@ -24,6 +25,7 @@ from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import LiveState
 from opt_stack.state.state_dicts import match, packed_groups, set_group_
+from opt_stack.torch_scaler import check_scaler
 
 __all__ = ["DeferredOptimizer", "StackFactory"]
 
@@ -149,6 +151,15 @@ class DeferredOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
         """One step of `built`. Collective, as is `build`."""
         return self.build().step(closure)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As that of `Optimizer`. Collective, as is `build`, inside the `step` of torch's `GradScaler`."""
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            built = self.build()
+            check_scaler(scaler, built.stepper, built.roles.everyone.size)
+        return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to None, or to zero."""

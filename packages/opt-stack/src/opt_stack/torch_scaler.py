@@ -1,0 +1,40 @@
+"""torch's `GradScaler` around a step of several ranks."""
+
+from torch.amp import GradScaler
+
+from opt_config import ConfigError
+from opt_distributed.comm import mesh_of
+from opt_distributed.pieces import LaidOutGrads, OwnGrads, Source
+from opt_distributed.step import Stepper
+
+
+def check_scaler(scaler: object, stepper: Stepper, num_ranks: int) -> None:
+    """Raise ConfigError if `scaler` is torch's, and would skip steps on some of the ranks only.
+
+    A `GradScaler` searches `param.grad` of its rank for overflows, before the step. Gradients that the step itself
+    reduces differ between ranks then. Scalers with an `unscale_` of their own are accepted: torch's `ShardedGradScaler`
+    shares overflows between ranks.
+    """
+    if not isinstance(scaler, GradScaler) or type(scaler).unscale_ is not GradScaler.unscale_:
+        return
+    sources = [source for family in stepper.families for source in family.sources]
+    if num_ranks == 1 or all(_is_equal_on(source, num_ranks) for source in sources):
+        return
+    raise ConfigError(
+        f"torch.amp.GradScaler with {num_ranks} ranks: it would skip step() on the rank that overflows only, because "
+        "the gradients of ranks are reduced in step(), and gradients of different iterations would be averaged. Use "
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which shares overflows between ranks, or wrap "
+        "the model in torch.nn.parallel.DistributedDataParallel, or train fp16 parameters with "
+        "OptimizerConfig(fp16=True) and optimizer.scale_loss(loss)"
+    )
+
+
+def _is_equal_on(source: Source, num_ranks: int) -> bool:
+    """Whether an overflow in the gradients of `source` is found on all ranks: torch's wrapper has averaged them, or
+    they are DTensors, for which torch shares it over the mesh."""
+    if isinstance(source, OwnGrads):
+        return source.comm.size == num_ranks
+    if isinstance(source, LaidOutGrads):
+        sizes = [mesh_of(param).size() for param in source.params.values()]
+        return not source.has_outer_replicas and max(sizes) == num_ranks
+    return False
