@@ -14,7 +14,6 @@ from wrapped_net import LR, Net, backward, groups_of, inputs, loss_of, sgd, trai
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, get_optimizer_based_on_param_groups
@@ -171,9 +170,10 @@ def test_params_read_from_groups_have_arrived(monkeypatch: pytest.MonkeyPatch) -
     """Parameters read from `param_groups` after a step were old on every rank except their owner. From a step to the
     next forward, neither schedulers nor `zero_grad` wait."""
     waits: list[bool] = []
-    wait_for = ParamSync.wait_for
+    sync_type = type(wrap(Alone()).param_sync)
+    wait_for = sync_type.wait_for
 
-    def noted(sync: ParamSync, params: Any) -> None:
+    def noted(sync: Any, params: Any) -> None:
         waits.append(True)
         wait_for(sync, params)
 
@@ -197,7 +197,7 @@ def test_params_read_from_groups_have_arrived(monkeypatch: pytest.MonkeyPatch) -
         assert ddp.param_sync.is_pending
         return [param.detach().clone() for group in optimizer.param_groups for param in group["params"]]
 
-    monkeypatch.setattr(ParamSync, "wait_for", noted)
+    monkeypatch.setattr(sync_type, "wait_for", noted)
     first, second = run_threads(2, rank_main)
     assert len(first) == 4
     assert all(bool(param.isfinite().all()) for param in first)

@@ -81,18 +81,18 @@ class LoadedWeights:
         modules = [module for found, _ in self._modules if (module := found()) is not None]
         return [param for module in modules for param in dict.values(module._parameters)]
 
-    def _replaced(self) -> nn.Parameter | None:
+    def _missing_param(self) -> nn.Parameter | None:
         """A parameter that its module has no longer, itself or in a module below; None if there is none."""
         present = self._present()
         if len(present) == len(self._registered) and all(map(is_, present, self._registered)):
             return None
         for found, params in self._modules:
             module = found()
-            registered = {} if module is None else module._parameters
-            missing = [param for name, param in params.items() if dict.get(registered, name) is not param]
-            if module is None or not missing:
+            if module is None:
                 continue
-            kept = set(map(id, module.parameters()))  # pruning and some parametrizations register it elsewhere
+            missing = [param for name, param in params.items() if dict.get(module._parameters, name) is not param]
+            # Pruning and some parametrizations register it under another name or below.
+            kept = set(map(id, module.parameters())) if missing else set()
             for param in missing:
                 if id(param) not in kept:
                     return param
@@ -151,7 +151,7 @@ class LoadedWeights:
 
     def replaced(self) -> UnusableGradientError | None:
         """The error for a parameter that the model no longer has; None if it has all."""
-        param = self._replaced()
+        param = self._missing_param()
         if param is None:
             return None
         return UnusableGradientError(
