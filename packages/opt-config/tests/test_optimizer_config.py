@@ -55,7 +55,10 @@ REFUSED = [
     ({"adam_beta2": -0.1}, "adam_beta2=-0.1: must be in [0, 1)"),
     ({"weight_decay": math.nan}, "weight_decay=nan: must be a number"),
     ({"lr": 10**400}, "lr=an int of hundreds of digits: must be at least 0 and finite"),
-    ({"hysteresis": 10**400, "fp16": True}, "hysteresis=an int of hundreds of digits: must be at least 1 and finite"),
+    (
+        {"hysteresis": 10**400, "fp16": True},
+        "hysteresis=an int of hundreds of digits: must be an integer of at most 64 bits",
+    ),
     ({"loss_scale": -(10**400)}, "loss_scale=an int of hundreds of digits: must be greater than 0 and finite"),
     ({"lr": "1e-4"}, "lr='1e-4': must be a number or None"),
     ({"bf16": 1}, "bf16=1: must be True or False"),
