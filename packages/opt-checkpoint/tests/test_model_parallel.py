@@ -29,7 +29,9 @@ def placed(
 
     def rank_main(ranks: Any) -> dict[str, ShardedTensor] | str:
         axes = dict.fromkeys(("tp", "expert_tp", "ep", "pp"), One()) | {axis: ranks, "all_ranks": ranks}
-        replicas = Replica(ranks.rank, ranks.size) if axis == "ep" else ALONE  # dense ones are copied over experts'
+        replicas = (
+            Replica(ranks.rank, ranks.size) if axis.startswith("e") else ALONE
+        )  # dense ones are copied over experts'
         state = sharded_model(models[ranks.rank])
         change(state)
         try:
@@ -181,6 +183,19 @@ UNPLACED: dict[str, tuple[dict[str, Any], str]] = {  # the second rank's marks
         CUT | {"partition_dim": 1, "partition_stride": 3}, "a stride above 1 is supported along dim 0"
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["dense", "expert"])
+def test_uneven_parts_are_refused_when_they_are_placed(kind: str) -> None:
+    def part(rows: int) -> nn.Module:
+        param: Any = nn.Parameter(torch.zeros(rows, 4))
+        vars(param).update(CUT, partition_dim=0, allreduce=kind == "dense")
+        return module(layers__n0__w=param)
+
+    message = r"layers.0.w is tensor parallel, and its parts have different shapes: (3, 4), (2, 4) by rank; only equal"
+    axis = "tp" if kind == "dense" else "expert_tp"
+    for refused in placed(axis, [part(3), part(2)]):
+        assert message in refused
 
 
 @pytest.mark.parametrize("case", UNPLACED)

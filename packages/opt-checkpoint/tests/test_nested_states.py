@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -570,6 +571,49 @@ def test_values_of_another_form_are_refused_by_key(tmp_path: Path, case: str) ->
         with pytest.raises(CheckpointingException, match=text):
             load(template, tmp_path / name)
         assert sorted_text(template) == before
+
+
+def test_a_state_that_contains_itself_is_refused_with_its_path(tmp_path: Path) -> None:
+    inner: dict[str, Any] = {"a": [1, {"b": 2}]}
+    state = {"outer": inner}
+    inner["a"][1]["again"] = inner
+    shared = {"c": 1}
+    save({"one": shared, "two": [shared, shared]}, tmp_path / "shared")  # no cycle
+    with closing(AsyncSaver()) as saver:
+        for call, name in ((save, "x"), (saver.save, "x"), (load, "shared")):
+            with pytest.raises(CheckpointingException, match=r"outer\.a\.1\.again is outer again, which contains it"):
+                call(state, tmp_path / name)
+
+
+class WithExtraState(nn.Linear):
+    """As layers of TransformerEngine, whose extra state grows after the first step."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_extra_states_are_loaded_whole_or_refused_with_a_cure(tmp_path: Path) -> None:
+    stored = torch.arange(9, dtype=torch.uint8)
+    save({"model": sharded_model(WithExtraState(stored))}, tmp_path / "x")
+    model = WithExtraState(torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(CheckpointMismatchError, match=r"an extra state is one value of any length: load it with None"):
+        load({"model": sharded_model(model)}, tmp_path / "x")
+    state = sharded_model(model)
+    state["_extra_state"] = None
+    assert torch.equal(load({"model": state}, tmp_path / "x").state["model"]["_extra_state"], stored)
+    for raw in (b"abc", b""):
+        save({"model": sharded_model(WithExtraState(b"longer"))}, tmp_path / str(len(raw)))
+        state = sharded_model(WithExtraState(raw))
+        assert load({"model": state}, tmp_path / str(len(raw))).state["model"]["_extra_state"] == b"longer"
+    with pytest.raises(CheckpointingException, match=r"model\._extra_state is a BytesIO, .* getvalue\(\)"):
+        save({"model": sharded_model(WithExtraState(BytesIO(b"a")))}, tmp_path / "stream")
 
 
 class AppState:

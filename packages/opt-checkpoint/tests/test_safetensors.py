@@ -8,8 +8,9 @@ import pytest
 import torch
 from checkpoint_ranks import run_ranks
 from llama_shards import NAMES, TIED, VOCAB, llama, megatron, reference, shards
+from processes import world_of_one
 from states import whole_tensors
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -21,6 +22,7 @@ from opt_checkpoint import (
     load_safetensors,
     save,
     save_safetensors,
+    sharded_model,
 )
 from opt_checkpoint.__main__ import main
 from opt_checkpoint.convert.safetensors import checkpoint_to_safetensors
@@ -165,3 +167,21 @@ def test_tied_values_are_stored_once_and_read_twice_and_others_refused(tmp_path:
     with pytest.raises(CheckpointKeyError, match="no rule names head"):
         checkpoint_to_safetensors(tmp_path / "y", tmp_path / "hf2", names=TIED[:1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "x", "y"]
+
+
+def test_a_padded_vocabulary_of_dtensors_is_filled_and_its_padding_zeroed(tmp_path: Path) -> None:
+    whole, names = torch.randn(10, 3), [NameRule(ours="embed.weight", theirs="wte", rows=10)]
+    save_safetensors({"wte": whole}, tmp_path / "hf")
+    with world_of_one():
+        mesh = init_device_mesh("cpu", (1,))
+        for placement in (Shard(0), Shard(1)):
+            weight = distribute_tensor(torch.full((16, 3), 7.0), mesh, [placement])
+            model = nn.ModuleDict({"embed": nn.Embedding(16, 3)})
+            model["embed"].weight = nn.Parameter(weight)
+            load_safetensors(sharded_model(model), tmp_path / "hf", names=names)
+            loaded = model["embed"].weight.full_tensor()
+            assert torch.equal(loaded[:10], whole)
+            assert not loaded[10:].any()
+    short = {"embed.weight": torch.zeros(8, 3)}
+    with pytest.raises(CheckpointMismatchError, match=r"stored with global shape \[10, 3\], asked for with \[8, 3\]"):
+        load_safetensors(short, tmp_path / "hf", names=names)

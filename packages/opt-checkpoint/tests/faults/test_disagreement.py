@@ -159,6 +159,14 @@ def test_equal_sets_in_another_order_are_equal(tmp_path: Path) -> None:
     assert load({"value": None}, tmp_path / "x").state["value"] == set(range(0, 200, 8))
 
 
+def test_a_tensor_without_a_main_replica_names_ranks_and_a_cure(tmp_path: Path) -> None:
+    """As of a buffer that rank 0 lacks."""
+    states = [{}, *({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4, 4), replica_id=rank)} for rank in (1, 2))]
+    text = r"w: .* hold 0 of the 16 elements .*; ranks \[1, 2\] hold replicas, of which none is main .*groups="
+    with pytest.raises(CheckpointingException, match=text):
+        save_as_ranks(states, tmp_path / "x")
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     save_as_ranks([state_at(1, 0, 1)], tmp_path / "saved")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import Box, boxes_of, row_major_strides, split_rows
 from opt_checkpoint.convert.name_maps import Described, Piece, to_ours, to_theirs
-from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
+from opt_checkpoint.convert.name_rules import SAME_NAMES, NamePattern, NameRule, fingerprint, names_of
 from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
@@ -35,6 +35,7 @@ from opt_checkpoint.disk.data_file import bytes_view
 from opt_checkpoint.disk.index import (
     COMMON_KEY,
     COPIES,
+    PADDED,
     ByteRange,
     CheckpointIndex,
     Kind,
@@ -291,7 +292,9 @@ def _index_of(folder: Path, names: Sequence[NameRule]) -> CheckpointIndex:
             chunks.append(StoredChunk(box=piece.box, place=place, within=piece.within))
         tensors[key] = StoredTensor(shape=described.shape, dtype=described.dtype, chunks=tuple(chunks))
     files = {file: StoredFile(size=(folder / file).stat().st_size) for file in {own.file for own in found.values()}}
-    copies = {COPIES: frozenset(mapped.tied)}
+    padded = [NamePattern(name) for rule in names if rule.rows is not None for name in names_of(rule.ours)]
+    is_padded = lambda key: any(pattern.match(key) is not None for pattern in padded)
+    copies = {COPIES: frozenset(mapped.tied), PADDED: frozenset(filter(is_padded, tensors))}
     return CheckpointIndex(path=folder, kind=Kind.SAFETENSORS, tensors=tensors, objects={}, files=files, details=copies)
 
 

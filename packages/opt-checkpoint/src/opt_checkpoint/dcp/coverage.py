@@ -184,10 +184,14 @@ def _tensor_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
         total = math.prod(shape[key].tolist())
         if covered[key] != total:
             ranks = sorted(set(t.rank[t.owner[mains]][key_of_main == key].tolist()))
+            others = sorted(set(t.rank[(t.key == key) & ~t.main].tolist()))
+            replicas = f"; ranks {others} hold replicas, of which none is main (replica_id=0)" if others else ""
             yield (
                 key,
                 f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "
-                f"{list(t.shape_of(int(t.first_of_key[key])))} (ranks {ranks}); a shard is missing",
+                f"{list(t.shape_of(int(t.first_of_key[key])))} (ranks {ranks}){replicas}; a shard is missing. If ranks "
+                f"have different parts of one model, or rank 0 lacks one of its buffers, pass "
+                f"sharded_model(model, groups=...) or register the buffer on every rank",
             )
 
 

@@ -32,7 +32,7 @@ from opt_checkpoint.dcp.templates import check_form, inner_value, value_for
 from opt_checkpoint.disk.archives import SafeGlobals, loaded_whole
 from opt_checkpoint.disk.checkpoint import Opened, read_objects
 from opt_checkpoint.disk.data_file import DataFiles
-from opt_checkpoint.disk.index import COMMON_KEY, COPIES, Kind, Region, StoredChunk, StoredTensor
+from opt_checkpoint.disk.index import COMMON_KEY, COPIES, PADDED, Kind, Region, StoredChunk, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.model_parallel import check_stages
@@ -40,6 +40,7 @@ from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import check_dense, converts_exactly, is_dtensor, local_tensor, sharded_like
 from opt_checkpoint.state.tree import ABSENT, Path, flatten_state, leaves, lookup, path_text, scopes, without_tensors
 
+EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state returns
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -241,7 +242,7 @@ class ShardedLoadPlanner:
 
     def _plan_reads_of(self, key: str, shard: ShardedTensor) -> None:
         stored = self.index.tensors[key]
-        self._check_description(shard, stored)
+        self._check_description(key, shard, stored)
         if shard.data is None:
             shard.init_data("cpu")
         elif is_quantized(shard.data):  # quantised after all values are read
@@ -297,12 +298,21 @@ class ShardedLoadPlanner:
         memory = data.untyped_storage().data_ptr()
         self.items = [i for i in self.items if i.key != key or i.target.untyped_storage().data_ptr() != memory]
 
-    def _check_description(self, shard: ShardedTensor, stored: StoredTensor) -> None:
+    def _check_description(self, key: str, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:
-            if not shard.allow_shape_mismatch or len(shard.global_shape) != len(stored.shape):
+            is_padded = key in self.index.details.get(PADDED, ())
+            is_padded = is_padded and all(n >= m for n, m in zip(shard.global_shape, stored.shape))
+            is_allowed = shard.allow_shape_mismatch or is_padded
+            if not is_allowed or len(shard.global_shape) != len(stored.shape):
+                hint = "set allow_shape_mismatch if the difference is padding"
+                if key.endswith(EXTRA_STATE):
+                    hint = (
+                        "an extra state is one value of any length: load it with None in its place, and give what the "
+                        "report's state has to the module's set_extra_state"
+                    )
                 raise CheckpointMismatchError(
                     f"{shard.key} is stored with global shape {list(stored.shape)}, asked for with "
-                    f"{list(shard.global_shape)}; set allow_shape_mismatch if the difference is padding"
+                    f"{list(shard.global_shape)}; {hint}"
                 )
             self._to_zero.append(shard)
         if shard.data is not None:

@@ -29,6 +29,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
 PATHS = "paths"  # in the details: the paths of plain values by key
 COMMON_KEY = "common_state/shard_0_1"
 COPIES = "copies"  # in the details: tensors that need not be requested, because others are stored in the same bytes
+PADDED = "padded"  # in the details: tensors that a state may request with rows after the stored ones, which become zero
 MAX_DIMS = 64  # as in torch
 PIECE_BYTES = 1 << 20  # the manifest has a checksum of each run of this many bytes of a stored tensor
 

@@ -231,6 +231,10 @@ def place_(state: Any, axes: ModelAxes) -> None:
     if error is None:
         _name_experts(axes.ep, entries)
         _name_layers(axes.pp, entries)
+        dense = [entry for entry in entries if not entry.marks.is_expert]
+        experts = [entry for entry in entries if entry.marks.is_expert]
+        error = _uneven_parts(axes.tp, dense) or _uneven_parts(axes.expert_tp, experts)
+    if error is None:
         try:
             for entry in entries:
                 entry.parent[entry.at] = _described(axes, entry)
@@ -350,6 +354,23 @@ def _name_layers(pp: Axis, entries: Sequence[_Entry]) -> None:
             entry.name = ".".join(parts)
         elif counts[entry.scoped] > 1:
             entry.name = f"stage{pp.rank}of{pp.size}.{entry.name}"
+
+
+def _uneven_parts(tp: Axis, entries: Sequence[_Entry]) -> str | None:
+    """A sentence if ranks have parts of different shapes of one parameter. Collective over `tp`."""
+    if tp.size == 1:
+        return None
+    cut = {entry.key: tuple(entry.marks.tensor.shape) for entry in entries if entry.marks.is_cut}
+    per_rank = tp.gather_objects(cut)
+    for key, shape in per_rank[0].items():
+        shapes = [of_rank.get(key, shape) for of_rank in per_rank]
+        if len(set(shapes)) > 1:
+            return (
+                f"{key} is tensor parallel, and its parts have different shapes: {', '.join(map(str, shapes))} by "
+                f"rank; only equal parts have a place in the whole parameter: pad it to a multiple of {tp.size}, or "
+                f"describe the parts with ShardedTensor in a sharded_state_dict(prefix) method of its module"
+            )
+    return None
 
 
 def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorFactory:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -345,6 +346,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
         CheckpointingException: something sharded is in a tuple, a factory does not build, or a DTensor is not one
             block of its tensor.
     """
+    _check_tree(state)
     flat = FlatState(state=state, tensors={}, objects={}, common={}, built={}, empty={}, plain={}, relative={})
     parts: dict[Path, ScopedState] = dict(scopes(state))
     for part in parts.values():
@@ -375,22 +377,42 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
         elif isinstance(value, dict):
             flat.empty[path] = value
         elif not isinstance(value, LocalNonpersistentObject):
-            _refuse_stateful(path, value)
             flat.common[path] = value
     return flat
 
 
-def _refuse_stateful(path: Path, value: Any) -> None:
-    """Raise CheckpointValueError for an object with a `state_dict`, in a plain value too: neither saved nor loaded."""
-    if isinstance(value, list | tuple | dict):
-        for key, inner in _items(value):
-            _refuse_stateful((*path, key), inner)
-    elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        raise CheckpointValueError(
-            f"{path_text(path)} is a {type(value).__name__}, an object with a state_dict, which is neither saved nor "
-            f"loaded; pass its state_dict() and give the loaded one to its load_state_dict(), or pass "
-            f"sharded_model(model) for a module and sharded_optimizer(model, optimizer) for an optimizer"
-        )
+def _check_tree(state: Any) -> None:
+    """Check that a state is a tree of values that can be saved or loaded.
+
+    Raises:
+        CheckpointValueError: a container contains itself, or a value is an object with a `state_dict` or a stream.
+    """
+    around: dict[int, Path] = {}  # the paths of the containers around the current value
+
+    def walk(path: Path, value: Any) -> None:
+        if isinstance(value, dict | list | tuple):
+            if id(value) in around:
+                raise CheckpointValueError(
+                    f"{path_text(path)} is {path_text(around[id(value)]) or 'the state'} again, which contains it; a "
+                    f"state must be a tree: leave out the reference"
+                )
+            around[id(value)] = path
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                walk((*path, key), inner)
+            del around[id(value)]
+        elif isinstance(value, BytesIO):
+            raise CheckpointValueError(
+                f"{path_text(path)} is a BytesIO, which cannot be stored; pass its getvalue(), and let get_extra_state "
+                f"of a module return bytes or a uint8 tensor"
+            )
+        elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            raise CheckpointValueError(
+                f"{path_text(path)} is a {type(value).__name__}, an object with a state_dict, which is neither saved "
+                f"nor loaded; pass its state_dict() and give the loaded one to its load_state_dict(), or pass "
+                f"sharded_model(model) for a module and sharded_optimizer(model, optimizer) for an optimizer"
+            )
+
+    walk((), state)
 
 
 def _read_source_(described: ShardedTensor | ShardedTensorFactory) -> None:
