@@ -258,7 +258,7 @@ def test_params_read_from_a_group_have_arrived(read: Callable[[Any], Any]) -> No
     assert all_equal(read(group), 0.5)
 
 
-def test_a_patched_forward_that_holds_its_module_keeps_the_overlap() -> None:
+def test_a_patched_forward_with_its_module_keeps_the_overlap() -> None:
     """As Accelerate patches it: then nothing but the parameters that are read is awaited."""
     model = Model()
     model.forward = partial(Model.forward, model)  # type: ignore[method-assign]

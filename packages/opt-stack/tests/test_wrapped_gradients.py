@@ -76,7 +76,7 @@ def test_one_optimizers_zero_grad_leaves_the_others_gradients(replaced: bool) ->
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("when", ["instead of backward", "after backward", "after finish_grad_sync"])
-def test_a_gradient_assigned_to_a_wrapped_parameter_stops_every_rank(overlap: bool, when: str) -> None:
+def test_a_gradient_assigned_to_a_wrapped_param_stops_all_ranks(overlap: bool, when: str) -> None:
     """Gradients of `torch.autograd.grad`, assigned to `param.grad`, were lost; the step reported a norm of 0. After a
     complete backward they were ignored."""
     of_wrapper = DistributedDataParallelConfig(overlap_grad_reduce=overlap)

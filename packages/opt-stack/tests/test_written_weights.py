@@ -160,7 +160,7 @@ MOVED: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("move", MOVED.values(), ids=MOVED)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_parameters_that_the_model_keeps_under_another_name_train(move: Callable[[Any], object], steps: int) -> None:
+def test_parameters_kept_under_another_name_are_trained(move: Callable[[Any], object], steps: int) -> None:
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [model], {})
     train(model, optimizer, range(steps))

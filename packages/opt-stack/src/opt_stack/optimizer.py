@@ -78,7 +78,8 @@ class Optimizer(GradientStatistics):
         self._rank_local = rank_local
         self.roles = roles  # the process groups it was built for
         self._everyone = roles.everyone
-        self._compare, self._compare_weights = compare, compare_weights
+        self._compare = compare
+        self._compare_weights = compare_weights
         self._is_first_step = roles.everyone.size > 1  # and replicas may differ after a load
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
