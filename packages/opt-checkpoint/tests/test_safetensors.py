@@ -169,7 +169,7 @@ def test_tied_values_are_stored_once_and_read_twice_and_others_refused(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "x", "y"]
 
 
-def test_a_padded_vocabulary_of_dtensors_is_filled_and_its_padding_zeroed(tmp_path: Path) -> None:
+def test_padded_vocabularies_of_dtensors_are_filled(tmp_path: Path) -> None:
     whole, names = torch.randn(10, 3), [NameRule(ours="embed.weight", theirs="wte", rows=10)]
     save_safetensors({"wte": whole}, tmp_path / "hf")
     with world_of_one():

@@ -74,11 +74,12 @@ def _former_names(flat: FlatState, index: CheckpointIndex, names: Mapping[Path, 
             state = _STATE_PREFIX.match(key)
             name = key[state.end() :] if state else key
             parts[flat.tensors[path].key.removesuffix(name)][name] = path
-    return {
-        paths[name]: _Renamed(base, name, old)
-        for base, paths in parts.items()
-        for name, old in former_names(paths, lambda name, base=base: base + name in index.tensors).items()  # type: ignore[misc]
-    }
+    former: dict[Path, _Renamed] = {}
+    for base, paths in parts.items():
+        stored = {key.removeprefix(base) for key in index.tensors if key.startswith(base)}
+        for name, old in former_names(paths, stored.__contains__).items():
+            former[paths[name]] = _Renamed(base, name, old)
+    return former
 
 
 def _main_values(
