@@ -24,7 +24,7 @@ from opt_checkpoint import (
     load,
     save,
 )
-from opt_checkpoint.dcp.layout import weighted_sum
+from opt_checkpoint.dcp.layout import fingerprint, weighted_sum
 
 SHAPE, HALF = (ROWS, COLUMNS), ROWS * COLUMNS // 2
 
@@ -150,6 +150,13 @@ def test_objects_that_differ_are_refused_by_value(tmp_path: Path, name: str) -> 
         CheckpointingException, match=r"differ between ranks: value.* \(ranks \[1\]\).*common='first_rank'"
     ):
         save_as_ranks(states, tmp_path / "x")
+
+
+def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
+    model = torch.nn.Linear(1, 1)
+    model.parts = [model, {"again": model}]
+    assert fingerprint(model) == fingerprint(model)
+    assert fingerprint(model) != fingerprint(torch.nn.Linear(1, 1))
 
 
 def test_equal_sets_in_another_order_are_equal(tmp_path: Path) -> None:

@@ -173,49 +173,52 @@ def _storable(shard: ShardedTensor) -> Tensor:
     return data
 
 
-def fingerprint(value: Any, start: int = 0) -> int:
+def fingerprint(value: Any, start: int = 0, objects: dict[int, tuple[Any, int]] | None = None) -> int:
     """A number that is equal for equal plain values, to compare ranks. For a tensor: of its dtype, shape and bytes.
 
     Args:
         value: any nested value.
         start: the number of what is before it.
+        objects: the objects in it that have a number already, by their `id`.
     """
+    objects = {} if objects is None else objects
     if isinstance(value, Tensor):
         start = zlib.crc32(f"tensor {value.dtype} {tuple(value.shape)}".encode(), start)
         return zlib.crc32(bytes_view(contiguous(value)), start)
     if isinstance(value, dict):
         start = zlib.crc32(f"dict of {len(value)}".encode(), start)
         for key, inner in value.items():
-            start = fingerprint(inner, zlib.crc32(f"key {key!r}".encode(), start))
+            start = fingerprint(inner, zlib.crc32(f"key {key!r}".encode(), start), objects)
         return start
     if isinstance(value, list | tuple):
         start = zlib.crc32(f"{type(value).__name__} of {len(value)}".encode(), start)
         for inner in value:
-            start = fingerprint(inner, start)
+            start = fingerprint(inner, start, objects)
         return start
     if isinstance(value, set | frozenset):  # whose order depends on the hash seed of the process
-        elements = sorted(fingerprint(element) for element in value)
+        elements = sorted(fingerprint(element, 0, objects) for element in value)
         return fingerprint(elements, zlib.crc32(type(value).__name__.encode(), start))
     if isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype):
         text = f"{type(value).__name__} {value!r}"
     elif isinstance(value, type) or isroutine(value):
-        text = f"{value.__module__}.{value.__qualname__}"
+        text = f"{getattr(value, '__module__', None)}.{value.__qualname__}"
     else:
-        return _object_fingerprint(value, start)
+        text = f"object {_object_fingerprint(value, objects)}"
     return zlib.crc32(text.encode("utf-8", "surrogatepass"), start)
 
 
-def _object_fingerprint(value: Any, start: int) -> int:
+def _object_fingerprint(value: Any, objects: dict[int, tuple[Any, int]]) -> int:
     """The fingerprint of what is pickled of another object; of its class alone if it cannot be pickled.
 
     The repr of an object may contain an address, and a pickle depends on which of its parts are the same object.
     """
-    start = zlib.crc32(f"object of {type(value).__qualname__}".encode(), start)
-    try:
-        reduced = value.__reduce_ex__(2)
-    except Exception:
-        return start
-    if isinstance(reduced, str):
-        return fingerprint(reduced, start)
-    parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
-    return fingerprint(parts, start)
+    if id(value) not in objects:
+        start = zlib.crc32(type(value).__qualname__.encode())
+        objects[id(value)] = value, start  # for a part that refers to it
+        try:
+            reduced = value.__reduce_ex__(2)
+        except Exception:
+            return start
+        parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
+        objects[id(value)] = value, fingerprint(parts, start, objects)
+    return objects[id(value)][1]

@@ -154,7 +154,9 @@ def _joined(per_rank: Sequence[Mapping[str, T]]) -> dict[str, T]:
     joined: dict[str, T] = {}
     for rank, recorded in enumerate(per_rank):
         for name, value in recorded.items():
-            if fingerprint(joined.setdefault(name, value)) != fingerprint(value):
+            if name not in joined:
+                joined[name] = value
+            elif fingerprint(joined[name]) != fingerprint(value):
                 raise CheckpointValueError(
                     f"rank {rank} has {value!r:.80} for {name}, and a rank before it {joined[name]!r:.80}; ranks with "
                     f"parts or copies of one parameter must have the same states"
@@ -162,26 +164,27 @@ def _joined(per_rank: Sequence[Mapping[str, T]]) -> dict[str, T]:
     return joined
 
 
-def _copied_values(optimizer: Optimizer) -> int:
-    """A number for everything that a description copies, to find out later whether it has changed.
+def _copied_values(optimizer: Optimizer) -> tuple[int, int]:
+    """Two numbers for everything that a description copies, to find out later whether it has changed.
 
     Tensors of state are shared, so it is the tensors that count; of an optimizer with a `state_dict` of another form,
     which are copied, the step counts.
     """
     is_shared = type(optimizer).state_dict is Optimizer.state_dict
     copied: list[Any] = []
+    shared: list[tuple[str, int]] = []
     for group in optimizer.param_groups:
         copied.append({field: value for field, value in group.items() if field != "params"})
         for param in group["params"]:
             for name, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and is_shared:
-                    copied.append((name, id(value)))
+                    shared.append((name, id(value)))
                 elif not isinstance(value, Tensor) or not value.dim():
                     copied.append((name, value))
-    return fingerprint(copied)
+    return fingerprint(copied), hash(tuple(shared))
 
 
-def _check_current(optimizer: Optimizer, described: int) -> None:
+def _check_current(optimizer: Optimizer, described: tuple[int, int]) -> None:
     if _copied_values(optimizer) != described:
         raise CheckpointValueError(
             f"the groups or states of {type(optimizer).__name__} have changed since sharded_optimizer described them; "
