@@ -64,7 +64,7 @@ def value_for(path: Path, template: Tensor, stored: Any) -> Tensor:
         raise CheckpointMismatchError(f"{where} is stored as {_form_of(stored)}, asked for as {wanted}; {_AS_STORED}")
     number = stored if isinstance(stored, bool | int | float | complex) else complex(stored)  # type: ignore[call-overload]
     try:
-        value = torch.full((), number, dtype=template.dtype)
+        value = torch.full((), number, dtype=template.dtype, device="cpu")
         held = value.item()
     except (RuntimeError, OverflowError):
         held = None
