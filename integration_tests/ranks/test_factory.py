@@ -3,6 +3,8 @@ groups; and in scripts that a launcher starts and that never touch torch.distrib
 
 import json
 import math
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +239,44 @@ def test_a_world_that_is_announced_by_halves_is_refused_with_the_variables(monke
     with pytest.raises(ConfigError, match=message):
         DistributedDataParallel(DistributedDataParallelConfig(), model)
     assert not dist.is_initialized()
+
+
+LAUNCHERS = ("WORLD_SIZE", "SLURM_", "OMPI_", "MV2_", "PMI_")
+SRUN = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_NAME": "train"}
+STEP = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "interactive"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "announced"),
+    [
+        (SRUN, "2 tasks were announced (SLURM_NTASKS=2)"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks were announced (SLURM_STEP_NUM_TASKS=2)"),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "3 tasks were announced (OMPI_COMM_WORLD_SIZE=3)"),
+        ({"PMI_SIZE": "2"}, "2 tasks were announced (PMI_SIZE=2)"),
+        (SRUN | {"SLURM_NTASKS": "1"}, None),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # one task of an allocation for several
+        (SRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        (SRUN | {"WORLD_SIZE": "1"}, None),  # torchrun in every task
+        (STEP, None),
+        (SRUN | {"SLURM_JOB_NAME": "bash"}, None),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PTY_PORT": "40123"}, None),  # srun --pty
+        ({"SLURM_NTASKS": "2"}, None),  # the shell of salloc
+    ],
+)
+def test_tasks_that_train_alone_are_warned_of_once(
+    variables: dict[str, str], announced: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(variable)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            get_optimizer(OptimizerConfig(lr=0.1), [nn.Linear(2, 2)])
+    texts = [str(warning.message) for warning in caught if "announced" in str(warning.message)]
+    assert len(texts) == (announced is not None)
+    assert all(announced in text and "torch.distributed is not initialised" in text for text in texts)
 
 
 def test_a_world_size_that_is_not_a_number_of_ranks_is_refused_and_one_trains_alone(
