@@ -3,6 +3,7 @@
 import itertools
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,21 @@ def test_the_loss_scale_follows_every_sequence_of_overflows_but_stays_where_a_st
             scaler.update(torch.tensor(True), unless=torch.tensor(True)) if on_device else None
             found.append(scaler.scale)
         assert found == scales_by_hand(overflows)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["bool", "tensor"])
+@pytest.mark.parametrize("growth", [2.0, 3.0, 1e30])
+def test_a_loss_scale_stops_growing_where_one_skip_brings_it_back(growth: float, on_device: bool) -> None:
+    scaler = scaler_of(replace(RULE, window=1, growth=growth))
+    for _ in range(1100):
+        scaler.update(torch.tensor(False) if on_device else False)
+    largest = scaler.scale
+    assert largest <= torch.finfo(torch.float32).max < largest * growth
+    again = scaler_of(RULE)
+    again.load_state_dict(scaler.state_dict())
+    for _ in range(RULE.hysteresis):
+        again.update(True)
+    assert again.scale == largest * RULE.backoff
 
 
 def test_a_count_follows_what_the_device_decides() -> None:

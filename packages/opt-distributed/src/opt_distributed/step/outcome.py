@@ -21,6 +21,8 @@ from opt_distributed.comm.device import Device, HostCopy
 from opt_distributed.step.guards import Guard
 from opt_distributed.step.verdict import Report, Verdict
 
+MAX_SCALE = torch.finfo(torch.float32).max
+"""A dynamic loss scale does not grow beyond this: a scaled fp32 loss would overflow in every step until it is back."""
 WAIT_SECONDS = 5.0  # for the statistics of a step at the end; a collective whose peer has died never completes
 
 
@@ -179,7 +181,8 @@ class Scaler:
     """The factor by which the loss is multiplied: a constant, or with a `rule` dynamic.
 
     A dynamic scale grows after `window` steps without overflow; it backs off after `hysteresis` overflows since it last
-    grew. As in Megatron-Core, a backoff does not reset the hysteresis count: every further overflow backs off again,
+    grew. Growth stops below `MAX_SCALE`, which it reaches only where no gradient arrives. As in Megatron-Core,
+    a backoff does not reset the hysteresis count: every further overflow backs off again,
     until a full window of steps without overflow grows the scale and resets the count.
 
     The host knows the state until a device first decides whether a step overflowed. From then on the state is a tensor
@@ -275,10 +278,12 @@ def _rescaled(before: Tensor, found_inf: Tensor, unless: Tensor | None, rule: Dy
     where = torch.where
     scale, clean, forgiven = before.unbind()
     grows = clean + 1 >= rule.window
+    grown = scale * rule.growth
+    grown = where(grown <= MAX_SCALE, grown, scale)
     backed_off = (scale * rule.backoff).clamp(min=rule.minimum)
     after = torch.stack(
         [
-            where(found_inf, where(forgiven <= 1, backed_off, scale), where(grows, scale * rule.growth, scale)),
+            where(found_inf, where(forgiven <= 1, backed_off, scale), where(grows, grown, scale)),
             where(found_inf | grows, 0.0, clean + 1),
             where(found_inf, forgiven - 1, where(grows, float(rule.hysteresis), forgiven)),
         ]
