@@ -64,6 +64,16 @@ def test_replicas_with_different_weights_are_refused_on_every_rank(spread: str, 
     assert set(run_threads(3, rank_main)) == {MESSAGE}
 
 
+def test_modules_in_another_order_are_refused_by_name() -> None:
+    def rank_main(comm: Comm) -> str:
+        names = ("first", "second", "third") if comm.rank == 0 else ("first", "third", "second")
+        net = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+        return built(net, roles_over(comm), broadcast_params=True)
+
+    for text in run_threads(2, rank_main):
+        assert "another order: where rank 0 has second.weight, rank 1 has third.weight" in text
+
+
 @pytest.mark.parametrize("spread", CONFIGS)
 def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread: str) -> None:
     def rank_main(comm: Comm) -> dict[str, Tensor]:

@@ -236,18 +236,21 @@ def check_peers(draft: Draft) -> None:
         digest = sha256(f"{draft.plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
         digests = from_all_replicas(axes, digest)
         if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-            per_rank = from_all_replicas(axes, local)
+            order = [str(id) for id in draft.params if str(id) in local]
+            per_rank, orders = zip(*from_all_replicas(axes, (local, order)), strict=True)
+            difference = _difference(per_rank[0], per_rank[others[0]], rank=others[0])
+            difference = difference or _first_out_of_order(orders[0], orders[others[0]], rank=others[0])
             problems.append(
                 f"{'expert ' * experts}data-parallel ranks {others} have another plan than rank 0: config, "
                 "overrides and model must be equal on all ranks that share parameters"
-                f"{_difference(per_rank[0], per_rank[others[0]], rank=others[0])}"
+                f"{difference}"
             )
         # Tensor-parallel ranks compare the hyper-parameters of the parameters of which both hold a part.
         numbers = {name: {key: text for key, text in all.items() if key in keys} for name, all in local.items()}
-        per_rank = axes.tp.gather_objects(numbers)
-        for rank, of_rank in enumerate(per_rank):
-            both = per_rank[0].keys() & of_rank.keys()
-            first, other = ({name: texts[name] for name in both} for texts in (per_rank[0], of_rank))
+        of_tp = axes.tp.gather_objects(numbers)
+        for rank, of_rank in enumerate(of_tp):
+            both = of_tp[0].keys() & of_rank.keys()
+            first, other = ({name: texts[name] for name in both} for texts in (of_tp[0], of_rank))
             if first != other:
                 problems.append(
                     "tensor-parallel ranks have different hyper-parameters for one parameter"
@@ -284,6 +287,17 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int
             ours, theirs = first[name].get(key), other[name].get(key)
             if ours != theirs:
                 return f"; {key} of {name} is {ours} on rank 0 and {theirs} on rank {rank}"
+    return ""
+
+
+def _first_out_of_order(first: Sequence[str], other: Sequence[str], *, rank: int) -> str:
+    """Name the first parameter that another one takes the place of; both hold the same names."""
+    for ours, theirs in zip(first, other, strict=True):
+        if ours != theirs:
+            return (
+                f"; the parameters have another order: where rank 0 has {ours}, rank {rank} has {theirs}; register "
+                "modules and parameters in the same order on all ranks"
+            )
     return ""
 
 
