@@ -7,6 +7,7 @@ that need all gradients (a clip coefficient, a skipped step) are not available, 
 refused.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import ref
@@ -52,7 +53,7 @@ class GradientRelease:
         self._updated: set[Tensor] = set()  # in this iteration; parameters hash by identity
         self._device = optimizer.stepper.device
         self._last_norms: Tensor | None = None  # (slots,) float64, of the last iteration that `step()` ended
-        self.drop()
+        self._restart()
         self._parts: dict[Tensor, tuple[Unit, OwnedPiece, Callable[[], Sequence[Tensor | None]]]] = {
             piece.param: (unit, piece, piece.source.reader([(piece.id, piece.of_param)]))
             for unit in optimizer.stepper.units
@@ -88,7 +89,7 @@ class GradientRelease:
         self._last_norms = norms
         if self._updated:
             self.optimizer.loaded_weights.accept_writes()
-        self.drop()
+        self._restart()
         return StepResult.later(lambda: (not bool(skip), float(norms[0]), None))
 
     @property
@@ -98,7 +99,20 @@ class GradientRelease:
         return {} if self._last_norms is None else dict(zip(slots, self._last_norms.tolist(), strict=True))
 
     def drop(self) -> None:
-        """Restart the iteration, also after a backward pass that may have failed."""
+        """Restart the iteration, also after a backward pass that may have failed. Warns if it has updated parameters:
+        they keep these updates, and a retried backward adds another."""
+        if self._updated:
+            warnings.warn(
+                f"zero_grad() dropped an iteration in which backward had updated {len(self._updated)} of "
+                f"{len(self._parts)} parameters already: these updates stay, and a retried backward updates the "
+                "same parameters again; load a checkpoint to undo them",
+                RuntimeWarning,
+                stacklevel=3,  # the caller of `zero_grad`
+            )
+        self._restart()
+
+    def _restart(self) -> None:
+        """Forget the updates and statistics of this iteration."""
         self._updated.clear()
         slots = self.optimizer.stepper.limits.slots
         with torch.inference_mode(False):  # a backward pass must be able to write them
