@@ -6,18 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices import CoefficientType
+from opt_kernels.matrices import CoefficientType, MatmulPrecision
 from opt_kernels.matrices.orthogonal_basis import cholesky, householder
 from opt_kernels.matrices.orthogonalization import (
     AOL_RANGE,
     Coefficients,
     Schedule,
     cut,
+    narrow_steps,
     newton_schulz,
     reference_newton_schulz,
     row_scales,
     schedule,
 )
+from opt_kernels.rules import MuonRule
 
 # Number of steps and digest of Emerging-Optimizers' table, and the documented range of singular values.
 PUBLISHED = {
@@ -120,8 +122,70 @@ def test_segments_are_about_as_accurate_as_single_steps(dtype: torch.dtype, kind
 def test_the_size_of_a_gradient_does_not_matter() -> None:
     x, steps = matrix(16, 64).float(), steps_of(CoefficientType.QUINTIC)
     expected = newton_schulz(x, segments=(steps,))
-    for scale in (1e-13, 1e-6, 1e6, 1e15):
+    for scale in (1e-13, 1e-6, 1e6, 1e15, 1e25, 1e36):  # above 1.8e19 squares overflow, and the direction was zero
         torch.testing.assert_close(newton_schulz(x * scale, segments=(steps,)), expected, rtol=0, atol=1e-4)
+
+
+# What five steps make of singular values below 0.01 of the norm, where it is above the upper end of the range.
+OF_SMALLER = {CoefficientType.SIMPLE: 1.203, CoefficientType.QUINTIC: 1.146, CoefficientType.DEEPSEEKV4: 1.003}
+UNITS = {torch.bfloat16: 12 * 2.0**-8, torch.float16: 32 * 2.0**-11}  # that rounding may add, as documented
+IN_16_BITS = [kind for kind in SETS if kind is not CoefficientType.CANS]
+
+
+def of_every_rank(kind: CoefficientType) -> list[Tensor]:
+    """Matrices of rank one and more. Their largest singular values are those whose image is an end of a step's range,
+    from where rounding leads out of the domain of the next step."""
+    even = torch.linspace(0.001, 1.0, 20_001, dtype=torch.float64)
+    turns = []
+    for number in range(1, 5):
+        slopes = mapped(even, steps_of(kind)[:number]).diff()
+        turns.append(even[1:-1][slopes[1:] * slopes[:-1] < 0])
+    ends = torch.cat(turns)
+    found = [matrix(*shape) for shape in ((1, 50), (50, 1), (1, 1), (5, 9))]
+    found += [matrix(rows, 1) @ matrix(1, cols) for rows, cols in ((64, 64), (48, 200))]
+    for rows, cols in ((32, 48), (48, 200), (300, 16)):
+        rank = min(rows, cols)
+        alone = torch.cat([ends[:1], (1 - ends[:1] ** 2).clamp_min(0).sqrt(), torch.zeros(rank - 2).double()])
+        uniform = torch.rand(rank, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        cycle = ends[torch.arange(rank) % len(ends)]
+        found += [
+            matrix(rows, cols, spectrum=values) for values in (alone, uniform, cycle, torch.logspace(0, -3, rank))
+        ]
+    return found
+
+
+@pytest.mark.parametrize("dtype", UNITS, ids=str)
+@pytest.mark.parametrize("kind", IN_16_BITS)
+def test_sixteen_bits_keep_the_documented_range(kind: CoefficientType, dtype: torch.dtype) -> None:
+    """In bf16 cubic5 made (1, n) matrices 0.08 long, and polar_express lifted singular values to 1.95."""
+    *_, low, high = PUBLISHED[kind]
+    is_aol, steps = kind is CoefficientType.AOL, narrow_steps(steps_of(kind)) or steps_of(kind)
+    for x in of_every_rank(kind):
+        wide = x.mT if x.shape[-2] > x.shape[-1] else x
+        wide = wide / wide.norm()
+        rows, cols = wide.shape[-2:]
+        segments = cut(steps, rows=rows, cols=cols, dtype=dtype, symmetric=True)
+        got = newton_schulz(wide.float(), segments=segments, dtype=dtype, rescale_rows=is_aol).double()
+        # Rows that aol rescales have other singular vectors.
+        u, s, v = torch.linalg.svd(row_scales(wide @ wide.mT) * wide if is_aol else wide, full_matrices=False)
+        kept = s[0] >= (0.02 if is_aol else 0.01)
+        of_kept = torch.linalg.svdvals(u[0][:, kept].mT @ got[0] @ v[0][kept].mT)
+        assert float(of_kept.min()) >= low - UNITS[dtype], tuple(x.shape)
+        assert float(torch.linalg.matrix_norm(got, 2)) <= OF_SMALLER.get(kind, high) + UNITS[dtype], tuple(x.shape)
+
+
+def test_coefficients_that_diverge_in_16_bits_are_refused() -> None:
+    """One step of cans on a gradient of rank one moved weights by 1e4 to 1e10 learning rates."""
+    own = tuple(steps_of(CoefficientType.CANS))
+    for chosen in (
+        {"coefficient_type": CoefficientType.CANS},
+        {"coefficient_type": CoefficientType.CUSTOM, "custom_coefficients": own},
+    ):
+        with pytest.raises(ValueError, match=r"fp32_matmul_prec 'medium': .*'high' or 'highest'"):
+            MuonRule(**chosen)  # type: ignore[arg-type]
+        rule = MuonRule(**chosen, fp32_matmul_prec=MatmulPrecision.HIGHEST)  # type: ignore[arg-type]
+        direction = rule.orthogonalization(matrix(1, 50).float())
+        assert float(direction.norm()) == pytest.approx(mapped(torch.ones(1).double(), own).item(), abs=0.02)
 
 
 def test_schedules_repeat_as_their_sets_say_and_wrong_ones_are_refused() -> None:

@@ -14,6 +14,7 @@ depend on the schedule and the dtype.)
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -45,15 +46,20 @@ Schedule: TypeAlias = tuple[Coefficients, ...]
 
 
 class CoefficientType(NamedChoice):
-    """The sets by name. Brackets: the range to which five steps map the singular values in [0.01, 1]."""
+    """The sets by name. Brackets: the range to which five steps map the singular values in [0.01, 1] of the norm.
 
-    SIMPLE = "simple"  # [0.682, 1.134] Keller Jordan's Muon: the steepest start, does not converge
-    QUINTIC = "quintic"  # [0.978, 1.032] five different steps, Megatron-Core's default
+    Smaller singular values stay below its upper end, or below the number after `<`. In 16 bits, rounding moves both
+    ends by at most 12 units of 2⁻⁸ in bf16 and 32 units of 2⁻¹¹ in fp16, also for matrices of rank one. A set whose
+    steps diverge after that is refused in 16 bits: cans, and custom ones like it.
+    """
+
+    SIMPLE = "simple"  # [0.682, 1.134] < 1.203 Keller Jordan's Muon: the steepest start, does not converge
+    QUINTIC = "quintic"  # [0.978, 1.032] < 1.146 five different steps, Megatron-Core's default
     POLAR_EXPRESS = "polar_express"  # [0.870, 1.124] arXiv 2505.16932: minimax steps, damped by 1.01 per degree
-    CANS = "cans"  # [0.884, 1.120] arXiv 2506.10935: Chebyshev steps
-    DEEPSEEKV4 = "deepseekv4"  # [1.000, 1.001] after its ten steps: eight simple ones, then two that converge
+    CANS = "cans"  # [0.884, 1.120] arXiv 2506.10935: Chebyshev steps; for fp32 products
+    DEEPSEEKV4 = "deepseekv4"  # [1.000, 1.001] < 1.003 its ten steps: eight simple ones, then two that converge
     CUBIC5 = "cubic5"  # [0.774, 1.300] no fifth power: two matrix products a step in place of three
-    AOL = "aol"  # [0.987, 1.082] four steps, of [0.02, 0.8]: of rows rescaled by `row_scales`
+    AOL = "aol"  # [0.987, 1.082] < 1.085 four steps, of [0.02, 0.8]: of rows rescaled by `row_scales`
     CUSTOM = "custom"  # the caller's own, repeated in a cycle
 
 
@@ -89,6 +95,10 @@ _SETS: Mapping[CoefficientType, Schedule] = {
 # Others are continued with their last step: aol, repeated from its first step, would map 1 to -0.6.
 _CYCLES = (CoefficientType.SIMPLE, CoefficientType.QUINTIC, CoefficientType.CUSTOM)
 _OF_ONE_LENGTH = (CoefficientType.CUBIC5,)
+# Sets that 16-bit rounding carries away: each polynomial reaches the end of the next one's domain at several values,
+# and that one falls steeply before the end and diverges after it. With five steps in bf16, no damping keeps values
+# above 0.77; more steps would, but lose them in segments.
+_NOT_IN_16_BITS = (CoefficientType.CANS,)
 
 
 def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()) -> Schedule:
@@ -109,6 +119,53 @@ def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[fl
     if kind not in _CYCLES:
         steps += steps[-1:] * (num_steps - len(steps))
     return tuple(steps[i % len(steps)] for i in range(num_steps))
+
+
+class Range(NamedTuple):
+    """Where steps map singular values."""
+
+    low: float  # of those of at least 0.01
+    high: float  # of all
+
+
+SMALLEST, GRID = 0.01, 2001
+CONVERGED = 0.65  # lower end of the range of steps that converge; other ranges depend on each rounding
+DAMPING = 1.01  # per degree, as in Polar Express: it leaves room for values that rounding lifts above the range
+DRIFT = 0.05  # of a range, if each step is off by two units of bf16
+
+
+def range_of(steps: Schedule, *, unit: float = 0.0) -> Range:
+    """The range of singular values in [0, 1] after the steps, if each step adds an error of up to `unit` times its
+    result, in the worst direction."""
+    even = torch.linspace(0.0, 1.0, GRID, dtype=torch.float64, device="cpu")
+    small = torch.logspace(-6.0, 0.0, GRID, dtype=torch.float64, device="cpu")  # steep steps lift these far
+    start = torch.cat([even, small])
+    lower, upper = start * (1 - unit), start * (1 + unit)
+    parts = torch.linspace(0.0, 1.0, 5, dtype=torch.float64, device="cpu").unsqueeze(-1)
+    for a, b, c in steps:
+        x = lower + parts * (upper - lower)
+        squares = x * x
+        values = x * (a + squares * (b + squares * c))
+        lower, upper = values.amin(0), values.amax(0)
+        error = unit * torch.maximum(lower.abs(), upper.abs())
+        lower, upper = lower - error, upper + error
+    return Range(float(lower[start >= SMALLEST].min()), float(upper.max()))
+
+
+@cache
+def narrow_steps(steps: Schedule) -> Schedule | None:
+    """The steps for 16-bit products: `steps`, or damped ones where rounding would carry values out of their range.
+
+    None if damping does not suffice. cubic5 is damped, as it maps 1 to nearly 0.
+    """
+    low, high = range_of(steps)
+    damped = [Coefficients(a / DAMPING, b / DAMPING**3, c / DAMPING**5) for a, b, c in steps[:-1]]
+    for candidate in (steps, (*damped, steps[-1])):
+        rounded = range_of(candidate, unit=torch.finfo(torch.bfloat16).eps)
+        is_kept = low < CONVERGED or rounded.low >= (1 - DRIFT) * low
+        if is_kept and rounded.high <= (1 + DRIFT) * high:
+            return candidate
+    return None
 
 
 AOL_RANGE = 0.8  # largest singular value after the rescaling: below 0.884, where aol's first polynomial turns negative
@@ -155,9 +212,10 @@ def row_scales(gram: Tensor) -> Tensor:
     return AOL_RANGE * sums.clamp_min(torch.finfo(gram.dtype).smallest_normal).rsqrt()
 
 
-# An eigenvalue of R that consists of rounding errors may grow to about this before the polynomials stop contracting it.
-# In bf16, two steps of the quintic set reach 1.02 and are about as accurate as one step at a time. Three steps are less
-# accurate, and so are two steps of the cans set, which reach 1.07.
+# An eigenvalue of R that consists of rounding errors, of a unit times the largest eigenvalue, may grow to about this
+# before the polynomials stop contracting it. In bf16, two steps of the quintic set reach 1.02 and are about as accurate
+# as one step at a time. Three steps are less accurate; the second and third of polar_express, which reach 3.9, lift
+# values to 1.95.
 GROWTH_LIMIT = 1.05
 # Also below the limit, each step of a segment multiplies the error of R's small eigenvalues. With these lengths the
 # error is at most five times that of one step at a time, for every set, and on Gaussian matrices about twice at most.
@@ -172,13 +230,15 @@ def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetr
     Segments of one step each are the plain iteration, which is always allowed, and cheapest for a square matrix.
     """
     unit = torch.finfo(dtype).eps / 2
-    longest = LONGEST_NARROW if dtype.itemsize == 2 else LONGEST
+    is_narrow = dtype.itemsize == 2
+    longest = LONGEST_NARROW if is_narrow else LONGEST
     best: list[tuple[float, tuple[Schedule, ...]]] = [(0.0, ())]  # best[i]: cost and segments of the first i steps
     for end in range(1, len(schedule) + 1):
         candidates = []
         for start in range(end - 1, max(end - longest, 0) - 1, -1):
             segment = schedule[start:end]
-            if len(segment) > 1 and growth(segment) * unit > GROWTH_LIMIT:
+            error = unit * largest_eigenvalue(schedule[:start]) if is_narrow else unit
+            if len(segment) > 1 and growth(segment) * error > GROWTH_LIMIT:
                 break
             cost, before = best[start]
             cost += _cost(segment, ratio=cols / max(rows, 1), symmetric=symmetric)
@@ -190,6 +250,12 @@ def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetr
 def growth(segment: Schedule) -> float:
     """The factor by which the steps multiply the smallest eigenvalues of the Gram matrix."""
     return prod(a * a for a, _, _ in segment)
+
+
+@cache
+def largest_eigenvalue(steps: Schedule) -> float:
+    """The largest eigenvalue of the Gram matrix after these steps of any matrix of norm 1."""
+    return max(1.0, range_of(steps).high ** 2)
 
 
 def _cost(segment: Schedule, *, ratio: float, symmetric: bool) -> float:
@@ -251,10 +317,19 @@ def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callab
     The norm is computed in at least fp32, because a narrow sum of squares stops growing after a few thousand terms.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    if all_reduce is not None:
-        norm = all_reduce(norm.square()).sqrt()
+    norm = _norm(x, all_reduce)
+    # Ranks that share matrices have the same norms. On a device the host would have to wait for them.
+    has_overflowed = bool(norm.isinf().any()) if x.device.type == "cpu" else all_reduce is None
+    if has_overflowed:
+        x = x * torch.where(norm.isinf(), 2.0**-64, torch.ones_like(norm))
+        norm = _norm(x, all_reduce)
     return torch.div(x, norm.clamp_min(eps), out=torch.empty_like(x, dtype=dtype))
+
+
+def _norm(x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """The Frobenius norm of every whole matrix, (batch, 1, 1); infinite in fp32 above 1.8e19: squares overflow."""
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return norm if all_reduce is None else all_reduce(norm.square()).sqrt()
 
 
 def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor], *, is_start: bool) -> _Factor:
@@ -319,10 +394,21 @@ class Orthogonalization:
 
     @classmethod
     def of(cls, rule: Any, **more: Any) -> "Orthogonalization":
-        """That of a rule with the options of Newton-Schulz: `coefficient_type` and so on."""
+        """That of a rule with the options of Newton-Schulz: `coefficient_type` and so on.
+
+        Raises ValueError for a set that 16-bit rounding would make diverge, with the precision "medium".
+        """
         kind = rule.coefficient_type
+        steps = schedule(kind, num_steps=rule.num_ns_steps, custom=rule.custom_coefficients)
+        is_refused = kind in _NOT_IN_16_BITS or (kind is CoefficientType.CUSTOM and narrow_steps(steps) is None)
+        if is_refused and rule.fp32_matmul_prec is MatmulPrecision.MEDIUM:
+            raise ValueError(
+                f"coefficient_type '{kind}' with fp32_matmul_prec 'medium': 16-bit rounding carries singular values "
+                "out of the range where its steps converge, and updates could be of any size; set fp32_matmul_prec "
+                "(muon_fp32_matmul_prec in OptimizerConfig) to 'high' or 'highest', or choose other coefficients"
+            )
         return cls(
-            schedule=schedule(kind, num_steps=rule.num_ns_steps, custom=rule.custom_coefficients),
+            schedule=steps,
             precision=rule.fp32_matmul_prec,
             use_syrk=rule.use_syrk,
             rescale_rows=kind is CoefficientType.AOL,
@@ -377,7 +463,10 @@ class Orthogonalization:
             done = reference_newton_schulz(wide, segments=(self.schedule,), **common)
         else:
             rows, cols = wide.shape[-2:]
-            segments = cut(self.schedule, rows=rows, cols=cols, dtype=dtype, symmetric=self.use_syrk)
+            steps = self.schedule
+            if dtype.itemsize == 2:
+                steps = narrow_steps(steps) or steps
+            segments = cut(steps, rows=rows, cols=cols, dtype=dtype, symmetric=self.use_syrk)
             product = dense_product
             if self.use_syrk:
                 product = version("syrk", "symmetric_product", backend=self.backend, tensors=[x])
