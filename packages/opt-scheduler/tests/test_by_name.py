@@ -124,3 +124,23 @@ def test_restarts_fit_into_the_steps() -> None:
 def test_what_a_file_gets_wrong_is_refused_in_its_own_words(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{message}"):
         get_schedule(**{"peak": 1.0, "steps": 100} | arguments)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "minus_sqrt"])
+def test_wsd_has_torchtitans_rates_as_its_page_says(shape: str) -> None:
+    """With W steps from 0 the first update had a rate of 0, and the warmup was one step late."""
+    steps, warmup_steps, decay_steps, low = 50, 8, 20, 0.1
+    ours = get_schedule(
+        "wsd", peak=1.0, steps=steps, warmup_steps=warmup_steps - 1, start=1.0 / warmup_steps, decay_steps=decay_steps,
+        end=low, shape=shape,
+    )  # fmt: skip
+    falling = {
+        "linear": lambda progress: 1 - progress,
+        "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+        "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
+    }
+    for step in range(steps):
+        rate = min((step + 1) / warmup_steps, 1.0)
+        if step > steps - decay_steps:
+            rate = low + (1 - low) * falling[shape]((step - (steps - decay_steps)) / decay_steps)
+        assert ours(step) == pytest.approx(rate, rel=1e-12)

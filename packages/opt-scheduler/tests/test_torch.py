@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from opt_scheduler import FieldScheduler, OptimizerParamScheduler, ScheduleError, linear, one_cycle
+from opt_scheduler import (
+    FieldScheduler,
+    OptimizerParamScheduler,
+    Plateau,
+    ScheduleError,
+    cosine,
+    linear,
+    one_cycle,
+    warmup,
+)
 
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as torch_schedulers  # noqa: E402
@@ -180,3 +189,116 @@ class TestOneCall:
         resumed = as_lr_scheduler(optimizer, FALL, relative=relative)
         resumed.load_state_dict(state)
         assert resumed.get_last_lr() == [0.5, 0.125]
+
+
+# --- as parts of torch's composed schedulers, against torch's LambdaLR with the same curves -------------------------
+
+STEPS = 12
+RISE, WAVE, DOWN = linear(0.0, 1.0, steps=4), cosine(1.0, 0.1, steps=6), linear(0.8, 0.2, steps=8)
+MEGATRON = {**BASE, "lr_warmup_steps": 3, "lr_decay_steps": 9}
+
+
+def by_us(optimizer: Any, curve: Any) -> Any:
+    return as_lr_scheduler(optimizer, {"lr": curve, "weight_decay": curve * 0.1})
+
+
+def by_torch(optimizer: Any, curve: Any) -> Any:
+    return torch_schedulers.LambdaLR(optimizer, lambda step: curve(step))
+
+
+def megatron(optimizer: Any, part: Any) -> Any:
+    scheduler = OptimizerParamScheduler(adamw() if part is by_torch else optimizer, **MEGATRON)
+    if part is by_torch:
+        curves = [scheduler.lr_schedule(group) for group in GROUPS]
+        return torch_schedulers.LambdaLR(optimizer, [lambda step, curve=curve: curve(step) for curve in curves])
+    return as_lr_scheduler(scheduler)
+
+
+GROUPS: tuple[dict[str, Any], ...] = ({}, {"max_lr": 0.5})
+sequential, chained = torch_schedulers.SequentialLR, torch_schedulers.ChainedScheduler
+constant_lr, exponential_lr, linear_lr = (
+    torch_schedulers.ConstantLR,
+    torch_schedulers.ExponentialLR,
+    torch_schedulers.LinearLR,
+)
+COMPOSED: dict[str, Any] = {
+    "two of ours": lambda o, part: sequential(o, [part(o, RISE), part(o, WAVE)], [4]),
+    "three of ours": lambda o, part: sequential(o, [part(o, RISE), part(o, WAVE), part(o, DOWN)], [3, 7]),
+    "nested": lambda o, part: sequential(o, [sequential(o, [part(o, RISE), part(o, WAVE)], [2]), part(o, DOWN)], [6]),
+    "after LinearLR": lambda o, part: sequential(o, [linear_lr(o, 0.1, total_iters=4), part(o, WAVE)], [4]),
+    "before LambdaLR": lambda o, part: sequential(o, [part(o, RISE), by_torch(o, WAVE)], [4]),
+    "before ConstantLR": lambda o, part: sequential(o, [part(o, RISE), constant_lr(o, 0.5, total_iters=2)], [4]),
+    "before ExponentialLR": lambda o, part: sequential(o, [part(o, RISE), exponential_lr(o, 0.5)], [4]),
+    "before ExponentialLR in a chain": lambda o, part: chained([part(o, WAVE), exponential_lr(o, 0.5)]),
+    "after ExponentialLR in a chain": lambda o, part: chained([exponential_lr(o, 0.5), part(o, WAVE)]),
+    "Megatron's, before ours": lambda o, part: sequential(o, [megatron(o, part), part(o, DOWN)], [5]),
+    "ours, before Megatron's": lambda o, part: sequential(o, [part(o, RISE), megatron(o, part)], [5]),
+}
+
+
+def rates(optimizer: Any) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def run(name: str, part: Any, *, resumed_at: int | None = None) -> list[list[float]]:
+    """The rates before each step, with fresh objects from step `resumed_at` on."""
+    optimizer = adamw()
+    scheduler = COMPOSED[name](optimizer, part)
+    found = [rates(optimizer)]
+    for step in range(STEPS):
+        if step == resumed_at:
+            states = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+            optimizer = adamw()
+            scheduler = COMPOSED[name](optimizer, part)
+            optimizer.load_state_dict(states[0])
+            scheduler.load_state_dict(states[1])
+            assert rates(optimizer) == found[-1]
+        optimizer.step()
+        scheduler.step()
+        found.append(rates(optimizer))
+    return found
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_part_of_a_composed_scheduler_writes_what_lambda_writes(name: str) -> None:
+    """In the first update and at milestones the rates were stale, and after our warmup torch's rates were 0."""
+    expected = run(name, by_torch)
+    found = run(name, by_us)
+    for step, wanted in enumerate(expected):
+        assert found[step] == pytest.approx(wanted, rel=1e-12), step
+    for step in range(STEPS):
+        assert run(name, by_us, resumed_at=step) == found, step
+
+
+def test_all_fields_are_those_of_the_part_that_runs() -> None:
+    optimizer = adamw()
+    scheduler = COMPOSED["two of ours"](optimizer, by_us)
+    for step in range(STEPS):
+        running = RISE(step) if step < 4 else WAVE(step - 4)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [running * 0.1] * 2
+        optimizer.step()
+        scheduler.step()
+
+
+def test_the_base_of_later_schedulers_is_the_peak_of_ours() -> None:
+    def callable_rise(step: float) -> float:
+        return step / 4
+
+    for schedule, peak in ((warmup(WAVE * 0.3, steps=4), 0.3), (one_cycle(2.0, up_steps=3, down_steps=9), 2.0),
+                           (callable_rise, 1.0)):  # fmt: skip
+        optimizer = adamw()
+        for group in optimizer.param_groups:
+            group["initial_lr"] = 0.0  # as older versions saved it
+        as_lr_scheduler(optimizer, schedule)
+        assert [group["initial_lr"] for group in optimizer.param_groups] == pytest.approx([peak] * 2)
+        later = torch_schedulers.LambdaLR(optimizer, lambda step: 0.5**step)
+        optimizer.step()
+        later.step()
+        assert rates(optimizer) == pytest.approx([peak / 2] * 2)
+
+
+def test_a_plateau_cannot_be_a_part_of_a_sequence() -> None:
+    optimizer = adamw()
+    parts = [as_lr_scheduler(Plateau(FieldScheduler(optimizer, RISE))), by_us(optimizer, WAVE)]
+    with pytest.raises(ScheduleError, match=r"a Plateau cannot be a part of torch's SequentialLR.*opt_scheduler\.join"):
+        sequential(optimizer, parts, [4])

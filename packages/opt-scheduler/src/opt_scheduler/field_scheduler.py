@@ -10,9 +10,11 @@ from .errors import ScheduleError
 from .fields import FieldSchedule, Group, Optimizers, check_fields, lr_scale_of, write_fields_
 from .group_scheduler import VERSION, GroupScheduler, check_state
 from .saved_schedules import changes, saved_form
-from .schedule import ScheduleLike, as_schedule, is_number
+from .schedule import Schedule, ScheduleLike, as_schedule, is_number
 
 logger = logging.getLogger("opt_scheduler")
+
+_PEAK_STEPS = 1000  # at which the largest value is looked for
 
 Schedules: TypeAlias = ScheduleLike | Mapping[str, ScheduleLike] | Sequence[FieldSchedule]
 
@@ -57,16 +59,20 @@ class FieldScheduler(GroupScheduler):
         check_fields(self.schedules, self.param_groups)
         _check_lr_scales(self.param_groups)
         _warn_of_flattened(self.schedules, self.param_groups)
+        self._lrs_before = [float(group.get("lr", 0.0)) for group in self.param_groups]
         self.step(0)
 
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
         write_fields_(groups, self.schedules, num_steps)
 
-    def _base_lr(self, group: Group) -> float:
+    def _base_lr(self, place: int, group: Group) -> float:
         for schedule in self.schedules:
             if schedule.field == "lr" and schedule.matches(group):
+                if schedule.relative:
+                    return float(group[schedule.initial])
                 # Without lr_scale: torch stores this as initial_lr, and a relative schedule would apply it twice.
-                return float(group[schedule.initial]) if schedule.relative else schedule.schedule(0)
+                before = self._lrs_before[place] if place < len(self._lrs_before) else float(group["lr"])
+                return _peak(schedule.schedule) or before
         return float(group["lr"])
 
     def writes_lr(self, group: Group) -> bool:
@@ -110,6 +116,18 @@ class FieldScheduler(GroupScheduler):
         self.seek(num_steps)
         for change in changed:
             logger.warning("FieldScheduler, resumed at step %g: %s", num_steps, change)
+
+
+def _peak(schedule: Schedule) -> float | None:
+    """The largest value of a schedule over its length, at its boundaries and a thousand steps between them. None if
+    they are not known, as those of a callable."""
+    end = schedule.length
+    if math.isinf(end):
+        end = max(schedule.boundaries, default=math.inf)
+    if math.isinf(end):
+        return None
+    even = [end * number / _PEAK_STEPS for number in range(_PEAK_STEPS + 1)]
+    return max(map(schedule, [*schedule.boundaries, *even]))
 
 
 def _by_field(schedules: Schedules) -> list[FieldSchedule]:

@@ -65,8 +65,8 @@ class GroupScheduler(ABC):
 
     @property
     def base_lrs(self) -> list[float]:
-        """The base learning rate of each group: the value that its schedule multiplies, or begins with."""
-        return [self._base_lr(group) for group in self.param_groups]
+        """The base learning rate of each group: the value that its schedule multiplies, or the schedule's peak."""
+        return [self._base_lr(place, group) for place, group in enumerate(self.param_groups)]
 
     def get_last_lr(self) -> list[float]:
         """Return the present learning rate of each group."""
@@ -81,7 +81,7 @@ class GroupScheduler(ABC):
         """Set all groups to their values at `num_steps`, or on an error none."""
 
     @abstractmethod
-    def _base_lr(self, group: Group) -> float: ...
+    def _base_lr(self, place: int, group: Group) -> float: ...
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

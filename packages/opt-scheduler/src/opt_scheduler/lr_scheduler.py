@@ -14,42 +14,72 @@ torch's OneCycleLR stores `max_lr` and `min_lr` in the groups, which would look 
 `OptimizerParamScheduler` refuses such groups, when it is built and at every step. A `FieldScheduler` ignores them.
 """
 
+from copy import deepcopy
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .errors import ScheduleError
 from .field_scheduler import FieldScheduler, Schedules
 from .group_scheduler import GroupScheduler, check_state
+from .plateau import Plateau
 
 
 class _Adapter(LRScheduler):
-    """Counts as torch does and lets `scheduler` write the groups: every scheduled field, not only the learning rate."""
+    """Counts as torch does and lets `scheduler` write the groups: every scheduled field, not only the learning rate.
+
+    What it writes depends on `last_epoch` alone, as with torch's LambdaLR, so that it may be a part of SequentialLR,
+    which sets `last_epoch` back, and of ChainedScheduler.
+    """
 
     def __init__(self, scheduler: GroupScheduler, optimizer: Optimizer, *, increment: float) -> None:
         self.scheduler = scheduler
         self.increment = increment
+        self._epoch = 0  # the `last_epoch` that belongs to the present step of `scheduler`
+        self._last_epoch = -1
         # torch would store the present lr, often 0 during warmup, as the base that other schedulers multiply.
         for group, base_lr in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
-            group["initial_lr"] = base_lr
+            if not float(group.get("initial_lr", 0.0)):
+                group["initial_lr"] = base_lr
         super().__init__(optimizer)
+
+    @property
+    def last_epoch(self) -> int:
+        """The number of steps since this scheduler began; -1 while it waits for its milestone in a SequentialLR."""
+        return self._last_epoch
+
+    @last_epoch.setter
+    def last_epoch(self, epoch: int) -> None:
+        # SequentialLR takes back the first step of its parts when it is built.
+        if epoch < self._last_epoch and isinstance(self.scheduler, Plateau):
+            raise ScheduleError(
+                "as_lr_scheduler: a Plateau cannot be a part of torch's SequentialLR, because it writes learning rates "
+                "whenever it observes a metric; join the schedules (opt_scheduler.join) and put the Plateau around them"
+            )
+        self._last_epoch = epoch
 
     def step(self, epoch: int | None = None) -> None:
         """Advance `scheduler` by one increment.
 
         Raises:
-            ScheduleError: `epoch` was given. torch deprecates it; `scheduler.seek(num_steps)` does the same.
+            ScheduleError: `epoch` was given, and is not the 0 with which torch before 2.9 starts a part of a
+                SequentialLR. torch deprecates it; `scheduler.seek(num_steps)` does the same.
         """
-        if epoch is not None:
+        if epoch:
             raise ScheduleError(f"step: epoch={epoch!r} is not supported; use scheduler.seek(num_steps)")
-        if self._step_count > 0:  # torch's constructor calls step() once, which must not advance
-            self.scheduler.step(self.increment)
-        super().step()
+        self._write(self.last_epoch + 1 if epoch is None else epoch)  # may raise: before torch counts
+        super().step(epoch)
 
     def get_lr(self) -> list[Any]:
-        """Return the learning rates that `scheduler` wrote; torch writes them again."""
+        """Let `scheduler` write the groups for `last_epoch`, and return the learning rates; torch writes them again."""
+        self._write(self.last_epoch)
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    def _write(self, epoch: int) -> None:
+        self.scheduler.seek(self.scheduler.num_steps + (epoch - self._epoch) * self.increment)
+        self._epoch = epoch
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rate of each group as a float."""
@@ -57,18 +87,53 @@ class _Adapter(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `scheduler` and torch's counters, in plain types, which `weights_only=True` loads."""
-        return {"scheduler": self.scheduler.state_dict(), "last_epoch": self.last_epoch, "step_count": self._step_count}
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "last_epoch": self.last_epoch,
+            "step_count": self._step_count,
+            "writes_groups": self._has_written(),
+        }
+
+    def _has_written(self) -> bool:
+        """Whether the groups have the values of `scheduler`, not those of another part of a composed scheduler."""
+        present = self._entries()
+        self.scheduler.seek(self.scheduler.num_steps)
+        written = self._entries()
+        self._restore(present)
+        return self.last_epoch >= 0 and written == present
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state and write the groups. On an error nothing has changed.
+        """Set the state and write the groups, unless another scheduler had written them. On an error nothing has
+        changed.
 
         Raises:
             ScheduleError: not a state of this adapter, or one that `scheduler` refuses.
         """
         check_state("as_lr_scheduler", state_dict, ("scheduler", "last_epoch", "step_count"))
+        before = self._entries()
         self.scheduler.load_state_dict(state_dict["scheduler"])
-        self.last_epoch = state_dict["last_epoch"]
+        if not state_dict.get("writes_groups", True):  # older states lack it
+            self._restore(before)
+        self._last_epoch = state_dict["last_epoch"]
+        self._epoch = max(self._last_epoch, 0)
         self._step_count = state_dict["step_count"]
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Copies of the entries of the groups."""
+        return [{name: deepcopy(entry) for name, entry in group.items() if name != "params"} for group in self._groups]
+
+    def _restore(self, entries: list[dict[str, Any]]) -> None:
+        """Write the entries of `_entries` back; tensors in place."""
+        for group, kept in zip(self._groups, entries, strict=True):
+            for name, entry in kept.items():
+                if isinstance(entry, Tensor):
+                    group[name].copy_(entry)
+                elif group[name] != entry:
+                    group[name] = entry
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
 
 def as_lr_scheduler(

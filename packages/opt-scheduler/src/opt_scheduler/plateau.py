@@ -138,8 +138,8 @@ class Plateau(GroupScheduler):
             if self.scheduler.writes_lr(group):
                 set_(group, "lr", float(group["lr"]) * self.scale, filled)
 
-    def _base_lr(self, group: Group) -> float:
-        return self.scheduler._base_lr(group)
+    def _base_lr(self, place: int, group: Group) -> float:
+        return self.scheduler._base_lr(place, group)
 
     def writes_lr(self, group: Group) -> bool:
         return self.scheduler.writes_lr(group)

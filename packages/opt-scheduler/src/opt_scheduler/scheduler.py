@@ -154,7 +154,7 @@ class OptimizerParamScheduler(GroupScheduler):
                 set_(group, "lr", lr, filled)
                 set_(group, "weight_decay", weight_decay, filled)
 
-    def _base_lr(self, group: Group) -> float:
+    def _base_lr(self, place: int, group: Group) -> float:
         return bounds_of(self.settings, group).max_lr
 
     def state_dict(self) -> dict[str, Any]:
