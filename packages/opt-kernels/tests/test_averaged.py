@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -116,3 +117,19 @@ def test_weights_loaded_in_evaluation_mode_are_not_dropped_in_silence() -> None:
         param.fill_(3.0)
     with pytest.warns(UserWarning, match="written in evaluation mode"):
         optimizer.train()
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.01, 0.01), (0.01, 0.02, 0.03), (0.03, 0.02, 0.01, 0.02), (0.01, 0.01)])
+def test_a_rate_that_rises_is_warned_of_once(rates: tuple[float, ...]) -> None:
+    """The average is that of a rate that does not rise: with a warmup outside, it was a fifth of the way off."""
+    _, optimizer = build()
+    rises = [max(rates[: place + 1]) > rates[0] for place in range(len(rates))]
+    for place, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = rate
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(optimizer, place)
+        has_just_risen = rises[place] and not any(rises[:place])
+        assert [str(found.message).split(":")[0] for found in caught] == (
+            [f"the lr of group 0 rose from {rates[0]:g} to {rate:g}"] if has_just_risen else []
+        )

@@ -180,6 +180,16 @@ def test_torchs_schedulers_drive_it(scheduler: Any) -> None:
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
 
 
+def test_schedule_free_warns_of_a_warmup_outside_of_it() -> None:
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(optimizer="schedule_free", lr=1e-2, weight_decay=0.0), [model], {})
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 3, 1.0))
+    train(model, optimizer, range(1))
+    schedule.step()
+    with pytest.warns(UserWarning, match=r"the lr of group \d rose from .* set warmup_steps in place of a schedule"):
+        train(model, optimizer, range(1, 2))
+
+
 def test_a_learning_rate_may_be_a_tensor() -> None:
     ours, theirs = make_model(), make_model()
     optimizer, other = get_optimizer(CONFIG, [ours], {}), get_optimizer(CONFIG, [theirs], {})

@@ -153,6 +153,7 @@ class Optimizer(GradientStatistics):
                 closure()
             self._check_scaled()
         self._warn_of_unfrozen()
+        self.evaluation.note_rates(self.param_groups)
         if self.in_backward is not None:
             if (replaced := self._replaced_params()) is not None:
                 raise replaced
@@ -196,6 +197,7 @@ class Optimizer(GradientStatistics):
         """
         self.check_ready("a step")
         self._warn_of_unfrozen()
+        self.evaluation.note_rates(self.param_groups)
         if self.in_backward is not None:
             raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
         with self.recorder.on_error():

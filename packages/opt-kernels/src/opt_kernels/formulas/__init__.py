@@ -25,8 +25,9 @@ from opt_kernels.works import Choice, Number, NumberError
 
 # isort: split
 from opt_kernels.formulas.registry import FORMULAS  # its modules import the names above from here
+from opt_kernels.formulas.schedule_free import RisingRates
 
 __all__ = [
-    "FORMULAS", "Choice", "Formula", "FormulaError", "Number", "NumberError", "State", "absolute", "exp", "floor",
-    "fma", "log", "maximum", "minimum", "power", "q_pochhammer", "sign", "sqrt", "tanh", "where",
+    "FORMULAS", "Choice", "Formula", "FormulaError", "Number", "NumberError", "RisingRates", "State", "absolute",
+    "exp", "floor", "fma", "log", "maximum", "minimum", "power", "q_pochhammer", "sign", "sqrt", "tanh", "where",
 ]  # fmt: skip

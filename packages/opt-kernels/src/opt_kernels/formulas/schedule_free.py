@@ -8,9 +8,12 @@ With y the parameter during training, g its scaled gradient, t the step (from 1)
     z <- z - s * u                      z is y before the first step
 
 The weights for evaluation are the average x = y + (1 - 1/b1) * (z - y); y = x + (1 - b1) * (z - x). exp_avg_sq is v.
-The weights w(i) are the paper's for a constant lr: warm up with warmup_steps, and do not schedule lr.
+The weights w(i) are the paper's for an lr that does not rise: warm up with warmup_steps, and do not schedule lr.
+`RisingRates` warns of a schedule that does.
 """
 
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opt_kernels.formulas import Formula, Number, State, fma, maximum, minimum, power, sqrt, where
@@ -58,3 +61,32 @@ SCHEDULE_FREE = Formula(
         Number("weight_decay", 0.0), Number("warmup_steps", 0, low=0),
     ),
 )  # fmt: skip
+
+
+class RisingRates:
+    """Warns once if the learning rate of a group rises above its largest earlier one.
+
+    The paper weighs an iterate by the square of the largest rate so far. With a warmup outside of the rule, the weights
+    w(i) would let the first iterates count as much as all others.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[int, float] = {}  # by number of the group
+        self._has_warned = False
+
+    def note(self, groups: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
+        """Note the rates of the numbered groups in this step. Rates on a device are not read."""
+        for number, group in groups:
+            lr = group["lr"]
+            if self._has_warned or getattr(lr, "is_cuda", False):
+                return
+            rate = float(lr)
+            largest = self._largest.setdefault(number, rate)
+            if rate > largest:
+                self._has_warned = True
+                warnings.warn(
+                    f"the lr of group {number} rose from {largest:g} to {rate:g}: the average of schedule_free weighs "
+                    "its steps for an lr that does not rise, so the averaged weights will not be those of the "
+                    "algorithm; set warmup_steps in place of a schedule, and keep lr constant",
+                    stacklevel=5,
+                )

@@ -14,6 +14,7 @@ from torch import Tensor
 from opt_kernels.backends.elements import flat
 from opt_kernels.codecs import codecs_of, scale_name
 from opt_kernels.dtensor import distributed_like, local, local_like
+from opt_kernels.formulas import RisingRates
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import power, q_pochhammer
 from opt_kernels.hooks import check_unread
@@ -145,6 +146,7 @@ class AveragedOptimizer(FormulaOptimizer):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._trained: dict[Tensor, Tensor] = {}  # in evaluation mode: the trained weights of each parameter
         self._shown: list[int] = []  # versions of these parameters, which change with every write
+        self._rates = RisingRates()
         super().__init__(*args, **options)
         self.defaults[TRAIN_MODE] = True
         for group in self.param_groups:
@@ -242,7 +244,12 @@ class AveragedOptimizer(FormulaOptimizer):
         self.eval()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_trained": self._trained, "_shown": []}
+        return super().__getstate__() | {"_trained": self._trained, "_shown": [], "_rates": RisingRates()}
+
+    def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
+        if self.formula.name == "schedule_free":
+            self._rates.note(enumerate(self.param_groups))
+        return super()._batches(made)
 
     def _update_(self) -> None:
         if self._trained or not self.is_training:

@@ -23,7 +23,7 @@ from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain,
 from opt_distributed.saving import decoded, kept_states
 from opt_distributed.step import NOTHING_WRITTEN, Stepper, Unit, Written, read_hyper
 from opt_kernels.backends import Writes
-from opt_kernels.formulas import Formula
+from opt_kernels.formulas import Formula, RisingRates
 from opt_kernels.hooks import bare
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule
@@ -233,6 +233,13 @@ class Evaluation:
         self.rules = {unit.rule.name for unit in stepper.units if unit.name in self._formulas}
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
         self._shown = Writes([])  # to the weights for evaluation
+        self._rates = RisingRates()
+
+    def note_rates(self, groups: Groups) -> None:
+        """Warn if the learning rate of a schedule-free rule has risen, see `RisingRates`."""
+        self._rates.note(
+            (number, group) for number, group in enumerate(groups) if group["optimizer"] == "schedule_free"
+        )
 
     def check_training(self, what: str) -> None:
         """Raise RuntimeError in evaluation mode; `what` names the call for the message."""
