@@ -153,13 +153,13 @@ class Optimizer(GradientStatistics):
                 closure()
             self._check_scaled()
         self._warn_of_unfrozen()
-        self.evaluation.note_rates(self.param_groups)
         if self.in_backward is not None:
             if (replaced := self._replaced_params()) is not None:
                 raise replaced
             return self.in_backward.finish()
         with self.recorder.on_error():
             result = self.stepper.step(self._groups_of_step())
+        self.evaluation.note_rates(self.param_groups)
         self.loaded_weights.accept_writes()
         return result
 
@@ -197,7 +197,6 @@ class Optimizer(GradientStatistics):
         """
         self.check_ready("a step")
         self._warn_of_unfrozen()
-        self.evaluation.note_rates(self.param_groups)
         if self.in_backward is not None:
             raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
         with self.recorder.on_error():
@@ -212,6 +211,7 @@ class Optimizer(GradientStatistics):
         self.check_ready("step_with_ready_grads()")
         with self.recorder.on_error():
             made = self.stepper.step_with_ready_grads(self.param_groups)
+        self.evaluation.note_rates(self.param_groups)
         self.loaded_weights.accept_writes()
         return made
 
