@@ -252,3 +252,22 @@ def test_a_state_from_before_stacks_of_vectors_were_known_loads(cls, mains, capl
             assert same([states[2]["main"]], [saving.state[net.A_log]["main"]])
         (record,) = caplog.records
         assert "'A_log' of shape (4, 3), 'gate_up_proj_bias' of shape (2, 4): biases" in record.getMessage()
+
+
+def test_entries_of_former_groups_bring_no_decay_back():
+    """A checkpoint by parameters gives a group the entries that its parameter was saved with."""
+    net = nn.Module()
+    net.fc, net.A_log = nn.Linear(4, 4, bias=False), parameter(4, 3)
+    saving = Muon([net.A_log, net.fc.weight], weight_decay=0.1)
+    step(saving, 0)
+    loading = Muon(net, scalar_optimizer="adam", weight_decay=0.1)
+    saved = saving.state_dict()
+    (of_all,) = saved["param_groups"]
+    saved["param_groups"] = [{**of_all, "params": [1]}, {**of_all, "params": [0]}]
+    loading.load_state_dict(saved)
+    assert [group["weight_decay"] for group in loading.param_groups] == [0.1, 0.0]
+    assert [group["use_matrix_rule"] for group in loading.param_groups] == [None, False]
+    loading.param_groups[1]["weight_decay"] = 0.05  # the caller's own decay is restored
+    again = Muon(net, scalar_optimizer="adam", weight_decay=0.1)
+    again.load_state_dict(loading.state_dict())
+    assert again.param_groups[1]["weight_decay"] == 0.05

@@ -124,7 +124,8 @@ def build_optimizer(
     """`get_optimizer` without `use_gloo_process_groups`. `by_name`: as for `get_standard_config_overrides`."""
     draft = drafted(config, model_chunks, pg_collection, mesh, rules)
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
-    draft.overrides, draft.by_name = config_overrides, by_name
+    draft.overrides = config_overrides
+    draft.by_name = by_name
     dumps = dump_param_to_param_group_map is not None
     asked = {"dump_param_to_param_group_map": dumps, "broadcast_params": broadcast_params}
     draft.groups = grouped(draft, asked=asked, allow_unmatched=allow_unmatched)
@@ -344,18 +345,21 @@ def warn_of_vocabulary(plan: Plan, params: Mapping[ParamId, nn.Parameter], metas
     rule, of which `get_optimizer` would not update it."""
     for unit in plan.units:
         for id in sorted(unit.ids) if unit.rule.needs is Needs.MATRICES else ():
-            meta, kind, mark = metas[id], "", ""
+            meta = metas[id]
             if meta.is_embedding_or_output:
                 guess = f" ({meta.guess})" if meta.guess else ""
-                kind, mark = f"an embedding or output layer{guess}", "is_embedding_or_output_parameter"
+                kind = f"an embedding or output layer{guess}"
+                mark = "is_embedding_or_output_parameter"
             elif is_vector(params[id], id.name):
-                kind, mark = "a stack of vectors, such as biases of experts", "_no_weight_decay"
-            if kind:
-                logger.warning(
-                    "parameter %r of shape %s is %s, but its group gives it to %s: move it to a group with "
-                    '"optimizer": "adam", or set its attribute %s to False to treat it as a hidden matrix',
-                    str(id), meta.shape, kind, unit.rule.name, mark,
-                )  # fmt: skip
+                kind = "a stack of vectors, such as biases of experts"
+                mark = "_no_weight_decay"
+            else:
+                continue
+            logger.warning(
+                "parameter %r of shape %s is %s, but its group gives it to %s: move it to a group with "
+                '"optimizer": "adam", or set its attribute %s to False to treat it as a hidden matrix',
+                str(id), meta.shape, kind, unit.rule.name, mark,
+            )  # fmt: skip
 
 
 def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:

@@ -311,8 +311,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         for index, (group, param) in zip(indices, params_with_groups(new_groups), strict=True):
             if index not in states:
                 continue
-            rule, matrix, values = self.rule_of(group, param), self.matrix_of(group, param), states[index]
+            rule = self.rule_of(group, param)
+            matrix = self.matrix_of(group, param)
             name = self._named(group, param)
+            values = states[index]
             if self._restarts(group, param, values):
                 restarted.append(name)
                 fresh = init_state(rule, self.mains, param, matrix, of=name)

@@ -206,11 +206,12 @@ def saved_in_order(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) ->
     indices = [index for group in saved for index in group["params"]]
     source = dict(zip(saved_names, zip(numbers, indices, strict=True), strict=True))
     arranged = []
-    for position, group in enumerate(groups):
+    for group in groups:
         sources = [source[name] for name in group["param_names"]]
-        of_saved = [saved[number] for number in dict.fromkeys(number for number, _ in sources)] or [saved[position]]
-        _check_equal(group, of_saved)
-        arranged.append({**of_saved[0], "params": [index for _, index in sources]})
+        of_saved = [saved[number] for number in dict.fromkeys(number for number, _ in sources)]
+        _check_equal(of_saved)
+        entries = of_saved[0] if of_saved else group  # a group without parameters keeps its own
+        arranged.append({**entries, "params": [index for _, index in sources]})
     if own_names != saved_names:
         logger.info("load_state_dict: the state_dict has the parameters in another order; states are loaded by name")
     return arranged
@@ -227,10 +228,9 @@ def _names_of(groups: Sequence[ParamGroup]) -> list[str] | None:
     return names
 
 
-def _check_equal(group: ParamGroup, saved: Sequence[ParamGroup]) -> None:
+def _check_equal(saved: Sequence[ParamGroup]) -> None:
     """Raise StateDictError if the saved groups of the parameters of one group have different entries."""
-    first = saved[0]
-    for other in saved[1:]:
+    for first, other in pairwise(saved):
         for name in sorted({*first, *other} - {"params", "param_names", HOOKS}):
             if first.get(name) != other.get(name):
                 raise StateDictError(

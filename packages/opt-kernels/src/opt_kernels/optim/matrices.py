@@ -245,24 +245,33 @@ class MatrixOptimizer(RuleOptimizer):
     def _in_present_groups(self, saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
         """Saved groups of a release that did not know `is_undecayed`, in the groups of this optimizer."""
         former = [params for params in self._former if params]
+        present = [group["params"] for group in self.param_groups]
         sizes = [len(group["params"]) for group in saved]
-        present_sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes == present_sizes or sizes != [len(params) for params in former]:
+        if sizes == [len(params) for params in present]:
+            pairs = zip(self.param_groups, saved, strict=True)
+            # The states of single parameters were put into these groups, with entries of the former ones.
+            return [
+                then if then.get("use_matrix_rule") is False else self._spared(group, then) for group, then in pairs
+            ]
+        is_former = sizes == [len(params) for params in former]
+        if not is_former or sum(map(len, present)) != sum(sizes):
             return saved
-        index = {
-            param: at
-            for params, group in zip(former, saved, strict=True)
-            for param, at in zip(params, group["params"], strict=True)
-        }
-        source = {param: group for params, group in zip(former, saved, strict=True) for param in params}
+        index: dict[Tensor, Any] = {}
+        source: dict[Tensor, ParamGroup] = {}
+        for params, group in zip(former, saved, strict=True):
+            index.update(zip(params, group["params"], strict=True))
+            source.update(dict.fromkeys(params, group))
         arranged = []
         for group in self.param_groups:
-            first = group["params"][0]
-            of_group = {"use_matrix_rule": group["use_matrix_rule"], "params": [index[p] for p in group["params"]]}
-            if is_undecayed(first, self._name_of(group, first)):
-                of_group["weight_decay"] = group["weight_decay"]
-            arranged.append({**source[first], **of_group})
+            then = self._spared(group, source[group["params"][0]])
+            arranged.append({**then, "params": [index[param] for param in group["params"]]})
         return arranged
+
+    def _spared(self, group: ParamGroup, saved: ParamGroup) -> ParamGroup:
+        """`saved`, with the rule and the weight decay of `group` if that is the group that `is_undecayed` made."""
+        is_made = bool(self._former) and any(is_undecayed(p, self._name_of(group, p)) for p in group["params"][:1])
+        own = {name: group[name] for name in ("use_matrix_rule", "weight_decay")}
+        return {**saved, **own} if is_made else saved
 
     def _restarts(self, group: ParamGroup, param: Tensor, values: Mapping[str, Any]) -> bool:
         """Whether `values` are of the matrix rule, which updated `param` before `is_undecayed` was known."""
