@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from opt_checkpoint import load, save
 from opt_config import OptimizerConfig
 from opt_kernels import optim
-from opt_kernels.optim import catalogue, matrix_catalogue
 from opt_stack import Optimizer, Registry, get_optimizer, torch_rule
 
 SHAPES = {"weight": (6, 4), "bias": (4,), "odd": (7,)}
 STEPS, BEFORE = 3, 2  # in all, and before the save
-MATRICES = (*matrix_catalogue.__all__,)
+MATRICES = ("AdaptiveMuon", "Muon", "MuonH", "NAMO", "NorMuon", "SOAP", "SOAPMuon")
+BASES = ("FormulaOptimizer", "RuleOptimizer", "StateDictError", "drop_in")
+DROP_INS = [name for name in optim.__all__ if name not in BASES]
 OF_TORCH = Registry().with_rule(torch_rule("of_torch", torch.optim.AdamW))
 
 
@@ -81,7 +82,7 @@ def of_stack(name: str, model: nn.Module, **options: Any) -> Optimizer:
 
 def cases() -> dict[str, Case]:
     found = {}
-    for name in (*catalogue.__all__, *MATRICES):
+    for name in DROP_INS:
         found[name] = Case(partial(drop_in, name))
         if NIGHT:
             found[f"{name} in bf16"] = Case(partial(drop_in, name, mains="float32"), torch.bfloat16)

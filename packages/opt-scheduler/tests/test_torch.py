@@ -260,7 +260,7 @@ def run(name: str, part: Any, *, resumed_at: int | None = None) -> list[list[flo
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_a_part_of_a_composed_scheduler_writes_what_lambda_writes(name: str) -> None:
+def test_a_part_of_a_composition_writes_what_lambda_writes(name: str) -> None:
     """In the first update and at milestones the rates were stale, and after our warmup torch's rates were 0."""
     expected = run(name, by_torch)
     found = run(name, by_us)
