@@ -113,9 +113,10 @@ def _ls(options: argparse.Namespace) -> int:
     else:
         print(f"{options.path} is a checkpoint: {_summary(store.path()).strip()}; `optckpt show` lists what it holds")
         return FINE
-    names = store.children()
+    summaries = {name: _summary(store.path(name)) for name in store.children()}
+    names = [name for name in store.children() if name in summaries]  # a trainer may have removed others
     for name in names:
-        print(f"{name:<28} {_summary(store.path(name))}")
+        print(f"{name:<28} {summaries[name]}")
     if not names:
         print(f"no checkpoints in {options.path}")
     return FINE

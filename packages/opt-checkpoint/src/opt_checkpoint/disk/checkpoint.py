@@ -83,6 +83,33 @@ def read_committed(path: Location) -> CheckpointIndex:
         raise CheckpointCorruptError(f"{path} was committed, but {store.path(folder) / MANIFEST} is gone") from None
 
 
+def was_removed(path: Location, save_id: str | None) -> bool:
+    """Whether the checkpoint that was read at a path is gone: removed by its trainer, or replaced by another save.
+
+    Args:
+        path: where it was.
+        save_id: the save that was read; None if that is unknown.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        found = read_index(path).save_id
+    except CheckpointNotFoundError:
+        return True
+    except CheckpointCorruptError:
+        return False
+    return save_id is not None and found != save_id
+
+
+def removed(path: Location) -> CheckpointNotFoundError:
+    """The error for a checkpoint that was removed while it was read."""
+    return CheckpointNotFoundError(
+        f"{path} was removed while it was read, as a trainer removes steps that it need not keep. Read a newer step, "
+        f"or let the trainer keep more"
+    )
+
+
 def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> Any:
     """The common state: the plain values of the saved state, nested as before; empty if none were stored.
 
@@ -200,28 +227,44 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
         The problems found; empty for a good checkpoint. At most 64 MB of it are in memory at a time.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointNotFoundError: there is no checkpoint, or it was removed while it was read.
     """
+    where = location_of(path)
     try:
-        index = read_index(path)
+        index = read_index(where)
     except CheckpointCorruptError as error:
-        names = store_at(location_of(path)).sizes()
+        if was_removed(where, None):
+            raise removed(where) from error
+        names = store_at(where).sizes()
         return [Finding(METADATA if METADATA in names and MANIFEST not in names else MANIFEST, str(error))]
+    try:
+        found = list(_findings(index))
+    except (CheckpointCorruptError, FileNotFoundError) as error:
+        if was_removed(where, index.save_id):
+            raise removed(where) from error
+        raise
+    if found and was_removed(where, index.save_id):
+        raise removed(where)
+    return found
+
+
+def _findings(index: CheckpointIndex) -> Iterator[Finding]:
+    """The problems of a checkpoint with this index."""
     places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
-    files, found = DataFiles(index), []
+    files = DataFiles(index)
     if index.save_id is None:  # only the zips of stock files have checksums, which torch never reads
         for key, place in places:
             problem = _archive_problem(files.read(place.file, place.start, place.nbytes))
-            found += [Finding(place.file, problem, (key,))] if problem else []
-        return found
+            if problem:
+                yield Finding(place.file, problem, (key,))
+        return
     for name, problem in _damage(index.path, index.files):
         of_file = [(key, place) for key, place in places if place.file == name and problem == _CHANGED]
         damaged = dict.fromkeys(key for key, place in of_file if not has_right_sums(files, place))
-        found.append(Finding(name, problem, tuple(damaged)))
+        yield Finding(name, problem, tuple(damaged))
     for name in sorted(store_at(index.path).sizes()):
         if name not in index.files and name.endswith(".distcp"):
-            found.append(Finding(name, "does not belong to this checkpoint"))
-    return found
+            yield Finding(name, "does not belong to this checkpoint")
 
 
 def first_damage(path: Location, files: Mapping[str, StoredFile]) -> str | None:

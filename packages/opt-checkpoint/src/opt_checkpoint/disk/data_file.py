@@ -218,6 +218,8 @@ class DataFiles:
             self._store.read_into(name, start, view, follow=self._follow)
         except FileNotFoundError:
             problem = "is missing; save checkpoints to storage that all ranks can read"
+            if self._header and self._store.committed() is None:
+                problem += ". Nothing of the checkpoint is there: it was removed in the meantime, or is on another node"
         except EOFError as error:
             problem = f"is truncated: {error}"
         else:

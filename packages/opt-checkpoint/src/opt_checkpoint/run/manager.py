@@ -6,16 +6,17 @@ import logging
 import operator
 import uuid
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.plan import PlanCache
-from opt_checkpoint.disk.checkpoint import first_damage, read_committed, verify_checkpoint
+from opt_checkpoint.disk.checkpoint import first_damage, read_committed, removed, verify_checkpoint, was_removed
 from opt_checkpoint.disk.index import StoredFile
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
@@ -33,6 +34,8 @@ from opt_checkpoint.store import AnyPath, Location
 from opt_checkpoint.store.paths import reached_from
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+LOAD_ATTEMPTS = 20  # to load the newest step, if its trainer removes each one before it is read
 
 
 def step_number(step: int) -> int:
@@ -128,6 +131,7 @@ class CheckpointManager(Closing):
         # On rank 0: the step that was loaded last, which stays until enough saves after it are committed; and these.
         self._resumed: int | None = None
         self._later: set[int] = set()
+        self._loaded: int | None = None  # the step that was loaded last and not saved after
         self._damaged: set[int] = set()  # by their checksums, on every rank
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
@@ -158,6 +162,7 @@ class CheckpointManager(Closing):
         path = self.series.path(step)
         if self._closed:
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
+        self._loaded = None
         save_id = uuid.uuid4().hex
         prepare = cache(
             lambda: self._prepare(step, save_id)
@@ -249,7 +254,8 @@ class CheckpointManager(Closing):
         """Load a step, by default the newest good one. First waits for the running save.
 
         Without a number, the ranks first compare all files of the step with their checksums, each a share of them. A
-        damaged step is skipped with a warning. Later loads and `latest` skip it too, and it may be saved again.
+        damaged step is skipped with a warning. Later loads and `latest` skip it too, and it may be saved again. If its
+        trainer removes the step during the load, the newest step is loaded again.
 
         Args:
             state: as for `opt_checkpoint.load`.
@@ -257,40 +263,53 @@ class CheckpointManager(Closing):
             options: as for `opt_checkpoint.load`.
 
         Raises:
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: there is none, or it was removed during the load.
             CheckpointingException: as `opt_checkpoint.load`; or the save that was running failed.
         """
-        chosen = self._chosen(step, options.get("verify"))
-        report = load(state, self.series.path(chosen), process_group=self._group, **options)
-        self._go_to(chosen)
-        return report
+        read = lambda path: load(state, path, process_group=self._group, **options)
+        return self._read(read, step, options.get("verify"))
 
     def load_optimizer(
         self, model: nn.Module, optimizer: Optimizer, *, step: int | None = None, **options: Any
     ) -> OptimizerLoadReport:
-        """Load an optimizer from a step, by default the newest good one, as `load`.
+        """Load an optimizer, by default from the step that was loaded last, else from the newest good one, as `load`.
 
         Args:
             model: as for `opt_checkpoint.load_optimizer`.
             optimizer: as for `opt_checkpoint.load_optimizer`.
-            step: number of the step; None for the newest.
+            step: number of the step; None for the one that was loaded last, unless the run has saved since; a newer
+                one may have appeared in the meantime. Without a load before, None is the newest.
             options: as for `opt_checkpoint.load_optimizer`.
 
         Raises:
             CheckpointNotFoundError: there is none.
             CheckpointingException: as `opt_checkpoint.load_optimizer`.
         """
-        chosen = self._chosen(step, options.get("verify"))
-        report = load_optimizer(model, optimizer, self.series.path(chosen), process_group=self._group, **options)
-        self._go_to(chosen)
-        return report
+        read = lambda path: load_optimizer(model, optimizer, path, process_group=self._group, **options)
+        return self._read(read, self._loaded if step is None else step, options.get("verify"))
 
-    def _chosen(self, step: int | None, verify: str | None) -> int:
-        """The step to load: the given one, or the newest good one."""
+    def _read(self, read: Callable[[Location], T], step: int | None, verify: str | None) -> T:
+        """Read a step: the given one, or the newest good one, and then a newer one if a trainer has removed it.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or each of `LOAD_ATTEMPTS` was removed while it was read.
+        """
         self.wait()
         same_everywhere(self._ranks, "loading", step=step, verify=verify)  # they decide which exchanges follow
-        if step is not None:
-            return step_number(step)
+        for left in reversed(range(LOAD_ATTEMPTS if step is None else 1)):
+            chosen = self._newest(verify) if step is None else step_number(step)
+            try:
+                report = read(self.series.path(chosen))
+            except CheckpointNotFoundError:  # the same on every rank
+                self.series.forget(chosen)
+                if not left:
+                    raise
+            else:
+                self._go_to(chosen)
+                return report
+        raise AssertionError("the last attempt returns or raises")
+
+    def _newest(self, verify: str | None) -> int:
         newest = self.latest() if verify == "none" else self.latest_good()
         if newest is None:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
@@ -298,14 +317,19 @@ class CheckpointManager(Closing):
 
     def latest_good(self) -> int | None:
         """The highest step whose files match their checksums; None if there never was one. Raises like `latest`."""
-        while (newest := self.latest()) is not None and not self.is_good(newest):
-            pass
-        return newest
+        while (newest := self.latest()) is not None:
+            with suppress(CheckpointNotFoundError):  # a newer one is there
+                if self.is_good(newest):
+                    return newest
+        return None
 
     def is_good(self, step: int) -> bool:
         """Compare the files of a step with their checksums, each rank a share of them.
 
         If it is damaged, warn; `latest` skips it from now on, and it may be saved again.
+
+        Raises:
+            CheckpointNotFoundError: its trainer has removed it; on every rank.
         """
 
         def opened() -> tuple[str | None, Location, str | None, dict[str, StoredFile]]:
@@ -314,6 +338,12 @@ class CheckpointManager(Closing):
             except (CheckpointCorruptError, FileNotFoundError) as error:
                 return str(error), self.directory, None, {}
             return None, index.path, index.save_id, dict(index.files)
+
+        def is_gone() -> bool:
+            if was_removed(self.series.path(step), save_id):
+                self.series.forget(step)
+                return True
+            return False
 
         what = f"verifying step {step} of {self.directory}"
         problem, folder, save_id, files = from_first(self._ranks, opened, what)
@@ -324,13 +354,16 @@ class CheckpointManager(Closing):
         if problem is None:
             self._verified.add(save_id)
             return True
+        if from_first(self._ranks, is_gone, what):
+            raise removed(self.series.path(step))
         self._damaged.add(step)
         if self._ranks.rank == 0:
-            warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=5)
+            warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=6)
         return False
 
     def _go_to(self, step: int) -> None:
         """The run continues from a step: it may save the later ones again."""
+        self._loaded = step
         if self._ranks.rank == 0:
             self._resumed, self._later = step, set()
             self._known = self.series.committed()

@@ -6,7 +6,8 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, get_args
@@ -20,9 +21,9 @@ from opt_checkpoint.dcp.plan import AssignedParts, Offer, PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader, Verify
 from opt_checkpoint.dcp.saving import CheckpointWriter, ShardedSavePlanner
 from opt_checkpoint.disk.archives import SafeGlobals
-from opt_checkpoint.disk.checkpoint import Opened, check_sizes, open_checkpoint
+from opt_checkpoint.disk.checkpoint import Opened, check_sizes, open_checkpoint, removed, was_removed
 from opt_checkpoint.disk.index import Kind
-from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
 from opt_checkpoint.run.ranks import (
     Ranks,
     check_equal,
@@ -263,7 +264,7 @@ def load(
         A report of what was loaded and what was not.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointNotFoundError: there is no checkpoint, or it was removed during the load.
         CheckpointCorruptError: it is damaged.
         CheckpointKeyError: keys do not fit, under `strict`.
         CheckpointMismatchError: shapes, dtypes, coverage or forms of plain values do not fit.
@@ -272,13 +273,20 @@ def load(
     """
     ranks = ranks_of(process_group)
     source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify)
-    opened = open_everywhere(ranks, source, verify, safe_globals)
-    planner = ShardedLoadPlanner(state, opened, strict=strict, dtype=dtype, aliases=aliases, safe_globals=safe_globals)
-    return carry_out_load(ranks, planner, threads=threads, verify=verify)
+    rules: dict[str, Any] = {"strict": strict, "dtype": dtype, "aliases": aliases, "safe_globals": safe_globals}
+    with opened_everywhere(ranks, source, verify, safe_globals) as opened:
+        return carry_out_load(ranks, ShardedLoadPlanner(state, opened, **rules), threads=threads, verify=verify)
 
 
-def open_everywhere(ranks: Ranks, source: Location, verify: Verify, safe_globals: SafeGlobals = ()) -> Opened:
-    """Open a checkpoint on rank 0, check its files as `verify` of `load` requires, and send its index to all ranks."""
+@contextmanager
+def opened_everywhere(
+    ranks: Ranks, source: Location, verify: Verify, safe_globals: SafeGlobals = ()
+) -> Iterator[Opened]:
+    """Open a checkpoint on rank 0, check its files as `verify` of `load` requires, and send its index to all ranks.
+
+    Raises:
+        CheckpointNotFoundError: the block failed because the checkpoint was removed in the meantime; on every rank.
+    """
 
     def open_first() -> Opened:
         if verify not in get_args(Verify):
@@ -288,9 +296,16 @@ def open_everywhere(ranks: Ranks, source: Location, verify: Verify, safe_globals
             check_sizes(opened.index)
         return opened
 
-    opened = from_first(ranks, open_first, f"loading {source}")
-    # Each rank reads by its own client of the store.
-    return replace(opened, index=replace(opened.index, path=reached_from(source, opened.index.path)))
+    save_id: str | None = None
+    try:
+        opened = from_first(ranks, open_first, f"loading {source}")
+        save_id = opened.index.save_id
+        # Each rank reads by its own client of the store.
+        yield replace(opened, index=replace(opened.index, path=reached_from(source, opened.index.path)))
+    except CheckpointCorruptError as error:  # the same on every rank
+        if from_first(ranks, lambda: was_removed(source, save_id), f"loading {source}"):
+            raise removed(source) from error
+        raise
 
 
 def carry_out_load(

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from opt_checkpoint.disk.checkpoint import check_sizes, read_committed
+from opt_checkpoint.disk.checkpoint import check_sizes, read_committed, was_removed
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store import AnyPath, Location, Store, location_of, store_at
 
@@ -46,10 +46,12 @@ def committed_steps(directory: AnyPath) -> list[int]:
         OSError: a directory, file or object cannot be read, so that it is unknown whether it holds a checkpoint.
     """
     series = Series(location_of(directory))
-    gone = series.abandoned()
-    return [
-        s for s in sorted(series.committed()) if series.is_whole(s, headers=True) and not series.is_abandoned(s, gone)
-    ]
+    while True:
+        listed, gone = named_steps(series.store), series.abandoned()
+        committed = [step for step in listed if series.is_committed(step) and not series.is_abandoned(step, gone)]
+        whole = [step for step in committed if series.is_whole(step, headers=True)]
+        if named_steps(series.store) == listed:  # else a trainer has removed some, and has saved others before
+            return whole
 
 
 class Rollback(NamedTuple):
@@ -114,14 +116,16 @@ class Series:
             CheckpointCorruptError: without `at_most`: there are checkpoints, but all are damaged.
             OSError: as `is_committed`.
         """
-        bad, gone = [], self.abandoned()
-        for step in reversed(named_steps(self.store)):
+        listed, bad, gone = named_steps(self.store), [], self.abandoned()
+        for step in reversed(listed):
             if at_most is not None and step > at_most:
                 continue
             if self.is_committed(step) and not self.is_abandoned(step, gone):
                 if step not in damaged and self._whole.get(step) is not False:
                     return step
                 bad.append(step_name(step))
+        if named_steps(self.store) != listed:  # a trainer has removed some, and has saved others before
+            return self.newest(damaged, at_most=at_most)
         if bad and at_most is None:
             raise CheckpointCorruptError(
                 f"every checkpoint in {self.directory} is damaged: {', '.join(bad)}; verify them, or move them away to "
@@ -136,15 +140,24 @@ class Series:
         """Remember that this process has saved a step."""
         self._whole[step] = True
 
+    def forget(self, step: int) -> None:
+        """Forget what is known of a step, which was removed or may be replaced."""
+        self._whole.pop(step, None)
+
     def is_whole(self, step: int, *, headers: bool = False) -> bool:
         """Whether a committed step has all its files, by manifest, sizes and headers. Each step is looked at once."""
         if self._whole.get(step) is None:
+            save_id: str | None = None
             try:
-                check_sizes(read_committed(self.path(step)), headers=headers)
+                index = read_committed(self.path(step))
+                save_id = index.save_id
+                check_sizes(index, headers=headers)
                 self._whole[step] = True
             except FileNotFoundError:  # deleted by its trainer
                 return False
             except CheckpointCorruptError as error:
+                if was_removed(self.path(step), save_id):
+                    return False
                 self._whole[step] = False
                 logger.warning("%s does not count as kept: %s", self.path(step), error)
         return bool(self._whole[step])
@@ -180,7 +193,7 @@ class Series:
 
     def _delete(self, step: int) -> None:
         self.store.retire(step_name(step))
-        self._whole.pop(step, None)
+        self.forget(step)
 
     def abandoned(self) -> dict[int, str]:
         """The saves of the steps that the run has abandoned.
@@ -198,7 +211,7 @@ class Series:
     def begin(self, step: int, save_id: str) -> bool:
         """Record, before a save, that later steps are abandoned once it is committed; False if there are none."""
         with self._lock:
-            self._whole.pop(step, None)  # it may be replaced
+            self.forget(step)
             saves = {later: self.save_of(later) for later in named_steps(self.store) if later > step}
             later = {number: save for number, save in saves.items() if save is not None}
             if later:

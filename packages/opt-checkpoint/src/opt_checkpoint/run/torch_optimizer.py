@@ -28,7 +28,7 @@ from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.optimizer_params import NamedParam, named_params, names_by_group, on_all_ranks
 from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
-from opt_checkpoint.run.save_load import carry_out_load, open_everywhere
+from opt_checkpoint.run.save_load import carry_out_load, opened_everywhere
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer, with_current_names
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.sharded import ShardedBase, ShardedStateDict
@@ -228,13 +228,13 @@ def load_optimizer(
     """
     ranks = ranks_of(process_group)
     source = same_location(ranks, "loading an optimizer", path, verify=verify)
-    found = open_everywhere(ranks, source, verify)
-
-    def read(wanted: ShardedStateDict) -> object:
-        return carry_out_load(ranks, ShardedLoadPlanner(wanted, found), verify=verify)
-
     options: dict[str, Any] = {"at": at, "groups": groups, "on_conflict": on_conflict, "override": override}
-    return fill_optimizer(model, optimizer, found, read, ranks=ranks, **options)
+    with opened_everywhere(ranks, source, verify) as found:
+
+        def read(wanted: ShardedStateDict) -> object:
+            return carry_out_load(ranks, ShardedLoadPlanner(wanted, found), verify=verify)
+
+        return fill_optimizer(model, optimizer, found, read, ranks=ranks, **options)
 
 
 def fill_optimizer(

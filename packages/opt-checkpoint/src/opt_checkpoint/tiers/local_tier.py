@@ -25,7 +25,12 @@ import torch.distributed as dist
 from opt_checkpoint.disk.checkpoint import check_sizes, verify_checkpoint
 from opt_checkpoint.disk.data_file import bytes_view, crc32
 from opt_checkpoint.disk.manifest import read_manifest
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointFailedError, CheckpointingException
+from opt_checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointFailedError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+)
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.series import named_steps, step_name
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -195,8 +200,15 @@ class LocalTier:
         Raises:
             OSError: a part cannot be read, so that it is unknown whether it is complete.
         """
+        while True:
+            listed = named_steps(self._store)
+            found = self._parts_of(listed)
+            if named_steps(self._store) == listed:  # else a trainer has removed some, and has saved others before
+                return found
+
+    def _parts_of(self, steps: Sequence[int]) -> set[PartName]:
         found = set()
-        for step in named_steps(self._store):
+        for step in steps:
             for part in filter(_PART.fullmatch, self._store.children(step_name(step))):
                 path = self._store.path(f"{step_name(step)}/{part}")
                 try:
@@ -206,7 +218,8 @@ class LocalTier:
                 except FileNotFoundError:
                     continue
                 except CheckpointingException as error:
-                    logger.warning("skipping %s: %s", path, error)
+                    if path.is_dir():  # else its trainer has removed it
+                        logger.warning("skipping %s: %s", path, error)
                     continue
                 if path == self.place(name.step, name.rank):
                     found.add(name)
@@ -242,7 +255,12 @@ class LocalTier:
             damaged = []
             for owner in (owner for owner, holder in holders if holder == ranks.rank):
                 path = self.place(step, owner)
-                if findings := verify_checkpoint(path):
+                try:
+                    findings = verify_checkpoint(path)
+                except CheckpointNotFoundError:  # its trainer has a newer step
+                    damaged.append(f"{_OF_TIER.format(step)}: rank {owner}'s part at {path} was removed")
+                    continue
+                if findings:
                     logger.warning("%s is damaged and was removed: %s", path, findings[0])
                     self._remove([_part(step, owner)])
                     damaged.append(f"{_OF_TIER.format(step)}: rank {owner}'s part at {path} is damaged: {findings[0]}")

@@ -6,11 +6,11 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 from opt_checkpoint.dcp.load_planner import NO_ALIASES, ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.disk.archives import SafeGlobals
-from opt_checkpoint.disk.checkpoint import Opened
+from opt_checkpoint.disk.checkpoint import Opened, removed
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointStorageError,
     CheckpointValueError,
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver, background_group
-from opt_checkpoint.run.manager import CheckpointManager, Closing, step_number
+from opt_checkpoint.run.manager import LOAD_ATTEMPTS, CheckpointManager, Closing, step_number
 from opt_checkpoint.run.ranks import Ranks, from_all, from_first, in_turn, leave, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
@@ -38,6 +39,7 @@ from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, ke
 from opt_checkpoint.tiers.parts import load_part, open_part, plan_part
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast"})
 
 
@@ -228,9 +230,9 @@ class TieredCheckpointManager(Closing):
                     logger.warning("nothing to resume from: %s", reason)
         if state is None or self._resume is None or self._resume.tier == "durable":
             return self._resume
-        opened = self._opened(self._resume.step)
         try:
-            plan_part(self._ranks, ShardedLoadPlanner(state, opened, **rules))
+            with self._opened(self._resume.step) as opened:
+                plan_part(self._ranks, ShardedLoadPlanner(state, opened, **rules))
         except CheckpointMismatchError as error:  # of this world's layout
             problem = f"step {self._resume.step} of the local tier: {error}"
             if self._has_loaded:
@@ -265,8 +267,11 @@ class TieredCheckpointManager(Closing):
         if damage is not None:
             raise damage
         if durable is not None:
-            if self._durable.is_good(durable):
-                return Resume(durable, "durable", (), self._passed_over)
+            try:
+                if self._durable.is_good(durable):
+                    return Resume(durable, "durable", (), self._passed_over)
+            except CheckpointNotFoundError:  # removed by its trainer, which has a newer one
+                return self._newest()
             newest = self._newest()  # without the damaged step
             skipped = f"step {durable} of the durable tier is damaged"
             return newest and newest._replace(passed_over=(skipped, *newest.passed_over))
@@ -306,19 +311,26 @@ class TieredCheckpointManager(Closing):
     ) -> LoadReport:
         """Load the step that `find` returned; calls `find(state)` if it was not called before.
 
+        If another trainer removes that step in the meantime, this raises CheckpointNotFoundError, or finds a newer one
+        if `find` was not called before.
+
         Arguments are as for `opt_checkpoint.load`.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint.
+            CheckpointNotFoundError: there is no checkpoint, or it was removed.
             CheckpointMismatchError: the local step was saved in another layout, and `find` was called without `state`.
             CheckpointingException: as `opt_checkpoint.load`.
         """
         same_everywhere(self._ranks, "loading", strict=strict, dtype=dtype)
         rules = {"strict": strict, "dtype": dtype, "aliases": aliases, "safe_globals": safe_globals}
-        found = self._found(state if self._resume is None else None, rules)
-        if found.tier == "durable":
-            return self._durable.load(state, step=found.step, **rules)
-        return self._load_part(state, self._opened(found.step), rules)
+
+        def read(found: Resume) -> LoadReport:
+            if found.tier == "durable":
+                return self._durable.load(state, step=found.step, **rules)
+            with self._opened(found.step) as opened:
+                return self._load_part(state, opened, rules)
+
+        return self._read(lambda: self._found(state if self._resume is None else None, rules), read)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> OptimizerLoadReport:
         """Load an optimizer from the step that `find` returned.
@@ -328,12 +340,32 @@ class TieredCheckpointManager(Closing):
         Raises:
             CheckpointingException: as `load`, and as `opt_checkpoint.load_optimizer`.
         """
-        found = self._found()
-        if found.tier == "durable":
-            return self._durable.load_optimizer(model, optimizer, step=found.step, **options)
-        opened = self._opened(found.step)
-        read = lambda wanted: self._load_part(wanted, opened, {})
-        return fill_optimizer(model, optimizer, opened, read, ranks=self._ranks, **options)
+
+        def read(found: Resume) -> OptimizerLoadReport:
+            if found.tier == "durable":
+                return self._durable.load_optimizer(model, optimizer, step=found.step, **options)
+            with self._opened(found.step) as opened:
+                read_part = lambda wanted: self._load_part(wanted, opened, {})
+                return fill_optimizer(model, optimizer, opened, read_part, ranks=self._ranks, **options)
+
+        return self._read(self._found, read)
+
+    def _read(self, find: Callable[[], Resume], read: Callable[[Resume], T]) -> T:
+        """Read the step that was found before, or find one; that again if its trainer removes it in the meantime.
+
+        Raises:
+            CheckpointNotFoundError: there is none; or the step that was found before, or each of `LOAD_ATTEMPTS`, was
+                removed.
+        """
+        for left in reversed(range(1 if self._resume is not None else LOAD_ATTEMPTS)):
+            try:
+                return read(find())
+            except CheckpointNotFoundError:  # the same on every rank
+                was_found = self._resume is not None
+                self._resume, self._has_loaded = None, False
+                if not left or not was_found:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     def _found(self, state: ShardedStateDict | None = None, rules: Mapping[str, Any] = _ANY_KEYS) -> Resume:
         found = self._find(state, rules)
@@ -341,13 +373,24 @@ class TieredCheckpointManager(Closing):
             raise CheckpointNotFoundError(f"no checkpoint in {self._durable.directory} or {self._local_path}")
         return found
 
-    def _opened(self, step: int) -> Opened:
+    @contextmanager
+    def _opened(self, step: int) -> Iterator[Opened]:
+        """This rank's part of a local step.
+
+        Raises:
+            CheckpointNotFoundError: the block failed because a part was removed in the meantime; on every rank.
+        """
         tier = self._tier_of_run(may_write=False)
         assert tier is not None  # a local step was found, so the run has a name
+        place, what = tier.place(step, self._ranks.rank), f"opening step {step} of the local tier"
         opened: list[Opened] = []
-        open_own = lambda: opened.append(open_part(tier.place(step, self._ranks.rank)))
-        from_all(self._ranks, open_own, f"opening step {step} of the local tier")
-        return opened[0]
+        try:
+            from_all(self._ranks, lambda: opened.append(open_part(place)), what)
+            yield opened[0]
+        except (CheckpointCorruptError, CheckpointStorageError) as error:  # the same on every rank
+            if not all(from_all(self._ranks, place.is_dir, what)):
+                raise removed(place) from error
+            raise
 
     def _load_part(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> LoadReport:
         try:
