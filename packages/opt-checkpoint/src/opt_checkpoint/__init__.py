@@ -19,6 +19,7 @@ from opt_checkpoint.errors import (
     CheckpointValueError,
 )
 from opt_checkpoint.run.async_save import AsyncSaver, SaveHandle, async_save
+from opt_checkpoint.run.best import KeepBest
 from opt_checkpoint.run.manager import CheckpointManager
 from opt_checkpoint.run.named_model import sharded_model
 from opt_checkpoint.run.save_load import LoadReport, load, save
@@ -93,14 +94,15 @@ __all__ = [
     "KEEP_VARS_HINT", "NUMPY_GLOBALS", "REFERENCE_ALIASES", "SAME_NAMES", "AsyncSaver", "BucketSlot",
     "CheckpointCorruptError", "CheckpointExistsError", "CheckpointFailedError", "CheckpointKeyError",
     "CheckpointManager", "CheckpointMismatchError", "CheckpointNotFoundError", "CheckpointStorageError",
-    "CheckpointValueError", "CheckpointingException", "GroupMismatchError", "GroupReport", "LayoutBound", "LikeParam",
-    "LoadReport", "LocalNonpersistentObject", "NameRule", "NotLoaded", "ObjectPath", "OptimizerLoadReport",
-    "PerMatrix", "PerParam", "PlanCache", "Reduced", "Resume", "SaveHandle", "ScopedState", "Segment", "ShardedBase",
-    "ShardedObject", "ShardedTensor", "ShardedTensorFactory", "StateSpec", "StrictHandling", "TieredCheckpointManager",
-    "add_prefix_for_sharding", "apply_factories", "apply_factory_merges", "apply_prefix_mapping", "apply_saved_groups",
-    "async_save", "committed_steps", "differences", "get_optim_param_to_id_map", "get_param_id_to_sharded_param_map",
-    "groups_to_saved", "is_main_replica", "load", "load_optimizer", "load_safetensors",
-    "make_sharded_optimizer_tensor", "make_sharded_state", "megatron_gpt2_names", "megatron_llama_names",
-    "optim_state_to_sharding_state", "read_common", "read_index", "read_name_rules", "replace_prefix_for_sharding",
-    "save", "save_safetensors", "sharded_like", "sharded_model", "sharded_optimizer", "verify_checkpoint",
+    "CheckpointValueError", "CheckpointingException", "GroupMismatchError", "GroupReport", "KeepBest", "LayoutBound",
+    "LikeParam", "LoadReport", "LocalNonpersistentObject", "NameRule", "NotLoaded", "ObjectPath",
+    "OptimizerLoadReport", "PerMatrix", "PerParam", "PlanCache", "Reduced", "Resume", "SaveHandle", "ScopedState",
+    "Segment", "ShardedBase", "ShardedObject", "ShardedTensor", "ShardedTensorFactory", "StateSpec", "StrictHandling",
+    "TieredCheckpointManager", "add_prefix_for_sharding", "apply_factories", "apply_factory_merges",
+    "apply_prefix_mapping", "apply_saved_groups", "async_save", "committed_steps", "differences",
+    "get_optim_param_to_id_map", "get_param_id_to_sharded_param_map", "groups_to_saved", "is_main_replica", "load",
+    "load_optimizer", "load_safetensors", "make_sharded_optimizer_tensor", "make_sharded_state", "megatron_gpt2_names",
+    "megatron_llama_names", "optim_state_to_sharding_state", "read_common", "read_index", "read_name_rules",
+    "replace_prefix_for_sharding", "save", "save_safetensors", "sharded_like", "sharded_model", "sharded_optimizer",
+    "verify_checkpoint",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, SupportsFloat, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +25,7 @@ from opt_checkpoint.errors import (
     CheckpointValueError,
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
+from opt_checkpoint.run.best import KeepBest, metric_number, to_details
 from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_everywhere, same_location
 from opt_checkpoint.run.save_load import LoadReport, load, save_as
 from opt_checkpoint.run.series import Series, committed_steps, named_steps, step_name
@@ -96,12 +97,15 @@ class CheckpointManager(Closing):
             `ObjectPath` for a store with options.
         keep: how many of the newest checkpoints to keep, at least 1.
         keep_every: steps that are multiples of this are never removed; None for none.
+        keep_best: how many checkpoints to keep for the `metric` of their save, and whether lower or higher is better;
+            None for none. Each is kept until a better one is whole. Metrics are stored with the checkpoints, so another
+            process that opens the series with `keep_best` continues with those of before.
         in_background: whether `save` returns after the snapshot.
         process_group: the ranks.
         timeout_s: how long a rank waits for the others during a save in the background.
 
     Raises:
-        ValueError: `keep` or `keep_every` is below 1.
+        ValueError: `keep` or `keep_every` is below 1, or `keep_best` is not a `KeepBest`.
         CheckpointingException: ranks were given different arguments.
     """
 
@@ -111,16 +115,19 @@ class CheckpointManager(Closing):
         *,
         keep: int = 3,
         keep_every: int | None = None,
+        keep_best: KeepBest | None = None,
         in_background: bool = True,
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
         self._group, self._ranks = process_group, ranks_of(process_group)
-        arguments = {"keep": keep, "keep_every": keep_every, "in_background": in_background}
+        arguments = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best, "in_background": in_background}
         self.directory = same_location(self._ranks, "opening", directory, **arguments)
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: both must be at least 1")
-        self._keep, self._keep_every, self._timeout_s = keep, keep_every, timeout_s
+        if not isinstance(keep_best, KeepBest | None):
+            raise CheckpointValueError(f"keep_best={keep_best!r} must be a KeepBest, as KeepBest(count=2, mode='min')")
+        self._keep, self._keep_every, self._keep_best, self._timeout_s = keep, keep_every, keep_best, timeout_s
         self._in_background = in_background
         self._plans = PlanCache()
         self.saver: AsyncSaver | None = None  # made by the first save: a reader needs none
@@ -138,7 +145,14 @@ class CheckpointManager(Closing):
             with suppress(OSError):  # raised by the first use
                 self._known = self.series.committed()
 
-    def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
+    def save(
+        self,
+        step: int,
+        state: ShardedStateDict,
+        *,
+        metric: SupportsFloat | None = None,
+        common: Literal["equal", "first_rank"] = "equal",
+    ) -> Location:
         """Save a step. In the background, first wait for the previous save and raise its failure.
 
         A save that is refused raises here, before anything is copied.
@@ -149,6 +163,8 @@ class CheckpointManager(Closing):
         Args:
             step: number of the step, not negative; each step is saved once.
             state: as for `opt_checkpoint.save`.
+            metric: of this step, for `keep_best`; the same on all ranks. A step without one, or with NaN, is not kept
+                for it. Of equal metrics, the later step is kept.
             common: as for `opt_checkpoint.save`.
 
         Returns:
@@ -162,6 +178,8 @@ class CheckpointManager(Closing):
         path = self.series.path(step)
         if self._closed:
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
+        number = None if metric is None else metric_number(metric)
+        details = {"step": step} if number is None else {"step": step, "metric": to_details(number)}
         self._loaded = None
         save_id = uuid.uuid4().hex
         prepare = cache(
@@ -174,11 +192,12 @@ class CheckpointManager(Closing):
                 path,
                 process_group=ranks,
                 common=common,
-                details={"step": step},
+                details=details,
                 plans=self._plans,
                 save_id=save_id,
                 begin=prepare,
-                committed=lambda: self._retire(step, save_id),
+                committed=lambda: self._retire(step, save_id, number),
+                metric=number,
             )
 
         if not self._in_background:
@@ -186,7 +205,7 @@ class CheckpointManager(Closing):
             return path
         if self.saver is None:
             self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
-        return self.saver.start(state, path, write, check=prepare, step=step, common=common).path
+        return self.saver.start(state, path, write, check=prepare, step=step, common=common, metric=number).path
 
     def _prepare(self, step: int, save_id: str) -> bool:
         """Refuse a second trainer, record a rollback, and return whether an existing step is replaced; on rank 0."""
@@ -243,6 +262,23 @@ class CheckpointManager(Closing):
         self.wait()
         look = lambda: self.series.newest(self._damaged, at_most=at_most)
         return from_first(self._ranks, look, f"listing {self.directory}")
+
+    def best(self) -> int | None:
+        """The step with the best metric, by `keep_best`, as seen by rank 0; None if none has a metric.
+
+        Waits like `latest`. Steps that the run has abandoned, or that are damaged, are left out.
+
+        Raises:
+            CheckpointValueError: this manager was opened without `keep_best`.
+            CheckpointFailedError: the directory cannot be read.
+            CheckpointingException: the save that was running failed.
+        """
+        rule = self._keep_best
+        if rule is None:
+            raise CheckpointValueError("best() needs CheckpointManager(..., keep_best=KeepBest(count, mode))")
+        self.wait()
+        look = lambda: self.series.best(rule, self._damaged)
+        return next(iter(from_first(self._ranks, look, f"listing {self.directory}")), None)
 
     def steps(self) -> list[int]:
         """All steps with committed and complete checkpoints, in order. Waits and raises like `latest`."""
@@ -369,20 +405,21 @@ class CheckpointManager(Closing):
             self._known = self.series.committed()
             self._left = {known: {self.series.save_of(known)} for known in self._known if known > step}
 
-    def _retire(self, saved: int, save_id: str) -> None:
-        """Delete all but the newest `keep` steps and `saved`, which was just saved.
+    def _retire(self, saved: int, save_id: str, metric: float | None) -> None:
+        """Delete all but the newest `keep` steps, the best ones, and `saved`, which was just saved with a metric.
 
         Steps that were found damaged stay for inspection; the step that was loaded last stays until `keep` later saves
         are committed. In an object store this also removes leftovers of dead saves of other steps. On disks every save
         does that.
         """
         self._later.add(saved)
-        stays = self._resumed if len(self._later) < self._keep else None
-        self.series.add(saved)
+        stays = {self._resumed} if self._resumed is not None and len(self._later) < self._keep else set()
+        self.series.add(saved, metric)
         self._damaged.discard(saved)
         self._left.pop(saved, None)
         try:
             self.series.finish(saved, save_id, stays)
-            self.series.retire(saved, self._keep, self._keep_every, self._damaged, stays)
+            best = [] if self._keep_best is None else self.series.best(self._keep_best, self._damaged)
+            self.series.retire(saved, self._keep, self._keep_every, self._damaged, stays.union(best))
         except (OSError, CheckpointCorruptError) as error:
             logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)

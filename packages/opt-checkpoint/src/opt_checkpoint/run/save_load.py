@@ -114,6 +114,7 @@ def save_as(
     save_id: str | None = None,
     begin: Callable[[], bool] = lambda: False,
     committed: Callable[[], object] = lambda: None,
+    **arguments: object,
 ) -> None:
     """`save`, with work of rank 0 in its exchanges; other arguments and errors are as there.
 
@@ -123,6 +124,7 @@ def save_as(
         save_id: 32 hexadecimal digits that name the save; rank 0's counts.
         begin: called on rank 0 before anything is written; returns whether the commit replaces an existing checkpoint.
         committed: called on rank 0 after the commit, before other ranks return.
+        arguments: must be the same on all ranks too.
     """
     ranks = ranks_of(process_group)
 
@@ -141,7 +143,7 @@ def save_as(
         return CheckpointWriter(place, save_id=name, details=recorded, target=target, replace=replaces)
 
     planner = ShardedSavePlanner(state, common=common, cache=plans)
-    carry_out_save(ranks, planner, new_writer, f"saving {path}", {"common": common}, committed=committed)
+    carry_out_save(ranks, planner, new_writer, f"saving {path}", {"common": common, **arguments}, committed=committed)
 
 
 class Writer(Protocol):

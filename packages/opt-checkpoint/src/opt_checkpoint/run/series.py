@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from opt_checkpoint.disk.checkpoint import check_sizes, read_committed, was_removed
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.run.best import KeepBest, from_details
 from opt_checkpoint.store import AnyPath, Location, Store, location_of, store_at
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Series:
         self._issued: set[str] = set()  # saves of this process that may still be committed
         # Committed steps, which need not be looked at again: whether manifest and sizes are right; None if unknown.
         self._whole: dict[int, bool | None] = {}
+        self._metrics: dict[int, float | None] = {}  # of the whole ones
         self._lock = threading.RLock()  # two tiers save in two threads
 
     def path(self, step: int) -> Location:
@@ -136,13 +138,15 @@ class Series:
     def is_abandoned(self, step: int, gone: Mapping[int, str]) -> bool:
         return step in gone and self.save_of(step) == gone[step]
 
-    def add(self, step: int) -> None:
-        """Remember that this process has saved a step."""
+    def add(self, step: int, metric: float | None = None) -> None:
+        """Remember that this process has saved a step, and with which metric."""
         self._whole[step] = True
+        self._metrics[step] = metric
 
     def forget(self, step: int) -> None:
         """Forget what is known of a step, which was removed or may be replaced."""
         self._whole.pop(step, None)
+        self._metrics.pop(step, None)
 
     def is_whole(self, step: int, *, headers: bool = False) -> bool:
         """Whether a committed step has all its files, by manifest, sizes and headers. Each step is looked at once."""
@@ -152,7 +156,7 @@ class Series:
                 index = read_committed(self.path(step))
                 save_id = index.save_id
                 check_sizes(index, headers=headers)
-                self._whole[step] = True
+                self.add(step, from_details(index.details))
             except FileNotFoundError:  # deleted by its trainer
                 return False
             except CheckpointCorruptError as error:
@@ -162,7 +166,35 @@ class Series:
                 logger.warning("%s does not count as kept: %s", self.path(step), error)
         return bool(self._whole[step])
 
-    def retire(self, new: int, keep: int, keep_every: int | None, damaged: Collection[int], stays: int | None) -> None:
+    def best(self, keep_best: KeepBest, damaged: Collection[int]) -> list[int]:
+        """The whole steps with the best metrics, the best one first.
+
+        Args:
+            keep_best: how many, and which are better.
+            damaged: steps that are known to be damaged; they do not count, as abandoned ones do not.
+
+        Raises:
+            OSError: a step cannot be read.
+        """
+        while True:
+            listed, gone = named_steps(self.store), self.abandoned()
+            metrics: dict[int, float] = {}
+            for step in listed:
+                if step not in damaged and not self.is_abandoned(step, gone) and self.is_whole(step):
+                    metric = self._metrics.get(step)
+                    if metric is not None:
+                        metrics[step] = metric
+            if named_steps(self.store) == listed:  # else a trainer has removed some, and has saved others before
+                return keep_best.steps(metrics)
+
+    def retire(
+        self,
+        new: int,
+        keep: int,
+        keep_every: int | None,
+        damaged: Collection[int],
+        stays: Collection[int],
+    ) -> None:
         """Delete all but the newest `keep` whole steps, by number, and the folders of dead saves to other steps.
 
         Args:
@@ -170,7 +202,7 @@ class Series:
             keep: how many steps to keep.
             keep_every: multiples of this stay; None for none.
             damaged: steps that stay for inspection and do not count, as abandoned ones do.
-            stays: a step that stays too, and counts.
+            stays: steps that stay too; they count if they are among the newest.
         """
         gone, kept, uncommitted = self.abandoned(), 0, []
         for step in reversed(named_steps(self.store)):
@@ -183,7 +215,7 @@ class Series:
                     uncommitted.append(step_name(step))
                 elif kept < keep or step == new:
                     kept += self.is_whole(step)
-                elif step != stays:
+                elif step not in stays:
                     self._delete(step)
             except (OSError, CheckpointCorruptError) as error:
                 logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)
@@ -220,7 +252,7 @@ class Series:
                 self._write(self.abandoned(), [*others, Rollback(step, save_id, later)])
             return bool(later)
 
-    def finish(self, saved: int, save_id: str, stays: int | None = None) -> None:
+    def finish(self, saved: int, save_id: str, stays: Collection[int] = ()) -> None:
         """After the commit of a step by a save, abandon what its rollback names, and delete abandoned steps before it
         but `stays`."""
         with self._lock:
@@ -234,7 +266,7 @@ class Series:
             pending = [other for other in before if other.save_id in self._issued - {save_id}]
             if left or pending:  # first, so that no deletion can bring a step back
                 self._write(left, pending)
-            for step in [step for step in left if step < saved and step != stays]:
+            for step in [step for step in left if step < saved and step not in stays]:
                 self._delete(step)
                 del left[step]
             if not left and not pending:

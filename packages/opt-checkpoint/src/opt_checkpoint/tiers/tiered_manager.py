@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, SupportsFloat, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +28,7 @@ from opt_checkpoint.errors import (
     CheckpointValueError,
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver, background_group
+from opt_checkpoint.run.best import KeepBest
 from opt_checkpoint.run.manager import LOAD_ATTEMPTS, CheckpointManager, Closing, step_number
 from opt_checkpoint.run.ranks import Ranks, from_all, from_first, in_turn, leave, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport
@@ -75,7 +76,7 @@ class TieredCheckpointManager(Closing):
         durable: as for `CheckpointManager`: a directory that all ranks see, or a place in an object store.
         durable_every: minimum number of steps between saves to the durable tier.
         keep_local: how many local steps to keep. One more exists while it is written, and each of them on two nodes.
-        keep, keep_every: as for `CheckpointManager`.
+        keep, keep_every, keep_best: as for `CheckpointManager`, of the durable tier.
         node: names this rank's node; by default the host's name, and the number of the node under `torchrun`.
         process_group: the ranks.
         timeout_s: how long a rank waits for the others during a save in the background.
@@ -97,6 +98,7 @@ class TieredCheckpointManager(Closing):
         keep_local: int = 1,
         keep: int = 3,
         keep_every: int | None = None,
+        keep_best: KeepBest | None = None,
         node: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
@@ -105,9 +107,8 @@ class TieredCheckpointManager(Closing):
         same_everywhere(self._ranks, "opening", durable_every=durable_every, keep_local=keep_local)
         if durable_every < 1 or keep_local < 1:
             raise ValueError(f"durable_every={durable_every}, keep_local={keep_local}: both must be at least 1")
-        self._durable = CheckpointManager(
-            durable, keep=keep, keep_every=keep_every, process_group=process_group, timeout_s=timeout_s
-        )
+        kept: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
+        self._durable = CheckpointManager(durable, **kept, process_group=process_group, timeout_s=timeout_s)
         places: list[Path] = []
 
         def name_node() -> str:
@@ -131,7 +132,7 @@ class TieredCheckpointManager(Closing):
         self._has_loaded = False  # from the local step of `_resume`
         self._closed = False
 
-    def save(self, step: int, state: ShardedStateDict) -> bool:
+    def save(self, step: int, state: ShardedStateDict, *, metric: SupportsFloat | None = None) -> bool:
         """Save a step to the local tier, and to the durable one if it is due; in the background.
 
         Waits for the previous local save, and raises its failure. If later steps exist, the run has gone back: those of
@@ -140,6 +141,7 @@ class TieredCheckpointManager(Closing):
         Args:
             step: number of the step, not negative.
             state: as for `opt_checkpoint.save`; it may change as soon as this returns.
+            metric: as for `CheckpointManager.save`. It counts if this step is saved to the durable tier.
 
         Returns:
             Whether the durable tier is saved to.
@@ -163,7 +165,7 @@ class TieredCheckpointManager(Closing):
         is_due = step - self._last_durable >= self._durable_every
         saver.wait()
         if is_due:  # first, because it may be refused
-            self._durable.save(step, state)
+            self._durable.save(step, state, metric=metric)
             self._last_durable = step
         write = lambda snapshot, _, ranks: self._write_local(ranks, tier, snapshot, step)
         saver.start(state, tier.place(step, self._ranks.rank), write, step=step)
