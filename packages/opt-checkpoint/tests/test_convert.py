@@ -78,7 +78,7 @@ def test_a_file_stays_until_its_successor_is_whole(tmp_path: Path, trained: Any,
 
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="disk full"):
-        checkpoint_to_torch_file(tmp_path / "x", tmp_path / "x.pt")
+        checkpoint_to_torch_file(tmp_path / "x", tmp_path / "x.pt", force=True)
     assert (tmp_path / "x.pt").read_text() == "before"
 
 
@@ -252,6 +252,34 @@ def test_what_cannot_be_converted_is_refused_in_a_sentence(
         assert message in printed.err
         assert "it ran" not in printed.out
         assert not Path("new").exists()
+
+
+FORMATS = [("x", "--to", "torch"), ("x", "--to", "dcp"), ("x", "--to", "safetensors")]
+FORMATS += [("x.pt", "--from", "torch"), ("hf", "--from", "safetensors")]
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+@pytest.mark.parametrize(("source", "direction", "form"), FORMATS)
+def test_a_conversion_replaces_nothing_unless_forced(
+    tmp_path: Path, run: Any, trained: Any, source: str, direction: str, form: str, is_file: bool
+) -> None:
+    """`--to torch` replaced an existing file."""
+    save({"optimizer": sharded_optimizer(*trained)}, tmp_path / "x")
+    checkpoint_to_torch_file(tmp_path / "x", tmp_path / "x.pt")
+    run("convert", tmp_path / "x", tmp_path / "hf", "--to", "safetensors")
+    kept = tmp_path / "old" if is_file else tmp_path / "old" / "file"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("precious")
+    command = ("convert", tmp_path / source, tmp_path / "old", direction, form)
+    code, text = run(*command)
+    assert (code, kept.read_text()) == (2, "precious"), text
+    assert "exists" in text
+    code, text = run(*command, "--force")
+    if (direction, form, is_file) == ("--to", "torch", True):
+        assert code == 0, text
+        assert torch.load(tmp_path / "old")["param_groups"]
+    else:
+        assert (code, kept.read_text()) == (2, "precious"), text
 
 
 def test_gc_removes_only_directories_without_a_writer_and_only_on_request(

@@ -28,7 +28,7 @@ from opt_checkpoint.store.directory import is_leftover
 FINE, FOUND, WRONG_USE = 0, 1, 2
 # Formats that `convert` reads and writes, and the options of each.
 _FROM = {"torch": ("names",), "safetensors": ("map", "prefix"), "megatron": ("slots", "step")}
-_TO = {"torch": ("at",), "safetensors": ("map", "prefix", "tensor", "dtype"), "dcp": ("at", "name")}
+_TO = {"torch": ("at", "force"), "safetensors": ("map", "prefix", "tensor", "dtype"), "dcp": ("at", "name")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--rtol", type=float, default=0.0, help="allowed relative difference; 0 asks for equal bits")
     convert = add("convert", "convert from or to other formats", _convert)
     convert.add_argument("source", help="what to convert; a checkpoint may be the URL of an object store")
-    convert.add_argument("target", help="what to write, which must not exist; likewise")
+    convert.add_argument("target", help="what to write, which must not exist (but see --force); likewise")
     form = convert.add_mutually_exclusive_group(required=True)
     form.add_argument("--from", dest="from_", choices=_FROM, help="write a checkpoint from SOURCE, which is ...")
     form.add_argument("--to", choices=_TO, help="write another format from SOURCE, a checkpoint")
@@ -83,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--names", type=Path, help="from torch: JSON list of parameter names in the optimizer's order")
     convert.add_argument("--slots", type=Path, help="from megatron: JSON list of {name, shape, start, ...}")
     convert.add_argument("--step", type=int, help="from megatron: number of optimizer steps taken")
+    replaces = "to torch: replace an existing file; a directory is never replaced"
+    convert.add_argument("--force", action="store_true", default=None, help=replaces)
     extract = add("extract", "write one stored tensor to a .pt file", _extract, "path")
     extract.add_argument("key", help="the stored key, as `show` lists it")
     extract.add_argument("target", type=Path, help="the file to write, for torch.load; it must not exist")
@@ -205,7 +207,7 @@ def _convert(options: argparse.Namespace) -> int:
         slots = reading.read_rows(options.slots, megatron.BucketSlot) if options.slots else None
         megatron.megatron_to_checkpoint(source, target, slots=slots, step=options.step)
     elif options.to == "torch":
-        torch_files.checkpoint_to_torch_file(source, target, at=at)
+        torch_files.checkpoint_to_torch_file(source, target, at=at, force=bool(options.force))
     elif options.to == "dcp":
         torch_files.checkpoint_to_dcp(source, target, at=at, name=options.name or "")
     else:

@@ -109,7 +109,9 @@ def torch_file_to_checkpoint(file: PathLike, path: AnyPath, *, names: Sequence[s
     save({"optimizer": torch_state_to_sharded(state_dict, names)}, path)
 
 
-def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ...] = ("optimizer",)) -> None:
+def checkpoint_to_torch_file(
+    path: AnyPath, file: PathLike, *, at: tuple[str, ...] = ("optimizer",), force: bool = False
+) -> None:
     """Write the optimizer of a checkpoint as one full state dict that `torch.load(weights_only=True)` can load.
 
     The tensors are assembled in scratch files next to the output, so they need not fit into memory.
@@ -118,12 +120,17 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         path: the checkpoint.
         file: the `.pt` file to write.
         at: the keys under which the optimizer is stored.
+        force: whether an existing file is replaced, once the new one is complete.
 
     Raises:
+        CheckpointExistsError: something is at `file`, and `force` is false; or a directory is.
         CheckpointKeyError: no optimizer of `sharded_optimizer` or opt-stack's `Optimizer` is stored there, or several
             of its parameters are stacked under one key.
     """
     opened, target = open_checkpoint(path), local_path(file, "the .pt file")
+    if os.path.lexists(target) and (target.is_dir() or not force):
+        kind = "a directory" if target.is_dir() else "not replaced without --force (force=True)"
+        raise CheckpointExistsError(f"{target} exists and is {kind}; choose another file")
     if lookup(opened.common, (*at, "groups")) is ABSENT:  # another form may not keep the order of parameters
         raise CheckpointKeyError(f"{path} holds no optimizer of sharded_optimizer or of opt-stack at {'.'.join(at)}")
     saved = find_optimizer(opened, at)
@@ -140,7 +147,7 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         ]
         state = {index[name]: dict(sorted(own.items())) for name, own in states.items() if own}
         torch.save({"state": state, "param_groups": groups}, Path(scratch) / "whole.pt")
-        os.replace(Path(scratch) / "whole.pt", target)  # an existing file is replaced only by a complete new one
+        os.replace(Path(scratch) / "whole.pt", target)
 
 
 def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = ("optimizer",), name: str = "") -> None:
