@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +13,10 @@ from torch import nn
 
 from opt_checkpoint import sharded_model
 from opt_distributed import HyperError, ReplicaError, run_threads
+from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.comm import Alone, Axes, Comm, Roles, device
 from opt_distributed.comm.threads import World
+from opt_kernels.backends import grad_stats
 from opt_stack import Optimizer, OptimizerConfig, get_optimizer
 
 
@@ -145,6 +148,54 @@ def test_weights_written_before_a_refused_step_are_not_forgotten(reads: bool) ->
 
     for seen in run_threads(2, rank_main):
         assert seen[1:] == ["ReplicaError", "ReplicaError"], seen
+
+
+class _Unreadable(torch.Tensor):
+    """A gradient that no operation accepts."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., object], *arguments: object) -> object:
+        if "__get__" in str(func):
+            return super().__torch_function__(func, *arguments)
+        raise NotImplementedError(f"{func} of this gradient")
+
+
+def unreadable(model: nn.Module) -> None:
+    model.weight.grad = model.weight.grad.as_subclass(_Unreadable)
+
+
+def unswept(model: nn.Module) -> None:
+    """As with a dtype that kernels of statistics lack."""
+    model.weight.grad.fill_(13.0)
+
+
+def stats_without_13(grads: Sequence[torch.Tensor], **options: Any) -> Any:
+    if any(bool((grad == 13.0).any()) for grad in grads):
+        raise NotImplementedError("a sum of squares of this gradient")
+    return grad_stats(grads, **options)
+
+
+@pytest.mark.parametrize(("spoil", "error"), [(unreadable, UnusableGradientError), (unswept, NotImplementedError)])
+def test_a_gradient_that_one_rank_cannot_use_is_refused_on_all(
+    spoil: Callable[[nn.Module], None], error: type[Exception]
+) -> None:
+    """It raised on this rank, before the step's all-reduce, in which the others waited."""
+
+    def rank_main(comm: Comm) -> None:
+        axes = Axes(dp=comm, tp=Alone()) if spoil is unreadable else Axes(dp=Alone(), tp=comm)
+        model, optimizer = made(Roles(dense=axes, expert=axes, everyone=comm))
+        step(model, optimizer)
+        before = model.weight.detach().clone()
+        model.weight.grad, model.bias.grad = torch.ones(16, 16), torch.ones(16)
+        if comm.rank == 1:
+            spoil(model)
+        with pytest.raises(error if comm.rank == 1 else UnusableGradientError, match=r"of this gradient|1 other rank"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        assert step(model, optimizer)
+
+    with patch("opt_distributed.step.verdict.grad_stats", stats_without_13):
+        run_threads(2, rank_main)
 
 
 @pytest.mark.usefixtures("accelerator")

@@ -1,6 +1,7 @@
 """`finalize_model_grads`: completes the gradients of a parallel model between backward and step."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -67,6 +68,18 @@ def finalize_model_grads(
         CollectiveError: a reduction failed, or exceeded the timeout of its group.
     """
     chunks = tuple(model_chunks)
+    told = [chunk for chunk in chunks[:1] if isinstance(chunk, DistributedDataParallel)]
+    with told[0].telling() if told else nullcontext():
+        _finalize(chunks, num_tokens, pg_collection, qk_layernorm, router_bias_update_rate)
+
+
+def _finalize(
+    chunks: Sequence[DistributedDataParallel],
+    num_tokens: Tensor | int | None,
+    pg_collection: Groups,
+    qk_layernorm: bool | None,
+    router_bias_update_rate: float,
+) -> None:
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, DistributedDataParallel):
             raise ValueError(

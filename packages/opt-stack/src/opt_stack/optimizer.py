@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
@@ -173,6 +173,20 @@ class Optimizer(GradientStatistics):
         check_scaler(sys._getframe(1).f_locals.get("self"), self.stepper, self._everyone.size)
         return False
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `step` as torch does, with its hooks; ranks that wait for this one learn of an error of a hook or of the
+        closure, too."""
+        hooked = torch.optim.Optimizer.profile_hook_step(func)
+
+        @wraps(func)
+        @_disable_dynamo
+        def step(self: "Optimizer", *args: Any, **options: Any) -> Any:
+            with self.stepper.telling(self.stepper.num_begun + 1):
+                return hooked(self, *args, **options)
+
+        return step
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set `param.grad` to None or zero, and the gradient buffers of wrapped chunks to zero.
 
@@ -195,12 +209,13 @@ class Optimizer(GradientStatistics):
 
         Warns and raises like `step`.
         """
-        self.check_ready("a step")
-        self._warn_of_unfrozen()
-        if self.in_backward is not None:
-            raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
-        with self.recorder.on_error():
-            return self.stepper.prepare_grads(self._groups_of_step())
+        with self.stepper.telling(self.stepper.num_begun + 1):
+            self.check_ready("a step")
+            self._warn_of_unfrozen()
+            if self.in_backward is not None:
+                raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
+            with self.recorder.on_error():
+                return self.stepper.prepare_grads(self._groups_of_step())
 
     def step_with_ready_grads(self) -> bool:
         """Take the second half of a step: clip, update, all-gather. Return False if the norm was above
@@ -208,9 +223,10 @@ class Optimizer(GradientStatistics):
 
         Raises ValueError, on every rank, if numbers of `param_groups` or of `clip_grad_norm` differ between ranks.
         """
-        self.check_ready("step_with_ready_grads()")
-        with self.recorder.on_error():
-            made = self.stepper.step_with_ready_grads(self.param_groups)
+        with self.stepper.telling(self.stepper.num_begun):
+            self.check_ready("step_with_ready_grads()")
+            with self.recorder.on_error():
+                made = self.stepper.step_with_ready_grads(self.param_groups)
         self.evaluation.note_rates(self.param_groups)
         self.loaded_weights.accept_writes()
         return made

@@ -8,7 +8,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.main_grad import GradientError, UnusableGradientError, adopt_main_grad_, bind_main_grad
+from opt_distributed.buffers.main_grad import (
+    GradientError,
+    RefusedGradientError,
+    UnusableGradientError,
+    adopt_main_grad_,
+    bind_main_grad,
+)
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op, Pending
@@ -57,13 +63,13 @@ class GradChecks:
         self._flight.finish()
         return self._largest
 
-    def problem(self) -> UnusableGradientError:
+    def problem(self) -> RefusedGradientError:
         """The error, given that some gradient is not finite. The host waits for the flags of this rank."""
         flags = HostCopy(self._flags, self._device).wait().tolist()
         bad = [str(id) for id, flag in zip(self._ids, flags, strict=False) if flag]
         if bad:
-            return UnusableGradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
-        return UnusableGradientError(f"gradients in {self._name} are not finite on another rank")
+            return RefusedGradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
+        return RefusedGradientError(f"gradients in {self._name} are not finite on another rank")
 
     def _stages(self, axes: Axes) -> Iterator[Pending]:
         yield axes.dp.all_reduce_(self._largest, op=Op.MAX, async_op=True)
@@ -85,10 +91,10 @@ class LargeGrads:
         self._num_seen = 0
         self.largest = 0.0  # norm in the first iterations
 
-    def verdict(self, norm: float, name: str) -> UnusableGradientError | None:
+    def verdict(self, norm: float, name: str) -> RefusedGradientError | None:
         """Return the error if the largest norm of the reduced iteration, of bucket `name`, is too large."""
         if self._num_seen >= NUM_ITERATIONS and norm > THRESHOLD * self.largest:
-            return UnusableGradientError(
+            return RefusedGradientError(
                 f"gradients in {name} are unexpectedly large: their norm on a rank is {norm:.6g}, and "
                 f"{self.largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
             )
@@ -210,7 +216,10 @@ class GradBucket:
         Raises:
             CollectiveError: it could not be started.
         """
-        self._adopt_or_note()
+        try:
+            self._adopt_or_note()
+        except Exception as error:  # of any kind, because the other ranks wait
+            self.problem = UnusableGradientError(f"a gradient of {self.name} could not be read: {error}")
         for id, total in self.sums.items():
             self.views[id].copy_(total)
             bind_main_grad(self.memory.params[id], self.views[id])

@@ -14,10 +14,10 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.bucket import BucketState, GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkSpec, SyncedBuffer, make_buffers, sharding_of
 from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
-from opt_distributed.buffers.main_grad import bind_main_grad
+from opt_distributed.buffers.main_grad import RefusedGradientError, bind_main_grad
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
 from opt_distributed.buffers.stored import broadcast_replicas_, check_untrained, describe_stored, not_trained
-from opt_distributed.comm.collectives import agreed
+from opt_distributed.comm.collectives import agreed, telling
 from opt_distributed.comm.roles import Given, find_roles, marks_set, uses_qk_layernorm
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 
@@ -147,7 +147,7 @@ class DistributedDataParallel(nn.Module):
         )
         memories = [buffer.memory for buffer in buffers]
         for buffer in buffers:
-            buffer.attach(self.finish_grad_sync, self.grad_sync, self.param_sync, memories)
+            buffer.attach(self._finish, self.grad_sync, self.param_sync, memories)
 
     def _bind(self) -> None:
         """Let gradients accumulate in the buffers."""
@@ -191,6 +191,10 @@ class DistributedDataParallel(nn.Module):
                 `force_all_reduce` is set after the reduction to shards has begun.
             ValueError: `force_all_reduce` with `overlap_grad_reduce` and sharded state.
         """
+        with self.telling():
+            self._finish(force_all_reduce)
+
+    def _finish(self, force_all_reduce: bool = False) -> None:
         if force_all_reduce and self.config.use_distributed_optimizer:
             if self.config.overlap_grad_reduce:
                 raise ValueError(
@@ -202,6 +206,12 @@ class DistributedDataParallel(nn.Module):
         self.grad_sync.finish()
         if self.param_sync.buckets:
             self.param_sync.order = self.grad_sync.order[::-1]
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Tell ranks that wait for this one of an error that is raised inside."""
+        roles = self.roles
+        comms = [comm for axes in (roles.dense, roles.expert) for comm in (axes.dp, axes.inter, axes.tp)]
+        return telling((roles.everyone, roles.totals, *comms), unless=RefusedGradientError)
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
@@ -222,7 +232,8 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Begin an iteration: set all gradients to zero."""
         self._wait_for_lent_grads()
-        self.grad_sync.begin()
+        with self.telling():
+            self.grad_sync.begin()
         self.num_finalized, self.is_scaled = 0, False
         self._zeroed.clear()
         for buffer in self.synced_buffers:

@@ -26,9 +26,10 @@ from opt_distributed.buffers.main_grad import (
     adopt_main_grad_,
     take_grad_,
 )
+from opt_distributed.buffers.wires import CollectiveError, naming
 from opt_distributed.comm.collectives import group_of
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.comm.roles import from_all_replicas
+from opt_distributed.comm.roles import Axes, from_all_replicas
 from opt_paramgroups import ParamId
 
 
@@ -292,26 +293,41 @@ class GradSync:
 
         If the gradients of the last iteration are dropped without a reduction, buckets may have been launched on this
         rank but not on another, so that all buckets must be launched first. If only this rank drops an iteration, its
-        reductions met those of the next iteration on other ranks, whose gradients are wrong. The exchange that compares
-        what is dropped then meets the exchange of their step, which fails before it updates anything.
+        reductions met those of the iteration that the other ranks go on with, or of the next one, whose gradients are
+        wrong. The exchange that compares what is dropped then meets the exchange of their step, which fails before it
+        updates anything.
 
         Raises:
-            GradientError: another rank drops another iteration.
+            GradientError: another rank drops another iteration, or none.
         """
         if self.has_run and self.launch_order.any_may_launch_early:
             self.launch_order.launch_through(self)
             for axes in self._axes:
-                dropped = from_all_replicas(axes, (self.number, self.iteration))
-                if any(other != dropped[0] for other in dropped):
-                    raise GradientError(
-                        f"ranks dropped the gradients of different iterations (chunk, iteration): {dropped}; run every "
-                        "training forward on all ranks, and evaluate on one rank with model.eval() or torch.no_grad()"
-                    )
+                self._compare_dropped(axes)
         for index in self.order:
             self.buckets[index].begin()
         self.iteration += self._finished
         self._refused = []
         self._completed, self._finished, self.has_run, self.is_started = {}, False, False, False
+
+    def _compare_dropped(self, axes: Axes) -> None:
+        """Raise GradientError if the replicas of a family do not all drop this iteration. Collective."""
+        last = self.buckets[self.order[-1]].name
+        what = f"drop of iteration {self.iteration} of chunk {self.number} by zero_grad, after the reduction of {last}"
+        cause: CollectiveError | None = None
+        try:
+            with naming(what):
+                dropped = from_all_replicas(axes, (self.number, self.iteration))
+            found = "" if len(set(dropped)) == 1 else f"(chunk, iteration) are {dropped}, by rank"
+        except CollectiveError as error:
+            cause = error
+            found = str(error)
+        if found:
+            raise GradientError(
+                f"ranks dropped the gradients of different iterations: {found}; run every training forward and its "
+                "backward on all ranks, drop an iteration on all of them or on none, and evaluate on one rank with "
+                "model.eval() or torch.no_grad()"
+            ) from cause
 
     def _judge(self) -> None:
         """Refuse buckets whose checks say so, the same on all ranks. The host waits once for all of them."""

@@ -12,6 +12,10 @@ class UnusableGradientError(GradientError):
     """Gradients must not be used. Their reduction is complete, so that no rank waits for the one that raises."""
 
 
+class RefusedGradientError(UnusableGradientError):
+    """A check of gradients over all replicas has refused them, on every rank."""
+
+
 class SparseGradientError(UnusableGradientError, ValueError):
     """A gradient is sparse."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_of
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
@@ -78,7 +79,9 @@ class ReducedGrads:
 
         Raises:
             CollectiveError: a collective failed, or exceeded the timeout of its group.
+            UnusableGradientError: a gradient could not be read. The reduction is complete, with zeros in its place.
         """
+        unreadable: Exception | None = None
         flights: deque[InFlight] = deque()
         for scratch in self._scratch:
             self._queues.take_back_(scratch)
@@ -87,11 +90,11 @@ class ReducedGrads:
             for index, places in enumerate(self._places):
                 if self._scratch and index >= len(self._scratch):
                     flights.popleft().finish()  # of the bucket that used this scratch before
-                there = {id: grad for id in places if (grad := grads[id]) is not None}
-                for id in places.keys() - there:
-                    places[id].zero_()
-                if there:
-                    torch._foreach_copy_([places[id] for id in there], list(there.values()))
+                try:
+                    _fill_(places, grads)
+                except Exception as error:  # of any kind, because the other ranks wait
+                    unreadable = error
+                    _fill_(places, dict.fromkeys(places))
                 wire = to_owners(self._wire, self.layout.buckets[index], self.axes.dp)
                 stages, what = wire.stages(self._buckets[index], self._results[index]), f"gradient bucket {index}"
                 flights.append(InFlight(stages, what, device=self._queues, is_staged=wire.is_staged))
@@ -103,6 +106,8 @@ class ReducedGrads:
                     flight.finish()
             for scratch in self._scratch:
                 self._queues.release_(scratch)
+        if unreadable is not None:
+            raise UnusableGradientError(f"a gradient could not be read: {unreadable}") from unreadable
 
     def piece(self, id: ParamId, of_param: slice) -> Tensor:
         """Return the sum for these flat elements of a parameter, which this rank owns; in its shape if they are all.
@@ -111,6 +116,15 @@ class ReducedGrads:
         """
         shape = self._shapes[id]
         return self._pieces[id].view(shape) if of_param == slice(0, shape.numel()) else self._pieces[id]
+
+
+def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
+    """Copy gradients to their places in a bucket, and zeros for those that are missing."""
+    there = {id: grad for id in places if (grad := grads[id]) is not None}
+    for id in places.keys() - there:
+        places[id].zero_()
+    if there:
+        torch._foreach_copy_([places[id] for id in there], list(there.values()))
 
 
 class Part(NamedTuple):

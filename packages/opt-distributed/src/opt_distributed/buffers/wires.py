@@ -16,6 +16,8 @@ from torch import Tensor
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.comm.collectives import Comm, Pending, Sizes
 from opt_distributed.comm.device import Device, Event
+from opt_distributed.comm.notices import CollectiveError as CollectiveError
+from opt_distributed.comm.notices import at
 from opt_distributed.comm.roles import Axes
 from opt_distributed.layout import Bucket
 
@@ -126,15 +128,12 @@ def to_owners(wire: Wire, bucket: Bucket, comm: Comm) -> Wire:
 _HOST = Device()
 
 
-class CollectiveError(RuntimeError):
-    """A collective did not complete, because a peer died, raised an error, or never called it."""
-
-
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Raise what a backend raises inside, as when a peer is gone, as a CollectiveError that begins with `what`."""
     try:
-        yield
+        with at(what):
+            yield
     except Exception as error:
         raise CollectiveError(f"{what}: {error}") from error
 

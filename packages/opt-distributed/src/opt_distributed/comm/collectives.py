@@ -1,11 +1,14 @@
 """`Comm`, the collectives that steps and buffers use: over a process group, or in a world of one rank."""
 
 import atexit
+import pickle
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from opt_config import ConfigError
 from opt_distributed.comm.device import Device
+from opt_distributed.comm.notices import Left, Tells, at, board_of_world
 
 
 class ProcessGroupError(ConfigError):
@@ -52,15 +56,14 @@ class _Started:
 
     under_way: ClassVar[set["_Started"]] = set()
 
-    def __init__(self, work: Any):
-        self.work = work
+    def __init__(self, work: Any, wait: Callable[[Any], object]):
+        self.work, self._wait = work, wait
         self.under_way.add(self)
 
     def wait(self) -> object:
-        try:
-            return self.work.wait()
-        finally:
-            self.under_way.discard(self)
+        result = self._wait(self.work)
+        self.under_way.discard(self)  # not after an error: it may still be under way
+        return result
 
 
 @atexit.register  # at import, so that hooks of scripts, which may destroy groups, run before
@@ -71,6 +74,20 @@ def _finish_collectives() -> None:
     while time.monotonic() < deadline and not all(started.work.is_completed() for started in _Started.under_way):
         time.sleep(0.001)
     time.sleep(RELEASE_SECONDS)
+
+
+class _Scattered:
+    """An all-reduce of which this rank keeps a part."""
+
+    def __init__(self, summed: "Pending", shard: Tensor, part: Tensor):
+        self._summed, self._shard, self._part = summed, shard, part
+        self._is_complete = False
+
+    def wait(self) -> None:
+        if not self._is_complete:
+            self._summed.wait()
+            self._shard.copy_(self._part)
+            self._is_complete = True
 
 
 Made = TypeVar("Made")
@@ -173,12 +190,11 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 _OPS = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX}
 
 
-def _pending(work: Any) -> Pending:
-    return DONE if work is None else _Started(work)
+class TorchComm(Comm, Tells):
+    """A `torch.distributed` process group to which this rank belongs. `allocate` allocates its buffers.
 
-
-class TorchComm(Comm):
-    """A `torch.distributed` process group to which this rank belongs. `allocate` allocates its buffers."""
+    The host waits for collectives of host tensors, and learns from notices (`comm.notices`) if a peer will not come.
+    """
 
     is_used: ClassVar[bool] = False  # in this process, by any group
 
@@ -188,30 +204,82 @@ class TorchComm(Comm):
         self.allocates = allocate
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._board, self._members = board_of_world(), dist.get_process_group_ranks(group)
+        self._key = f"{group.group_name} of {crc32(repr(self._members).encode())}"
+        self._board.launched.setdefault(self._key, 0)
+        self._has_gloo = "cpu:gloo" in dist.get_backend_config(group)
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        return _pending(dist.all_reduce(x, op=_OPS[op], group=self.group, async_op=async_op))
+        return self._start(f"all_reduce {x.numel()}", x, async_op, dist.all_reduce, x, _OPS[op])
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
-        return _pending(_reduce_scatter(shard, full, group=self.group, async_op=async_op))
+        kind = f"reduce_scatter {full.numel()}"
+        if not self._is_gloo(full):
+            return self._start(kind, full, async_op, _reduce_scatter, shard, full)
+        # torch's own, with gloo, is an all-reduce of a copy, too, and cannot be waited for with a timeout.
+        summed = self._start(kind, full, True, dist.all_reduce, full)
+        scattered = _Scattered(summed, shard, full.view(self.size, -1)[self.rank])
+        if async_op:
+            return scattered
+        scattered.wait()
+        return DONE
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        return _pending(_all_gather(full, shard, group=self.group, async_op=async_op))
+        return self._start(f"all_gather {full.numel()}", full, async_op, _all_gather, full, shard)
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
         received, sent = (None, None) if sizes is None else (list(sizes.received), list(sizes.sent))
-        return _pending(dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=async_op))
+        return self._start("all_to_all", x, async_op, dist.all_to_all_single, out, x, received, sent)
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
-        dist.broadcast(x, src=dist.get_global_rank(self.group, src), group=self.group)
+        first = dist.get_global_rank(self.group, src)
+        self._start(f"broadcast {x.numel()}", x, False, dist.broadcast, x, first)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        if not self._has_gloo:
+            values: list[Any] = [None] * self.size
+            dist.all_gather_object(values, value, group=self.group)
+            return values
+        # The same two collectives; but the host would not read notices while it waits in torch's.
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([pickled.numel()], dtype=torch.int64, device="cpu"), "sizes of objects")
+        sent = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
+        sent[: pickled.numel()] = pickled
+        received = self._gather(sent, "objects")
+        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(received, sizes, strict=True)]
+
+    def tell(self, why: str, *, place: str = "") -> None:
+        self._board.tell(Left(why, place))
 
     def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.allocates(numel, dtype=dtype, device=device)
+
+    def _is_gloo(self, x: Tensor) -> bool:
+        """Whether gloo sends this tensor."""
+        return self._has_gloo and x.device.type == "cpu"
+
+    def _gather(self, sent: Tensor, what: str) -> list[Tensor]:
+        """A tensor of every rank, all of one size."""
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self._start(what, sent, False, dist.all_gather, received, sent)
+        return received
+
+    def _start(self, kind: str, x: Tensor, async_op: bool, call: Callable[..., Any], *arguments: Any) -> Pending:
+        """Start a collective; `kind` is equal on all ranks. Without `async_op`, complete it."""
+        launch, is_watched = self._board.launch(self._key, kind), self._is_gloo(x)
+        work = call(*arguments, group=self.group, async_op=async_op or is_watched)
+        if work is None:
+            return DONE
+        wait = partial(self._board.wait, launch=launch, members=self._members) if is_watched else _wait
+        started = _Started(work, wait)
+        if async_op:
+            return started
+        started.wait()
+        return DONE
+
+
+def _wait(work: Any) -> object:
+    return work.wait()
 
 
 def comm_of(group: dist.ProcessGroup | None) -> Comm:
@@ -222,6 +290,25 @@ def comm_of(group: dist.ProcessGroup | None) -> Comm:
 def group_of(comm: Comm) -> dist.ProcessGroup | None:
     """Return the process group of a `Comm`; None if it has none, as `Alone` and `ThreadComm`."""
     return comm.group if isinstance(comm, TorchComm) else None
+
+
+@contextmanager
+def telling(comms: Iterable[Comm], place: str = "", *, unless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Tell the ranks of `comms` that wait for this one at `place`, or anywhere, of an error that is raised inside.
+
+    Not of those of type `unless`, which every rank raises. Withdraws what was told of an earlier error, because this
+    rank goes on.
+    """
+    told = [comm for comm in dict.fromkeys(comms) if isinstance(comm, Tells)]
+    for comm in told:
+        comm.tell("")
+    try:
+        with at(place) if place else nullcontext():
+            yield
+    except Exception as error:
+        for comm in told if not isinstance(error, unless) else ():
+            comm.tell(f"raised {type(error).__name__}: {error}", place=place)
+        raise
 
 
 def agreed(comm: Comm, make: Callable[[], Made]) -> Made:
@@ -266,7 +353,7 @@ def sum_together_(tensors: Iterable[Tensor], comm: Comm, *, scale: float = 1.0) 
             start += tensor.numel()
 
 
-class HostComm(Comm):
+class HostComm(Comm, Tells):
     """A `Comm` for host tensors: copies them to the device and results back. The host waits for every collective."""
 
     def __init__(self, comm: Comm, device: Device):
@@ -294,6 +381,10 @@ class HostComm(Comm):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.comm.gather_objects(value)
+
+    def tell(self, why: str, *, place: str = "") -> None:
+        if isinstance(self.comm, Tells):
+            self.comm.tell(why, place=place)
 
     def _through(self, collective: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor) -> Pending:
         sent = self.device.upload(x)

@@ -1,13 +1,16 @@
 """Ranks as threads of one process, with the same collectives: for tests and to try layouts out."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from opt_distributed.comm import notices
 from opt_distributed.comm.collectives import DONE, Comm, Op, Pending, Sizes
+from opt_distributed.comm.notices import RESTART, STAYS, Left, Tells
 
 TIMEOUT_S = 300.0  # for a rank that waits for another, which may compile sweeps
 
@@ -19,13 +22,49 @@ class World:
         self.size = size
         self.timeout_s = timeout_s
         self.box: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size)
+        self.left = [STAYS] * size  # why ranks will not come
+        self._turn = threading.Condition()
+        self._num_here = self._num_meetings = 0
+        self._is_broken = False
 
     def comms(self) -> list["ThreadComm"]:
         return [ThreadComm(self, rank) for rank in range(self.size)]
 
+    def meet(self) -> None:
+        """Wait for all ranks.
 
-class ThreadComm(Comm):
+        Raises CollectiveError if one of them will not come, BrokenBarrierError if that was raised on another rank, a
+        rank has raised out of `run_threads`, or the timeout has passed. From then on no rank can meet others.
+        """
+        with self._turn:
+            number, deadline = self._num_meetings, time.monotonic() + self.timeout_s
+            self._num_here += 1
+            if self._num_here == self.size and not self._is_broken:
+                self._num_here = 0
+                self._num_meetings += 1
+                self._turn.notify_all()
+            while self._num_meetings == number:
+                if self._is_broken or time.monotonic() > deadline:
+                    self._break()
+                    raise threading.BrokenBarrierError
+                if self._turn.wait(notices.PATIENCE_SECONDS):
+                    continue
+                for rank, left in enumerate(self.left):
+                    if self._num_meetings == number and left.concerns_this_place():
+                        self._break()
+                        raise notices.CollectiveError(f"rank {rank} {left.why}; {RESTART}")
+
+    def abort(self) -> None:
+        """Let every rank that waits, or will wait, raise BrokenBarrierError."""
+        with self._turn:
+            self._break()
+
+    def _break(self) -> None:
+        self._is_broken = True
+        self._turn.notify_all()
+
+
+class ThreadComm(Comm, Tells):
     """One rank's view of a `World`. Sums are computed in rank order, so that results do not depend on timing."""
 
     def __init__(self, world: World, rank: int):
@@ -34,41 +73,48 @@ class ThreadComm(Comm):
         self.size = world.size
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        parts = torch.stack(self._everyone(x))
+        parts = torch.stack(self._everyone(x, "all_reduce"))
         x.copy_(parts.sum(0) if op is Op.SUM else parts.amax(0))
         return DONE
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
         own = slice(self.rank * shard.numel(), (self.rank + 1) * shard.numel())
-        shard.copy_(torch.stack([part[own] for part in self._everyone(full)]).sum(0))
+        shard.copy_(torch.stack([part[own] for part in self._everyone(full, "reduce_scatter")]).sum(0))
         return DONE
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        full.copy_(torch.cat(self._everyone(shard)))
+        full.copy_(torch.cat(self._everyone(shard, "all_gather")))
         return DONE
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
         sent = [x.numel() // self.size] * self.size if sizes is None else list(sizes.sent)
-        per_rank = self._exchange(torch.split(x.detach().clone(), sent))
+        per_rank = self._exchange(torch.split(x.detach().clone(), sent), "all_to_all")
         out.copy_(torch.cat([parts[self.rank] for parts in per_rank]))
         return DONE
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
-        x.copy_(self._everyone(x)[src])
+        x.copy_(self._everyone(x, "broadcast")[src])
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._exchange(value)
+        return self._exchange(value, "gather_objects")
 
-    def _everyone(self, x: Tensor) -> list[Tensor]:
-        return self._exchange(x.detach().clone())
+    def tell(self, why: str, *, place: str = "") -> None:
+        self._world.left[self.rank] = Left(why, place)
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _everyone(self, x: Tensor, kind: str) -> list[Tensor]:
+        return self._exchange(x.detach().clone(), f"{kind} {x.numel()}")
+
+    def _exchange(self, value: Any, kind: str) -> list[Any]:
+        """The value of each rank. Raises CollectiveError, on every rank, if one of them calls another `kind`."""
         world = self._world
-        world.box[self.rank] = value
-        world.barrier.wait(world.timeout_s)
-        values = list(world.box)
-        world.barrier.wait(world.timeout_s)  # no rank may overwrite the box before all have read it
-        return values
+        world.box[self.rank] = (kind, notices.here(), value)
+        world.meet()
+        of_ranks = list(world.box)
+        world.meet()  # no rank may overwrite the box before all have read it
+        for rank, (other, place, _) in enumerate(of_ranks):
+            if other != kind:
+                raise notices.CollectiveError(f"rank {rank} waits in {place or other}; {RESTART}")
+        return [value for _, _, value in of_ranks]
 
 
 def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
@@ -86,7 +132,7 @@ def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
             results[comm.rank] = rank_main(comm)
         except BaseException as error:
             errors[comm.rank] = error
-            world.barrier.abort()
+            world.abort()
 
     threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in world.comms()]
     for thread in threads:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_checkpoint import sharded_like
+from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
@@ -204,11 +205,16 @@ class _AveragedReplicas:
 
         Raises:
             CollectiveError: a collective failed, or exceeded the timeout of its group.
+            UnusableGradientError: a gradient could not be read. The reduction is complete, with zeros in its place.
         """
+        unreadable: Exception | None = None
         self._all.zero_()
         for id, param in self.params.items():
-            if (grad := _local_grad(param)) is not None:
-                self._places[id].copy_(grad)
+            try:
+                if (grad := _local_grad(param)) is not None:
+                    self._places[id].copy_(grad)
+            except Exception as error:  # of any kind, because the other ranks wait
+                unreadable = error
         has_gradient = [param.grad is not None for param in self.params.values()]
         flags = torch.tensor(has_gradient, dtype=self._flags.dtype, device="cpu")
         self._flags.copy_(self._accelerator.upload(flags))
@@ -218,6 +224,8 @@ class _AveragedReplicas:
         counts = has_gradient if all(has_gradient) else self._flags.tolist()
         self._used = {id for id, count in zip(self.params, counts, strict=True) if count}
         self._all.div_(math.prod(comm.size for comm in self.comms))
+        if unreadable is not None:
+            raise UnusableGradientError(f"a gradient could not be read: {unreadable}") from unreadable
 
     def grad(self, id: ParamId) -> Tensor | None:
         """The mean, in the local part's shape; None if no replica has a gradient."""

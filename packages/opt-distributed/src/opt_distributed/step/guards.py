@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from weakref import ref
 from zlib import crc32
 
+import torch
 from torch import Tensor, int64
 
 from opt_distributed.buffers.main_grad import UnusableGradientError
@@ -135,6 +136,13 @@ class Guards:
             self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
             return [0.0] * guard.num_flags
         return flags
+
+    def refuse_late(self, error: Exception, flags: Tensor) -> Tensor:
+        """Let every rank refuse the present step by its flags, (n,) on the device; return them with that added."""
+        self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
+        self._usable_grads.found = self.refused
+        place = sum(guard.num_flags for guard in self.agreed[: self.agreed.index(self._usable_grads)])
+        return flags.index_fill(0, torch.tensor([place], dtype=torch.int64, device=flags.device), 1.0)
 
     def check_again(self, groups: Groups, max_norm: float) -> None:
         """Raise ValueError on every rank if one cannot use `groups`, or ranks would update with different numbers: both

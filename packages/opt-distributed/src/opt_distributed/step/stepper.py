@@ -19,7 +19,7 @@ the next one at the latest. A process without other ranks raises them at once, a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import ALONE, Comm
+from opt_distributed.comm.collectives import ALONE, Comm, telling
 from opt_distributed.pieces.piece import Groups, Ready, Update
 from opt_distributed.pieces.quantized import QuantizedSource
 from opt_distributed.pieces.sources import PeerSums
@@ -113,7 +113,7 @@ class Stepper:
 
         Raises the errors of `prepare_grads` and `step_with_ready_grads`.
         """
-        with self._naming_the_step():
+        with self._naming_the_step(begins=True):
             ready, flags = self._begin(groups)
             if self._captured is None:
                 prepared = self._decide(ready, flags)
@@ -141,7 +141,7 @@ class Stepper:
             UnusableGradientError, StorageError, HyperError, ValueError, ReplicaError: on every rank, from the first
                 guard that refuses the step. No parameter has changed.
         """
-        with self._naming_the_step():
+        with self._naming_the_step(begins=True):
             self._prepared = prepared = self._decide(*self._begin(groups))
             if overflow := self._read().overflow:
                 self._finish_(prepared, groups, success=False)
@@ -192,10 +192,18 @@ class Stepper:
                     self._guards.refuse(error)
             if self.peer_sums is not None:
                 self.peer_sums.add_()
-        ready = [unit.ready(self._guards.refuse) for unit in self.units]
+        ready = [self._ready(unit) for unit in self.units]
         if self._captured is not None:
             self._guards.refuse(self._captured.lacking(ready))
         return ready, self._guards.flags()
+
+    def _ready(self, unit: Unit) -> Ready:
+        """The gradients of a unit; none, and a refusal by all ranks, if they cannot be read."""
+        try:
+            return unit.ready(self._guards.refuse)
+        except Exception as error:  # of any kind, because the other ranks wait
+            self._guards.refuse(error.with_traceback(None))  # its frames may keep parameters alive
+            return Ready([], [])
 
     def _decide(self, ready: Sequence[Ready], flags: list[float]) -> Prepared:
         """Everything up to the verdict. On a CPU its errors are raised here, else when it is read."""
@@ -212,8 +220,16 @@ class Stepper:
         """Sum the statistics of all ranks in one small all-reduce, and decide. The host reads nothing. `flags` are
         those of the guards, then those of the sources."""
         inv_scale = self.scaler.inverse
-        ranks = {"everyone": self.everyone, "instances": self.instances}
-        numbers = reduce_stats(self.families, ready, flags, self.limits, device=self.device, **ranks)
+        numbers = reduce_stats(
+            self.families,
+            ready,
+            flags,
+            self.limits,
+            device=self.device,
+            everyone=self.everyone,
+            instances=self.instances,
+            refuse=self._guards.refuse_late if self._has_others and self._captured is None else None,
+        )
         return decide(numbers, self._guards.agreed, inv_scale=inv_scale, limits=self.limits)
 
     def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
@@ -276,13 +292,21 @@ class Stepper:
             self.watch.after(self._outcome(), max_norm=max_norm)
 
     @contextmanager
-    def _naming_the_step(self) -> Iterator[None]:
+    def _naming_the_step(self, *, begins: bool = False) -> Iterator[None]:
         try:
-            yield
+            with self.telling(self.num_begun + begins):
+                yield
         except CollectiveError as error:
             raise CollectiveError(f"step {self.num_begun}, {error}") from error
         finally:
             self._guards.groups = ()  # an outcome that nobody reads keeps the guards, but must keep no parameter alive
+
+    def telling(self, step: int) -> AbstractContextManager[None]:
+        """Tell ranks that wait for this one in `step`, a number, of an error that is raised inside. One that every rank
+        raises does no harm: then nobody waits."""
+        axes = [family.axes for family in self.families]
+        comms = [comm for of_family in axes for comm in (of_family.dp, of_family.inter, of_family.tp)]
+        return telling((self.everyone, self.instances, *comms), f"step {step}")
 
     # --- its outcome ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ reads one copy of it, `report`, when somebody asks: at once on a CPU.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, cast
 
@@ -147,6 +147,7 @@ def reduce_stats(
     device: torch.device,
     everyone: Comm,
     instances: Comm,
+    refuse: Callable[[Exception, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Sum the statistics of all ranks in one float64 all-reduce.
 
@@ -160,6 +161,10 @@ def reduce_stats(
     `flags` (n + m,) are float64 on the device: those of the guards, then `host_flags`. Guards' flags are summed with
     the rest; first over `instances`, the ranks in this one's place in all optimizer instances, which must refuse the
     same steps. The host reads nothing, except in `BufferedGrads.resolve_`.
+
+    `refuse` is called if this rank cannot compute its statistics, with the error and the guards' flags, and returns the
+    flags with which all ranks refuse the step. Without it, or with several instances, which have summed their flags by
+    then, the error is raised.
 
     Returns (slots + 2 + n,) float64 on the device, equal on every rank: the sum of squares of the mean gradient for
     each norm slot, which includes the loss scale; the number of non-finite elements and of zeros; the sums of the
@@ -182,7 +187,12 @@ def reduce_stats(
             joined += with_flags
         elif with_flags:
             _resolve_(with_flags, flags[:0], [axes.dp, axes.inter])
-    swept = _swept(used(families, ready) if limits.count_zeros else ready, device, limits)
+    try:
+        swept = _swept(used(families, ready) if limits.count_zeros else ready, device, limits)
+    except Exception as error:  # of any kind, such as a dtype that the device's kernels lack: the other ranks wait
+        if refuse is None or instances.size > 1:
+            raise
+        swept, of_guards = _swept([], device, limits), refuse(error, of_guards)
     return _resolve_(joined, torch.cat([swept, of_guards]), [everyone])
 
 

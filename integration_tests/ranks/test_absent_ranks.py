@@ -1,0 +1,128 @@
+"""A rank that leaves a step, or drops an iteration, is named by the ranks that wait for it, long before the timeout."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_processes
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.comm import notices
+from opt_stack import DistributedDataParallel, Optimizer, ProcessGroups, finalize_model_grads, get_optimizer
+
+
+class Run:
+    """A wrapped model with overlap, after two steps; over all ranks, or over two of four with two stages each."""
+
+    def __init__(self) -> None:
+        notices.PATIENCE_SECONDS, notices.POLL_SECONDS = 0.3, 0.05
+        self.rank = dist.get_rank()
+        groups = None if dist.get_world_size() == 2 else over_stages()
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        for param in self.model.parameters():
+            nn.init.constant_(param, 0.1)
+        config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=16)
+        self.chunk = DistributedDataParallel(config, self.model, groups=groups)
+        self.optimizer: Optimizer = get_optimizer(
+            OptimizerConfig(lr=0.1, use_distributed_optimizer=True), [self.chunk], pg_collection=groups
+        )
+        for _ in range(2):
+            self.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def backward(self, hook: Callable[[Tensor], Tensor] | None = None) -> None:
+        out = self.chunk(torch.ones(2, 4) * (1 + self.rank))
+        if hook is not None:
+            out.register_hook(hook)
+        out.square().mean().backward()
+
+
+def over_stages() -> ProcessGroups:
+    """Ranks 0 and 1 hold one stage, ranks 2 and 3 the other."""
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    stages = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+    return ProcessGroups(
+        dp=replicas, expt_dp=replicas, mp=stages, tp_ep_pp=stages, pp=stages, intra_dist_opt=dist.group.WORLD
+    )
+
+
+def failing(*_: Any) -> Any:
+    raise ArithmeticError("of rank 0 alone")
+
+
+def drop(run: Run) -> None:
+    """Backward raises, and the rank goes on without this iteration."""
+    with pytest.raises(ArithmeticError):
+        run.backward(failing)
+    run.optimizer.zero_grad()
+
+
+def skip(run: Run) -> None:
+    run.chunk(torch.ones(2, 4))
+    run.optimizer.zero_grad()
+
+
+def step_with_hook(run: Run) -> None:
+    run.optimizer.register_step_pre_hook(failing)
+    run.optimizer.step()
+
+
+def finish(run: Run) -> None:
+    run.backward()
+    run.model[0].weight.main_grad = torch.ones(3)  # type: ignore[attr-defined]
+    run.chunk.finish_grad_sync()
+
+
+def finalize(run: Run) -> None:
+    run.backward()
+    finalize_model_grads([run.chunk], num_tokens=5)
+
+
+LEAVES: dict[str, tuple[Callable[[Run], None], int, str, str]] = {  # what rank 0 does; ranks; its error; that of others
+    "drops a backward": (drop, 2, "GradientError: ranks dropped", "step 3, .*: rank 0 waits in drop .* bucket . of"),
+    "drops a stage's": (drop, 4, "GradientError: ranks dropped", "step 3, .*: rank . (waits|stopped waiting) in "),
+    "drops a forward": (skip, 2, "GradientError: ranks dropped", "step 3, .*: rank 0 waits in drop .* bucket . of"),
+    "raises in a hook": (step_with_hook, 2, "ArithmeticError", "step 3, .*: rank 0 raised ArithmeticError: of rank 0"),
+    "raises in a closure": (
+        lambda run: run.optimizer.step(failing), 2, "ArithmeticError", "step 3, .*bucket . .*: rank 0 raised Arith",
+    ),
+    "raises in finish_grad_sync": (finish, 2, "UnusableGrad.*0.weight", "step 3, .*: rank 0 raised Unus.*: main_grad"),
+    "raises in finalize_model_grads": (finalize, 2, "ValueError: num_tokens", "step 3, .*: rank 0 raised ValueError: "),
+}  # fmt: skip
+
+
+def leaving(case: str) -> tuple[str, bool]:
+    """What this rank raises, and whether its weights are unchanged."""
+    run = Run()
+    before = [param.detach().clone() for param in run.model.parameters()]
+    raised = ""
+    try:
+        if run.rank == 0:
+            LEAVES[case][0](run)
+        else:
+            run.backward()
+            run.optimizer.step()
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    store, size = default_store(), dist.get_world_size()
+    store.set(f"{run.rank} has left", "")
+    store.wait([f"{rank} has left" for rank in range(size)])  # its connections stay open until all know
+    return raised, all(map(torch.equal, before, run.model.parameters()))
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_ranks_that_wait_for_one_that_left_name_it_and_update_nothing(case: str) -> None:
+    """They waited until the timeout of the group, half an hour by default, and raised an error without a cause."""
+    _, size, of_first, of_others = LEAVES[case]
+    (first, is_unchanged), *others = run_processes(size, leaving, case)
+    assert is_unchanged
+    assert re.match(of_first, first)
+    for other, is_unchanged_there in others:
+        assert is_unchanged_there
+        assert re.match(f"CollectiveError: {of_others}", other), other
