@@ -18,11 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path += sys.argv[2:]
 
-from failing_calls import error
+from failing_calls import Calls, error
 from states import state_at
 
 from opt_checkpoint import AsyncSaver, CheckpointManager, TieredCheckpointManager, async_save
-from opt_checkpoint.store import store as store_module
 
 has_ended, start = threading.Event(), threading.Thread.start
 
@@ -33,16 +32,18 @@ def start_before_the_end(thread: threading.Thread) -> None:
     start(thread)
 
 
-def call_after_the_end(name: str, key: str, act: Callable[[], object], detail: str = "") -> object:
+def wait_for_the_end(name: str, key: str) -> None:
     if threading.current_thread() is not threading.main_thread():
         has_ended.wait()
     if "broken" in key and ".distcp" in key:
         error(errno.ENOSPC)
-    return act()
+
+
+calls = Calls(wait_for_the_end)
 
 
 def run(script: Callable[[Path], None], folder: Path) -> None:
-    store_module.current = call_after_the_end
+    calls.__enter__()  # for good
     threading.Thread.start = start_before_the_end  # type: ignore[method-assign]
     try:
         script(folder)
@@ -55,11 +56,11 @@ def one_save(folder: Path) -> None:
 
 
 def several_savers(folder: Path) -> None:
-    store_module.current = None
+    calls.before = lambda name, key: None
     manager = CheckpointManager(folder / "run", keep=1)
     manager.save(1, state_at(1, 0, 1))
     manager.wait()
-    store_module.current = call_after_the_end
+    calls.before = wait_for_the_end
     manager.save(2, state_at(2, 0, 1))
     TieredCheckpointManager(folder / "local", folder / "durable", durable_every=1).save(3, state_at(3, 0, 1))
     for name in ("x", "y"):
