@@ -101,10 +101,16 @@ class Board:
 
     def __init__(self, store: Any, rank: int):
         """`store` is a `torch.distributed.Store`, or None without one: then nothing is posted."""
-        self._store, self._rank = store, rank
+        self._rank = rank
         self._own = Post()
         self._others: dict[int, Post] = {}
-        self._num_read = 0 if store is None else store.add(COUNT, 0)
+        self._num_read = 0
+        try:
+            if store is not None:
+                self._num_read = store.add(COUNT, 0)
+        except RuntimeError:  # the store of torch's backend "fake" holds nothing
+            store = None
+        self._store = store
         self.launched: dict[str, int] = {}  # by group to which this rank belongs
         self.given_up: dict[str, str] = {}  # groups with a collective for which this rank has stopped waiting, and why
 
