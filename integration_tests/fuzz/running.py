@@ -127,7 +127,7 @@ def run_part(case: Case, setup: Setup, part: Part, path: str) -> list[Any]:
         except Exception as error:
             failed = Failed.of(error)
             for world in () if case.mistake is not None and failed.is_refusal else worlds:
-                world.barrier.abort()
+                world.abort()
             return failed
 
     try:
@@ -136,7 +136,7 @@ def run_part(case: Case, setup: Setup, part: Part, path: str) -> list[Any]:
         return [Failed(kind="TimeoutError", text=str(error))] * size
     finally:
         for world in worlds:
-            world.barrier.abort()
+            world.abort()
 
 
 def _on_process(case: Case, setup: Setup, part: Part, path: str) -> Any:
