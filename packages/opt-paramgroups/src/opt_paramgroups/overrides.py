@@ -200,7 +200,7 @@ Overrides = dict[ParamKey, Override]
 
 
 def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = True) -> Overrides:
-    """The default overrides: no weight decay of scalars, biases and vectors, and decoupled learning rates.
+    """The default overrides: no weight decay of biases and vectors, and decoupled learning rates.
 
     `apply_wd_to_qk_layernorm` keeps the decay of query and key norms. `decoupled_lr` and `decoupled_min_lr` apply to
     the parameters marked `is_embedding_or_output_parameter`.

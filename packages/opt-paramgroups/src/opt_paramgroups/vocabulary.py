@@ -40,12 +40,12 @@ class _Held(NamedTuple):
 
 
 def is_vector(param: Tensor, name: str) -> bool:
-    """Return whether a parameter is a scalar, a vector, or a stack of vectors in two or more dims.
+    """Return whether a parameter is a vector, or a stack of vectors in two or more dims.
 
-    Scalars, 1-D parameters and those called `*.bias` are. Others are if their authors marked them `_no_weight_decay`,
+    1-D parameters and those called `*.bias` are. Others are if their authors marked them `_no_weight_decay`,
     or by name: biases of experts or heads, `A_log`, weights of norms. `_no_weight_decay = False` overrides the name.
     """
-    if param.dim() < 2 or name.endswith(".bias"):
+    if param.dim() == 1 or name.endswith(".bias"):
         return True
     marked = getattr(param, "_no_weight_decay", None)
     return bool(_STACKED_VECTOR.search(name)) if marked is None else bool(marked)
@@ -56,7 +56,7 @@ def is_regrouped(param: Tensor, name: str) -> bool:
     differently."""
     is_known = param.dim() == 1 or name.endswith(".bias")
     is_marked = getattr(param, "_no_weight_decay", None) is not None
-    return not is_known and (param.dim() == 0 or is_marked or bool(_STACKED_VECTOR.search(name)))
+    return not is_known and (is_marked or bool(_STACKED_VECTOR.search(name)))
 
 
 def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
