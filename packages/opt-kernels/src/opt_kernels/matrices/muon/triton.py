@@ -49,9 +49,8 @@ def momentum_tile(
     MOMENTUM: tl.constexpr, SCHEME: tl.constexpr, U: tl.constexpr, SCHEME_U: tl.constexpr,
     NESTEROV: tl.constexpr, DECAY: tl.constexpr,
     REMAINDER: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Update the momenta of BLOCK elements of one chunk, write their u, and return its squares, and those of u times
-    2^-64: squares overflow above 1.8e19."""
+) -> tl.tensor:  # fmt: skip
+    """Update the momenta of BLOCK elements of one chunk, write their u, and return its squares."""
     at = start + tl.arange(0, BLOCK)
     g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + scalars.GRAD_SCALE)
     if DECAY == "l2":
@@ -63,11 +62,9 @@ def momentum_tile(
     # Added within a thread, and u written before the momentum: with 8-bit codes, the registers saved let another
     # program run at the same time.
     squares = tl.sum(tl.reshape(x * x, (BLOCK // LANES, LANES)), axis=1)
-    small = x * 5.421010862427522e-20
-    small_squares = tl.sum(tl.reshape(small * small, (BLOCK // LANES, LANES)), axis=1)
     write_state(u, u_scale, x, start, n, U, BLOCK, SCHEME_U, True, IEEE, FULL)
     write_state(momentum, momentum_scale, m, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, FULL)
-    return squares, small_squares
+    return squares
 
 
 @jit_once(addresses=["sums"])  # the part of one launch, which may begin at any address
@@ -96,26 +93,19 @@ def momentum_sweep(
     u_scale = u_scales + chunk.to(tl.int64) * (CHUNK // GROUP)
     n = tl.where(tl.load(row + scalars.PROCEED) != 0.0, tl.load(record + WIDTH - 3), 0).to(tl.int32)
     total = tl.zeros((BLOCK // LANES,), dtype=tl.float32)
-    small_total = tl.zeros((BLOCK // LANES,), dtype=tl.float32)
     if n == CHUNK:
         for start in range(0, CHUNK, BLOCK):
-            squares, small_squares = momentum_tile(
+            total += momentum_tile(
                 main, out, grad, momentum, momentum_scale, u, u_scale, row, start, n,
                 MOMENTUM, SCHEME, U, SCHEME_U, NESTEROV, DECAY, REMAINDER, IEEE, BLOCK, True,
             )  # fmt: skip
-            total += squares
-            small_total += small_squares
     else:
         for start in range(0, n, BLOCK):
-            squares, small_squares = momentum_tile(
+            total += momentum_tile(
                 main, out, grad, momentum, momentum_scale, u, u_scale, row, start, n,
                 MOMENTUM, SCHEME, U, SCHEME_U, NESTEROV, DECAY, REMAINDER, IEEE, BLOCK, False,
             )  # fmt: skip
-            total += squares
-            small_total += small_squares
-    of_chunk = tl.sum(total, axis=0)
-    of_large = tl.sum(small_total, axis=0).to(tl.float64) * 18446744073709551616.0 * 18446744073709551616.0
-    tl.store(sums + chunk, tl.where(of_chunk < float("inf"), of_chunk.to(tl.float64), of_large))
+    tl.store(sums + chunk, tl.sum(total, axis=0).to(tl.float64))
 
 
 @jit
@@ -163,9 +153,7 @@ def normalise_sweep(
     u = along(u, first, E)
     x = along(x, first, E)
     u_scale = u_scales + chunk.to(tl.int64) * (CHUNK // GROUP)
-    total = tl.load(totals + tl.load(record + TAG))
-    narrow = total.to(tl.float32)  # infinite where the norm is above 1.8e19
-    norm = tl.where(narrow < float("inf"), tl.sqrt_rn(narrow), tl.sqrt(total).to(tl.float32))
+    norm = tl.sqrt_rn(tl.load(totals + tl.load(record + TAG)).to(tl.float32))
     inverse = tl.div_rn(1.0, tl.maximum(norm, smallest))
     n = tl.load(record + WIDTH - 3).to(tl.int32)
     if n == CHUNK:
