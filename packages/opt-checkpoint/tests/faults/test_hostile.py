@@ -288,7 +288,7 @@ def test_manifests_that_lie_are_refused_before_any_file_is_opened(
         with suppress(CheckpointCorruptError):
             load(wanted, ours, verify="none")
             raise AssertionError(name)
-        assert opened == [str(ours / "manifest.bin")], name
+        assert set(opened) == {str(ours / "manifest.bin")}, name  # twice: it may have been removed
         assert (wanted["w"].data == -1).all(), name
 
 
