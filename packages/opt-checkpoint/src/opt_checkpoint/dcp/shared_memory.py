@@ -25,7 +25,7 @@ def sharing_pairs(asked: Sequence[Asked]) -> Iterator[tuple[Asked, Asked]]:
 
 
 def are_stored_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether checksums show that two stored tensors, cut alike, have equal values."""
+    """Whether checksums show that two stored tensors with the same chunks have equal values."""
     if (first.dtype, first.shape, len(first.chunks)) != (second.dtype, second.shape, len(second.chunks)):
         return False
     return all(

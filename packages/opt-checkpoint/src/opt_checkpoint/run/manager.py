@@ -182,9 +182,8 @@ class CheckpointManager(Closing):
         details = {"step": step} if number is None else {"step": step, "metric": to_details(number)}
         self._loaded = None
         save_id = uuid.uuid4().hex
-        prepare = cache(
-            lambda: self._prepare(step, save_id)
-        )  # in the background, the call that begins the save refuses
+        # Once: by the call that begins a save in the background, which so refuses it, else by the save itself.
+        prepare = cache(lambda: self._prepare(step, save_id))
 
         def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
             save_as(

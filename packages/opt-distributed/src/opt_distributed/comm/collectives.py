@@ -296,17 +296,17 @@ def group_of(comm: Comm) -> dist.ProcessGroup | None:
 def telling(comms: Iterable[Comm], place: str = "", *, unless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Tell the ranks of `comms` that wait for this one at `place`, or anywhere, of an error that is raised inside.
 
-    Not of those of type `unless`, which every rank raises. Withdraws what was told of an earlier error, because this
-    rank goes on.
+    Errors of type `unless` are raised by every rank, and are not posted. Withdraws the notice of an earlier error,
+    because this rank goes on.
     """
-    told = [comm for comm in dict.fromkeys(comms) if isinstance(comm, Tells)]
-    for comm in told:
+    posting = [comm for comm in dict.fromkeys(comms) if isinstance(comm, Tells)]
+    for comm in posting:
         comm.tell("")
     try:
         with at(place) if place else nullcontext():
             yield
     except Exception as error:
-        for comm in told if not isinstance(error, unless) else ():
+        for comm in posting if not isinstance(error, unless) else ():
             comm.tell(f"raised {type(error).__name__}: {error}", place=place)
         raise
 
