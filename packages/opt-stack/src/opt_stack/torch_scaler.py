@@ -35,6 +35,6 @@ def _is_equal_on(source: Source, num_ranks: int) -> bool:
     if isinstance(source, OwnGrads):
         return source.comm.size == num_ranks
     if isinstance(source, LaidOutGrads):
-        sizes = [mesh_of(param).size() for param in source.params.values()]
-        return not source.has_outer_replicas and max(sizes) == num_ranks
+        covers_all = all(mesh_of(param).size() == num_ranks for param in source.params.values())
+        return covers_all and not source.has_outer_replicas
     return False

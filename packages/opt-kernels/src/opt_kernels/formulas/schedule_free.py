@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opt_kernels.formulas import Formula, Number, State, fma, maximum, minimum, power, sqrt, where
+from opt_kernels.works import is_on_device
 
 
 def scalars(
@@ -78,7 +79,7 @@ class RisingRates:
         """Note the rates of the numbered groups in this step. Rates on a device are not read."""
         for number, group in groups:
             lr = group["lr"]
-            if self._has_warned or getattr(lr, "is_cuda", False):
+            if self._has_warned or is_on_device(lr):
                 return
             rate = float(lr)
             largest = self._largest.setdefault(number, rate)

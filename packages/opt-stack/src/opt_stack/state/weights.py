@@ -237,9 +237,8 @@ class Evaluation:
 
     def note_rates(self, groups: Groups) -> None:
         """Warn if the learning rate of a schedule-free rule has risen, see `RisingRates`."""
-        self._rates.note(
-            (number, group) for number, group in enumerate(groups) if group["optimizer"] == "schedule_free"
-        )
+        numbered = enumerate(groups)  # that of a rank without parameters has no rule
+        self._rates.note((number, group) for number, group in numbered if group.get("optimizer") == "schedule_free")
 
     def check_training(self, what: str) -> None:
         """Raise RuntimeError in evaluation mode; `what` names the call for the message."""
