@@ -283,29 +283,41 @@ def fill_optimizer(
     }
     read(wanted)
     state = {member.param: {**fresh[member.name], **saved.plain_state.get(member.name, {})} for member in members}
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        report = set_groups(optimizer.param_groups)
-        for param, states in state.items():  # the last step, and it cannot fail
-            optimizer.state.pop(param, None)
-            if states:
-                optimizer.state[param] = states
-    else:
-        copied = _copied(optimizer.param_groups)
-        report = set_groups(copied)
-        params = [member.param for member in members]
-        numbers = itertools.count()
-        packed = {
-            "state": {i: state[param] for i, param in enumerate(params) if state[param]},
-            "param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in copied],
-        }
-        what = f"{type(optimizer).__name__}.load_state_dict of what {path} holds"
-        from_all(ranks, lambda: optimizer.load_state_dict(packed), what)
+    report = _replace_state(optimizer, state, set_groups, ranks=ranks, path=path)
     known = {name for own in names for name in own}
     return OptimizerLoadReport(
         groups=report,
         uninitialised=tuple(member.name for member in members if not saved.state_names.get(member.name)),
         gone=tuple(n for n, states in saved.state_names.items() if states and n not in known),
     )
+
+
+def _replace_state(
+    optimizer: Optimizer,
+    state: Mapping[nn.Parameter, dict[str, Any]],  # of every parameter, in order
+    set_groups: Callable[[list[dict[str, Any]]], GroupReport],
+    *,
+    ranks: Ranks,
+    path: Location,
+) -> GroupReport:
+    """Give an optimizer its groups and states: at once if it loads as torch does, else by its `load_state_dict`."""
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        report = set_groups(optimizer.param_groups)
+        for param, states in state.items():  # the last step, and it cannot fail
+            optimizer.state.pop(param, None)
+            if states:
+                optimizer.state[param] = states
+        return report
+    copied = _copied(optimizer.param_groups)
+    report = set_groups(copied)
+    numbers = itertools.count()
+    packed = {
+        "state": {number: states for number, states in enumerate(state.values()) if states},
+        "param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in copied],
+    }
+    what = f"{type(optimizer).__name__}.load_state_dict of what {path} holds"
+    from_all(ranks, lambda: optimizer.load_state_dict(packed), what)
+    return report
 
 
 def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
