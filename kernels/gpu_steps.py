@@ -22,11 +22,12 @@ from opt_kernels.codecs import Plain, codec_for, split_
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import number_of
 from opt_kernels.matrices import Decay
+from opt_kernels.matrices.coefficients import Coefficients
 from opt_kernels.matrices.muon import Inputs, MuonStep
 from opt_kernels.matrices.muon import muon_ as muon_in_torch
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.orthogonal_basis import cholesky, householder
-from opt_kernels.matrices.orthogonalization import Coefficients, newton_schulz
+from opt_kernels.matrices.orthogonalization import newton_schulz
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.matrices.syrk.triton import halved_product
 from opt_kernels.optim import AdamW, Muon

@@ -14,7 +14,7 @@ from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer
 
-MOST = 43
+MOST = 44
 
 
 def crossed() -> dict[str, set[str]]:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices import CoefficientType
-from opt_kernels.matrices.orthogonalization import Schedule, cut, newton_schulz, schedule
+from opt_kernels.matrices.coefficients import Schedule, schedule
+from opt_kernels.matrices.orthogonalization import cut, newton_schulz
 from opt_kernels.optim import Muon
 
 GOAL = 1 / 1.5

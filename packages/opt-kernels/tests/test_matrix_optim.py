@@ -14,7 +14,7 @@ from torch import nn
 from opt_kernels import StateDictError
 from opt_kernels.hooks import HookError
 from opt_kernels.matrices import CoefficientType, Decay, ScaleMode
-from opt_kernels.matrices.orthogonalization import Coefficients
+from opt_kernels.matrices.coefficients import Coefficients
 from opt_kernels.optim import NAMO, SOAP, Adam, AdaptiveMuon, Lion, Muon, MuonH, NorMuon, SOAPMuon
 from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, Order, SecondMoment, SOAPMuonRule, SOAPRule
 from opt_kernels.works import Batch, Hyper, Work

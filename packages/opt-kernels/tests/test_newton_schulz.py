@@ -7,18 +7,9 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices import CoefficientType, MatmulPrecision
+from opt_kernels.matrices.coefficients import Coefficients, Schedule, narrow_steps, schedule
 from opt_kernels.matrices.orthogonal_basis import cholesky, householder
-from opt_kernels.matrices.orthogonalization import (
-    AOL_RANGE,
-    Coefficients,
-    Schedule,
-    cut,
-    narrow_steps,
-    newton_schulz,
-    reference_newton_schulz,
-    row_scales,
-    schedule,
-)
+from opt_kernels.matrices.orthogonalization import AOL_RANGE, cut, newton_schulz, reference_newton_schulz, row_scales
 from opt_kernels.rules import MuonRule
 
 # Number of steps and digest of Emerging-Optimizers' table, and the documented range of singular values.

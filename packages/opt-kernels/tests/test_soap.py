@@ -9,8 +9,9 @@ from matrix_works import HYPER, grads_of, stepped, tensor
 
 from opt_kernels import MatrixError
 from opt_kernels.matrices import CoefficientType, MatmulPrecision, ScaleMode
+from opt_kernels.matrices.coefficients import Coefficients
 from opt_kernels.matrices.muon import scale_factor
-from opt_kernels.matrices.orthogonalization import Coefficients, reference_newton_schulz
+from opt_kernels.matrices.orthogonalization import reference_newton_schulz
 from opt_kernels.rules import Order, SOAPMuonRule, SOAPRule
 from opt_kernels.rules.soap import Orthonormalization
 from opt_kernels.works import Batch, Hyper, Work

@@ -5,8 +5,9 @@ rules from outside.
 """
 
 from opt_kernels.matrices.access import assign_, join, scaled_grads, split, squares_in_float64, stacks
+from opt_kernels.matrices.coefficients import CoefficientType, schedule
 from opt_kernels.matrices.muon import Decay, ScaleMode
-from opt_kernels.matrices.orthogonalization import CoefficientType, MatmulPrecision, Orthogonalization, TpMode, schedule
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, TpMode
 
 __all__ = [
     "CoefficientType", "Decay", "MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "assign_", "join",

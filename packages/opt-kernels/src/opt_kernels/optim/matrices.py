@@ -15,7 +15,7 @@ from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.access import MatrixError, check, check_shape
-from opt_kernels.matrices.orthogonalization import Coefficients
+from opt_kernels.matrices.coefficients import Coefficients
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import ParamGroup, bound_arguments, numbers_of

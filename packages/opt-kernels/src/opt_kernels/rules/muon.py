@@ -12,15 +12,9 @@ from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import compute_dtype
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
 from opt_kernels.matrices.access import cut_of_parts, join, split, whole_size
+from opt_kernels.matrices.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.muon import MOMENTUM, Decay, Inputs, MuonStep, ScaleMode, accumulate_, descend_, scale_factor
-from opt_kernels.matrices.orthogonalization import (
-    EPS,
-    Coefficients,
-    CoefficientType,
-    MatmulPrecision,
-    Orthogonalization,
-    TpMode,
-)
+from opt_kernels.matrices.orthogonalization import EPS, MatmulPrecision, Orthogonalization, TpMode
 from opt_kernels.rules.base import Needs
 from opt_kernels.works import Batch, StateSpec, Task, Work
 

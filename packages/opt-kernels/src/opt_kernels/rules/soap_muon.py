@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from opt_kernels.matrices.access import PartStates
+from opt_kernels.matrices.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.muon import MOMENTUM, ScaleMode, scale_factor
-from opt_kernels.matrices.orthogonalization import Coefficients, CoefficientType, MatmulPrecision, Orthogonalization
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization
 from opt_kernels.rules.eigenbases import EigenbasisRule, into_basis, out_of_basis, reordered
 from opt_kernels.works import Hyper
 
