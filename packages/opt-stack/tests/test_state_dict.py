@@ -2,14 +2,18 @@
 
 import copy
 import io
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parity import sharded_state
 from stack_models import assert_equal, make_model, stepped, train, weights
 from torch import nn
 
+from opt_checkpoint import save
 from opt_config import OptimizerConfig
 from opt_stack import Optimizer, get_optimizer
 
@@ -155,3 +159,30 @@ def test_main_values_are_exactly_the_parameters_that_were_reloaded(name: str) ->
             param.copy_(torch.rand(param.shape))
     optimizer.reload_model_params()
     assert_equal(optimizer.get_parameters(), [param.detach().float() for param in params])
+
+
+def set_rate(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def load_older(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(values(stepped(ADAMW, 1)[1]))
+
+
+STALE = {
+    "a step": lambda model, optimizer: train(model, optimizer, range(2, 3)),
+    "another rate": set_rate,
+    "a load": load_older,
+}
+
+
+@pytest.mark.parametrize("change", STALE.values(), ids=STALE)
+def test_a_stale_sharded_state_is_not_saved(change: Callable[[nn.Module, Optimizer], None], tmp_path: Path) -> None:
+    """The weights of the moment were saved with the step count and the rate of before: Adam resumed too far."""
+    model, optimizer = stepped(ADAMW)
+    state = sharded_state(model, optimizer)
+    save(state, tmp_path / "before")
+    change(model, optimizer)
+    with pytest.raises(ValueError, match=r"call optimizer.sharded_state_dict before each save and load"):
+        save(state, tmp_path / "after")
+    save(sharded_state(model, optimizer), tmp_path / "again")

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from opt_checkpoint import (
     KEEP_VARS_HINT,
+    CheckpointValueError,
     ScopedState,
     ShardedBase,
     ShardedTensor,
@@ -110,6 +111,7 @@ class ShardedStates(torch.optim.Optimizer):
             is_loading: accepted for Megatron-Core's callers and ignored: state exists from construction.
             metadata: accepted for Megatron-Core's callers and ignored: the one format reshards along every axis.
 
+        Step counts, groups and codes are copied, so a result of before the last step is refused by a save or load.
         Tensors that `sharded_model` described without groups are placed here: tensor-parallel parts, experts and
         pipeline stages get their position in the whole model, in `model_sharded_state_dict` itself.
 
@@ -135,7 +137,25 @@ class ShardedStates(torch.optim.Optimizer):
             "groups": groups_to_saved(kept, on_all_ranks),
             "grad_scaler": self.stepper.scaler.state_dict(),
         }
-        return ScopedState(parts, replaces="optimizer.")  # one state may hold several optimizers
+        copied = self._copied_values()
+
+        def check() -> None:
+            if self._copied_values() != copied:
+                raise CheckpointValueError(
+                    "the optimizer has stepped, or its groups have changed, since sharded_state_dict described it; "
+                    "call optimizer.sharded_state_dict before each save and load"
+                )
+
+        return ScopedState(parts, replaces="optimizer.", check=check)  # one state may hold several optimizers
+
+    def _copied_values(self) -> tuple[Any, ...]:
+        """What tells whether the copies in a sharded state are still those of the optimizer: numbers, decoded codes."""
+        steps = [held.piece.step for held in self._held.values()]
+        numbers = [
+            {key: _copied(value) for key, value in group.items() if key not in _OF_THIS_RUN}
+            for group in self.param_groups
+        ]
+        return self.stepper.num_begun, steps, numbers, self.stepper.scaler.state_dict()
 
     def _load_sharded(
         self, loaded: Mapping[str, Any], *, on_conflict: Conflict = "error", override: Mapping[str, Any] = NO_OVERRIDE
@@ -222,6 +242,10 @@ class ShardedStates(torch.optim.Optimizer):
                 f"model), or ShardedTensor.from_rank_offsets({wrong!r}, param, (partition_dim, rank, ranks), "
                 "replica_id=...)"
             )
+
+
+def _copied(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def axes_of(roles: Roles) -> ModelAxes:
