@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch._dynamo  # noqa: F401  (building imports it, and a profile of that takes 15 s)
 from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer

@@ -77,8 +77,10 @@ def _all_jobs(jobs: Mapping[str, "ByFile"]) -> dict[str, Any]:
     return {name: job() for name, job in jobs.items()}
 
 
-def run_program(program: Path, *arguments: object, ranks: int = 1, folder: Path | None = None) -> str:
+def run_program(program: Path | str, *arguments: object, ranks: int = 1, folder: Path | None = None) -> str:
     """Run `python program *arguments` on `ranks` ranks, with torchrun's variables; return what they print, in turn.
+
+    With 0 ranks, it is one process without these variables. A module is `"-m"` and its name.
 
     They run in `folder`, by default in the folder in which this process was started. Raises RankError: a rank failed;
     the message is the end of what it wrote to stderr.
@@ -86,12 +88,14 @@ def run_program(program: Path, *arguments: object, ranks: int = 1, folder: Path 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the ranks', as torchrun's agent
     world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
+    of_ranks: list[dict[str, object]] = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    of_processes = of_ranks or [{}]
     argv, printed = [str(word) for word in (program, *arguments)], ""
     with tempfile.TemporaryDirectory() as scratch:
-        files = [(Path(scratch) / f"{rank}.out", Path(scratch) / f"{rank}.err") for rank in range(ranks)]
+        files = [(Path(scratch) / f"{rank}.out", Path(scratch) / f"{rank}.err") for rank in range(len(of_processes))]
         processes = [
-            start(_launched, world | {"RANK": rank, "LOCAL_RANK": rank}, argv, of_rank, folder)
-            for rank, of_rank in enumerate(files)
+            start(_launched, variables, argv, of_process, folder)
+            for variables, of_process in zip(of_processes, files, strict=True)
         ]
         for process in processes:
             process.join(ANSWER_S)
@@ -104,12 +108,16 @@ def run_program(program: Path, *arguments: object, ranks: int = 1, folder: Path 
     return printed
 
 
-def _launched(world: dict[str, object], argv: list[str], files: tuple[Path, Path], folder: Path | None) -> None:
+def _launched(variables: dict[str, object], argv: list[str], files: tuple[Path, Path], folder: Path | None) -> None:
     if folder is not None:
         os.chdir(folder)
-    os.environ.update({name: str(value) for name, value in world.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
     for stream, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent))
     runpy.run_path(argv[0], run_name="__main__")
