@@ -92,12 +92,18 @@ def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(
     on_device.assert_bits_of_a_cpu(case, **fields)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "fp8_recipe" not in CASES[name][1]])
-def test_state_on_the_host_gives_the_bits_of_a_cpu_in_every_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+OFFLOADS = {"half": HALF | OVERLAPS, "all": ALL}
+OFFLOADED = [name for name in CASES if "fp8_recipe" not in CASES[name][1]]
+
+
+@pytest.mark.parametrize(("name", "offload"), in_turn(OFFLOADED, [*OFFLOADS]))
+def test_state_on_the_host_gives_the_bits_of_a_cpu_in_every_order(
+    name: str, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Each piece is copied separately, so that copies and updates interleave.
     monkeypatch.setattr(build, "PART_NUMEL", 1)
     case, fields = CASES[name]
-    on_device.assert_bits_of_a_cpu(case, on_device=(HALF | OVERLAPS, ALL), **fields)
+    on_device.assert_bits_of_a_cpu(case, on_device=(OFFLOADS[offload],), **fields)
 
 
 @pytest.mark.parametrize("size", [1, SIZE])

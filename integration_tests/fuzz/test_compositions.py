@@ -15,7 +15,7 @@ from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.pieces import Main
 from opt_distributed.step import Scaler
 
-BY_DEFAULT = 2000 if NIGHT else 64
+BY_DEFAULT = 2000 if NIGHT else 48
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
