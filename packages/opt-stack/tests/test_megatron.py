@@ -408,3 +408,65 @@ def test_what_the_wrapper_does_not_support_is_refused() -> None:
     for fields, chunks, message in refused:
         with pytest.raises(ConfigError, match=message):
             get_optimizer(OptimizerConfig(lr=0.1, **fields), chunks)
+
+
+class Attention(nn.Module):
+    """A model of Megatron-Core's kind: two query groups in one projection, and learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=2)
+        self.position_embeddings = nn.Embedding(6, 8)
+        self.linear_qkv = nn.Linear(8, 16)
+        for param in self.parameters():
+            nn.init.uniform_(param, generator=torch.Generator().manual_seed(1))
+
+    def forward(self) -> Tensor:
+        return self.linear_qkv(self.position_embeddings.weight).square().sum()
+
+
+def muon_of(model: nn.Module, build: Any, **fields: Any) -> Any:
+    config = OptimizerConfig(lr=0.1, optimizer="muon", muon_fp32_matmul_prec="highest", **fields)
+    optimizer = build(config, [model])
+    model().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_fused_qkv_and_positions_are_moved_as_in_megatron_core() -> None:
+    found, marked = Attention(), Attention()
+    del marked.config
+    marked.linear_qkv.weight.qkv_split_shapes = (4, 2, 2)
+    marked.position_embeddings.weight.is_embedding_or_output_parameter = False
+    muon_of(found, megatron.get_megatron_optimizer)
+    muon_of(marked, get_optimizer)
+    assert_equal(weights(found), weights(marked))
+    kept = Attention()
+    muon_of(kept, get_optimizer)
+    assert torch.equal(kept.linear_qkv.weight, found.linear_qkv.weight)
+    assert not torch.equal(kept.position_embeddings.weight, found.position_embeddings.weight)
+
+
+@pytest.mark.parametrize(("wrapper", "num_whole"), [(megatron, 2), (opt_stack, 1)])
+def test_a_wrapper_lays_positions_out_as_megatron_core(wrapper: Any, num_whole: int) -> None:
+    """Layer-wise: Muon's matrices are whole, and Megatron-Core's positions are Muon's."""
+    model = Attention()  # made before ranks start: threads share torch's generator
+
+    def wrapped(comm: ThreadComm) -> int:
+        chunk = wrapper.DistributedDataParallel(
+            opt_stack.DistributedDataParallelConfig(use_distributed_optimizer=True),
+            copy.deepcopy(model),
+            groups=over(comm),
+            optimizer_config=OptimizerConfig(lr=0.1, optimizer="muon", use_layer_wise_distributed_optimizer=True),
+        )
+        return sum(len(buffer.params) for buffer in chunk.synced_buffers if not buffer.plan.kind.cuts)
+
+    assert run_threads(2, wrapped) == [num_whole, num_whole]
+
+
+@pytest.mark.parametrize(("fields", "is_said"), [({}, True), ({"muon_split_qkv": False}, False)], ids=str)
+def test_the_plan_says_that_no_fused_qkv_was_found(fields: dict[str, Any], is_said: bool) -> None:
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, optimizer="muon", **fields), [make_model()])
+    assert ("no fused q, k and v found to split" in str(optimizer.plan)) is is_said
+    found = get_optimizer(OptimizerConfig(lr=0.1, optimizer="muon", **fields), [Attention()])
+    assert "no fused q, k and v" not in str(found.plan)

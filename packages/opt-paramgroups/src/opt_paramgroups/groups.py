@@ -270,6 +270,7 @@ def get_param_groups_and_buffers(
     buffer_name: str,
     *,
     gather: Gather = alone,
+    metas: Mapping[ParamId, ParamMeta] | None = None,
 ) -> GroupsAndBuffers:
     """The groups that `filter_fn` accepts, and the buffers that each chunk holds in its attribute `buffer_name`.
 
@@ -277,7 +278,7 @@ def get_param_groups_and_buffers(
     whose `buffers` is a method. Raises `ConfigError` as `get_param_groups` does.
     """
     groups = get_param_groups(
-        model_chunks, config, config_overrides, gather=gather, model_chunk_offset=model_chunk_offset
+        model_chunks, config, config_overrides, gather=gather, metas=metas, model_chunk_offset=model_chunk_offset
     )
     attributes = {
         number: getattr(chunk, buffer_name, None) for number, chunk in enumerate(model_chunks, model_chunk_offset)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_config import ConfigError, did_you_mean
+from opt_paramgroups.fused_qkv import fused_qkv_rows
 from opt_paramgroups.vocabulary import vocabulary_roles
 
 # Wrappers hold the model as their only child, under one of these names, and own no parameters.
@@ -192,7 +193,7 @@ class ParamMeta:
 
     def _check_split(self) -> None:
         """Raise ConfigError if the rows of heads or of separate matrices do not fit the shape, and for two splits."""
-        given = {name: getattr(self, name) for name in ("qkv_split_shapes", "head_rows", "split_sizes")}
+        given = {name: getattr(self, name) for name in sorted(_SPLITS)}
         given = {name: value for name, value in given.items() if value}
         if len(given) > 1:
             raise ConfigError(f"{self.id}: {' and '.join(f'{n}={v}' for n, v in given.items())}: set only one of them")
@@ -265,6 +266,7 @@ REFERENCE_ATTRIBUTES = ("allreduce", *_FIELD_OF_ATTRIBUTE)
 """The attributes of a parameter that `describe` reads."""
 _ROLES = ("is_expert", *_ATTRIBUTE_OF_FIELD)  # what `overrides` may set
 _ROWS = ("qkv_split_shapes", "split_sizes")
+_SPLITS = frozenset({"head_rows", *_ROWS})
 
 Roles = Mapping[ParamId | str, Mapping[str, Any]]
 """Fields of `ParamMeta` and their values, by the id of a parameter or a pattern of names."""
@@ -276,17 +278,20 @@ def describe(
     overrides: Roles | None = None,
     tensor_parallel_axes: Sequence[str] = TENSOR_PARALLEL_AXES,
     model_chunk_offset: int = 0,
+    by_name: bool = True,
 ) -> dict[ParamId, ParamMeta]:
     """The roles and layout of every trainable parameter. Tied parameters appear once, under their first name.
 
     They are read from Megatron-Core's attribute names and from DTensor placements. Embeddings and output layers without
-    the attribute `is_embedding_or_output_parameter` are recognised by their modules (`vocabulary_roles`).
+    the attribute `is_embedding_or_output_parameter` are recognised by their modules (`vocabulary_roles`), and fused q,
+    k and v without `qkv_split_shapes` by the configuration of their layer (`fused_qkv_rows`).
 
     Args:
         model_chunks: the model, or its virtual pipeline stages; wrappers do not change the names.
         overrides: fields that replace those read, by id or by a pattern of names. Later entries win.
         tensor_parallel_axes: the mesh axes of DTensors that mean tensor parallelism.
         model_chunk_offset: number of the first chunk.
+        by_name: False: embeddings and output layers have the attribute, as in Megatron-Core.
 
     Raises:
         ConfigError: an override names a parameter or field that does not exist, or a role does not fit the shape.
@@ -294,11 +299,15 @@ def describe(
     params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
     axes = frozenset(tensor_parallel_axes)
     roles = {param_id: _roles_read(param_id, param, axes) for param_id, param in params.items()}
-    known = vocabulary_roles([unwrapped(chunk) for chunk in model_chunks])
+    models = [unwrapped(chunk) for chunk in model_chunks]
+    known = vocabulary_roles(models) if by_name else {}
+    qkv_rows = fused_qkv_rows(models)
     for param_id, param in params.items():
         role, read = known.get(id(param)), roles[param_id]
         if role is not None and not read.keys() & {"is_embedding_or_output", "is_embedding"}:
             read |= {"is_embedding_or_output": True, "is_embedding": role.is_embedding, "guess": role.guess}
+        if id(param) in qkv_rows and getattr(param, "is_qkv", True) and not read.keys() & _SPLITS:
+            read["qkv_split_shapes"] = qkv_rows[id(param)]
     for which, fields in (overrides or {}).items():
         for param_id in _meant(which, fields, params):
             roles[param_id] |= fields

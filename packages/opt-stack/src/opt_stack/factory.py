@@ -182,13 +182,18 @@ def grouped(draft: Draft, *, allow_unmatched: bool, asked: Mapping[str, bool] = 
     `asked` is as for `check_same_config`. Raises ConfigError on every rank.
     """
     config, everyone = draft.config, draft.roles.everyone
-    read = agreed(everyone, lambda: with_matrix_rule(config, draft.overrides, draft.registry, by_name=draft.by_name))
+
+    def described() -> tuple[Overrides, Mapping[ParamId, ParamMeta]]:
+        return with_matrix_rule(config, draft.overrides, draft.registry, by_name=draft.by_name), draft.metas
+
+    read, metas = agreed(everyone, described)
     check_same_config(config, everyone, asked=asked)
     return get_param_groups(
         draft.chunks,
         config,
         read,
         gather=everyone.gather_objects,
+        metas=metas,
         allow_unmatched=allow_unmatched,
         extra_group_keys=None,  # `make_rules_` knows the rules, and so which entries they read
     )

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -78,6 +78,8 @@ class DistributedDataParallel(nn.Module):
         ValueError: the model is wrapped already, or, on every rank, `broadcast_params` differs between ranks.
     """
 
+    by_name: ClassVar[bool] = True  # as for `describe`: which parameters are embeddings
+
     @torch.inference_mode(False)  # a backward pass must be able to write the buffers
     def __init__(
         self,
@@ -96,7 +98,7 @@ class DistributedDataParallel(nn.Module):
         self.calculate_per_token_loss = calculate_per_token_loss
         self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
         self.metas: Mapping[ParamId, ParamMeta] = agreed(
-            self.roles.everyone, lambda: describe_stored([module], model_chunk_offset=chunk)
+            self.roles.everyone, lambda: describe_stored([module], model_chunk_offset=chunk, by_name=self.by_name)
         )
         broadcasts = self.roles.everyone.gather_objects(broadcast_params)
         if len(set(broadcasts)) > 1:

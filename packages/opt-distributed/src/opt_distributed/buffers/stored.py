@@ -51,14 +51,16 @@ def address(param: Tensor) -> int:
     return param.data_ptr() if found is None else found.codes.data_ptr()
 
 
-def describe_stored(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, ParamMeta]:
+def describe_stored(
+    model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0, by_name: bool = True
+) -> dict[ParamId, ParamMeta]:
     """`opt_paramgroups.describe`, with the dtype of the codes for fp8 parameters.
 
     Raises:
         ConfigError: a DTensor has fp8 parts.
     """
     params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
-    metas = describe(model_chunks, model_chunk_offset=model_chunk_offset)
+    metas = describe(model_chunks, model_chunk_offset=model_chunk_offset, by_name=by_name)
     for id, meta in metas.items():
         if meta.is_dtensor and is_quantized(params[id].to_local()):  # type: ignore[attr-defined]
             raise ConfigError(

@@ -39,6 +39,8 @@ from opt_distributed.comm import ProcessGroupCollection, ProcessGroups, agreed, 
 from opt_paramgroups import (
     GroupsAndBuffers,
     ParamGroup,
+    ParamId,
+    ParamMeta,
     describe,
     get_mup_config_overrides,
     get_param_groups,
@@ -101,8 +103,21 @@ def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
     return overrides_by_name(config, by_name=False)
 
 
-def _routed(config: OptimizerConfig, overrides: Overrides | None, rules: Registry | None) -> Overrides:
-    return with_matrix_rule(config, overrides, rules or Registry().with_installed(), by_name=False)
+def _routed(
+    config: OptimizerConfig,
+    overrides: Overrides | None,
+    rules: Registry | None,
+    model_chunks: Sequence[nn.Module],
+    *,
+    offset: int = 0,
+) -> tuple[Overrides, Mapping[ParamId, ParamMeta]]:
+    """Return the overrides and roles of parameters that `get_megatron_optimizer` uses, or raise on every rank."""
+
+    def read() -> tuple[Overrides, Mapping[ParamId, ParamMeta]]:
+        routed = with_matrix_rule(config, overrides, rules or Registry().with_installed(), by_name=False)
+        return routed, describe(model_chunks, model_chunk_offset=offset, by_name=False)
+
+    return agreed(world(), read)
 
 
 def _get_param_groups(
@@ -117,8 +132,8 @@ def _get_param_groups(
     See `opt_paramgroups.get_param_groups`, also for the errors.
     """
     config = layer_wise(config, rules)
-    overrides = agreed(world(), lambda: _routed(config, config_overrides, rules))
-    return get_param_groups(model_chunks, config, overrides, gather=world().gather_objects)
+    overrides, metas = _routed(config, config_overrides, rules, model_chunks)
+    return get_param_groups(model_chunks, config, overrides, gather=world().gather_objects, metas=metas)
 
 
 def _get_param_groups_and_buffers(
@@ -137,9 +152,10 @@ def _get_param_groups_and_buffers(
     `buffer_name="synced_buffers"`. Raises ConfigError, on every rank.
     """
     config = layer_wise(config, rules)
-    overrides = agreed(world(), lambda: _routed(config, config_overrides, rules))
+    overrides, metas = _routed(config, config_overrides, rules, model_chunks, offset=model_chunk_offset)
+    gather = world().gather_objects
     return get_param_groups_and_buffers(
-        model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=world().gather_objects
+        model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=gather, metas=metas
     )
 
 

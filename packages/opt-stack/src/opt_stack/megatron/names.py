@@ -51,7 +51,8 @@ def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
     """`opt_stack.get_optimizer` with Megatron-Core's meaning of two settings.
 
     `use_distributed_optimizer=True` with a rule of matrices means layer-wise sharding: see `layer_wise`. Weight decay
-    and matrix rules follow the shapes of parameters and the name `*.bias` only: stacks of vectors are not recognised.
+    and matrix rules follow the shapes of parameters, the name `*.bias` and `is_embedding_or_output_parameter` only:
+    neither stacks of vectors nor position embeddings are recognised.
     """
     given = signature(get_optimizer).bind(*args, **kwargs)
     given.apply_defaults()
@@ -167,6 +168,8 @@ class DistributedDataParallel(Wrapper):
     Raises:
         ConfigError: neither order fits, or `full_param_layout` is given; see also `opt_stack.DistributedDataParallel`.
     """
+
+    by_name = False
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class UnitPlan:
     compute: tuple[ComputePlan, ...] = ()  # for matrices that are cut over ranks
     splits: Mapping[ParamId, MatrixSpec] = field(default_factory=dict)  # of parameters whose rows are several matrices
     whole_qkv: int = 0  # number of fused q, k and v parameters that the rule updates as one matrix each
+    finds_no_qkv: bool = False  # whether it would split fused q, k and v, but the model has none that are known
     host_rule: Rule | None = None  # updates the pieces that live on the host; None: `rule` does
 
     def rule_of(self, *, on_host: bool) -> Rule:
@@ -127,7 +128,7 @@ class Draft:
     extra_group_keys: Collection[str] = ()
     broadcast_params: bool = False
     overrides: Overrides | None = None  # for `get_optimizer`: None if there are only the standard ones
-    by_name: bool = True  # whether stacks of vectors are recognised; False: Megatron-Core's routing
+    by_name: bool = True  # whether embeddings and stacks of vectors are recognised; False: Megatron-Core's routing
     has_own_groups: bool = False  # whether the caller made the groups, not `get_param_groups`
     groups: Groups = field(default_factory=list)
     rules: Mapping[str, Rule] = field(default_factory=dict)  # with their hooks, by the groups' `optimizer`
@@ -142,7 +143,7 @@ class Draft:
     @cached_property
     def metas(self) -> Mapping[ParamId, ParamMeta]:
         """The descriptions of `params`."""
-        return describe_stored(self.chunks)
+        return describe_stored(self.chunks, by_name=self.by_name)
 
     @cached_property
     def group_of(self) -> dict[ParamId, int]:
@@ -218,11 +219,17 @@ def _plan_units(draft: Draft) -> tuple[UnitPlan, ...]:
             found.setdefault((is_later, meta.is_expert, rule_of[id]), []).append(id)
     units = []
     for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
-        rule, splits, whole_qkv = draft.rules[name], {}, 0
+        rule = draft.rules[name]
+        splits: dict[ParamId, MatrixSpec] = {}
+        whole_qkv = 0
+        finds_no_qkv = False
         if rule.needs is Needs.MATRICES:  # rows of a parameter may form several matrices
-            is_soap, of_unit = isinstance(bare(rule), SOAPRule | SOAPMuonRule), [metas[id] for id in ids]
-            splits = split_rows(of_unit, split_qkv=config.soap_split_qkv if is_soap else config.muon_split_qkv)
+            is_soap = isinstance(bare(rule), SOAPRule | SOAPMuonRule)
+            split_qkv = config.soap_split_qkv if is_soap else config.muon_split_qkv
+            of_unit = [metas[id] for id in ids]
+            splits = split_rows(of_unit, split_qkv=split_qkv)
             whole_qkv = len(split_rows(of_unit, split_qkv=True)) - len(splits) if is_soap else 0
+            finds_no_qkv = split_qkv and not is_expert and not any(meta.qkv_split_shapes for meta in of_unit)
         units.append(
             UnitPlan(
                 name=f"{name}{'/later chunks' * is_later}{'/experts' * is_expert}",
@@ -232,6 +239,7 @@ def _plan_units(draft: Draft) -> tuple[UnitPlan, ...]:
                 numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].stored_dtype for id in ids}},
                 splits=splits,
                 whole_qkv=whole_qkv,
+                finds_no_qkv=finds_no_qkv,
             )
         )
     return tuple(units)

@@ -149,6 +149,8 @@ def unit_lines(plan: "Plan") -> Iterator[str]:
             yield f"  hooks: {', '.join(map(repr, hooks))}"
         if unit.whole_qkv:
             yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
+        if unit.finds_no_qkv:
+            yield "  no fused q, k and v found to split: set qkv_split_shapes of these parameters, if there are any"
         yield from (f"  {line}" for line in compute_lines(unit.compute))
 
 
