@@ -120,6 +120,19 @@ def test_the_wrapper_takes_both_orders_and_trains(wrap: Any) -> None:
     assert_equal(weights(model), weights(plain))
 
 
+def test_schedules_find_the_configuration_of_the_transformer() -> None:
+    """Megatron-Core's schedules read the first `config` from outside inwards; it was that of the wrapper."""
+    model, config = Attention(), SimpleNamespace(timers=None)
+    given = WRAP(config, DDP(), Attention())
+    assert given.config is config
+    of_module = WRAP(DDP(), model)
+    assert of_module.config is model.config
+    assert not hasattr(WRAP(DDP(), make_model()), "config")
+    ours = opt_stack.DistributedDataParallel(DDP(overlap_grad_reduce=True), Attention())
+    assert not hasattr(ours, "config")
+    assert ours.ddp_config.overlap_grad_reduce
+
+
 def test_arguments_in_no_order_are_refused() -> None:
     model: Any = make_model()
     ours: Any = SimpleNamespace()

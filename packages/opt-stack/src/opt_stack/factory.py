@@ -262,7 +262,7 @@ def drafted(
     taken: dict[str, Any] = {
         name: True
         for name in SHARED_FIELDS
-        if any(getattr(chunk.config, name) for chunk in wrapped) and not getattr(config, name)
+        if any(getattr(chunk.ddp_config, name) for chunk in wrapped) and not getattr(config, name)
     }
     if not isinstance(config.sharding, Replicated):  # layer-wise sharding needs no `use_distributed_optimizer`
         taken.pop("use_distributed_optimizer", None)

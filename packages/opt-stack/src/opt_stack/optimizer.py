@@ -90,7 +90,7 @@ class Optimizer(GradientStatistics):
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
         given = groups or [{"params": [], "param_ids": [], "name": "stub"}]
-        overlapping = [chunk.param_sync for chunk in wrapped if chunk.config.overlap_param_gather]
+        overlapping = [chunk.param_sync for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
         super().__init__(
             [AwaitedGroup(group, overlapping) if overlapping else dict(group) for group in given],
             # torch's OneCycleLR reads the hyper-parameters that every group has.

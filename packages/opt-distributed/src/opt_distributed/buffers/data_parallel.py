@@ -94,7 +94,9 @@ class DistributedDataParallel(nn.Module):
         chunk: int = 0,
     ):
         super().__init__()
-        self.config, self.module, self._chunk = config, module, chunk
+        self.ddp_config = config
+        self.module = module
+        self._chunk = chunk
         self.calculate_per_token_loss = calculate_per_token_loss
         self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
         self.metas: Mapping[ParamId, ParamMeta] = agreed(
@@ -132,7 +134,8 @@ class DistributedDataParallel(nn.Module):
 
     def _make_syncs(self) -> None:
         """Create the gathers and reductions of all buckets, and let the buffers use them in a step."""
-        config, buffers = self.config, self.synced_buffers
+        config = self.ddp_config
+        buffers = self.synced_buffers
         buckets = [(buffer, at) for buffer in buffers for at in range(len(buffer.plan.layout.buckets))]
         gathered = buckets if config.use_distributed_optimizer else ()  # else parameters are replicated
         self.param_sync = ParamSync(
@@ -197,8 +200,8 @@ class DistributedDataParallel(nn.Module):
             self._finish(force_all_reduce)
 
     def _finish(self, force_all_reduce: bool = False) -> None:
-        if force_all_reduce and self.config.use_distributed_optimizer:
-            if self.config.overlap_grad_reduce:
+        if force_all_reduce and self.ddp_config.use_distributed_optimizer:
+            if self.ddp_config.overlap_grad_reduce:
                 raise ValueError(
                     "force_all_reduce=True, but overlap_grad_reduce=True reduces gradients to shards in backward; wrap "
                     "the model with overlap_grad_reduce=False"
@@ -274,7 +277,7 @@ class DistributedDataParallel(nn.Module):
 
         Raises ValueError with `nccl_ub`: memory that is allocated again would not be registered.
         """
-        if self.config.nccl_ub:
+        if self.ddp_config.nccl_ub:
             raise ValueError("nccl_ub=True: gradients are in registered memory, which is not freed; set it to False")
         self._wait_for_lent_grads()
         self.grad_sync.begin()
@@ -299,7 +302,7 @@ class DistributedDataParallel(nn.Module):
 
     def _wait_for_lent_grads(self) -> None:
         """Wait for parameters that are gathered through the memory of gradients, before that is used again."""
-        if self.config.reuse_grad_buf_for_mxfp8_param_ag:
+        if self.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
             self.param_sync.wait()
 
     def _synchronize(self) -> None:
@@ -321,7 +324,7 @@ class DistributedDataParallel(nn.Module):
             return
         self.param_sync.start_all()
         self.param_sync.start()
-        if force_sync or not self.config.overlap_param_gather:
+        if force_sync or not self.ddp_config.overlap_param_gather:
             self.param_sync.wait()
 
     def buffers_of(self, ids: Collection[ParamId]) -> tuple[SyncedBuffer, ...]:
@@ -356,13 +359,13 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ValueError: `overlap_param_gather` is not set.
         """
-        if not self.config.overlap_param_gather:
+        if not self.ddp_config.overlap_param_gather:
             raise ValueError(
                 "overlap_param_gather=False: parameters are complete after each step; set it to True for hooks"
             )
         if self._use_hooks is None:
             self._use_hooks = UseHooks(self.module, self.param_sync)
-            self.param_sync.gathers = Gathers.WHEN_ASKED if self.config.align_param_gather else Gathers.BEFORE_USE
+            self.param_sync.gathers = Gathers.WHEN_ASKED if self.ddp_config.align_param_gather else Gathers.BEFORE_USE
 
     @torch.no_grad()
     def broadcast_params(self) -> None:

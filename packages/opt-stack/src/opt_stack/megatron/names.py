@@ -204,14 +204,11 @@ class DistributedDataParallel(Wrapper):
             options["optimizer_config"] = layer_wise(options["optimizer_config"])
         number = getattr(module, "vp_stage", None) or 0 if chunk is None else chunk
         super().__init__(ddp_config, module, chunk=number, **options)
-        self.transformer_config = transformer_config
         if transformer_config is not None:
             self.qk_layernorm = bool(getattr(transformer_config, "qk_layernorm", False))
-
-    @property
-    def ddp_config(self) -> DistributedDataParallelConfig:
-        """The configuration of the wrapper, under Megatron-Core's name."""
-        return self.config
+            self.config = transformer_config  # Megatron-Core's schedules read it, and call functions that it holds
+        elif hasattr(module, "config"):
+            self.config = module.config
 
 
 def _wrong_order(*given: object) -> ConfigError:
@@ -241,7 +238,7 @@ def finalize_model_grads(
     """
     for chunk in model if force_all_reduce else ():
         chunk.finish_grad_sync(force_all_reduce=True)
-    of_model = getattr(model[0], "transformer_config", None) if model else None
+    of_model = getattr(model[0], "config", None) if model else None
     rate = getattr(of_model, "moe_router_bias_update_rate", ROUTER_BIAS_UPDATE_RATE)
     options.setdefault("router_bias_update_rate", rate)
     finalize(model, num_tokens, pg_collection, **options)

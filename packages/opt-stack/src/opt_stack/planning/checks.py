@@ -194,18 +194,18 @@ def _check_wrapper(draft: Draft, index: int, chunk: DistributedDataParallel) -> 
     config, wrapper = draft.config, f"model chunk {index} was wrapped with"
     if any(id.chunk != index for id in chunk.metas):
         yield f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
-    if chunk.config.check_for_large_grads and isinstance(config.loss_scaling, DynamicScale):
+    if chunk.ddp_config.check_for_large_grads and isinstance(config.loss_scaling, DynamicScale):
         yield (
             f"{wrapper} check_for_large_grads=True, which compares gradients of different iterations, but the loss "
             "scale is dynamic (fp16=True without loss_scale); set loss_scale, or wrap with check_for_large_grads=False "
             "and use grad_norm_skip_threshold, which compares unscaled norms"
         )
-    if chunk.config.align_param_gather and config.overlap_param_gather_with_optimizer_step:
+    if chunk.ddp_config.align_param_gather and config.overlap_param_gather_with_optimizer_step:
         yield (
             f"overlap_param_gather_with_optimizer_step=True starts gathers in the step, but {wrapper} "
             "align_param_gather=True, which starts them from the pipeline's schedule; set one of the two to False"
         )
-    if config.main_grads_dtype is torch.bfloat16 and chunk.config.grad_reduce_in_fp32:
+    if config.main_grads_dtype is torch.bfloat16 and chunk.ddp_config.grad_reduce_in_fp32:
         yield (
             f"main_grads_dtype=torch.bfloat16, but {wrapper} grad_reduce_in_fp32=True; wrap it with "
             "grad_reduce_in_fp32=False, or leave main_grads_dtype at torch.float32"
@@ -213,7 +213,7 @@ def _check_wrapper(draft: Draft, index: int, chunk: DistributedDataParallel) -> 
     for name in SHARED_FIELDS:
         is_sharding = name == "use_distributed_optimizer"
         ours = not isinstance(config.sharding, Replicated) if is_sharding else getattr(config, name)
-        if ours != (theirs := getattr(chunk.config, name)):
+        if ours != (theirs := getattr(chunk.ddp_config, name)):
             yield (
                 f"OptimizerConfig has {name}={ours}, but {wrapper} {name}={theirs}; wrap it with {name}=True, or leave "
                 f"{name} at False"

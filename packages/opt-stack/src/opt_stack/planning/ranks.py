@@ -118,7 +118,7 @@ def _patterns(draft: Draft) -> Generator[Any, Any, None]:
     """Patterns of local fp32 accumulation that match no parameter of any chunk on any rank."""
     found: dict[str, bool] = {}
     for chunk in draft.wrapped.values():
-        for pattern in chunk.config.param_name_patterns_for_fp32_local_accumulation:
+        for pattern in chunk.ddp_config.param_name_patterns_for_fp32_local_accumulation:
             found[pattern] = found.get(pattern, False) or any(matches(id.name, (pattern,)) for id in chunk.metas)
     per_rank = yield found
     for pattern in dict.fromkeys(pattern for of_rank in per_rank for pattern in of_rank):
@@ -141,7 +141,7 @@ def _fp8(draft: Draft) -> Generator[Any, Any, None]:
             )
     per_rank = yield bool(stored)
     asks = f"fp8_recipe={recipe!r}" if recipe is not None else ""
-    if not asks and any(chunk.config.fp8_param_gather for chunk in draft.wrapped.values()):
+    if not asks and any(chunk.ddp_config.fp8_param_gather for chunk in draft.wrapped.values()):
         asks = "fp8_param_gather=True"
     if asks and not any(per_rank):
         yield (
