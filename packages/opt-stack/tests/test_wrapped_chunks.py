@@ -1,5 +1,7 @@
 """Wrapped chunks under an optimizer: fields, groups of ranks, overlaps, several chunks and optimizers."""
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +236,37 @@ def test_a_pattern_that_matches_nothing_anywhere_is_refused_on_every_rank() -> N
 
     for message in run_threads(2, rank_main):
         assert message.startswith("param_name_patterns_for_fp32_local_accumulation: '*.wieght' matches no parameter")
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("rewrap", [True, False], ids=["wrapped", "plain"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
+def test_a_saved_module_is_trained_again(rewrap: bool, sharded: bool) -> None:
+    """Its file held the gradient buffer, too, and get_optimizer refused the loaded module."""
+    ddp = wrap(Alone(), use_distributed_optimizer=sharded)
+    optimizer = get_optimizer(sgd(use_distributed_optimizer=sharded), [ddp], pg_collection=over(Alone()))
+    backward(loss_of(ddp, inputs(0)))
+    optimizer.step()
+    copied = [copy.deepcopy(ddp.module), pickled(ddp.module)]
+    assert [param.__dict__ for param in copied[1].parameters()] == [{}, {"allreduce": False}, {"allreduce": False}, {}]
+    for module in copied:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+        chunk = DistributedDataParallel(config, module, groups=over(Alone())) if rewrap else module
+        of_copy = get_optimizer(sgd(use_distributed_optimizer=sharded), [chunk], pg_collection=over(Alone()))
+        backward(loss_of(chunk, inputs(1)))
+        assert of_copy.step().success
+    ddp.zero_grad_buffer()
+    backward(loss_of(ddp, inputs(1)))
+    assert optimizer.step().success
+    for module in copied:
+        assert_equal(weights(module), weights(ddp.module))
 
 
 def test_the_plan_has_the_buffers_of_a_wrapped_chunk() -> None:

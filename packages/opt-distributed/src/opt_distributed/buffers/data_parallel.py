@@ -14,7 +14,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.bucket import BucketState, GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkSpec, SyncedBuffer, make_buffers, sharding_of
 from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
-from opt_distributed.buffers.main_grad import RefusedGradientError, bind_main_grad
+from opt_distributed.buffers.main_grad import RefusedGradientError, bind_main_grad, leave_out_of_pickles
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
 from opt_distributed.buffers.stored import broadcast_replicas_, check_untrained, describe_stored, not_trained
 from opt_distributed.comm.collectives import agreed, telling
@@ -160,6 +160,7 @@ class DistributedDataParallel(nn.Module):
             for id, accumulator in bucket.accumulators.items():
                 param = self._params[id]
                 bind_main_grad(param, accumulator)
+                leave_out_of_pickles(param)
                 hook = grad_hook(self.grad_sync, id, accumulator)
                 param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 

@@ -1,5 +1,8 @@
 """`param.main_grad`: the view of a buffer in which the gradient of a parameter accumulates."""
 
+from typing import Any
+from weakref import ref
+
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +29,9 @@ class SparseGradientError(UnusableGradientError, ValueError):
         )
 
 
+_NOT_PICKLED = frozenset({"main_grad", "grad_added_to_main_grad", "__getstate__"})
+
+
 # Attributes of parameters: `main_grad`, and the flags of fused weight-gradient kernels. Such a kernel adds its product
 # directly to ``param.main_grad``, sets ``param.grad_added_to_main_grad = True`` and returns an arbitrary gradient to
 # autograd, so that hooks still run. The returned gradient is dropped, or, if the kernel also set
@@ -34,6 +40,20 @@ def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
     """Set ``param.main_grad`` to a view of a gradient buffer, in which the gradient accumulates."""
     param.main_grad = view  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+
+def leave_out_of_pickles(param: nn.Parameter) -> None:
+    """Pickle the parameter without the attributes of `bind_main_grad`: gradients of its copy accumulate in no buffer.
+
+    `torch.save(ddp.module)` would write the whole buffer, and the copy could not be trained. `deepcopy` keeps no
+    attributes of a parameter.
+    """
+    weak = ref(param)
+
+    def state() -> dict[str, Any]:
+        return {name: value for name, value in vars(weak()).items() if name not in _NOT_PICKLED}
+
+    param.__getstate__ = state  # type: ignore[method-assign]  # of this parameter: its pickle asks the instance
 
 
 def main_grad(param: nn.Parameter) -> Tensor:

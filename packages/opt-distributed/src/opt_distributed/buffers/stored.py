@@ -81,7 +81,8 @@ def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
     if bound:
         raise ValueError(
             f"gradients of {bound[0]!r} (and {len(bound) - 1} more) accumulate in a buffer already: a model chunk is "
-            "wrapped once; use that wrapper, or a new model"
+            "wrapped once; use that wrapper, or a new model; if it has none, as a model from torch.load, delete the "
+            "attribute: del param.main_grad"
         )
 
 

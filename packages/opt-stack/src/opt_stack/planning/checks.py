@@ -146,7 +146,8 @@ def _check_chunks(draft: Draft) -> Iterator[str]:
         elif bound := [name for name, param in chunk.named_parameters() if param.requires_grad and is_bound(param)]:
             yield (
                 f"model chunk {index} is a plain {type(chunk).__name__}, but gradients of {bound[0]!r} accumulate in "
-                "main_grad, as a wrapper set up; pass the DistributedDataParallel around it to get_optimizer"
+                "main_grad, as a wrapper set up; pass the DistributedDataParallel around it to get_optimizer; if it "
+                "has none, as a model from torch.load, delete the attribute: del param.main_grad"
             )
         plain = f"but model chunk {index} is a plain {type(chunk).__name__}"
         if config.reuse_grad_buf_for_mxfp8_param_ag:
