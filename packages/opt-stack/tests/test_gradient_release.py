@@ -288,3 +288,16 @@ def test_an_optimizer_that_nobody_uses_is_freed() -> None:
     assert alive() is None
     net(torch.ones(1, 3)).sum().backward()
     assert net.weight.grad is not None
+
+
+def test_a_gradient_in_main_grad_is_refused_when_the_step_ends() -> None:
+    """A fused kernel that writes there returns no gradient to autograd, so that no hook runs: nothing was trained."""
+    model, optimizer = build()
+    release_gradients(optimizer)
+    loss_of(model, 1).backward()  # skips a layer
+    model.skipped.weight.main_grad = torch.ones(WIDTH, WIDTH)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"gradient of 'skipped.weight' is in main_grad"):
+            optimizer.step()
+    del model.skipped.weight.main_grad
+    assert optimizer.step().success

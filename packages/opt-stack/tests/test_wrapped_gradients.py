@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from stack_models import over, weights
+from stack_models import assert_equal, over, weights
 from torch import Tensor
 from wrapped_net import LR, WIDTH, Net, backward, groups_of, inputs, loss_of, sgd, trained_alone, wrap
 
@@ -107,6 +107,31 @@ def test_a_gradient_assigned_to_a_wrapped_param_stops_all_ranks(overlap: bool, w
         assert optimizer.step().success
 
     run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_plain_gradient_in_main_grad_stops_all_ranks(size: int, sharded: bool) -> None:
+    """Fused kernels of plain modules write there, and leave `param.grad` None: nothing was trained, without a word."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        net = Net()
+        config = OptimizerConfig(lr=LR, use_distributed_optimizer=sharded)
+        optimizer = get_optimizer(config, [net], {}, pg_collection=over(comm))
+        before = weights(net)
+        backward(loss_of(net, inputs(0)))
+        fused = net.first.weight
+        if comm.rank == size - 1:
+            fused.main_grad = torch.ones_like(fused)
+            fused.grad = None
+        message = "gradient of 'first.weight' is in main_grad" if comm.rank == size - 1 else "1 other rank"
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert_equal(weights(net), before)
+        fused.grad = getattr(fused, "main_grad", fused.grad)
+        assert optimizer.step().success
+
+    run_threads(size, rank_main)
 
 
 def test_a_gradient_may_be_shown_as_grad_before_the_reduction() -> None:

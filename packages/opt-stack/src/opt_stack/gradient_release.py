@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opt_config import ConfigError, NoScale
 from opt_distributed.buffers import StorageError
-from opt_distributed.pieces import OwnedPiece, OwnGrads, Ready, Update, check_dense
+from opt_distributed.pieces import OwnedPiece, OwnGrads, Ready, Update, check_dense, check_unfused
 from opt_distributed.step import StepResult, Unit
 from opt_kernels.backends import grad_stats
 from opt_kernels.precision import without_autocast
@@ -84,7 +84,14 @@ class GradientRelease:
         self.optimizer.in_backward = None
 
     def finish(self) -> StepResult:
-        """End the iteration: return its result and reset the statistics."""
+        """End the iteration: return its result and reset the statistics.
+
+        Raises UnusableGradientError if the gradient of a parameter is in ``main_grad``, so that backward has not
+        updated it.
+        """
+        for param, (_, piece, _) in self._parts.items():
+            if param not in self._updated:
+                check_unfused(piece.id, param)
         norms, skip = self._squares.sqrt(), self._skip
         self._last_norms = norms
         if self._updated:

@@ -70,7 +70,7 @@ def describe_stored(
     return {id: replace(meta, codes=FP8) if is_quantized(params[id]) else meta for id, meta in metas.items()}
 
 
-def is_bound(param: nn.Parameter) -> bool:
+def is_bound(param: Tensor) -> bool:
     """Whether the gradient accumulates in a buffer, so that ``param.grad`` stays None."""
     return getattr(param, "main_grad", None) is not None
 

@@ -26,12 +26,13 @@ from opt_distributed.pieces.sources import (
     Source,
     check_dense,
     check_marks,
+    check_unfused,
     marked_ids,
 )
 
 __all__ = [
     "FP16", "BufferedGrads", "CodedMain", "ComputeStage", "FullySharded", "HostMain", "HostSide", "LaidOutGrads",
     "Main", "Numbers", "OwnGrads", "OwnedPiece", "PeerSums", "QuantizedMain", "QuantizedSource", "Ready",
-    "ReducedMainGrads", "Source", "Update", "check_dense", "check_marks", "init_state", "is_first_replica", "local",
-    "make_main", "marked_ids", "mesh_comms",
+    "ReducedMainGrads", "Source", "Update", "check_dense", "check_marks", "check_unfused", "init_state",
+    "is_first_replica", "local", "make_main", "marked_ids", "mesh_comms",
 ]  # fmt: skip

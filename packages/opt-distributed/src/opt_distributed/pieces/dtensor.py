@@ -17,7 +17,7 @@ from opt_distributed.buffers.wires import naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.comm.groups import root_of
-from opt_distributed.pieces.sources import ReadGrads, Run
+from opt_distributed.pieces.sources import ReadGrads, Run, check_unfused
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, is_dtensor
 
 
@@ -213,6 +213,8 @@ class _AveragedReplicas:
             try:
                 if (grad := _local_grad(param)) is not None:
                     self._places[id].copy_(grad)
+                else:
+                    check_unfused(id, param)
             except Exception as error:  # of any kind, because the other ranks wait
                 unreadable = error
         has_gradient = [param.grad is not None for param in self.params.values()]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError
-from opt_distributed.buffers.main_grad import GradientError, SparseGradientError
+from opt_distributed.buffers.main_grad import GradientError, SparseGradientError, UnusableGradientError
 from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import Moved, stored_dtype
+from opt_distributed.buffers.stored import Moved, is_bound, stored_dtype
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.groups import tensor_peers_outside
 from opt_distributed.comm.roles import Axes, Roles, marks_of, peers_of
@@ -134,6 +134,20 @@ def check_dense(ids: Iterable[ParamId], grads: Iterable[Tensor | None]) -> None:
             raise SparseGradientError(id.name, grad.layout)
 
 
+def check_unfused(id: ParamId, param: Tensor) -> None:
+    """Raise UnusableGradientError if a plain parameter, whose `grad` is None, has a gradient in ``main_grad``.
+
+    Fused kernels write there (Megatron-Core's gradient accumulation fusion, TransformerEngine) once the caller has
+    bound a tensor to it.
+    """
+    if is_bound(param):
+        raise UnusableGradientError(
+            f"the gradient of {str(id)!r} is in main_grad, and grad is None, but the model is plain, of which a step "
+            "reads grad; wrap it in opt_stack.DistributedDataParallel, which binds main_grad, before get_optimizer, or "
+            "turn the fusion of gradient accumulation off, or set param.grad to param.main_grad before each step"
+        )
+
+
 def is_sparse(grad: Tensor | None) -> bool:
     """Whether this is a gradient, and sparse."""
     return grad is not None and grad.layout is not torch.strided
@@ -184,10 +198,13 @@ class BufferedGrads:
 
         Raises:
             SparseGradientError: a gradient is sparse. The reduction is complete, with zeros in its place.
+            UnusableGradientError: a gradient is in ``main_grad``. The reduction is complete.
         """
         grads = {id: self.params[id].grad for id in self.ids}
         self.reduced.reduce_({id: None if is_sparse(grad) else grad for id, grad in grads.items()})
         check_dense(grads.keys(), grads.values())
+        for id in (id for id, grad in grads.items() if grad is None):
+            check_unfused(id, self.params[id])
 
     def has_grads(self) -> list[bool]:
         """For each of `ids`, whether it has a gradient here or on a peer; the host waits only if not here."""

@@ -30,7 +30,7 @@ from opt_distributed.pieces.piece import (
     kinds_of,
 )
 from opt_distributed.pieces.quantized import QuantizedMain
-from opt_distributed.pieces.sources import Publisher, ReadGrads, is_sparse
+from opt_distributed.pieces.sources import Publisher, ReadGrads, check_unfused, is_sparse
 from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import NUM_SUMS, HookedUpdate
@@ -74,6 +74,9 @@ class Unit:
         """Read the gradients: the pieces that have one. Zeros in place of a gradient that no rank has are included.
 
         Pieces with sparse gradients are left out, after a call of `refuse`.
+
+        Raises:
+            UnusableGradientError: a gradient is in ``main_grad`` of a plain parameter.
         """
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
@@ -85,6 +88,9 @@ class Unit:
             grads = [grad for grad in found if grad is not None]
         if len(grads) == len(found):
             return Ready(self.pieces, grads, self._kinds)
+        for piece, grad in zip(self.pieces, found, strict=True):
+            if grad is None:
+                check_unfused(piece.id, piece.param)
         return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
 
     @torch.no_grad()
