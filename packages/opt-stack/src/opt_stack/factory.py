@@ -42,6 +42,7 @@ from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.entries import complete_groups, make_rules_, warn_of_unread_fields
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import compare_replicas, compare_weights
+from opt_stack.unreduced_grads import UnreducedGrads
 
 logger = logging.getLogger("opt_stack")
 
@@ -334,6 +335,7 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         order=list(params),
         wrapped=wrapped,
         fully_sharded=FullySharded(draft.chunks),
+        unreduced_grads=UnreducedGrads(stepper, max_norm=config.clip_grad) if everyone.size > 1 else None,
         frozen=[named for chunk in draft.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
     optimizer.loaded_weights.watch(draft.chunks)

@@ -32,6 +32,14 @@ class LossScaleUse:
     was_read: bool = False
 
 
+@dataclass(slots=True)
+class ClippedGrads:
+    """Gradients that `clip_grad_norm_` has prepared for the next `step`. Shared by copies, as `LossScaleUse`."""
+
+    are_ready: bool = False
+    overflow: bool = False
+
+
 class GradientStatistics(StateDicts):
     """The gradient statistics of `Optimizer`, under Megatron-Core's names."""
 

@@ -21,12 +21,13 @@ from opt_distributed.saving import reset_state_
 from opt_distributed.step import Refusal, Scaler, Stepper, StepResult, Written
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
-from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
+from opt_stack.gradient_statistics import ClippedGrads, GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
 from opt_stack.state.live import Held, LiveState, StateOffload
 from opt_stack.state.state_dicts import find_values
 from opt_stack.state.weights import Evaluation, LoadedWeights
 from opt_stack.torch_scaler import check_scaler
+from opt_stack.unreduced_grads import UnreducedGrads
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
@@ -71,6 +72,7 @@ class Optimizer(GradientStatistics):
         copied: Collection[ParamId] = (),  # parameters of which other ranks hold copies
         wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
         fully_sharded: FullySharded,
+        unreduced_grads: UnreducedGrads | None = None,  # of plain chunks on several ranks
     ):
         self.plan = plan
         self.stepper = stepper
@@ -104,6 +106,8 @@ class Optimizer(GradientStatistics):
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
         self.recorder = stepper.watch = Recorder(ref(self), roles.everyone, order)
+        self._unreduced_grads = unreduced_grads
+        self._clipped = ClippedGrads()
         self.evaluation = Evaluation(stepper)
         self.offload = StateOffload(stepper)
         self.loaded_weights = LoadedWeights(
@@ -148,6 +152,11 @@ class Optimizer(GradientStatistics):
         """
         self.check_ready("a step")
         if closure is not None:
+            if self._clipped.are_ready:
+                raise RuntimeError(
+                    "clip_grad_norm_() has prepared gradients, but step(closure) computes others; call it in the "
+                    "closure, after backward"
+                )
             self._loss_scale.was_read = False
             with torch.enable_grad():
                 closure()
@@ -157,11 +166,31 @@ class Optimizer(GradientStatistics):
             if (replaced := self._replaced_params()) is not None:
                 raise replaced
             return self.in_backward.finish()
+        if self._clipped.are_ready:
+            self._clipped.are_ready = False
+            if not self._clipped.overflow:
+                self.step_with_ready_grads()
+            return self.stepper.result()
         with self.recorder.on_error():
             result = self.stepper.step(self._groups_of_step())
         self.evaluation.note_rates(self.param_groups)
         self.loaded_weights.accept_writes()
         return result
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Let the next `step` clip gradients to `max_norm`, in place of `OptimizerConfig.clip_grad`. Return their norm.
+
+        In place of `torch.nn.utils.clip_grad_norm_`, which does not see the gradients of other ranks. Collective. Call
+        it after the last backward pass of an iteration: it reduces the gradients, and the step uses these. They are not
+        written: the update scales them while reading.
+
+        Raises:
+            ValueError: `max_norm` is below 0, which means no clipping.
+        """
+        self._clipped.overflow = self.prepare_grads()
+        norm = self.stepper.grad_norm if self._clipped.overflow else self.clip_grad_norm(max_norm)
+        self._clipped.are_ready = True
+        return norm
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -171,6 +200,8 @@ class Optimizer(GradientStatistics):
         only some ranks could skip.
         """
         check_scaler(sys._getframe(1).f_locals.get("self"), self.stepper, self._everyone.size)
+        if self._unreduced_grads is not None:
+            self._unreduced_grads.num_expected = 1
         return False
 
     @staticmethod
@@ -182,7 +213,7 @@ class Optimizer(GradientStatistics):
         @wraps(func)
         @_disable_dynamo
         def step(self: "Optimizer", *args: Any, **options: Any) -> Any:
-            with self.stepper.telling(self.stepper.num_begun + 1):
+            with self.stepper.telling(self.stepper.num_begun + (not self._clipped.are_ready)):
                 return hooked(self, *args, **options)
 
         return step
@@ -201,6 +232,9 @@ class Optimizer(GradientStatistics):
             self.param_groups = groups
         if self.in_backward is not None:
             self.in_backward.drop()
+        self._clipped.are_ready = False
+        if self._unreduced_grads is not None:
+            self._unreduced_grads.forget()
         for chunk in self.wrapped:
             chunk.zero_grad_for(self)
 
@@ -211,6 +245,7 @@ class Optimizer(GradientStatistics):
         """
         with self.stepper.telling(self.stepper.num_begun + 1):
             self.check_ready("a step")
+            self._clipped.are_ready = False
             self._warn_of_unfrozen()
             if self.in_backward is not None:
                 raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
@@ -225,6 +260,7 @@ class Optimizer(GradientStatistics):
         """
         with self.stepper.telling(self.stepper.num_begun):
             self.check_ready("step_with_ready_grads()")
+            self._clipped.are_ready = False
             with self.recorder.on_error():
                 made = self.stepper.step_with_ready_grads(self.param_groups)
         self.evaluation.note_rates(self.param_groups)
@@ -259,6 +295,8 @@ class Optimizer(GradientStatistics):
         If parameters were replaced, these are the groups as they were built, so that this rank joins the collectives of
         the step that all ranks then refuse (`Objection`).
         """
+        if self._unreduced_grads is not None:
+            self._unreduced_grads.check()
         # Before any other exchange: a rank whose forward reads parameters has started them, and waits for the others.
         for chunk in self.wrapped:
             chunk.param_sync.start_all()

@@ -124,10 +124,10 @@ class Stepper:
             else:
                 with self._watched(ready, self.scaler.inverse, self.limits.max_norm):
                     self._replay_(self._captured, ready, flags)
-        outcome = self._outcome()
+        result = self.result()
         if not self._has_others and any(flags):
             self._read()  # a rank alone knows its flags without waiting; others raise, all of them, in the same call
-        return StepResult.later(lambda: self._values(outcome))
+        return result
 
     @torch.no_grad()
     @without_autocast()
@@ -334,6 +334,11 @@ class Stepper:
         finally:
             if outcome.error is not None and outcome is self.last:
                 self.last = self._prepared = None  # such a step has no norms
+
+    def result(self) -> StepResult:
+        """The result of the last step, or of gradients that are prepared; waits for nothing."""
+        outcome = self._outcome()
+        return StepResult.later(lambda: self._values(outcome))
 
     def _values(self, outcome: Outcome) -> tuple[bool, float, int | None]:
         report = self._read(outcome)

@@ -212,11 +212,8 @@ class Recorder:
         cause = self._causes.setdefault(key, _Cause(text, step, step))
         cause.count, cause.last = cause.count + 1, step
         if cause.count == 1 and warns:
-            level, frame = 1, sys._getframe()
-            while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
-                level, frame = level + 1, frame.f_back
             advice = "No weight or state has changed; optimizer.report() has the counts"
-            warnings.warn(f"step {step} {text}. {advice}", SkippedStepWarning, stacklevel=level)
+            warnings.warn(f"step {step} {text}. {advice}", SkippedStepWarning, stacklevel=caller_level())
 
     # --- what it has found ------------------------------------------------------------------------------------------
 
@@ -280,6 +277,14 @@ def _write_records(file: Path, head: dict[str, int], records: deque[StepStats], 
         os.replace(partial, file)
     except OSError as error:
         warnings.warn(f"the recording was not written to {file}: {error}", stacklevel=3)
+
+
+def caller_level() -> int:
+    """The `stacklevel` with which a warning of the function that calls this one points to the user's code."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def of_ranks(ranks: Iterable[int]) -> str:
