@@ -4,6 +4,7 @@ import copy
 import inspect
 import re
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -410,8 +411,8 @@ def test_what_the_wrapper_does_not_support_is_refused() -> None:
     chunk, shards, plain = DistributedDataParallel(make_model()), DistributedDataParallel(make_model()), make_model()
     shards.ddp_config.use_distributed_optimizer = True
     refused: list[tuple[dict[str, Any], list[nn.Module], str]] = [
-        (FLAT, [chunk], "set both to False"),
-        (WHOLE, [chunk], "set both to False"),
+        (FLAT, [chunk], "use_distributed_optimizer=True: model chunk 0 is in Megatron-Core's .* set it to False"),
+        (WHOLE, [WRAP(DDP(), make_model()), plain], "is a plain Sequential, but others are in wrappers"),
         ({"optimizer_cuda_graph": True}, [chunk], "optimizer_cuda_graph=True: model chunk 0"),
         ({}, [chunk.module], "pass the DistributedDataParallel around it"),
         ({}, [shards], "leaves each rank a shard of the gradients in its own layout; wrap"),
@@ -483,3 +484,153 @@ def test_the_plan_says_that_no_fused_qkv_was_found(fields: dict[str, Any], is_sa
     assert ("no fused q, k and v found to split" in str(optimizer.plan)) is is_said
     found = get_optimizer(OptimizerConfig(lr=0.1, optimizer="muon", **fields), [Attention()])
     assert "no fused q, k and v" not in str(found.plan)
+
+
+LAYOUTS_OF_WRAPPERS = {
+    "the script's, without a layout": {},
+    "the script's layout": {"full_param_layout": megatron.LayerWiseDistributedOptimizer.compute_full_param_layout()},
+    "ours": {"optimizer_config": OptimizerConfig(lr=0.1, **WHOLE)},
+}
+
+
+def trained_layer_wise(comm: ThreadComm, model: nn.Module, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The weights after three steps of layer-wise Muon in Megatron-Core's order of arguments, and the optimizer."""
+    sharded = bool(options)
+    ddp_config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=True)
+    module = copy.deepcopy(model)
+    chunk = WRAP(SimpleNamespace(), ddp_config, module, pg_collection=over(comm), **options)
+    optimizer = megatron.get_megatron_optimizer(
+        megatron.OptimizerConfig(lr=0.1, clip_grad=0.5, muon_fp32_matmul_prec="highest", **WHOLE),
+        [chunk],
+        pg_collection=over(comm),
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(chunk, 2 * step + comm.rank)
+        optimizer.step()
+    return weights(module), optimizer
+
+
+def test_layer_wise_works_in_a_wrapper_that_was_not_told() -> None:
+    """As the training script builds it. It was refused: "OptimizerConfig has use_distributed_optimizer=True"."""
+    model = make_model()
+    found = {}
+    for name, options in LAYOUTS_OF_WRAPPERS.items():
+        ranks = run_threads(2, lambda comm, options=options: trained_layer_wise(comm, model, options))
+        found[name] = ranks[0][0]
+        assert_equal(ranks[1][0], ranks[0][0])
+        own = [{id for id, held in optimizer._held.items() if held.unit.rule.name == "muon"} for _, optimizer in ranks]
+        assert own[0].isdisjoint(own[1])
+        assert all(optimizer.has_rank_local_state for _, optimizer in ranks)
+    for other in found.values():
+        assert_equal(other, found["ours"])
+
+
+# --- what Megatron-LM's training script passes and calls --------------------------------------------------------------
+
+
+def test_defaults_of_the_command_line_are_warnings_here_only(caplog: pytest.LogCaptureFixture) -> None:
+    of_script = {"optimizer_offload_fraction": 1.0, "fp8_recipe": "delayed", "muon_momentum": 0.9}
+    config = megatron.OptimizerConfig(lr=0.1, **of_script)
+    ddp_config = megatron.DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    model = make_model()
+    megatron.get_megatron_optimizer(config, [WRAP(SimpleNamespace(), ddp_config, model)])
+    megatron.OptimizerConfig(lr=0.1, optimizer_cpu_offload=True, **of_script)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "without effect in this configuration: optimizer_offload_fraction=1.0",
+        "without effect in this configuration: data_parallel_sharding_strategy='optim_grads_params'",
+        "fp8_recipe='delayed': without effect, because no parameter is stored in fp8 on any rank",
+        "without effect in this configuration: fp8_recipe='delayed'",
+    ]
+    with pytest.raises(ConfigError, match="optimizer_offload_fraction"):
+        OptimizerConfig(lr=0.1, optimizer_offload_fraction=1.0)
+    with pytest.raises(ConfigError, match="data_parallel_sharding_strategy"):
+        opt_stack.DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    with pytest.raises(ConfigError, match="no parameter is stored in fp8"):
+        get_optimizer(OptimizerConfig(lr=0.1, fp8_recipe="delayed"), [make_model()])
+
+
+SHARDED = {
+    "flat": {"use_distributed_optimizer": True},
+    "whole": WHOLE,
+    "replicated": {},
+}
+
+
+@pytest.mark.parametrize("fields", SHARDED.values(), ids=SHARDED)
+def test_the_script_saves_and_resumes_in_its_format_torch(fields: dict[str, Any], tmp_path: Path) -> None:
+    """All ranks load the `state_dict` of the first; sharded state has files of its own. It died at the first save."""
+    model = make_model()
+
+    def built(comm: ThreadComm) -> tuple[nn.Module, Any]:
+        own = copy.deepcopy(model)
+        config = megatron.OptimizerConfig(lr=0.1, **fields)
+        return own, megatron.get_megatron_optimizer(config, [own], pg_collection=over(comm))
+
+    def iterate(model: nn.Module, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+    def resumed(comm: ThreadComm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        unbroken, optimizer = built(comm)
+        for step in range(3):
+            iterate(unbroken, optimizer, step)
+        of_ranks = comm.gather_objects(copy.deepcopy(optimizer.state_dict()))
+        is_whole = "use_layer_wise_distributed_optimizer" in fields
+        if is_whole:
+            optimizer.save_state_dict_to_file(str(tmp_path / f"layer_wise_optimizer_{comm.rank}.pt"))
+        elif fields:
+            optimizer.save_parameter_state(str(tmp_path / "distrib_optim.pt"))
+        again, other = built(comm)
+        again.load_state_dict(weights(unbroken))
+        if is_whole:
+            other.load_state_dict_from_file(str(tmp_path / f"layer_wise_optimizer_{comm.rank}.pt"))
+        else:
+            other.load_state_dict(of_ranks[0])
+        if fields and not is_whole:
+            with pytest.raises(RuntimeError, match="call load_parameter_state"):
+                other.step()
+            other.load_parameter_state(str(tmp_path / "distrib_optim.pt"))
+        for step in range(3, 5):
+            iterate(unbroken, optimizer, step)
+            iterate(again, other, step)
+        return weights(again), weights(unbroken)
+
+    for found, wanted in run_threads(2, resumed):
+        assert_equal(found, wanted)
+
+
+class Core(nn.Module):
+    current_max_attn_logits: Tensor | None = None
+
+
+def test_clip_qk_clips_by_the_logits_of_the_layers() -> None:
+    model = Attention()
+    model.core_attention = Core()
+    vars(model.config).update(qk_clip_threshold=10.0, qk_clip_alpha=0.5)
+    chunk = WRAP(model.config, DDP(), model)
+    optimizer = megatron.get_megatron_optimizer(megatron.OptimizerConfig(lr=0.1, optimizer="sgd"), [chunk])
+    before = model.linear_qkv.weight.detach().clone()
+    logits = torch.tensor([1.0, 2.0, 40.0, 5.0])
+    model.core_attention.current_max_attn_logits = logits
+    assert megatron.qk_clip.clip_qk([chunk], log_max_only=True) == 40.0
+    assert torch.equal(model.linear_qkv.weight, before)
+    assert model.core_attention.current_max_attn_logits is None
+    model.core_attention.current_max_attn_logits = logits
+    assert megatron.qk_clip.clip_qk([chunk]) == 40.0
+    factors = torch.ones(16, 1)
+    factors[8:14] = 0.5  # queries and keys of the second group: sqrt(10 / 40)
+    torch.testing.assert_close(model.linear_qkv.weight, before * factors)
+    assert megatron.qk_clip.clip_qk([chunk]) == 0.0  # no layer has seen logits
+    assert optimizer.wrapped == (chunk,)  # a chunk does not keep it alive
+    with pytest.raises(ConfigError, match="that one optimizer trains"):
+        megatron.qk_clip.clip_qk([model])
+
+
+def test_the_script_may_wrap_a_step_for_graphs() -> None:
+    step = lambda: None
+    assert megatron.optimizer_cuda_graph.OptimizerCudaGraphWrapper(step, cuda_graph_warmup_steps=3) is step
+    assert megatron.layer_wise_optimizer.tag_params_for_buffer_routing([make_model()]) is None
+    assert "max_lr" in megatron.optimizer.param_group_identifier_keys
+    assert megatron.distrib_optimizer.DistributedOptimizer.compute_full_param_layout([], None, 2, None) is None

@@ -52,9 +52,9 @@ from opt_kernels.quantized import FP8, quantized
 from opt_kernels.rules import Needs
 from opt_kernels.works import NOT_SPLIT
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, is_megatron_wrapper, members, refuse
+from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, members, refuse
 from opt_stack.planning.matrices import PlacedMatrix, place_matrices
-from opt_stack.planning.plan import Draft, UnitPlan
+from opt_stack.planning.plan import Draft, UnitPlan, is_megatron_wrapper
 
 logger = logging.getLogger("opt_stack")
 PART_NUMEL = 1 << 24
@@ -69,7 +69,8 @@ def build_stepper(draft: Draft) -> Stepper:
     plan, roles, config, device = draft.plan, draft.roles, draft.config, draft.device
     assert device is not None
     refuse(check_graphs(draft, device))
-    reduced = {id(param) for chunk in draft.chunks if is_megatron_wrapper(chunk) for param in chunk.parameters()}
+    reducing = [chunk for chunk in draft.chunks if draft.shards_reduced or is_megatron_wrapper(chunk)]
+    reduced = {id(param) for chunk in reducing for param in chunk.parameters()}
     averaged = _averaged_by_torch(draft)
     wrapped = {buffer.plan.name: buffer for buffer in draft.wrapped_buffers}
     plain = {b.name: _source(b, draft, device, reduced, averaged) for b in plan.buffers if b.name not in wrapped}
@@ -183,7 +184,7 @@ def _source(
     buffer: BufferPlan,
     draft: Draft,
     device: torch.device,
-    reduced: set[int],  # `id` of parameters whose main_grad Megatron-Core's wrapper reduces
+    reduced: set[int],  # `id` of parameters whose main_grad a wrapper reduces on every rank
     averaged: set[int],  # `id` of parameters whose gradients torch's DistributedDataParallel averages
 ) -> Source:
     """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
@@ -195,11 +196,11 @@ def _source(
     if buffer.kind is AS_IT_CAME:
         outside = {name: replicas_outside(p, (axes.dp, axes.inter), name=str(name)) for name, p in params.items()}
         return LaidOutGrads(params, outside, dtype=buffer.grad_dtype)
-    if is_reduced:
+    if is_reduced and not buffer.kind.is_sharded:
         return ReducedMainGrads(params)
     marked = marked_ids(draft.metas, draft.roles, qk_layernorm=draft.qk_layernorm)
     is_marked = not marked.isdisjoint(params)  # then gradients are summed in a buffer
-    if axes.num_replicas == 1 and not is_marked:
+    if axes.num_replicas == 1 and not is_marked and not is_reduced:
         return OwnGrads(params, num_replicas=replicas)
     memory = ParamAndGradBuffer(
         buffer.layout,
@@ -211,6 +212,9 @@ def _source(
         holds_grads=False,
         allocate=axes.dp.allocate,
     )
+    if is_reduced:
+        finishes = [chunk.finish_grad_sync for chunk in draft.wrapped.values()]
+        return ReducedMainGrads(params, finishes=finishes, memory=memory, comm=axes.dp)
     if identities <= averaged and not is_marked:
         return OwnGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
     sums = ReducedGrads(buffer.layout, params, axes, dtype=buffer.grad_dtype, device=device)

@@ -121,8 +121,10 @@ def build_optimizer(
     allow_unmatched: bool,
     extra_group_keys: Collection[str],
     by_name: bool,
+    kind: type[Optimizer] = Optimizer,
 ) -> Optimizer:
-    """`get_optimizer` without `use_gloo_process_groups`. `by_name`: as for `get_standard_config_overrides`."""
+    """`get_optimizer` without `use_gloo_process_groups`. `by_name`: as for `get_standard_config_overrides`, and whether
+    settings without effect are errors or warned of. `kind`: the class of the optimizer."""
     draft = drafted(config, model_chunks, pg_collection, mesh, rules)
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
     draft.overrides = config_overrides
@@ -130,7 +132,7 @@ def build_optimizer(
     dumps = dump_param_to_param_group_map is not None
     asked = {"dump_param_to_param_group_map": dumps, "broadcast_params": broadcast_params}
     draft.groups = grouped(draft, asked=asked, allow_unmatched=allow_unmatched)
-    optimizer = _build(draft)
+    optimizer = _build(draft, kind=kind)
     if dump_param_to_param_group_map is not None:
         write_group_map(dump_param_to_param_group_map, draft.groups, everyone=draft.roles.everyone)
     return optimizer
@@ -292,7 +294,7 @@ def plan_of(draft: Draft) -> Plan:
     return draft.plan
 
 
-def _build(draft: Draft, *, part: str = "") -> Optimizer:
+def _build(draft: Draft, *, part: str = "", kind: type[Optimizer] = Optimizer) -> Optimizer:
     """Build the optimizer from complete groups; both public functions end here."""
     config, roles, params, metas = draft.config, draft.roles, draft.params, draft.metas
     everyone, groups = roles.everyone, draft.groups
@@ -305,7 +307,8 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
     check_untrained(draft.chunks, roles, broadcast=draft.broadcast_params)
     if everyone.rank == 0:
         logger.info("%s", plan)
-        warn_of_unread_fields(groups, draft.registry, config)
+        if draft.by_name:  # Megatron-LM's command line sets fields of every rule
+            warn_of_unread_fields(groups, draft.registry, config)
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
         if draft.has_own_groups:
@@ -322,7 +325,7 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
     layout_id = plan.layout_id(everyone.rank if is_laid_out else roles.dense.dp.rank)
     of_model = model_part(metas, roles)
-    optimizer = Optimizer(
+    optimizer = kind(
         plan=plan,
         stepper=stepper,
         groups=groups,

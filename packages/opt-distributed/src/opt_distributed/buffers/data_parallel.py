@@ -264,6 +264,11 @@ class DistributedDataParallel(nn.Module):
             del self._optimizers[other]
         self._optimizers[optimizer] = own
 
+    @property
+    def optimizers(self) -> list[object]:
+        """The optimizers of the chunk's parameters."""
+        return list(self._optimizers)
+
     def zero_grad_for(self, optimizer: object) -> None:
         """Call `zero_grad_buffer` once every optimizer of this chunk has called this method."""
         self._zeroed.add(optimizer)

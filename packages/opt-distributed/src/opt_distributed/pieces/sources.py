@@ -153,12 +153,27 @@ def is_sparse(grad: Tensor | None) -> bool:
     return grad is not None and grad.layout is not torch.strided
 
 
-class ReducedMainGrads(Settled):
-    """Gradients that Megatron-Core's `DistributedDataParallel` has reduced on every rank, in `param.main_grad`.
+class ReducedMainGrads(OwnGrads):
+    """Gradients that a wrapper reduces on every rank, in `param.main_grad`: Megatron-Core's, or ours without shards.
 
-    They are final: means, or sums that were divided by the number of tokens. The step neither reduces nor scales them,
-    and every rank updates all of these parameters.
+    They are final: means, or sums that were divided by the number of tokens. The step does not scale them. Every rank
+    updates all of these parameters, or its whole ones of a `memory`.
     """
+
+    def __init__(
+        self,
+        params: Mapping[ParamId, nn.Parameter],
+        *,
+        finishes: Sequence[Callable[[], None]] = (),  # complete the reductions of wrappers; again in vain
+        memory: ParamAndGradBuffer | None = None,
+        comm: Comm = ALONE,
+    ):
+        super().__init__(params, num_replicas=1, memory=memory, comm=comm)
+        self._finishes = finishes
+
+    def reduce_(self) -> None:
+        for finish in self._finishes:
+            finish()
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         return lambda: [self._grad(id, of_param) for id, of_param in runs]

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+import opt_config
 from opt_checkpoint import (
     KEEP_VARS_HINT,
     LocalNonpersistentObject,
@@ -24,16 +25,7 @@ from opt_checkpoint import (
     optim_state_to_sharding_state,
 )
 from opt_checkpoint.state import ShardedStateDict, StateDict
-from opt_config import (
-    AdamOptimizerConfig,
-    ConfigError,
-    DistributedDataParallelConfig,
-    OptimizerConfig,
-    ParamKey,
-    ParamPredicate,
-    ParamWithNamePredicate,
-    SGDOptimizerConfig,
-)
+from opt_config import ConfigError, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
 from opt_distributed.comm import ProcessGroupCollection, ProcessGroups, agreed, world
 from opt_paramgroups import (
@@ -56,6 +48,12 @@ from opt_scheduler import (
     param_group_override_to_tuple,
 )
 from opt_stack.factory import get_optimizer_based_on_param_groups, logger, with_matrix_rule
+from opt_stack.megatron.configs import (
+    AdamOptimizerConfig,
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    SGDOptimizerConfig,
+)
 from opt_stack.megatron.names import (
     ChainedOptimizer,
     DistributedDataParallel,
@@ -73,6 +71,12 @@ from opt_stack.megatron.names import (
     get_megatron_optimizer,
     layer_wise,
 )
+from opt_stack.megatron.script import (
+    OptimizerCudaGraphWrapper,
+    clip_qk,
+    param_group_identifier_keys,
+    tag_params_for_buffer_routing,
+)
 from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.planning.plan import Overrides
 from opt_stack.rules.registry import Registry
@@ -81,21 +85,24 @@ __all__ = [
     "KEEP_VARS_HINT", "AdamOptimizerConfig", "ChainedOptimizer", "DistributedDataParallel",
     "DistributedDataParallelConfig", "DistributedOptimizer", "FP32Optimizer", "Float16OptimizerWithFloat16Params",
     "LayerWiseDistributedOptimizer", "LocalNonpersistentObject", "MegatronOptimizer", "MixedPrecisionOptimizer",
-    "OptimizerConfig", "OptimizerParamScheduler", "ParamGroupOverride", "ParamKey", "ParamPredicate",
-    "ParamWithNamePredicate", "ProcessGroupCollection", "SGDOptimizerConfig", "ShardedObject", "ShardedStateDict",
-    "ShardedTensor", "ShardedTensorFactory", "StateDict", "_get_megatron_optimizer_based_on_param_groups",
-    "_get_param_groups", "_get_param_groups_and_buffers", "_matches", "clip_grad_by_total_norm_fp32",
-    "combine_param_group_overrides", "count_zeros_fp32", "finalize_model_grads", "get_canonical_lr_for_logging",
-    "get_grad_norm_fp32", "get_megatron_muon_optimizer", "get_megatron_optimizer", "get_mup_config_overrides",
-    "get_optim_param_to_id_map", "get_param_id_to_sharded_param_map", "get_standard_config_overrides", "logger",
-    "make_sharded_optimizer_tensor", "optim_state_to_sharding_state", "param_group_override_to_tuple",
+    "OptimizerConfig", "OptimizerCudaGraphWrapper", "OptimizerParamScheduler", "ParamGroupOverride", "ParamKey",
+    "ParamPredicate", "ParamWithNamePredicate", "ProcessGroupCollection", "SGDOptimizerConfig", "ShardedObject",
+    "ShardedStateDict", "ShardedTensor", "ShardedTensorFactory", "StateDict",
+    "_get_megatron_optimizer_based_on_param_groups", "_get_param_groups", "_get_param_groups_and_buffers", "_matches",
+    "clip_grad_by_total_norm_fp32", "clip_qk", "combine_param_group_overrides", "count_zeros_fp32",
+    "finalize_model_grads", "get_canonical_lr_for_logging", "get_grad_norm_fp32", "get_megatron_muon_optimizer",
+    "get_megatron_optimizer", "get_mup_config_overrides", "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map", "get_standard_config_overrides", "logger", "make_sharded_optimizer_tensor",
+    "optim_state_to_sharding_state", "param_group_identifier_keys", "param_group_override_to_tuple",
+    "tag_params_for_buffer_routing",
 ]  # fmt: skip
 
+AnyConfig = opt_config.OptimizerConfig
 _matches = matches
 add_modules_(sys.modules[__name__])
 
 
-def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
+def get_standard_config_overrides(config: AnyConfig) -> Overrides:
     """Return Megatron-Core's default overrides: no weight decay of `*.bias` and 1-D parameters, and decoupled rates.
 
     `opt_paramgroups.get_standard_config_overrides` recognises more parameters without decay.
@@ -104,7 +111,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
 
 
 def _routed(
-    config: OptimizerConfig,
+    config: AnyConfig,
     overrides: Overrides | None,
     rules: Registry | None,
     model_chunks: Sequence[nn.Module],
@@ -122,7 +129,7 @@ def _routed(
 
 def _get_param_groups(
     model_chunks: Sequence[nn.Module],
-    config: OptimizerConfig,
+    config: AnyConfig,
     config_overrides: Overrides | None,
     *,
     rules: Registry | None = None,
@@ -139,7 +146,7 @@ def _get_param_groups(
 def _get_param_groups_and_buffers(
     model_chunks: Sequence[nn.Module],
     model_chunk_offset: int,
-    config: OptimizerConfig,
+    config: AnyConfig,
     config_overrides: Overrides | None,
     filter_fn: Callable[[ParamGroup], bool],
     buffer_name: str,
@@ -160,7 +167,7 @@ def _get_param_groups_and_buffers(
 
 
 def _get_megatron_optimizer_based_on_param_groups(
-    config: OptimizerConfig,
+    config: AnyConfig,
     model_chunks: Sequence[nn.Module],
     param_groups: Sequence[Mapping[str, Any]],
     per_model_buffers: Mapping[int, Sequence[Any]] | None = None,

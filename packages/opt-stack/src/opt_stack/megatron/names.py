@@ -23,8 +23,11 @@ from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
 from opt_kernels.rules import Needs
 from opt_paramgroups import is_dtensor
 from opt_stack.factory import build_optimizer, get_optimizer
+from opt_stack.megatron.script import ScriptOptimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.rules.registry import Registry
+
+LAYER_WISE = "layer-wise"  # a `full_param_layout`
 
 
 def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> OptimizerConfig:
@@ -59,7 +62,7 @@ def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
     arguments = given.arguments
     arguments["config"] = layer_wise(arguments["config"], arguments["rules"])
     del arguments["use_gloo_process_groups"]
-    return build_optimizer(**arguments, by_name=False)
+    return build_optimizer(**arguments, by_name=False, kind=ScriptOptimizer)
 
 
 class _Kind(type):
@@ -87,11 +90,20 @@ class DistributedOptimizer(metaclass=_Kind):
 
     matches = staticmethod(lambda config: isinstance(config.sharding, FlatShards))
 
+    @staticmethod
+    def compute_full_param_layout(*args: Any, **kwargs: Any) -> None:
+        """Return None: the wrapper plans the layout."""
+
 
 class LayerWiseDistributedOptimizer(metaclass=_Kind):
     """Optimizers that assign whole matrices to ranks (`use_layer_wise_distributed_optimizer=True`)."""
 
     matches = staticmethod(lambda config: isinstance(config.sharding, WholeParams))
+
+    @staticmethod
+    def compute_full_param_layout(*args: Any, **kwargs: Any) -> str:
+        """Return what tells `DistributedDataParallel(full_param_layout=...)` to plan whole matrices."""
+        return LAYER_WISE
 
 
 class MixedPrecisionOptimizer(metaclass=_Kind):
@@ -161,12 +173,14 @@ class DistributedDataParallel(Wrapper):
         module: the model chunk.
         disable_bucketing: reduce all gradients of the chunk in one bucket.
         pg_collection: process groups by role; `groups` of `opt_stack.DistributedDataParallel`.
-        full_param_layout: must be None: the layout is planned here.
+        full_param_layout: None, or what `compute_full_param_layout` of the optimizer's kind returned. Layouts are
+            planned here, with whole matrices for `LayerWiseDistributedOptimizer`.
         chunk: the number of the chunk in a virtual pipeline. None: `module.vp_stage`, or 0.
         options: keyword arguments of `opt_stack.DistributedDataParallel`.
 
     Raises:
-        ConfigError: neither order fits, or `full_param_layout` is given; see also `opt_stack.DistributedDataParallel`.
+        ConfigError: neither order fits, or `full_param_layout` is another one; see also
+            `opt_stack.DistributedDataParallel`.
     """
 
     by_name = False
@@ -178,7 +192,7 @@ class DistributedDataParallel(Wrapper):
         module: nn.Module | None = None,
         disable_bucketing: bool = False,
         pg_collection: Given = None,
-        full_param_layout: None = None,
+        full_param_layout: str | None = None,
         *,
         chunk: int | None = None,
         **options: Any,
@@ -192,8 +206,14 @@ class DistributedDataParallel(Wrapper):
             transformer_config = config
         if not isinstance(ddp_config, DistributedDataParallelConfig) or not isinstance(module, nn.Module):
             raise _wrong_order(config, ddp_config, module)
-        if full_param_layout is not None:
-            raise ConfigError("full_param_layout is planned by the wrapper and must be None; leave it out")
+        if full_param_layout not in (None, LAYER_WISE):
+            raise ConfigError(
+                "full_param_layout is planned by the wrapper; leave it out, or pass the result of "
+                "opt_stack.megatron.LayerWiseDistributedOptimizer.compute_full_param_layout"
+            )
+        if full_param_layout == LAYER_WISE:
+            of_matrices = OptimizerConfig(optimizer="muon", use_layer_wise_distributed_optimizer=True)
+            options.setdefault("optimizer_config", of_matrices)
         if disable_bucketing:
             ddp_config = replace(ddp_config, bucket_size=None, num_buckets=1)
         if pg_collection is not None:
@@ -332,16 +352,16 @@ _MODULES = {
     "distributed_data_parallel_config": "DistributedDataParallelConfig",
     "emerging_optimizers": "",
     "grad_scaler": "",
-    "layer_wise_optimizer": "LayerWiseDistributedOptimizer",
+    "layer_wise_optimizer": "LayerWiseDistributedOptimizer tag_params_for_buffer_routing",
     "muon": "get_megatron_muon_optimizer",
     "optimizer": "ChainedOptimizer FP32Optimizer Float16OptimizerWithFloat16Params MegatronOptimizer "
-    "MixedPrecisionOptimizer",
+    "MixedPrecisionOptimizer param_group_identifier_keys",
     "optimizer_config": "AdamOptimizerConfig OptimizerConfig ParamKey ParamPredicate ParamWithNamePredicate "
     "SGDOptimizerConfig",
-    "optimizer_cuda_graph": "",
+    "optimizer_cuda_graph": "OptimizerCudaGraphWrapper",
     "optimizer_param_scheduler": "OptimizerParamScheduler ParamGroupOverride combine_param_group_overrides "
     "get_canonical_lr_for_logging param_group_override_to_tuple",
-    "qk_clip": "",
+    "qk_clip": "clip_qk",
 }
 """The modules of Megatron-Core and their names here, all of which `opt_stack.megatron` has."""
 
@@ -355,12 +375,9 @@ _ABSENT = {
     "DynamicGradScaler": _SCALER,
     "MegatronGradScaler": _SCALER,
     "HybridDeviceOptimizer": "set optimizer_cpu_offload=True and optimizer_offload_fraction of OptimizerConfig",
-    "OptimizerCudaGraphWrapper": "set optimizer_cuda_graph=True of OptimizerConfig",
     "TensorParallelMuon": 'set optimizer="muon" and muon_tp_mode of OptimizerConfig',
     "TensorParallelAdaptiveMuon": 'set optimizer="adaptive_muon" and muon_tp_mode of OptimizerConfig',
-    "clip_qk": "make opt_stack.QKClip(optimizer, layers), and call it with the largest logits after each step",
     "check_config_overrides_consistency": "get_megatron_optimizer checks overrides",
-    "param_group_identifier_keys": "load_state_dict matches groups by the names of their parameters",
 }
 
 

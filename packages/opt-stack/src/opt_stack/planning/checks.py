@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opt_config import ConfigError, DynamicScale, Replicated, WholeParams
+from opt_config import ConfigError, DynamicScale, FlatShards, Replicated, WholeParams
 from opt_distributed.buffers import (
     AS_IT_CAME,
     CODED_MULTIPLE,
@@ -29,13 +29,12 @@ from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_pr
 from opt_kernels.quantized import FP8
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_paramgroups import ParamMeta
-from opt_stack.planning.plan import Draft, UnitPlan
+from opt_stack.planning.plan import Draft, UnitPlan, has_main_grads, is_megatron_wrapper
 
 SEPARATE_NORMS = ("mtp",)
 """Values of a parameter's `grad_norm_group`, as in Megatron-Core: its gradients are clipped by a separate norm."""
 SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 """Fields that the configurations of the optimizer and of a wrapper both have."""
-_MEGATRON = "megatron.core.distributed.distributed_data_parallel"
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -122,11 +121,6 @@ def _check_memory(draft: Draft) -> Iterator[str]:
 # --- wrapped chunks ---------------------------------------------------------------------------------------------------
 
 
-def is_megatron_wrapper(chunk: nn.Module) -> bool:
-    """Return whether a chunk is Megatron-Core's wrapper. Megatron-Core is not imported."""
-    return any(cls.__module__ == _MEGATRON and cls.__name__ == "DistributedDataParallel" for cls in type(chunk).__mro__)
-
-
 def _check_chunks(draft: Draft) -> Iterator[str]:
     """Wrappers of another chunk, or with another value of a shared field than the optimizer's
     configuration; plain modules where a wrapper is needed; overlaps that the model does not support."""
@@ -137,6 +131,11 @@ def _check_chunks(draft: Draft) -> Iterator[str]:
             "but the model has one chunk; set it to False, or pass two or more (interleaved pipeline stages)"
         )
     for index, chunk in enumerate(chunks):
+        if draft.shards_reduced and not has_main_grads(chunk):
+            yield (
+                f"model chunk {index} is a plain {type(chunk).__name__}, but others are in wrappers with "
+                "use_distributed_optimizer=False; wrap all chunks alike"
+            )
         if isinstance(chunk, DistributedDataParallel):
             yield from _check_wrapper(draft, index, chunk)
             continue
@@ -214,7 +213,7 @@ def _check_wrapper(draft: Draft, index: int, chunk: DistributedDataParallel) -> 
     for name in SHARED_FIELDS:
         is_sharding = name == "use_distributed_optimizer"
         ours = not isinstance(config.sharding, Replicated) if is_sharding else getattr(config, name)
-        if ours != (theirs := getattr(chunk.ddp_config, name)):
+        if ours != (theirs := getattr(chunk.ddp_config, name)) and not (is_sharding and draft.shards_reduced):
             yield (
                 f"OptimizerConfig has {name}={ours}, but {wrapper} {name}={theirs}; wrap it with {name}=True, or leave "
                 f"{name} at False"
@@ -233,11 +232,10 @@ def _check_megatron_wrapper(draft: Draft, index: int, chunk: nn.Module) -> Itera
             "own layout; wrap it with use_distributed_optimizer=False, or use "
             "opt_stack.megatron.DistributedDataParallel, which shards"
         )
-    if not isinstance(config.sharding, Replicated):
+    if isinstance(config.sharding, FlatShards):
         yield (
-            f"use_distributed_optimizer={config.use_distributed_optimizer}, use_layer_wise_distributed_optimizer="
-            f"{config.use_layer_wise_distributed_optimizer}: {wrapper}, which reduces all gradients to every rank; set "
-            "both to False, or use opt_stack.megatron.DistributedDataParallel"
+            f"use_distributed_optimizer={config.use_distributed_optimizer}: {wrapper}, which reduces all gradients to "
+            "every rank; set it to False, or use opt_stack.megatron.DistributedDataParallel"
         )
     if config.optimizer_cuda_graph:
         yield f"{_GRAPH}: {wrapper}, whose gradients may be bound to other memory; set it to False"

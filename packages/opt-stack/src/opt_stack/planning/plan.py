@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opt_config import OnDevice, OptimizerConfig, ParamKey
+from opt_config import OnDevice, OptimizerConfig, ParamKey, WholeParams
 from opt_distributed.buffers import (
     AS_IT_CAME,
     CODED_MULTIPLE,
@@ -111,6 +111,19 @@ def rule_text(rule: Rule) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
 
 
+_MEGATRON = "megatron.core.distributed.distributed_data_parallel"
+
+
+def is_megatron_wrapper(chunk: nn.Module) -> bool:
+    """Return whether a chunk is Megatron-Core's wrapper. Megatron-Core is not imported."""
+    return any(cls.__module__ == _MEGATRON and cls.__name__ == "DistributedDataParallel" for cls in type(chunk).__mro__)
+
+
+def has_main_grads(chunk: nn.Module) -> bool:
+    """Return whether a chunk is in a wrapper that reduces gradients in `main_grad`."""
+    return isinstance(chunk, DistributedDataParallel) or is_megatron_wrapper(chunk)
+
+
 _ALONE = Axes(dp=Alone(), tp=Alone())
 ALONE = Roles(dense=_ALONE, expert=_ALONE, everyone=Alone())
 
@@ -168,8 +181,17 @@ class Draft:
     @cached_property
     def wrapped_buffers(self) -> list[SyncedBuffer]:
         """The buffers of wrapped chunks that hold any parameter of the groups, chunk by chunk."""
+        if self.shards_reduced:
+            return []
         trained = self.rule_of.keys()
         return [buffer for chunk in self.wrapped.values() for buffer in chunk.buffers_of(trained)]
+
+    @cached_property
+    def shards_reduced(self) -> bool:
+        """Whether ranks own whole parameters whose gradients a wrapper reduces on every rank."""
+        wrappers = [chunk for chunk in self.chunks if has_main_grads(chunk)]
+        shards = any(chunk.ddp_config.use_distributed_optimizer for chunk in wrappers)  # type: ignore[union-attr]
+        return isinstance(self.config.sharding, WholeParams) and bool(wrappers) and not shards
 
     def axes_of(self, buffer: BufferPlan) -> Axes:
         """The groups over which the parameters of a buffer are distributed."""

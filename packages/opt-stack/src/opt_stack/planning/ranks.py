@@ -143,7 +143,12 @@ def _fp8(draft: Draft) -> Generator[Any, Any, None]:
     asks = f"fp8_recipe={recipe!r}" if recipe is not None else ""
     if not asks and any(chunk.ddp_config.fp8_param_gather for chunk in draft.wrapped.values()):
         asks = "fp8_param_gather=True"
-    if asks and not any(per_rank):
+    if not asks or any(per_rank):
+        return
+    if not draft.by_name and recipe is not None:  # Megatron-LM's command line cannot leave it out
+        if draft.roles.everyone.rank == 0:
+            logger.warning("%s: without effect, because no parameter is stored in fp8 on any rank", asks)
+    else:
         yield (
             f"{asks}, but no parameter is stored in fp8 on any rank; quantise the model before it is wrapped "
             "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave the "
