@@ -89,7 +89,9 @@ def cases() -> dict[str, Case]:
     for name in MATRICES:
         if name != "SOAP":
             found[f"{name} in fp32"] = Case(partial(drop_in, name, fp32_matmul_prec="highest"))
-    for name in (*Registry().entries, "of_torch"):
+    # A step of AdamW in torch 2.6 refuses a count that the default device "meta" made.
+    of_torch = () if torch.__version__.startswith("2.6.") else ("of_torch",)
+    for name in (*Registry().entries, *of_torch):
         found[f"optimizer={name}"] = Case(partial(of_stack, name))
         if NIGHT and name != "of_torch":
             found[f"optimizer={name} in bf16"] = Case(partial(of_stack, name, bf16=True), torch.bfloat16)

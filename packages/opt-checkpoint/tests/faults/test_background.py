@@ -161,7 +161,12 @@ def test_a_script_that_ends_finishes_its_saves(ended: tuple[Path, dict[str, int]
     assert not list((folder / name).rglob(".opt-checkpoint-tmp-*"))
 
 
-@pytest.mark.parametrize("how", ["keeps its groups", "destroys", "fails"])
+KEEPS_GROUPS = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot use a destroyed group: the save fails, and is told"
+)
+
+
+@pytest.mark.parametrize("how", ["keeps its groups", pytest.param("destroys", marks=KEEPS_GROUPS), "fails"])
 def test_ranks_whose_scripts_end_finish_their_saves(tmp_path: Path, how: str) -> None:
     """`destroy_process_group()` destroys the groups of all saves, too."""
     program = Path(__file__).with_name("ends_on_ranks.py")
@@ -220,6 +225,7 @@ def close_before_the_thread_runs(rank: int, size: int, folder: str, kind: str) -
             thread.join(60)
 
 
+@KEEPS_GROUPS
 @pytest.mark.parametrize("kind", ["saver", "manager", "tiers"])
 def test_a_save_whose_group_is_destroyed_is_one_of_all_ranks(tmp_path: Path, kind: str) -> None:
     """It became two saves of one rank each."""

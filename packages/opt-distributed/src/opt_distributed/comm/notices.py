@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 PATIENCE_SECONDS = 4.0  # of waiting before a rank reads notices
 POLL_SECONDS = 1.0  # between two looks
@@ -190,6 +191,5 @@ def board_of_world() -> Board:
     world = dist.group.WORLD
     assert world is not None
     if world not in _boards:
-        store = world.get_group_store() if hasattr(world, "get_group_store") else None
-        _boards[world] = Board(store, dist.get_rank())
+        _boards[world] = Board(_get_default_store(), dist.get_rank())  # torch 2.6 gives that of a group to nobody
     return _boards[world]

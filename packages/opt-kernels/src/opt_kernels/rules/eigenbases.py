@@ -211,6 +211,7 @@ class EigenbasisRule(WholeMatrices):
         for side, factor in factors.items():
             old = states.load(f"Q_{side}")
             exponent = torch.frexp(factor.abs().amax((-2, -1), keepdim=True)).exponent
+            exponent = exponent.to(factor.dtype)  # of integers, torch 2.6 makes powers in the default dtype
             factor = torch.ldexp(factor, -exponent)
             if first:
                 basis = eigenbasis(factor)
