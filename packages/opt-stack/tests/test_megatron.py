@@ -531,17 +531,16 @@ def test_layer_wise_works_in_a_wrapper_that_was_not_told() -> None:
 
 def test_defaults_of_the_command_line_are_warnings_here_only(caplog: pytest.LogCaptureFixture) -> None:
     of_script = {"optimizer_offload_fraction": 1.0, "fp8_recipe": "delayed", "muon_momentum": 0.9}
-    config = megatron.OptimizerConfig(lr=0.1, **of_script)
-    ddp_config = megatron.DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
-    model = make_model()
-    megatron.get_megatron_optimizer(config, [WRAP(SimpleNamespace(), ddp_config, model)])
-    megatron.OptimizerConfig(lr=0.1, optimizer_cpu_offload=True, **of_script)
+    with pytest.warns(match="without effect in this configuration: optimizer_offload_fraction=1.0"):
+        config = megatron.OptimizerConfig(lr=0.1, **of_script)
+    with pytest.warns(match="without effect .* data_parallel_sharding_strategy='optim_grads_params'"):
+        ddp_config = megatron.DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    megatron.get_megatron_optimizer(config, [WRAP(SimpleNamespace(), ddp_config, make_model())])
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "without effect in this configuration: optimizer_offload_fraction=1.0",
-        "without effect in this configuration: data_parallel_sharding_strategy='optim_grads_params'",
-        "fp8_recipe='delayed': without effect, because no parameter is stored in fp8 on any rank",
-        "without effect in this configuration: fp8_recipe='delayed'",
+        "fp8_recipe='delayed': without effect, because no parameter is stored in fp8 on any rank"
     ]
+    with pytest.warns(match="without effect in this configuration: fp8_recipe='delayed'"):
+        megatron.OptimizerConfig(lr=0.1, optimizer_cpu_offload=True, **of_script)
     with pytest.raises(ConfigError, match="optimizer_offload_fraction"):
         OptimizerConfig(lr=0.1, optimizer_offload_fraction=1.0)
     with pytest.raises(ConfigError, match="data_parallel_sharding_strategy"):

@@ -1,10 +1,10 @@
 """Configurations that accept what Megatron-LM's command line always passes, with or without effect."""
 
+import warnings
 from dataclasses import fields
 
 import opt_config
 from opt_distributed.comm import world
-from opt_stack.factory import logger
 
 
 class _FromCommandLine:
@@ -26,7 +26,8 @@ class _FromCommandLine:
                 unset.append(f"{field.name}={value!r}")
                 setattr(self, field.name, field.default)
         if unset and world().rank == 0:
-            logger.warning("without effect in this configuration: %s", ", ".join(unset))
+            # Not of the logger: the script builds equal configurations, and Python shows equal warnings once.
+            warnings.warn(f"without effect in this configuration: {', '.join(unset)}", stacklevel=3)
         super().__post_init__()  # type: ignore[misc]
 
 
