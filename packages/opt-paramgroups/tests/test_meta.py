@@ -199,7 +199,7 @@ def test_rows_of_fused_qkv_are_found_in_the_configuration(model, rows):
 
 def test_attributes_of_fused_qkv_win_over_the_configuration():
     for attributes, rows in (
-        ({"is_qkv": False}, ()),
+        ({"is_qkv": False}, (6, 3, 3)),  # as Megatron-Core makes every matrix
         ({"qkv_split_shapes": (4, 2)}, (4, 2)),
         ({"head_rows": 8}, ()),
     ):

@@ -306,7 +306,7 @@ def describe(
         role, read = known.get(id(param)), roles[param_id]
         if role is not None and not read.keys() & {"is_embedding_or_output", "is_embedding"}:
             read |= {"is_embedding_or_output": True, "is_embedding": role.is_embedding, "guess": role.guess}
-        if id(param) in qkv_rows and getattr(param, "is_qkv", True) and not read.keys() & _SPLITS:
+        if id(param) in qkv_rows and not read.keys() & _SPLITS:  # is_qkv is False on all matrices of Megatron-Core
             read["qkv_split_shapes"] = qkv_rows[id(param)]
     for which, fields in (overrides or {}).items():
         for param_id in _meant(which, fields, params):
