@@ -627,6 +627,21 @@ def test_clip_qk_clips_by_the_logits_of_the_layers() -> None:
         megatron.qk_clip.clip_qk([model])
 
 
+def test_the_wrapper_passes_the_scripts_calls_on_to_the_module() -> None:
+    model = Attention()
+    calls: list[str] = []
+    model.sharded_state_dict = lambda prefix, metadata: calls.append(f"{prefix} {metadata}")
+    model.state_dict_for_save_checkpoint = lambda: calls.append("whole")
+    model.set_is_first_microbatch = lambda: calls.append("first")
+    chunk = WRAP(model.config, DDP(), model)
+    chunk.sharded_state_dict("a.", metadata=1)
+    chunk.state_dict_for_save_checkpoint()
+    chunk.set_is_first_microbatch()
+    chunk.reset_param_sync_dispatch_state()
+    chunk.free_overlap_buffers()
+    assert calls == ["a. 1", "whole", "first"]
+
+
 def test_the_script_may_wrap_a_step_for_graphs() -> None:
     step = lambda: None
     assert megatron.optimizer_cuda_graph.OptimizerCudaGraphWrapper(step, cuda_graph_warmup_steps=3) is step

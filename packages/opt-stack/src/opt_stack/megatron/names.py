@@ -230,6 +230,24 @@ class DistributedDataParallel(Wrapper):
         elif hasattr(module, "config"):
             self.config = module.config
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's sharded state."""
+        return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
+
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state as the training script saves it in its format `torch`."""
+        return self.module.state_dict_for_save_checkpoint(*args, **kwargs)  # type: ignore[operator]
+
+    def set_is_first_microbatch(self) -> None:
+        """Tell the module's layers that the next microbatch is the first of an iteration."""
+        self.module.set_is_first_microbatch()  # type: ignore[operator]
+
+    def reset_param_sync_dispatch_state(self) -> None:
+        """Do nothing: gathers are counted by the step."""
+
+    def free_overlap_buffers(self) -> None:
+        """Do nothing: gathers have no buffers of their own."""
+
 
 def _wrong_order(*given: object) -> ConfigError:
     found = ", ".join(type(one).__name__ for one in given)
