@@ -640,6 +640,7 @@ def test_the_wrapper_passes_the_scripts_calls_on_to_the_module() -> None:
     chunk.reset_param_sync_dispatch_state()
     chunk.free_overlap_buffers()
     assert calls == ["a. 1", "whole", "first"]
+    assert chunk.buffers + chunk.expert_parallel_buffers == list(chunk.synced_buffers)
 
 
 def test_the_script_may_wrap_a_step_for_graphs() -> None:

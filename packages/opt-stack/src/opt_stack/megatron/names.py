@@ -229,6 +229,9 @@ class DistributedDataParallel(Wrapper):
             self.config = transformer_config  # Megatron-Core's schedules read it, and call functions that it holds
         elif hasattr(module, "config"):
             self.config = module.config
+        # As in Megatron-Core, a list in place of the method of this name.
+        self.buffers = [one for one in self.synced_buffers if not one.plan.is_expert]  # type: ignore[assignment]
+        self.expert_parallel_buffers = [one for one in self.synced_buffers if one.plan.is_expert]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's sharded state."""
