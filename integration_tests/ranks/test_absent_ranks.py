@@ -1,15 +1,19 @@
 """A rank that leaves a step, or drops an iteration, is named by the ranks that wait for it, long before the timeout."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_processes
+from processes import FSDP2_RUNS, refusal, run_processes
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm import notices
@@ -127,3 +131,132 @@ def test_ranks_that_wait_for_one_that_left_name_it_and_update_nothing(case: str)
     for other, is_unchanged_there in others:
         assert is_unchanged_there
         assert re.match(f"CollectiveError: {of_others}", other), other
+
+
+# --- an optimizer of some ranks ---------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    model = nn.Linear(3, 2)
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)
+    return model
+
+
+def trained(model: nn.Module, config: OptimizerConfig, **options: Any) -> list[Tensor]:
+    optimizer = get_optimizer(config, [model], **options)
+    for _ in range(2):
+        model(torch.ones(2, 3) * (1 + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+def meet(*, of: str) -> None:
+    """Wait for all ranks of the world, in its store: a collective would not wait for those that are in another."""
+    store = default_store()
+    store.set(f"{of} {dist.get_rank()}", "")
+    store.wait([f"{of} {rank}" for rank in range(dist.get_world_size())])
+
+
+SGD = {"optimizer": "sgd", "lr": 0.1, "clip_grad": 0.01}
+SETUPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sharded": {"use_distributed_optimizer": True},
+    "wrapped": {},
+    "wrapped, sharded": {"use_distributed_optimizer": True},
+    **({"fully_shard": {}} if FSDP2_RUNS else {}),
+}
+
+
+def on_two_of_three() -> dict[str, list[Tensor]]:
+    """The weights after steps of ranks 0 and 1, in a world of two or with groups in a larger one."""
+    is_part = dist.get_world_size() > 2
+    found = {}
+    pair = dist.new_group([0, 1]) if is_part else dist.group.WORLD
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    given: dict[str, Any] = {"pg_collection": ProcessGroups(dp=pair, intra_dist_opt=pair)} if is_part else {}
+    for name, fields in SETUPS.items() if dist.get_rank() < 2 else ():
+        model, config = net(), OptimizerConfig(**SGD, **fields)
+        options = dict(given)
+        if "wrapped" in name:
+            of_wrapper = DistributedDataParallelConfig(**fields)
+            model = DistributedDataParallel(of_wrapper, model, groups=options.pop("pg_collection", None))
+        if name == "fully_shard":
+            fully_shard(model, mesh=mesh)
+        weights = trained(model, config, **options)
+        found[name] = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights]
+    meet(of="training")
+    return found
+
+
+def test_some_ranks_of_the_world_may_train() -> None:
+    """They waited for the others for ever, even with groups of their own."""
+    *trainers, other = run_processes(3, on_two_of_three)
+    assert other == {}
+    wanted = run_processes(2, on_two_of_three)[0]
+    for found in trainers:
+        assert found.keys() == wanted.keys() == SETUPS.keys()
+        for name in wanted:
+            assert all(map(torch.equal, found[name], wanted[name])), name
+
+
+INCOMPLETE: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "lacks expt_dp .* mp ": lambda pair, mesh: {"pg_collection": ProcessGroups(dp=pair)},
+    "dp and mp make up 2 of the world's 3 ranks; pass intra_dist_opt": lambda pair, mesh: {
+        "pg_collection": ProcessGroups(dp=pair, expt_dp=pair, mp=None, tp_ep_pp=None)
+    },
+    "2 of the world's 3 ranks; pass one that has all of them, or pass the groups": lambda pair, mesh: {"mesh": mesh},
+}
+
+
+def refused_on_two() -> list[str]:
+    pair = dist.new_group([0, 1])
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    made = [make(pair, mesh) for make in INCOMPLETE.values()] if dist.get_rank() < 2 else []
+    found = [refusal(lambda given=given: trained(net(), OptimizerConfig(**SGD), **given)) for given in made]
+    meet(of="refused")
+    return found
+
+
+def test_groups_that_do_not_say_who_trains_are_refused_at_once() -> None:
+    for messages in run_processes(3, refused_on_two)[:2]:
+        for wanted, message in zip(INCOMPLETE, messages, strict=True):
+            assert re.search(wanted, message), message
+
+
+def waiting_for_one(comes: bool) -> tuple[list[str], str]:
+    """Ranks 0 and 1 build without groups. Rank 2 comes when both have warned, or ends its connections."""
+    notices.PATIENCE_SECONDS, notices.POLL_SECONDS, notices.ADVISE_SECONDS = 0.3, 0.05, 1.0
+    warned: list[str] = []
+    raised = ""
+    store = default_store()
+
+    def note(message: object, *_: Any) -> None:
+        warned.append(str(message))
+        store.set(f"warned {dist.get_rank()}", "")
+
+    warnings.showwarning = note
+    if dist.get_rank() == 2:
+        store.wait(["warned 0", "warned 1"])
+    try:
+        if comes or dist.get_rank() < 2:
+            trained(net(), OptimizerConfig(**SGD))
+        else:
+            dist.destroy_process_group()
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    return warned, raised
+
+
+WARNING = r"get_optimizer or DistributedDataParallel: rank . has waited for 1 s for ranks \[(., )?2\]; all ranks of"
+ADVICE = r"if only some ranks train, .* pg_collection=opt_stack.ProcessGroups\(dp=GROUP, intra_dist_opt=GROUP\)"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_ranks_that_wait_in_get_optimizer_say_what_to_pass(comes: bool) -> None:
+    *waiting, last = run_processes(3, waiting_for_one, comes)
+    assert last == ([], "")
+    for (warning,), raised in waiting:
+        assert re.match(f"{WARNING}.*{ADVICE}", warning), warning
+        assert re.match("$" if comes else f"CollectiveError: get_optimizer or .*{ADVICE}", raised), raised

@@ -9,6 +9,7 @@ This needs tensors in host memory, as with gloo. With NCCL the host does not wai
 """
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 PATIENCE_SECONDS = 4.0  # of waiting before a rank reads notices
 POLL_SECONDS = 1.0  # between two looks
+ADVISE_SECONDS = 8.0  # of waiting before a rank warns, which goes on waiting: the others may be late
 MAX_RANKS = 128  # of groups whose ranks post where they wait: each reads the posts of all
 COUNT = "opt_distributed/posts"  # a key of the store: the number of posts
 RESTART = "collectives of this group are out of order from now on: start all ranks again, from a checkpoint"
@@ -43,6 +45,25 @@ def at(place: str) -> Iterator[None]:
         yield
     finally:
         _places.reset(token)
+
+
+_advice: ContextVar[str] = ContextVar("advice", default="")
+
+
+@contextmanager
+def advising(advice: str, *, place: str) -> Iterator[None]:
+    """Give `advice` to ranks that wait for others at `place`: in a warning after `ADVISE_SECONDS`, and in the error of
+    a collective that fails, as when a process has ended, or after the timeout of the group."""
+    token = _advice.set(advice)
+    try:
+        with at(place):
+            yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:  # of the backend
+        raise CollectiveError(f"{place}: {error}; {advice}") from error
+    finally:
+        _advice.reset(token)
 
 
 def here() -> str:
@@ -133,15 +154,22 @@ class Board:
         Raises CollectiveError if one of them will not join it; the errors of the backend otherwise.
         """
         patience = PATIENCE_SECONDS
+        waited = 0.0
+        wait = launch._replace(place=here() or launch.kind)
+        advice = _advice.get()
         while True:
             try:
                 return work.wait(timedelta(seconds=patience))
             except RuntimeError:
                 if work.is_completed():
                     return work.wait()  # raises its own error, if it has one
+            waited += patience
             patience = POLL_SECONDS
             with suppress(dist.DistError):  # the process with the store has ended, and so the collective will fail
-                self._check(launch._replace(place=here() or launch.kind), members)
+                self._check(wait, members)
+            if advice and waited >= ADVISE_SECONDS:
+                self._warn_of_absent(wait, members, advice)
+                advice = ""  # once
 
     def _check(self, wait: Wait, members: Sequence[int]) -> None:
         if len(members) <= MAX_RANKS and (self._own.waits is None or not wait.is_met_by(self._own.waits)):
@@ -153,6 +181,17 @@ class Board:
             self.given_up[wait.group] = f"{wait.place}: {why}"
             self._post(replace(self._own, left=Left(f"stopped waiting in {wait.place}, because {why}")))
             raise CollectiveError(f"{why}; {RESTART}")
+
+    def _warn_of_absent(self, wait: Wait, members: Sequence[int], advice: str) -> None:
+        """Name the ranks that do not wait for the same collective, as far as this rank has read."""
+        waits = {rank: self._others.get(rank, Post()).waits for rank in members if rank != self._rank}
+        absent = [rank for rank, other in waits.items() if other is None or not wait.is_met_by(other)]
+        which = f"ranks {absent}" if len(members) <= MAX_RANKS else "other ranks"
+        warnings.warn(
+            f"{wait.place}: rank {self._rank} has waited for {ADVISE_SECONDS:g} s for {which}; {advice}",
+            RuntimeWarning,
+            stacklevel=1,
+        )
 
     def _why_absent(self, rank: int, wait: Wait) -> str:
         """Why another rank will not join the collective that this one waits for; empty if it may."""

@@ -5,6 +5,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import ConfigError
-from opt_distributed.comm.collectives import ALONE, Alone, Comm, ProcessGroupError, TorchComm, agree, agreed, comm_of
+from opt_distributed.comm.collectives import (
+    ALONE,
+    Alone,
+    Comm,
+    ProcessGroupError,
+    TorchComm,
+    agree,
+    agreed,
+    comm_of,
+    telling,
+)
 from opt_distributed.comm.groups import (
     ProcessGroups,
     groups_of_collection,
@@ -23,6 +34,7 @@ from opt_distributed.comm.groups import (
     names_of,
     root_of,
 )
+from opt_distributed.comm.notices import Tells, advising
 from opt_paramgroups import ParamMeta, describe, describe_untrained, parameters_by_id
 
 
@@ -81,8 +93,8 @@ def peers_of(given: ProcessGroups | Roles | None) -> dict[str, Comm]:
 def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool = True) -> Roles:
     """Derive the groups of a step. None: all ranks of `torch.distributed` are data parallel.
 
-    If dp has all ranks, roles that follow from it need not be set: mp and intra_dist_opt, and those of experts if the
-    model has none.
+    The ranks of the model are those of intra_dist_opt, or all. If dp has all of them, roles that follow from it need
+    not be set: mp and intra_dist_opt, and those of experts if the model has none.
 
     Raises:
         ProcessGroupError: a required role was never set; group sizes contradict each other; or dp and mp do not make up
@@ -92,6 +104,7 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
     if groups is None:
         axes = Axes(dp=everyone, tp=Alone())
         return Roles(dense=axes, expert=axes, everyone=everyone)
+    everyone = _ranks_of_model(groups, everyone)
     groups = _completed(groups, everyone, has_experts=has_experts)
     groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
     if groups.cp is not None and groups.cp.size() > 1:
@@ -122,6 +135,20 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
         positions=known.get("pos_embd"),
         pp=known.get("pp"),
     )
+
+
+def _ranks_of_model(groups: ProcessGroups, everyone: Comm) -> Comm:
+    """All ranks that hold a part of the model, where they are fewer than the world; the world, `everyone`, if not."""
+    replicas = groups.first_of("dp_cp", "dp")
+    whole = groups.intra_dist_opt
+    if everyone.size == 1 or _size(groups.inter_dist_opt) > 1:
+        return everyone
+    if whole is None:
+        is_known = not {"mp", "intra_dist_opt"}.isdisjoint(groups.roles)
+        return Alone() if is_known and _size(groups.mp) == _size(replicas) == 1 else everyone
+    ranks = set(dist.get_process_group_ranks(whole))
+    has_replicas = replicas is None or ranks.issuperset(dist.get_process_group_ranks(replicas))
+    return comm_of(whole) if len(ranks) < everyone.size and has_replicas else everyone
 
 
 def _completed(groups: ProcessGroups, everyone: Comm, *, has_experts: bool) -> ProcessGroups:
@@ -233,7 +260,7 @@ Given = ProcessGroups | Roles | Any | None
 
 
 def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh | None = None, sharded: bool) -> Roles:
-    """Find the groups of a step. Collective: every rank of the world calls it.
+    """Find the groups of a step. Collective over the ranks of `groups`, or over the world without them.
 
     The first of these that exists: `groups`; `mesh`; the groups of Megatron-Core's initialised `parallel_state`; the
     mesh that DTensor parameters were sliced from, if its axes have known names; all ranks that hold parameters, as
@@ -248,24 +275,62 @@ def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh |
     """
     if groups is None:
         join_launched_world(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))
-    everyone = groups.everyone if isinstance(groups, Roles) else world()
-    kind = "Roles" if isinstance(groups, Roles) else "no groups" if groups is None else "process groups"
-    problem: Exception | None = None
-    try:
-        problem = None if mesh is None else mesh_problem(mesh)
-    except Exception as error:  # of any kind, as for what is not a mesh, because the other ranks wait
-        problem = error
-    if mesh is not None and groups is not None:
-        problem = ProcessGroupError("both pg_collection and mesh were given; pass one of them")
-    kinds = agree(everyone, problem, "a mesh" if mesh is not None else kind)
+    given = _read_given(chunks, groups, mesh, sharded=sharded)
+    advice = _ADVICE if given.kind == "no groups" else "all ranks of the groups must call it"
+    with advising(advice, place=PLACE) if isinstance(given.everyone, Tells) else nullcontext():
+        if given.problem is not None and given.is_partial:
+            with telling((given.everyone,), PLACE):
+                raise given.problem
+        kinds = agree(given.everyone, given.problem, given.kind)
     if len(set(kinds)) > 1:
         raise ProcessGroupError(f"ranks were given different kinds of groups: {kinds}, by rank; pass the same on all")
-    if isinstance(groups, Roles):
-        return groups
-    if groups is None and mesh is None:
-        return _roles_of_model(chunks, everyone, sharded=sharded)
-    given = ProcessGroups.from_mesh(mesh) if mesh is not None else groups
-    return agreed(everyone, lambda: _roles_given(chunks, given, sharded=sharded))
+    if given.roles is not None:
+        return given.roles
+    if mesh is None:
+        return _roles_of_model(chunks, given.everyone, sharded=sharded)
+    of_mesh = ProcessGroups.from_mesh(mesh)
+    return agreed(given.everyone, lambda: _roles_given(chunks, of_mesh, sharded=sharded))
+
+
+PLACE = "get_optimizer or DistributedDataParallel"
+_ADVICE = (
+    "all ranks of torch.distributed must call it if no groups are given; if only some ranks train, pass their process "
+    "group on these, as pg_collection=opt_stack.ProcessGroups(dp=GROUP, intra_dist_opt=GROUP) (groups=... of "
+    "DistributedDataParallel)"
+)
+
+
+class _Given(NamedTuple):
+    """What the arguments of one rank say, without the other ranks."""
+
+    kind: str
+    everyone: Comm  # who must agree
+    roles: Roles | None = None  # those of `ProcessGroups` and `Roles`
+    problem: Exception | None = None
+    is_partial: bool = False  # whether they are of fewer ranks than `everyone`, so that others may never come
+
+
+def _read_given(chunks: Sequence[nn.Module], groups: Given, mesh: DeviceMesh | None, *, sharded: bool) -> _Given:
+    everyone = groups.everyone if isinstance(groups, Roles) else world()
+    if mesh is None and groups is None:
+        return _Given("no groups", everyone)
+    if mesh is None and isinstance(groups, Roles):
+        return _Given("Roles", everyone, groups)
+    kind = "process groups" if mesh is None else "a mesh"
+    num_ranks = everyone.size
+    try:
+        if mesh is not None and groups is not None:
+            raise ProcessGroupError("both pg_collection and mesh were given; pass one of them")
+        if mesh is not None:
+            problem = mesh_problem(mesh)
+            return _Given(kind, everyone, None, problem, root_of(mesh).size() < everyone.size)
+        by_role = groups if isinstance(groups, ProcessGroups) else groups_of_collection(groups)
+        everyone = _ranks_of_model(by_role, everyone)
+        if by_role.intra_dist_opt is None:
+            num_ranks = _size(by_role.first_of("dp_cp", "dp")) * _size(by_role.mp)
+        return _Given(kind, everyone, _roles_given(chunks, by_role, sharded=sharded))
+    except Exception as error:  # of any kind, as for what is not a mesh, because the other ranks wait
+        return _Given(kind, everyone, None, error, num_ranks < everyone.size)
 
 
 class _Facts(NamedTuple):
@@ -277,8 +342,7 @@ class _Facts(NamedTuple):
     mesh: tuple[tuple[str, ...], tuple[int, ...]] | None  # names and sizes of the axes of a root mesh
 
 
-def _roles_given(chunks: Sequence[nn.Module], given: Given, *, sharded: bool) -> Roles:
-    groups = given if isinstance(given, ProcessGroups) else groups_of_collection(given)
+def _roles_given(chunks: Sequence[nn.Module], groups: ProcessGroups, *, sharded: bool) -> Roles:
     metas = describe(chunks).values()
     has_peers = groups.mp is not None and groups.mp.size() > 1
     for meta in metas if has_peers else ():

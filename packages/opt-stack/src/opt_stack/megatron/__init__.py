@@ -27,7 +27,7 @@ from opt_checkpoint import (
 from opt_checkpoint.state import ShardedStateDict, StateDict
 from opt_config import ConfigError, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
-from opt_distributed.comm import ProcessGroupCollection, ProcessGroups, agreed, world
+from opt_distributed.comm import ProcessGroupCollection, ProcessGroups, TorchComm, agreed, world
 from opt_paramgroups import (
     GroupsAndBuffers,
     ParamGroup,
@@ -181,7 +181,8 @@ def _get_megatron_optimizer_based_on_param_groups(
     tensor_parallel_group: ProcessGroup | None = None,
     rules: Registry | None = None,
 ) -> MegatronOptimizer:
-    """Build the optimizer of these groups. Collective over the world, for groups of dense parameters and of experts.
+    """Build the optimizer of these groups, of dense parameters and of experts. Collective over `intra_dist_opt_group`,
+    or over the world without it.
 
     Args:
         config, model_chunks, param_groups: as for `get_optimizer_based_on_param_groups`.
@@ -215,7 +216,8 @@ def _get_megatron_optimizer_based_on_param_groups(
             model_chunks, dp=dp, gloo=gloo, mp=mp, intra_dist_opt=intra_dist_opt_group, tp=tensor_parallel_group
         )
 
-    groups = agreed(world(), checked)
+    everyone = world() if intra_dist_opt_group is None else TorchComm(intra_dist_opt_group)
+    groups = agreed(everyone, checked)
     part = "" if data_parallel_group_idx is None else f"data-parallel group {data_parallel_group_idx}"
     return get_optimizer_based_on_param_groups(
         layer_wise(config, rules), model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
