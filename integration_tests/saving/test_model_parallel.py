@@ -49,10 +49,10 @@ def model_of(grid: Grid, rank: int, seed: int) -> nn.Module:
 
 
 class Run:
-    def __init__(self, grid: Grid, rank: int = 0, *, seed: int = 0):
+    def __init__(self, grid: Grid, rank: int = 0, *, seed: int = 0, **fields: Any):
         self.grid, self.rank, self.model = grid, rank, model_of(grid, rank, seed)
         self.groups = process_groups(grid, rank)
-        config = OptimizerConfig(lr=0.05, clip_grad=0.0, use_distributed_optimizer=True)
+        config = OptimizerConfig(lr=0.05, clip_grad=0.0, **(fields or {"use_distributed_optimizer": True}))
         self.optimizer = get_optimizer(config, [self.model], pg_collection=self.groups)
 
     def step(self, seed: int) -> None:
@@ -63,6 +63,9 @@ class Run:
     def sharded(self) -> dict[str, Any]:
         weights = sharded_model(self.model, groups=self.groups)
         return {"model": weights, "optimizer": self.optimizer.sharded_state_dict(weights)}
+
+    def load(self, path: str) -> None:
+        self.optimizer.load_state_dict(load(self.sharded(), path).state["optimizer"])
 
 
 class TorchRun:
@@ -139,10 +142,57 @@ def test_a_divided_model_is_saved_as_the_whole(tmp_path_factory: pytest.TempPath
         loaded, resumed, whole = Run(Grid(), seed=8), Run(Grid(), seed=9), Run(Grid())
         load({"model": sharded_model(loaded.model)}, f"{path}/first")
         torch.testing.assert_close(loaded.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
-        resumed.optimizer.load_state_dict(load(resumed.sharded(), f"{path}/stepped").state["optimizer"])
+        resumed.load(f"{path}/stepped")
         for run, seed in ((whole, 1), (whole, 2), (resumed, 2)):
             run.step(seed)
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+# The rows of a fused gate and value are saved in another order than that of the parts.
+MOMENTS: dict[str, dict[str, Any]] = {
+    f"{method}, {mode}": {
+        "optimizer": "adaptive_muon",
+        "adaptive_muon_moment2_method": method,
+        "muon_tp_mode": mode,
+        "muon_fp32_matmul_prec": "highest",
+    }
+    for method in ("normuon", "namo", "adamuon_paper")
+    for mode in ("duplicated", "distributed")
+}
+
+
+def resume_moments(path: str) -> None:
+    """From parts and from the whole, by one step each."""
+    for name, fields in MOMENTS.items():
+        run = Run(Grid(tp=2), dist.get_rank(), **fields)
+        run.step(1)
+        save(run.sharded(), f"{path}/parts/{name}")
+        for saved in ("parts", "whole"):
+            resumed = Run(Grid(tp=2), dist.get_rank(), seed=9, **fields)
+            resumed.load(f"{path}/{saved}/{name}")
+            resumed.step(2)
+            save({"model": sharded_model(resumed.model, groups=resumed.groups)}, f"{path}/{saved}-resumed/{name}")
+
+
+def test_moments_of_the_rows_of_a_fused_gate_are_saved_as_of_the_whole(tmp_path: Path) -> None:
+    """NorMuon's were refused at the save where each rank has those of its rows, and else loaded in such parts only."""
+    wholes = {name: Run(Grid(), **fields) for name, fields in MOMENTS.items()}
+    for name, whole in wholes.items():
+        whole.step(1)
+        save(whole.sharded(), tmp_path / "whole" / name)
+        whole.step(2)
+    run_processes(2, resume_moments, str(tmp_path))
+    for name, fields in MOMENTS.items():
+        resumed = Run(Grid(), seed=8, **fields)
+        resumed.load(f"{tmp_path}/parts/{name}")
+        resumed.step(2)
+        found = [resumed.model.state_dict()]
+        for saved in ("parts", "whole"):
+            other = Run(Grid(), seed=7, **fields)
+            load({"model": sharded_model(other.model)}, f"{tmp_path}/{saved}-resumed/{name}")
+            found.append(other.model.state_dict())
+        for weights in found:
+            torch.testing.assert_close(weights, wholes[name].model.state_dict(), rtol=1e-5, atol=1e-5)
 
 
 def marked(**marks: Any) -> nn.Module:

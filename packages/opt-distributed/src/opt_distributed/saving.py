@@ -23,6 +23,7 @@ from opt_checkpoint import (
     PerMatrix,
     PerParam,
     Reduced,
+    Segment,
     ShardedBase,
     ShardedTensor,
     ShardedTensorFactory,
@@ -39,8 +40,8 @@ from opt_kernels.works import StateKind, StateSpec
 from opt_paramgroups import is_dtensor
 
 __all__ = [
-    "MAIN", "STEP", "PieceState", "StateError", "check_loaded", "check_state", "decoded", "kept_states", "load_state_",
-    "read_state", "reset_state_", "restart_", "sharded_piece", "take_loaded_",
+    "MAIN", "STEP", "PieceState", "Rows", "StateError", "check_loaded", "check_state", "decoded", "kept_states",
+    "load_state_", "read_state", "reset_state_", "restart_", "rows_of_part", "sharded_piece", "take_loaded_",
 ]  # fmt: skip
 
 MAIN = "fp32_param"  # Megatron-Core's name for the main values of a 16-bit parameter
@@ -293,12 +294,31 @@ def _values(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> dict[str
 # --- as sharded values ------------------------------------------------------------------------------------------------
 
 
-def sharded_piece(unit: Unit, piece: OwnedPiece, param: ShardedParam) -> dict[str, ShardedBase]:
-    """Describe the tensors of a piece, which share the live memory if possible, under the key of `param`."""
+Rows = Mapping[int, tuple[Segment, ...]]
+"""The rows of a fused matrix that parts of it have, as these are saved, by the first row of a part in the matrix."""
+
+
+def rows_of_part(piece: OwnedPiece, param: ShardedParam) -> Rows:
+    """The rows of a piece that is a part of a matrix, if it is saved in several runs of rows."""
+    if piece.stage is None or not isinstance(param, ShardedTensorFactory) or piece.param.dim() != 2:
+        return {}
+    segments = param.declared().segments
+    return {piece.stage.part(piece.id).offset[0]: segments} if segments else {}
+
+
+def sharded_piece(unit: Unit, piece: OwnedPiece, param: ShardedParam, rows: Rows) -> dict[str, ShardedBase]:
+    """Describe the tensors of a piece, which share the live memory if possible, under the key of `param`.
+
+    `rows` are those of all parts of its matrix.
+    """
     if piece.replica is not None:  # by convention (pipeline, tensor, data); a shard has no replicas in its instance
         id, at = param.replica_id, piece.replica
         param = replace(param, replica_id=(*id[:-1], at) if isinstance(id, tuple) else at)
-    part, whole = param, _whole(param, piece)
+    part, whole = param, _whole(param, piece, rows)
+    # SOAP's moments are in bases of the matrix with the rows in this order, so that no other order may load them.
+    has_bases = any(spec.kind in (StateKind.MATRIX, StateKind.SHAPED) for spec in unit.rule.state_specs)
+    if isinstance(whole, ShardedTensorFactory) and has_bases and not _is_in_order(whole):
+        whole = None
     if not piece.is_whole:
         if isinstance(param, ShardedTensor):
             part = param.flat(None, piece.of_param.start, piece.of_param.stop)
@@ -355,19 +375,35 @@ def take_loaded_(unit: Unit, piece: OwnedPiece, loaded: Mapping[str, Tensor]) ->
     _set_(unit, piece, loaded.get(MAIN), state, extra, step=step, is_decoded=True)
 
 
-def _whole(param: ShardedParam, piece: OwnedPiece) -> ShardedTensor | None:
+def _whole(param: ShardedParam, piece: OwnedPiece, rows: Rows) -> ShardedParam | None:
     """The description of the block that is one matrix to the rule and contains the piece.
 
-    None if the parts do not make up the parameter as it is saved: rows of fused parameters may be saved in another
-    order.
+    None if the parts do not make up the parameter as it is saved.
     """
     stage = piece.stage
-    if stage is None or not isinstance(param, ShardedTensor):
+    if stage is None:
         return None
+    block = stage.whole(piece.id)
+    if isinstance(param, ShardedTensorFactory):
+        start = block.offset[0]
+        segments = tuple(
+            replace(
+                segment,
+                row_start=segment.row_start + first - start,
+                row_stop=segment.row_stop + first - start,
+                global_offset=(*segment.global_offset[:-1], block.offset[-1]),
+            )
+            for first, of_part in sorted(rows.items())
+            if start <= first < start + block.shape[0]
+            for segment in of_part
+        )
+        if not segments:
+            return None
+        replica_id = param.replica_id if stage.counts(piece.id) else 1
+        return ShardedTensorFactory(param.key, None, segments=segments, local_shape=block.shape, replica_id=replica_id)
     prepended = param.prepend_axis_num
     if param.global_shape[prepended:] != stage.shape(piece.id):
         return None
-    block = stage.whole(piece.id)
     return replace(
         param,
         data=None,
@@ -377,6 +413,14 @@ def _whole(param: ShardedParam, piece: OwnedPiece) -> ShardedTensor | None:
         replica_id=param.replica_id if stage.counts(piece.id) else 1,
         may_repeat=param.may_repeat and stage.counts(piece.id),
     )
+
+
+def _is_in_order(factory: ShardedTensorFactory) -> bool:
+    """Whether the segments are one tensor, with its rows in order."""
+    first = factory.segments[0]
+    axis = len(first.global_shape) - len(factory.local_shape)
+    starts = [segment.global_offset[axis] - segment.row_start for segment in factory.segments]
+    return len(set(starts)) == 1 and not any(segment.suffix for segment in factory.segments)
 
 
 def _saved_spec(spec: StateSpec, piece: OwnedPiece) -> SavedSpec:

@@ -230,6 +230,18 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     begins = block.flat is None or (block.flat[0] == 0 and block.flat[1] > 0)
     is_first = begins and not any(offset for axis, offset in enumerate(block.global_offset) if axis not in axes)
     is_empty = not all(block.local_shape) and all(block.global_shape)  # such a block is never the main replica
+    replica_id = 0 if is_first and not is_empty and is_main_replica(block.replica_id) else 1
+    # The rows of a factory may be saved in another order.
+    if 0 in kept and isinstance(model_param, ShardedTensorFactory) and (segments := model_param.declared().segments):
+        rows = tuple(
+            replace(
+                segment,
+                global_shape=tuple(segment.global_shape[axis] for axis in axes) + whole,
+                global_offset=tuple(segment.global_offset[axis] for axis in axes) + (0,) * len(whole),
+            )
+            for segment in segments
+        )
+        return ShardedTensorFactory(key, tensor, segments=rows, local_shape=shape, replica_id=replica_id)
     return ShardedTensor(
         key=key,
         data=tensor,
@@ -238,7 +250,7 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
         global_shape=tuple(block.global_shape[axis] for axis in axes) + whole,
         global_offset=tuple(block.global_offset[axis] for axis in axes) + (0,) * len(whole),
         axis_fragmentations=None,
-        replica_id=0 if is_first and not is_empty and is_main_replica(block.replica_id) else 1,
+        replica_id=replica_id,
         prepend_axis_num=block.prepended,
         may_repeat=block.may_repeat,
     )

@@ -141,6 +141,10 @@ class ComputeStage:
         """The block of the parameter that is one matrix to the rule."""
         return self._wholes[id]
 
+    def part(self, id: ParamId) -> Block:
+        """The block of the parameter that this rank stores."""
+        return self._parts[id]
+
     def computes(self, id: ParamId) -> bool:
         """Whether this rank runs the rule on the matrix, or on its part of it."""
         return self._slots[id].owner in (None, self.at[self.layout.kept :])

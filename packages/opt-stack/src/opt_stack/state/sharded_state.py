@@ -14,6 +14,7 @@ from opt_checkpoint import (
     KEEP_VARS_HINT,
     CheckpointValueError,
     ScopedState,
+    Segment,
     ShardedBase,
     ShardedTensor,
     ShardedTensorFactory,
@@ -25,7 +26,16 @@ from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, form
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded
-from opt_distributed.saving import MAIN, STEP, check_loaded, kept_states, sharded_piece, take_loaded_
+from opt_distributed.saving import (
+    MAIN,
+    STEP,
+    Rows,
+    check_loaded,
+    kept_states,
+    rows_of_part,
+    sharded_piece,
+    take_loaded_,
+)
 from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
 from opt_paramgroups import ParamId
@@ -127,13 +137,19 @@ class ShardedStates(torch.optim.Optimizer):
         self._described = described = describe_params(model_sharded_state_dict, self.param_groups)
         self._check_parts(described)
         names = [[own.name for own in of_group] for of_group in described]
-        per_rank = self._everyone.gather_objects(names)
-        on_all_ranks = [list(dict.fromkeys(n for of_rank in per_rank for n in of_rank[at])) for at in range(len(names))]
+        parts = {at: rows_of_part(held.piece, own.sharded) for own, at, held in self._saved_pieces(described)}
+        per_rank = self._everyone.gather_objects((names, {at: rows for at, rows in parts.items() if rows}))
+        on_all_ranks = [
+            list(dict.fromkeys(name for of_rank, _ in per_rank for name in of_rank[at])) for at in range(len(names))
+        ]
+        rows: dict[str, dict[int, tuple[Segment, ...]]] = defaultdict(dict)
+        for at, of_part in (item for _, of_rank in per_rank for item in of_rank.items()):
+            rows[at].update(of_part)
         self._names_on_all_ranks = on_all_ranks
         kept = [{key: group[key] for key in group if key not in _OF_THIS_RUN} for group in self.param_groups]
-        parts = {
+        state = {
             "version": VERSION,
-            "state": {at: _described_state(own, held) for own, at, held in self._saved_pieces(described)},
+            "state": {at: _described_state(own, held, rows[at]) for own, at, held in self._saved_pieces(described)},
             "groups": groups_to_saved(kept, on_all_ranks),
             "grad_scaler": self.stepper.scaler.state_dict(),
         }
@@ -146,7 +162,7 @@ class ShardedStates(torch.optim.Optimizer):
                     "call optimizer.sharded_state_dict before each save and load"
                 )
 
-        return ScopedState(parts, replaces="optimizer.", check=check)  # one state may hold several optimizers
+        return ScopedState(state, replaces="optimizer.", check=check)  # one state may hold several optimizers
 
     def _copied_values(self) -> tuple[Any, ...]:
         """What tells whether the copies in a sharded state are still those of the optimizer: numbers, decoded codes."""
@@ -293,11 +309,11 @@ def describe_params(
     return [[Described(id, _name(found[i]), found[i]) for id, i in zip(g["param_ids"], indices)] for g in groups]
 
 
-def _described_state(own: Described, held: Held) -> dict[str, ShardedBase]:
+def _described_state(own: Described, held: Held, rows: Rows) -> dict[str, ShardedBase]:
     """Describe the tensors of a parameter. Another rule may have kept the state of one that is regrouped, so that a
     checkpoint may lack the states of its present rule."""
     unit, piece = held
-    states = sharded_piece(unit, piece, own.sharded)
+    states = sharded_piece(unit, piece, own.sharded, rows)
     for name, tensor in states.items():
         if isinstance(tensor, ShardedTensor) and name not in (STEP, MAIN) and is_regrouped(piece.param, own.id.name):
             tensor.optional = True
