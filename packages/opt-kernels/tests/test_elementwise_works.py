@@ -37,9 +37,11 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.torch_native import PIECE_NUMEL
-from opt_kernels.rules import SGD, Adam, Lion, Rule
+from opt_kernels.rules import SGD, Adam, Lion, Rule, elementwise
 from opt_kernels.works import Batch, Work
 
+WITH_STATES = {name: make for name, make in RULES.items() if name != "sgd-plain"}
+NARROW = {name: dtypes for name, dtypes in DTYPES.items() if name not in ("fp32", "bf16")}
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -224,6 +226,34 @@ def test_a_lost_gradient_reaches_the_weight(make: Make, kept: Kept, backend: str
     rule.update_([Batch(HYPER, [work])])
     for weight in (main_of(work), work.out):
         assert weight is None or weight.isnan().nonzero().flatten().tolist() == [3, 69]
+
+
+@on_pairs_of(make=WITH_STATES, kept=KEPT, states=NARROW, backend=BACKENDS)
+def test_an_outlier_loses_its_own_states_only(
+    make: Make, kept: Kept, states: tuple[torch.dtype, torch.dtype], backend: str
+) -> None:
+    """Symptom: one infinite, NaN or huge element lost the states, and so the weights, of the 127 next to it."""
+    signed, unsigned = states
+    dtypes = {"exp_avg_dtype": signed, "exp_avg_sq_dtype": unsigned, "momentum_buffer_dtype": signed}
+    formula = make().formula
+    chosen = {f"{state.name}_dtype": dtypes[f"{state.name}_dtype"] for state in formula.states}
+    rule = elementwise(formula, **chosen, backend=backend)
+    sizes = [torch.inf, -torch.inf, torch.nan] + [1e30] * (kept.grad is not torch.float16)
+    at, found = [1 + 70 * index for index in range(len(sizes))], []
+    for bad in (torch.zeros(len(sizes)), torch.tensor(sizes)):
+        grads, start = gradients((300,), kept.grad), start_of((300,), backend)
+        start[at] = 0.0
+        for grad in grads:
+            grad[at] = 0.0
+        grads[-1][at] = bad.to(grads[-1])  # the last: with L2 decay, weights reach states
+        found.append(run(rule, kept.work(rule, start), grads, scale=0.5))
+    others = torch.ones(300, dtype=torch.bool)
+    others[at] = False
+    expected, moved = (main_of(work)[others] for work in found)
+    assert expected.isfinite().all()
+    assert torch.equal(moved, expected)
+    for name, state in found[0].state.items():
+        assert torch.equal(found[1].state[name].float(), state.float()), name
 
 
 @ON_BACKENDS

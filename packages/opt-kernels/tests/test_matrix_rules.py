@@ -41,6 +41,13 @@ RULES = {
     "soap, megatron": SOAPRule(order=Order.MEGATRON),
     "soap_muon": SOAPMuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST),
 }
+INT8, SCALES = RULES["muon, int8"], "momentum_buffer_scale"
+CODED = [
+    pytest.param(INT8, id="muon"),
+    pytest.param(replace(INT8, backend="reference"), id="muon, reference"),
+    pytest.param(AdaptiveMuonRule(muon=INT8, second_moment=SecondMoment.NAMO), id="namo"),
+    pytest.param(replace(INT8, backend="triton"), id="triton", marks=NEEDS_TRITON),
+]
 on_rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
 
@@ -136,6 +143,18 @@ def test_a_skipped_step_leaves_every_byte(rule):
             batch = Batch(replace(HYPER, step=3), [replace(of, grad=torch.full((24, 40), bad))])
             rule.update_([batch], skip=torch.tensor(True))
         assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("rule", CODED)
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, -1e30])
+def test_an_outlier_loses_its_own_momentum_only(rule, bad):
+    """Symptom: one infinite, NaN or huge element lost the momenta of the 127 next to it."""
+    works, grads = [], grads_of(24, 40, steps=2)
+    for value in (0.0, bad):
+        grads[0][3, 7] = grads[1][3, 7] = value
+        works.append(work_of(rule, tensor(24, 40).to(device_of(getattr(rule, "backend", None)))))
+        stepped(rule, [grad.to(works[-1].main) for grad in grads], works[-1])
+    assert all(torch.equal(works[1].state[name], works[0].state[name]) for name in ("momentum_buffer", SCALES))
 
 
 @on_rules

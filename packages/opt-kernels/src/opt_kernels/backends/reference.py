@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import Run, compute_dtype, read_main, run_of, scaled_grad, skipped, write_main_
-from opt_kernels.codecs import Plain, StateCodec, scale_name
+from opt_kernels.codecs import Plain, StateCodec, scale_name, without_outliers
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch
 
@@ -92,6 +92,6 @@ def decoded(run: Run, codecs: Mapping[str, StateCodec], *, in_place: bool = Fals
 
 
 def encode_(run: Run, codecs: Mapping[str, StateCodec], values: Sequence[Tensor]) -> None:
-    """Write the states of a run from their values, in the order of `codecs`."""
-    for (name, codec), value in zip(codecs.items(), values, strict=True):
+    """Write the states of a run from their values, in the order of `codecs`; zeros for outliers."""
+    for (name, codec), value in zip(codecs.items(), without_outliers([*codecs.values()], values), strict=True):
         codec.encode_(run.state[name], run.state.get(scale_name(name)), value)

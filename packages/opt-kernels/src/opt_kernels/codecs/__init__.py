@@ -14,10 +14,11 @@ from opt_kernels.codecs.codec import (
     init_state,
     scale_name,
     state_specs,
+    without_outliers,
 )  # fmt: skip
 from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [
     "BLOCK", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for", "codecs_of",
-    "init_state", "join", "scale_name", "split_", "state_specs",
+    "init_state", "join", "scale_name", "split_", "state_specs", "without_outliers",
 ]  # fmt: skip

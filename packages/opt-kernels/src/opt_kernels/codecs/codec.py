@@ -3,9 +3,13 @@
 Narrow codecs scale by block, not by tensor: a scale can be computed while its block is in registers, so one pass
 suffices, and an outlier costs precision in 128 elements instead of a million. Checkpoints store decoded float32 values,
 not codes.
+
+An infinite, NaN or huge value would cost the others of its block everything. Sweeps therefore reset the states of such
+an element to zero (`without_outliers`); its weight is updated as with states in float32.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +20,7 @@ from opt_kernels.works import StateKind, StateSpec
 
 BLOCK = 128  # elements that share a scale: 1/32 byte of scale per element
 TINY = torch.finfo(torch.float32).tiny  # smallest normal number: division by a smaller scale would overflow
+OUTLIER = 2.0**60  # first moments of this size have second moments near the end of float32
 
 
 class CodecError(ValueError):
@@ -38,6 +43,11 @@ class StateCodec(Protocol):
         """Number of elements that share one float32 scale; 0 without scales."""
         ...
 
+    @property
+    def outlier(self) -> float:
+        """Magnitude from which on a value would take the precision from the others of its block."""
+        ...
+
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         """Write `values` (n,), float32 or float64, from `codes` (n,) and `scales` (ceil(n / block),)."""
         ...
@@ -54,6 +64,7 @@ class Plain:
     dtype: torch.dtype = torch.float32
 
     block = 0
+    outlier = math.inf
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         values.copy_(codes)
@@ -78,6 +89,10 @@ class Scaled:
     smallest: float  # the smallest positive code
     signed: bool
     block: int = BLOCK
+
+    @property
+    def outlier(self) -> float:
+        return OUTLIER if self.signed else OUTLIER**2
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         _scaled_(values.copy_(codes), scales, self.block)
@@ -109,6 +124,7 @@ class Companded:
     block: int = BLOCK
 
     dtype = torch.int8
+    outlier = OUTLIER
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         values.copy_(codes)
@@ -139,6 +155,7 @@ class Root:
     block: int = BLOCK
 
     dtype = torch.uint8
+    outlier = OUTLIER**2
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         _scaled_(values.copy_(codes), scales, self.block).square_()
@@ -211,6 +228,26 @@ def init_state(codecs: Mapping[str, StateCodec], main: Tensor) -> dict[str, Tens
             num_blocks = -(-main.numel() // codec.block)
             state[scale_name(name)] = torch.zeros(num_blocks, dtype=torch.float32, device=main.device)
     return state
+
+
+def without_outliers(codecs: Sequence[StateCodec], values: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The new states of one run, with zeros in all of them for elements of which one would spoil its block: it is NaN,
+    or at least `outlier`.
+
+    Not in this state alone: with a second moment of zero, a first moment that stays would be divided by eps alone.
+    """
+    shared = [(value, codec.outlier) for codec, value in zip(codecs, values, strict=True) if codec.block]
+    if all(_is_known_below(value, limit) for value, limit in shared):
+        return values
+    kept = torch.stack([value.abs() < limit for value, limit in shared]).all(0)
+    return [torch.where(kept, value, 0.0) for value in values]
+
+
+def _is_known_below(value: Tensor, limit: float) -> bool:
+    """Whether all magnitudes are below `limit`. The host reads no tensor of another device."""
+    if value.device.type != "cpu" or not value.numel():
+        return not value.numel()
+    return bool(torch.linalg.vector_norm(value, ord=torch.inf) < limit)
 
 
 def _scale_(scale: Tensor, run: Tensor, of_largest: Callable[[Tensor], Tensor]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import check_halves, compute_dtype, flat
-from opt_kernels.codecs import StateCodec, narrow, scale_name
+from opt_kernels.codecs import StateCodec, narrow, scale_name, without_outliers
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 
 # Elements of a stack: enough that small matrices share calls. On a CPU a stack must fit in the cache: a matrix of
@@ -197,7 +197,8 @@ def read_state(work: Work, name: str, codec: StateCodec) -> Tensor:
 
 
 def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip: Tensor | None) -> None:
-    """Write the state `name`, and its block scales if the codec has any. Not if `skip`."""
+    """Write the state `name`, and its block scales if the codec has any; zeros for outliers. Not if `skip`."""
+    [values] = without_outliers([codec], [values])
     codes, scales = work.state[name], work.state.get(scale_name(name))
     if skip is None:
         codec.encode_(_run(codes, codes, codec), scales, _run(values, codes, codec))

@@ -159,6 +159,7 @@ def coded_span(formula: Formula, num_states: int) -> list[str]:
         *_chunk(parts, states),
         *_before(parts),
         *_after(parts),
+        *_without_outliers(states),
         *_span(parts, states),
     ]
 
@@ -347,6 +348,22 @@ def _stored(parts: _ChunkPlan, early: bool) -> list[str]:
     return [f"chunk.largest{i}[at / GROUP] = largest{i};" for i in chosen]
 
 
+def _without_outliers(states: range) -> list[str]:
+    """The function `drop_outliers`: resets all states of elements of which one would spoil its group."""
+    is_outlier = " || ".join(f"(Codec{i}::SHARES && magnitude(chunk.values{i}[j]) >= OUTLIER)" for i in states)
+    return [
+        "static __attribute__((noinline, cold)) void drop_outliers(Chunk &chunk, int64_t at, int64_t n) {",
+        *(f"int32_t largest{i} = 0;" for i in states),
+        "for (int64_t j = at; j < at + n; j++) {",
+        f"const bool is_outlier = {is_outlier};",
+        *(f"chunk.values{i}[j] = is_outlier ? 0.0f : chunk.values{i}[j];" for i in states),
+        *(f"largest{i} = at_least(largest{i}, magnitude(chunk.values{i}[j]));" for i in states),
+        "}",
+        *(f"chunk.largest{i}[at / GROUP] = largest{i};" for i in states),
+        "}",
+    ]
+
+
 def _span(parts: _ChunkPlan, states: range) -> list[str]:
     decode = (
         "Codec{i}::decode(run.codes{i} + at + j, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k + j, part);"
@@ -357,6 +374,7 @@ def _span(parts: _ChunkPlan, states: range) -> list[str]:
     )
     before = "before(run, row, chunk, at, n, k);" if parts.cut.roots else ""
     is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if parts.cut.roots else ""
+    has_outlier = " || ".join(f"(Codec{i}::SHARES && chunk.largest{i}[k / GROUP] >= OUTLIER)" for i in states)
     calls = [
         # States are interleaved, so that the divisions of one overlap with the decoding of the next.
         f"for (int64_t j = 0; j < n; j += part) {{ {' '.join(decode.format(i=i) for i in states)} }}",
@@ -364,7 +382,8 @@ def _span(parts: _ChunkPlan, states: range) -> list[str]:
         f"{{ prefetch(run.grad, at + AHEAD); {before} }}",
         f"{{ prefetch(run.main, at + AHEAD); if (moderate{is_finite}) after<false>(run, row, chunk, at, n, k); "
         "else after<true>(run, row, chunk, at, n, k); }",
-        *(encode.format(i=i) for i in states),
+        f"{{ if (__builtin_expect({has_outlier}, false)) drop_outliers(chunk, k, n); {encode.format(i=0)} }}",
+        *(encode.format(i=i) for i in states[1:]),
     ]
     return [
         "static inline __attribute__((always_inline)) void update_chunk(",

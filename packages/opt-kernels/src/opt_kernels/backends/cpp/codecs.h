@@ -10,7 +10,9 @@
 //   decode(codes, scale, values, n)             writes the n values, at most GROUP, of a group
 //   kept(x)                                     what is encoded of a state: its root where it is never negative
 //   KEEPS                                       whether kept(x) is x
-//   encode(values, largest, codes, scale, n)    writes codes and scale; `largest` is max |value|, as the word of a float
+//   SHARES                                      whether the values of a group share a scale
+//   encode(values, largest, codes, scale, n)    writes codes and scale; `largest` is max |value|, as the word of a float,
+//                                               and below OUTLIER where a scale is shared
 
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
@@ -108,14 +110,8 @@ template <class T, bool SIGNED>
 struct Coded {
     using Code = T;
     static inline float *scale_at(float *scales, int64_t begin) { return scales + begin / GROUP; }
-    static constexpr bool KEEPS = SIGNED;
+    static constexpr bool KEEPS = SIGNED, SHARES = true;
     static inline float kept(float x) { return SIGNED ? x : __builtin_sqrtf(x); }
-
-    // The codes of a group with a value that is not finite: zeros, and ones where the root of a state is above zero.
-    static __attribute__((noinline, cold)) void encode_lost(const float *values, Code *codes, float *scale, int64_t n) {
-        *scale = float_of(0x7FC00000);
-        for (int64_t k = 0; k < n; k++) set(codes[k], !SIGNED && values[k] > 0.0f);
-    }
 
     // Raises codes of zero where the root of a state is above zero; where that is -0, the code becomes `negative_zero`.
     static __attribute__((noinline)) void raise_zeros(const float *values, Code *codes, int64_t n, uint32_t negative_zero) {

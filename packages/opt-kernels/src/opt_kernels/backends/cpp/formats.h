@@ -3,6 +3,7 @@
 constexpr int64_t GROUP = 128;
 constexpr uint32_t MAGNITUDE = 0x7FFFFFFF;  // the bits of a float without its sign
 constexpr int32_t INFINITE = 0x7F800000;    // a word from which on values are not finite
+constexpr int32_t OUTLIER = 0x5D800000;     // the word of 2^60, from which on a value would spoil its group
 constexpr float TINY = 0x1p-126f;
 
 struct half {
@@ -57,7 +58,7 @@ struct Plain {
     static inline void decode(const T *codes, const float *, float *values, int64_t n) {
         for (int64_t k = 0; k < n; k++) values[k] = read(codes[k]);
     }
-    static constexpr bool KEEPS = true;
+    static constexpr bool KEEPS = true, SHARES = false;
     static inline float kept(float x) { return x; }
     static inline void encode(const float *values, int32_t, T *codes, float *, int64_t n) {
         for (int64_t k = 0; k < n; k++) write(codes[k], values[k]);

@@ -23,7 +23,6 @@ struct Companded : Coded<int8_t, true> {
     }
 
     static inline void encode(const float *values, int32_t largest, int8_t *codes, float *scale, int64_t n) {
-        if (largest >= INFINITE) return encode_lost(values, codes, scale, n);
         const float size = float_of(largest), divisor = size > TINY ? size : TINY;
         // Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
         const float factor = divisor < 1.0f ? 1.0f : 0.5f, offset = divisor * factor, most = 254.0f * factor;
@@ -77,7 +76,6 @@ struct Root : Coded<uint8_t, false> {
     }
 
     static inline void encode(const float *values, int32_t largest, uint8_t *codes, float *scale, int64_t n) {
-        if (largest >= INFINITE) return encode_lost(values, codes, scale, n);
         const float unit = float_of(largest) / 255.0f, inverse = largest == 0 ? 0.0f : 1.0f / unit;
         *scale = unit;
         int64_t k = 0;

@@ -164,7 +164,6 @@ struct Scaled : Coded<T, SIGNED> {
     }
 
     static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
-        if (largest >= INFINITE) return Coded<T, SIGNED>::encode_lost(values, codes, scale, n);
         const int32_t biased = ((largest - 1) >> 23) + (1 - EXPONENT), word = (biased > 1 ? biased : 1) << 23;
         *scale = largest == 0 ? 0.0f : float_of(word);
         // The reciprocal of a power of two is exact: its exponent is 254 less the scale's own.

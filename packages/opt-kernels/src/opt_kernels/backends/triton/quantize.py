@@ -14,6 +14,7 @@ from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
 
 GROUP: tl.constexpr = tl.constexpr(128)  # elements that share a scale
 TINY: tl.constexpr = tl.constexpr(2.0**-126)  # the smallest scale: below it a scale could not be divided by
+OUTLIER: tl.constexpr = tl.constexpr(2.0**60)
 
 
 def scheme(codec: StateCodec) -> str:
@@ -68,6 +69,15 @@ def read_state(
 
 
 @jit
+def no_outlier(x: tl.tensor, SCHEME: tl.constexpr, SIGNED: tl.constexpr) -> tl.tensor:
+    """Which values of a state are below `StateCodec.outlier`; all without scales."""
+    if SCHEME == "plain":
+        return tl.full(x.shape, True, tl.int1)
+    else:
+        return tl.abs(x) < (OUTLIER if SIGNED else OUTLIER * OUTLIER)
+
+
+@jit
 def write_state(
     codes: tl.tensor,  # pointer
     scales: tl.tensor,  # pointer to float32; written if the scheme has scales
@@ -79,6 +89,7 @@ def write_state(
     SCHEME: tl.constexpr,
     SIGNED: tl.constexpr,
     IEEE: tl.constexpr,
+    FINITE: tl.constexpr,  # whether x is finite; else codes of a group are zero and its scale NaN
     FULL: tl.constexpr,
 ) -> None:
     """Write the state of one tile and the scales of its groups."""
@@ -90,23 +101,31 @@ def write_state(
             x = tl.where(at < n, x, 0.0)
         if not SIGNED:
             x = root(x, IEEE)
-        largest = largest_of_groups(x, BLOCK)
-        scale = scale_of(largest, SCHEME, IEEE)
+        largest = largest_of_groups(x, BLOCK, FINITE)
+        scale = scale_of(largest, SCHEME, IEEE, FINITE)
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)
         store(scales, group, (n + GROUP - 1) // GROUP, scale, FULL)
-        store(codes, at, n, code(x, scale, BLOCK, SCHEME, SIGNED, IEEE), FULL)
+        store(codes, at, n, code(x, scale, BLOCK, SCHEME, SIGNED, IEEE, FINITE), FULL)
 
 
 @jit
 def code(
-    x: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, SCHEME: tl.constexpr, SIGNED: tl.constexpr, IEEE: tl.constexpr
+    x: tl.tensor,
+    scale: tl.tensor,
+    BLOCK: tl.constexpr,
+    SCHEME: tl.constexpr,
+    SIGNED: tl.constexpr,
+    IEEE: tl.constexpr,
+    FINITE: tl.constexpr,
 ) -> tl.tensor:
     """The codes of a tile for the scales of its groups; zero if the scale is NaN."""
     if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
         # Powers of two: the reciprocal is exact, and its exponent bits are 254 minus those of the scale.
         word = scale.to(tl.int32, bitcast=True)
         inverse = tl.where(scale > 0.0, (254 << 23) - word, 0).to(tl.float32, bitcast=True)
-        y = tl.where(spread(scale, BLOCK) >= 0.0, x * spread(inverse, BLOCK), 0.0)
+        y = x * spread(inverse, BLOCK)
+        if not FINITE:
+            y = tl.where(spread(scale, BLOCK) >= 0.0, y, 0.0)
         if not SIGNED:
             # 2^-9, 2^-16, 2^-24
             smallest = (
@@ -123,7 +142,8 @@ def code(
             y *= spread(254.0 * factor, BLOCK)
         else:
             y = x * spread(divide(1.0, tl.where(scale == 0.0, 1.0, scale), IEEE), BLOCK)
-        y = tl.where(spread(scale, BLOCK) >= 0.0, y, 0.0)
+        if not FINITE:
+            y = tl.where(spread(scale, BLOCK) >= 0.0, y, 0.0)
         if SCHEME == "root":
             y = tl.where(x > 0.0, tl.maximum(y, 1.0), y)
         # The sum's last bits are the integer nearest to y, ties to even.
@@ -132,15 +152,17 @@ def code(
 
 
 @jit
-def largest_of_groups(x: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def largest_of_groups(x: tl.tensor, BLOCK: tl.constexpr, FINITE: tl.constexpr) -> tl.tensor:
     """max |x| of each group, (BLOCK / 128,) float32; infinite if a value is not finite."""
     # Whether a maximum propagates NaN depends on the architecture; it always propagates infinity.
-    size = tl.where(x == x, tl.abs(x), float("inf"))
+    size = tl.abs(x)
+    if not FINITE:
+        size = tl.where(x == x, size, float("inf"))
     return tl.max(tl.reshape(size, (BLOCK // GROUP, GROUP)), axis=1)
 
 
 @jit
-def scale_of(largest: tl.tensor, SCHEME: tl.constexpr, IEEE: tl.constexpr) -> tl.tensor:
+def scale_of(largest: tl.tensor, SCHEME: tl.constexpr, IEEE: tl.constexpr, FINITE: tl.constexpr) -> tl.tensor:
     """The scale of a group from its largest magnitude: 0 for 0, NaN if it is not finite."""
     if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
         exponent = 8 if SCHEME == "e4m3" else 15
@@ -150,7 +172,9 @@ def scale_of(largest: tl.tensor, SCHEME: tl.constexpr, IEEE: tl.constexpr) -> tl
         scale = divide(largest, 255.0, IEEE)
     else:
         scale = tl.maximum(largest, TINY)
-    return tl.where(largest > 0.0, tl.where(largest < float("inf"), scale, float("nan")), 0.0)
+    if not FINITE:
+        scale = tl.where(largest < float("inf"), scale, float("nan"))
+    return tl.where(largest > 0.0, scale, 0.0)
 
 
 @jit

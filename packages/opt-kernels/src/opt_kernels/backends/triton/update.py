@@ -30,7 +30,7 @@ SCALARS_AT = 3  # lanes of a row before the formula's scalars
 HEADER = """
 from opt_kernels.backends.triton import jit, tl
 from opt_kernels.backends.triton.lanes import divide, larger, load, pointer, raised, root, sign, smaller, tanh
-from opt_kernels.backends.triton.quantize import read_state, write_state
+from opt_kernels.backends.triton.quantize import no_outlier, read_state, write_state
 from opt_kernels.backends.triton.scalars import any_power, q_pochhammer
 from opt_kernels.backends.triton.lanes import read_main, write_main
 
@@ -194,6 +194,9 @@ def _tile(formula: Formula) -> list[str]:
         for result in results
     ]
     states = list(enumerate(formula.states))
+    share_scales = " or ".join(f"SCHEME{i} != 'plain'" for i, _ in states)
+    kept = " & ".join(f"no_outlier(new_{i}, SCHEME{i}, {state.signed})" for i, state in states)
+    dropping = [f"kept = {kept}", *(f"new_{i} = tl.where(kept, new_{i}, 0.0)" for i, _ in states)]
     return [
         "@jit",
         f"def tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN: tl.constexpr, OUT: tl.constexpr, "
@@ -214,14 +217,12 @@ def _tile(formula: Formula) -> list[str]:
                 *with_loads([f"new_p = {values[0]}"]),
                 "step = tl.load(row + 2).to(tl.int32, bitcast=True)",
                 "write_main(main, out, new_p, at, n, first, step, MAIN, OUT, REMAINDER, STOCHASTIC_ROUNDING, FULL)",
+                *(line for i, _ in states for line in with_loads([f"new_{i} = {values[1 + i]}"])),
+                *([f"if {share_scales}:", *_indented(dropping)] if states else []),
                 *(
-                    line
+                    f"write_state(codes{i}, scales{i}, new_{i}, start, n, STATE{i}, BLOCK, SCHEME{i}, "
+                    f"{state.signed}, IEEE, True, FULL)"
                     for i, state in states
-                    for line in (
-                        *with_loads([f"new_{i} = {values[1 + i]}"]),
-                        f"write_state(codes{i}, scales{i}, new_{i}, start, n, STATE{i}, BLOCK, SCHEME{i}, "
-                        f"{state.signed}, IEEE, FULL)",
-                    )
                 ),
             ]
         ),

@@ -16,7 +16,7 @@ from opt_kernels.backends.triton import jit, jit_once, scalars, tl
 from opt_kernels.backends.triton.formats import ALIGNMENT, triton_dtype
 from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, read_main, store, write_main
 from opt_kernels.backends.triton.launches import Launches, launch_options
-from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, write_state
+from opt_kernels.backends.triton.quantize import GROUP, no_outlier, read_state, scheme, write_state
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Decay, MuonStep
 from opt_kernels.matrices.muon.rounds import (
@@ -62,8 +62,10 @@ def momentum_tile(
     # Added within a thread, and u written before the momentum: with 8-bit codes, the registers saved let another
     # program run at the same time.
     squares = tl.sum(tl.reshape(x * x, (BLOCK // LANES, LANES)), axis=1)
-    write_state(u, u_scale, x, start, n, U, BLOCK, SCHEME_U, True, IEEE, FULL)
-    write_state(momentum, momentum_scale, m, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, FULL)
+    write_state(u, u_scale, x, start, n, U, BLOCK, SCHEME_U, True, IEEE, False, FULL)
+    if SCHEME != "plain":
+        m = tl.where(no_outlier(m, SCHEME, True), m, 0.0)
+    write_state(momentum, momentum_scale, m, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, True, FULL)
     return squares
 
 
