@@ -29,7 +29,7 @@ PRECISIONS = {
     "by dtype": ({"params_dtype": BF16}, {"params": BF16}),
     "remainders by default": (AWARE | {"bf16": True}, {"params": BF16, "remainder": True}),
     "remainders off": (AWARE | {"bf16": True, "store_param_remainders": False}, {"params": BF16}),
-    "no remainders of fp16 params": (AWARE | {"fp16": True}, {"params": FP16}),
+    "no remainders of fp16 params": (AWARE | {"fp16": True, "exp_avg_dtype": BF16}, {"params": FP16, "exp_avg": BF16}),
     "no remainders of fp16 mains": (AWARE | {"bf16": True, "main_params_dtype": FP16}, {"params": BF16, "mains": FP16}),
     "narrow states": (AWARE | {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": FP16},
                       {"exp_avg": torch.uint8, "exp_avg_sq": FP16}),

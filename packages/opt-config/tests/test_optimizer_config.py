@@ -108,6 +108,13 @@ REFUSED = [
     (AWARE | FP16_MAINS, "main_params_dtype=torch.float16: is allowed for 16-bit parameters only"),
     (AWARE | SHORT_MAINS, "main_params_dtype=torch.int8: is an 8-bit remainder of bf16 parameters; set bf16=True"),
     (AWARE | SHORT_MAINS | {"fp16": True}, "main_params_dtype=torch.int8: is an 8-bit remainder of bf16 parameters"),
+    (AWARE, "use_precision_aware_optimizer=True: has no effect: nothing of torch.float32 parameters is narrower; set"),
+    (
+        AWARE | {"fp16": True},
+        "use_precision_aware_optimizer=True: has no effect: nothing of torch.float16 parameters i",
+    ),
+    ({"store_param_remainders": False}, "store_param_remainders=False: has no effect without use_precision_aware_opt"),
+    (AWARE | FP16_MAINS | {"fp16": True, "store_param_remainders": False}, "store_param_remainders=False: has no ef"),
     ({"bf16": True} | SHORT_MAINS, "main_params_dtype=torch.int8: has no effect without use_precision_aware_optimizer"),
 ]
 
@@ -147,7 +154,8 @@ LEGAL = [
     {"lr": 0.0, "min_lr": 0.0}, {"lr": 1}, {"adam_beta1": 0.0}, {"clip_grad": 0.0}, {"min_lr": 1e-5},
     {"lr": 1e-3, "min_lr": 1e-3}, {"grad_norm_skip_threshold": 10.0}, {"loss_scale": 1024.0},
     {"bf16": True, "params_dtype": torch.bfloat16}, {"params_dtype": torch.bfloat16},
-    {"store_param_remainders": False}, {"optimizer": "torch.optim.RMSprop"}, {"optimizer": "my_rule-2"},
+    BF16_AWARE | {"store_param_remainders": False}, {"barrier_with_L1_time": True},
+    {"optimizer": "torch.optim.RMSprop"}, {"optimizer": "my_rule-2"},
 ]  # fmt: skip
 
 

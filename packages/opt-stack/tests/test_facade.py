@@ -154,6 +154,14 @@ def test_the_spans_have_megatron_cores_names() -> None:
     assert calls == [call for name in names.split() for call in ((name, "start", True), (name, "stop", None))]
 
 
+@pytest.mark.parametrize("rule", ["adam", "muon"])
+def test_sharding_on_one_rank_is_accepted(rule: str) -> None:
+    models, name = [make_model(), make_model()], {"adam": "", "muon": "layer_wise_"}[rule]
+    for model, fields in zip(models, ({}, {f"use_{name}distributed_optimizer": True})):
+        train(model, get_optimizer(OptimizerConfig(optimizer=rule, lr=1e-2, **fields), [model]), range(2))
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
 # --- in torch's own loops ---------------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         "is torch.float16; fp16=False and bf16=True allow torch.bfloat16, torch.float32: set fp16=True",
     ),
     "float64 model": ({"model": lambda: [make_model(torch.float64)]}, "is torch.float64; fp16=False and bf16=False"),
+    "a barrier of no timer": (
+        {"barrier_with_L1_time": True},
+        "barrier_with_L1_time=True has no effect without timers; set timers, or leave it",
+    ),
     "nothing to train": ({"model": frozen}, "model_chunks hold no trainable parameter on any rank; at least one needs"),
     "overrides that conflict": (
         {"overrides": {BIAS: {"wd_mult": 0.0}, FIRST: {"wd_mult": 1.0}}},

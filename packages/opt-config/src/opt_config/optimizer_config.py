@@ -58,7 +58,8 @@ class OptimizerConfig(Configuration):
     params_dtype: torch.dtype = torch.float32
     """Dtype of the parameters if neither `fp16` nor `bf16` is set."""
     use_precision_aware_optimizer: bool = False
-    """Allow narrower mains, gradients and moments, as chosen by the five fields below."""
+    """Allow narrower mains, gradients and moments, as chosen by the five fields below, which need it. Refused if none
+    of them has an effect."""
     store_param_remainders: bool = True
     """With bf16 parameters and fp32 mains, store only the low 16 bits of the mains. The parameter is the upper half."""
     main_grads_dtype: torch.dtype = torch.float32
@@ -170,7 +171,7 @@ class OptimizerConfig(Configuration):
     log_num_zeros_in_grad: bool = False
     """Count the gradient elements that are zero."""
     barrier_with_L1_time: bool = False
-    """Synchronize the ranks by a barrier before each timer of level 1."""
+    """Synchronize the ranks by a barrier before each timer of level 1. Needs `timers` when the optimizer is built."""
     timers: Callable[..., Any] | None = None
     """Callable: `timers(name, log_level=...)` returns an object with `start(barrier=...)` and `stop()`."""
     config_logger_dir: str = ""

@@ -215,9 +215,10 @@ CHOICES = MappingProxyType(
 
 # Fields without effect unless another one is set. Without it, a value other than the default is refused, because it
 # would be silently ignored.
+_NARROWER = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _FIELDS_THAT_NEED = {
     "fp8_recipe": "reuse_grad_buf_for_mxfp8_param_ag",
-    "use_precision_aware_optimizer": "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
+    "use_precision_aware_optimizer": f"store_param_remainders {' '.join(_NARROWER)}",
     "decoupled_lr": "decoupled_min_lr",
     "overlap_param_gather": "overlap_param_gather_with_optimizer_step",
     "optimizer_cpu_offload": (
@@ -246,6 +247,7 @@ def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
     yield from _needs(config)
     yield from _learning_rates(config)
     yield from _dtypes(config)
+    yield from _precision_aware(config)
     yield from _fp8(config)
     yield from _shards(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
@@ -316,6 +318,19 @@ def _dtypes(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.main_params_dtype is torch.int8 and not config.store_param_remainders:
         reason = "is an 8-bit remainder, but store_param_remainders=False; set only one of them"
         yield Problem("main_params_dtype", config.main_params_dtype, reason)
+
+
+def _precision_aware(config: "OptimizerConfig") -> Iterator[Problem]:
+    params = config.precision.params
+    if not config.use_precision_aware_optimizer or params is torch.bfloat16:
+        return
+    if not config.store_param_remainders:
+        reason = f"has no effect: {params} parameters have no remainders; set bf16=True, or leave it at True"
+        yield Problem("store_param_remainders", False, reason)
+    if all(getattr(config, name) is torch.float32 for name in _NARROWER):
+        names = _NARROWER[1:] if params is torch.float16 else _NARROWER[2:]
+        reason = f"has no effect: nothing of {params} parameters is narrower; set {' or '.join(names)}, or leave it out"
+        yield Problem("use_precision_aware_optimizer", True, reason)
 
 
 def _fp8(config: "OptimizerConfig") -> Iterator[Problem]:

@@ -69,6 +69,8 @@ def build_stepper(draft: Draft) -> Stepper:
     plan, roles, config, device = draft.plan, draft.roles, draft.config, draft.device
     assert device is not None
     refuse(check_graphs(draft, device))
+    if config.barrier_with_L1_time and config.timers is None:
+        raise ConfigError("barrier_with_L1_time=True has no effect without timers; set timers, or leave it at False")
     reducing = [chunk for chunk in draft.chunks if draft.shards_reduced or is_megatron_wrapper(chunk)]
     reduced = {id(param) for chunk in reducing for param in chunk.parameters()}
     averaged = _averaged_by_torch(draft)
