@@ -16,7 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_ranks import load_as_ranks
 from megatron_truth import assert_holds, truth_of
+from small_models import train, trained
 from states import whole_tensors
+from torch import nn
 
 from opt_checkpoint import (
     NUMPY_GLOBALS,
@@ -30,6 +32,7 @@ from opt_checkpoint import (
     ShardedObject,
     ShardedTensor,
     load,
+    load_optimizer,
     read_common,
     read_index,
     sharded_like,
@@ -132,12 +135,59 @@ def key_of(group: int, bucket: int, state: str) -> str:
     return f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_0.{dtypes}.bucket_idx_{bucket}.{state}"
 
 
-def write(path: Path, tensors: dict[str, Any]) -> None:
-    """As Megatron-Core's `torch_dist`: a stock directory and its mark."""
+def write(path: Path, tensors: dict[str, Any], common: Any = None) -> None:
+    """As Megatron-Core's `torch_dist`: a stock directory, its mark, and plain values as they were up to 0.17."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(tensors, checkpoint_id=path)
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    if common is not None:
+        torch.save(common, path / "common.pt")
+
+
+def write_states(
+    path: Path, optimizer: torch.optim.Optimizer, model: nn.Module, *, main: str, prefix: str = ""
+) -> None:
+    """The weights and states of torch's AdamW as Megatron-Core stores those of its own, with bf16 weights."""
+    tensors: dict[str, Any] = {}
+    for name, param in model.named_parameters():
+        tensors[name] = param.detach().bfloat16()
+        tensors[f"{prefix}optimizer.state.{main}.{name}"] = param.detach()
+        for state in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{prefix}optimizer.state.{state}.{name}"] = optimizer.state[param][state]
+    groups = [{"step": 2.0, "lr": 0.5}]
+    of_optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    common = {"optimizer": {0: of_optimizer} if prefix else of_optimizer, "iteration": 2}
+    write(path, tensors, common)
+
+
+@pytest.mark.parametrize("form", ["theirs", "in a chain", "converted"])
+def test_a_torch_optimizer_goes_on_from_their_states(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "theirs"
+    model, optimizer = trained(2)
+    prefix = "chained_0." if form == "in a chain" else ""
+    write_states(path, optimizer, model, main="fp32_param" if prefix else "param", prefix=prefix)
+    if form == "converted":
+        path = tmp_path / "ours"
+        megatron_to_checkpoint(tmp_path / "theirs", path)
+    again, other = trained(0)
+    again.load_state_dict(model.state_dict())
+    report = load_optimizer(again, other, path)
+    assert report.uninitialised == report.gone == ()
+    assert {name for states in other.state.values() for name in states} == {"step", "exp_avg", "exp_avg_sq"}
+    assert train(again, other, 2, 5) == train(model, optimizer, 2, 5)
+
+
+def test_stacked_layers_are_refused_for_a_torch_optimizer(written: Path) -> None:
+    layers = nn.Module()
+    layers.decoder = nn.Module()
+    layers.decoder.layers = nn.ModuleList([nn.Module()])
+    layers.decoder.layers[0].mlp = nn.Module()
+    layers.decoder.layers[0].mlp.linear_fc1 = nn.Linear(16, 64, bias=False)
+    optimizer = torch.optim.AdamW(layers.parameters())
+    with pytest.raises(CheckpointKeyError, match=r"layers\.0\.mlp\.linear_fc1\.weight stacked with those of other"):
+        load_optimizer(layers, optimizer, written / "theirs")
+    assert not optimizer.state
 
 
 @pytest.fixture

@@ -94,6 +94,25 @@ def test_the_message_says_where_the_optimizer_is(tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "x"), str(tmp_path / "x.pt"), "--to", "torch", "--at", "optim"]) == 2
 
 
+@pytest.mark.parametrize("form", ["sharded_optimizer", "nested", "flattened", "ours", "by state"])
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path, form: str) -> None:
+    model, optimizer = trained()
+    at = ("optimizer",)
+    if form == "sharded_optimizer":
+        save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
+    elif form == "by state":
+        states = {f"optimizer.state.exp_avg.{name}": param for name, param in model.named_parameters()}
+        dcp_save(states, checkpoint_id=tmp_path / "x")
+    else:
+        save_theirs(form, tmp_path / "x")
+        at = ("optim",)
+    other = nn.ModuleDict({"body": nn.Linear(3, 3)})
+    unloaded = torch.optim.AdamW(other.parameters())
+    with pytest.raises(CheckpointKeyError, match=r"holds nothing of this optimizer's parameters body\.weight"):
+        load_optimizer(other, unloaded, tmp_path / "x", at=at)
+    assert not unloaded.state
+
+
 @pytest.mark.parametrize(
     "state", [[torch.ones(2), torch.ones(3)], {"a": torch.ones(2), "calls": 5}], ids=["list", "dict"]
 )

@@ -26,52 +26,16 @@ from opt_checkpoint.disk.checkpoint import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.saved_optimizer import PREFIX
+from opt_checkpoint.run.saved_optimizer import PREFIX, read_step, values_of
 from opt_checkpoint.state.sharded import Shape, ShardedObject, ShardedTensor, ShardIdentity
 from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath
 
 BUCKETS, _MAIN = "dp_reshardable", f"{PREFIX}fp32_param."
 READABLE = frozenset({BUCKETS, "fully_reshardable", "fully_sharded_model_space"})
-_GROUPS_OBJECT = re.compile(r"optimizer\.distributed\..*\.optimizer/shard_[\d.]+_[\d.]+")
 _STACKED = re.compile(r"(?:.*\.)?layers\.(?!\d)")
 _BUCKET_STATE = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(?:.+)\.bucket_idx_(\d+)\.(\w+)")
 _START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: longer gaps are not padding
-
-
-def read_step(index: CheckpointIndex, common: Any) -> int | None:
-    """The step count of the whole optimizer; None if none is stored.
-
-    Megatron-Core stores it in the parameter groups (in the common state, or in an object of its own), or as
-    `common_step` next to the optimizer's states.
-
-    Args:
-        index: a Megatron-Core directory.
-        common: its common state.
-
-    Raises:
-        CheckpointingException: parameters have different step counts.
-    """
-    places = [common.get("optimizer") if isinstance(common, dict) else None]
-    places += [read_object(index, key) for key in sorted(index.objects) if _GROUPS_OBJECT.fullmatch(key)]
-    steps = {int(v) for place in places for name in ("step", "common_step") for v in _values_of(place, name)}
-    if len(steps) > 1:
-        raise CheckpointValueError(f"{index.path} holds different step counts: {sorted(steps)}; pass step= (--step)")
-    return steps.pop() if steps else None
-
-
-def _values_of(value: Any, name: str) -> Iterator[Any]:
-    """Numbers, strings and one-element tensors under a key of this name, anywhere in a nested value."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            is_single = isinstance(inner, int | float | str) or (isinstance(inner, Tensor) and inner.numel() == 1)
-            if key == name and is_single:
-                yield inner
-            else:
-                yield from _values_of(inner, name)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _values_of(inner, name)
 
 
 def megatron_to_checkpoint(
@@ -99,7 +63,7 @@ def megatron_to_checkpoint(
     if index.kind is not Kind.MEGATRON and not has_buckets:
         raise CheckpointValueError(f"{source} was not written by Megatron-Core: it has no metadata.json")
     common = read_common(index)
-    forms = set(_values_of(common, "param_state_sharding_type")) or ({BUCKETS} if has_buckets else set())
+    forms = set(values_of(common, "param_state_sharding_type")) or ({BUCKETS} if has_buckets else set())
     form = str(forms.pop()) if len(forms) == 1 else None  # of the optimizer; None if there is none
     if form is not None and form not in READABLE:
         raise CheckpointValueError(

@@ -1,14 +1,16 @@
 """Finds an optimizer in a checkpoint: its groups, the names of its parameters and states, and where these are stored.
 
-Four forms are read: that of `sharded_optimizer`; that of opt-stack's optimizers, whose groups alone are plain values;
+Five forms are read: that of `sharded_optimizer`; that of opt-stack's optimizers, whose groups alone are plain values;
 that of `torch.distributed.checkpoint.state_dict.get_state_dict`, as torchtitan saves it, with the states
-`state.<parameter>.<state>` and groups by number or flattened by parameter; and the same as saved by `save`.
+`state.<parameter>.<state>` and groups by number or flattened by parameter; the same as saved by `save`; and that of
+Megatron-Core and of what was converted from it, with the states `state.<state>.<parameter>` and no names in groups.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,9 +18,9 @@ from torch import Tensor
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import some_of
-from opt_checkpoint.disk.checkpoint import Opened, read_objects
-from opt_checkpoint.disk.index import Kind
-from opt_checkpoint.errors import CheckpointKeyError
+from opt_checkpoint.disk.checkpoint import Opened, read_object, read_objects
+from opt_checkpoint.disk.index import CheckpointIndex, Kind
+from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks
 from opt_checkpoint.run.save_load import carry_out_load
 from opt_checkpoint.state.tensors import sharded_like
@@ -26,6 +28,8 @@ from opt_checkpoint.state.tree import Path, lookup, path_text
 from opt_checkpoint.state.wrappers import former_names
 
 PREFIX = "optimizer.state."
+_GROUPS_OBJECT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*\.optimizer/shard_[\d.]+_[\d.]+")
+_LAYER = re.compile(r"(?<=\blayers\.)\d+\.")
 T = TypeVar("T")
 
 
@@ -67,8 +71,14 @@ def with_current_names(saved: SavedOptimizer, names: Iterable[str]) -> SavedOpti
     )
 
 
-def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
+def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ()) -> SavedOptimizer:
     """Find the optimizer under these keys of the saved state, such as `("optimizer",)`.
+
+    Args:
+        opened: the checkpoint.
+        at: the keys.
+        names: of the parameters of the present optimizer. States are stored by parameter or by name of state, which the
+            names of parameters, these and those of stored weights, tell apart.
 
     Raises:
         CheckpointKeyError: nothing is there that is an optimizer, or a state of it is incomplete.
@@ -76,8 +86,11 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
     saved, index, prefix = lookup(opened.common, tuple(at)), opened.index, "".join(f"{key}." for key in at)
     if isinstance(saved, dict) and ("state_names" in saved or "names" in (saved.get("groups") or ())):
         return _ours(opened, saved, at)
-    keys = _by_param(index.tensors, f"{prefix}state.")
-    groups, names = _stock_groups(opened, at, saved)
+    keys, by_state = _by_param(index.tensors, f"{prefix}state."), _by_state(index.tensors, f"{prefix}state.")
+    known = {*names, *index.tensors}
+    if known & by_state.keys() and not known & keys.keys():
+        return _of_megatron(opened, by_state, names)
+    groups, saved_names = _stock_groups(opened, at, saved)
     if not keys and not groups:
         prefixes = sorted({f".{key}".partition(".state.")[0] for key in index.tensors if ".state." in f".{key}"})
         places = [tuple(prefix.split(".")[1:]) for prefix in prefixes[:4]]
@@ -89,7 +102,7 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
     numbers = lookup(saved, ("state",))  # in a state dict that our `save` stored
     for name, own in numbers.items() if isinstance(numbers, dict) else ():
         plain.setdefault(str(name), {}).update(own if isinstance(own, dict) else {})
-    members = [name for own in names for name in own] or sorted(keys.keys() | plain.keys())
+    members = [name for own in saved_names for name in own] or sorted(keys.keys() | plain.keys())
     known = set(members)  # others are of parameters that are gone, unless they are inside a state
     others = (keys.keys() | plain.keys()) - known
     if strange := sorted(n for n in others if any(n[:at] in known for at, letter in enumerate(n) if letter == ".")):
@@ -98,7 +111,34 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
             f"sharded_optimizer only"
         )
     state_names = {name: sorted({*keys.get(name, {}), *plain.get(name, {})}) for name in members}
-    return SavedOptimizer(groups, names, state_names, plain, {}, keys)
+    return SavedOptimizer(groups, saved_names, state_names, plain, {}, keys)
+
+
+def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: Iterable[str]) -> SavedOptimizer:
+    """The states that Megatron-Core stored, by parameter, without main weights: a torch optimizer has none.
+
+    The step count, which is stored once or, in a converted checkpoint, by parameter, is a float32 tensor as in torch.
+    """
+    index = opened.index
+    if stacked := [name for name in names if name not in by_state and _LAYER.sub("", name) in by_state]:
+        raise CheckpointKeyError(
+            f"{index.path} holds the states of {some_of(stacked)} stacked with those of other layers, which a torch "
+            f"optimizer cannot represent; load them with an optimizer of opt_stack, from what optckpt convert --from "
+            f"megatron writes"
+        )
+    step = read_step(index, opened.common) if index.kind is Kind.MEGATRON else None
+    stored = {name: states.pop("step") for name, states in by_state.items() if "step" in states}
+    steps = {name: torch.empty(index.tensors[key].shape, dtype=torch.int64) for name, key in stored.items()}
+    wanted = {name: sharded_like(key, steps[name]) for name, key in stored.items()}
+    carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened))
+    keys: dict[str, dict[str, str]] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, states in by_state.items():
+        keys[name] = {state: key for state, key in states.items() if state not in ("param", "fp32_param")}
+        if name in steps or step is not None:
+            plain[name] = {"step": steps[name].float() if name in steps else torch.tensor(float(step or 0))}
+    state_names = {name: sorted({*own, *plain.get(name, {})}) for name, own in keys.items()}
+    return SavedOptimizer((), (), state_names, plain, {}, keys)
 
 
 def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
@@ -155,6 +195,17 @@ def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str
     return found
 
 
+def _by_state(stored: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
+    """The keys of the form `<prefix><state>.<parameter>`, in a chain of optimizers too, by parameter and state."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for key in sorted(stored):
+        match = re.fullmatch(rf"(?:chained_\d+\.)?{re.escape(prefix)}([^.]+)\.(.+)", key)
+        if match is not None:
+            state, name = match.groups()
+            found[name][state] = key
+    return found
+
+
 def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str, dict[str, Any]]:
     """Values of the keys `<of><parameter or number>.<field>`: stored objects, tensors if they are of groups, and what
     our `save` stored of a flattened state dict."""
@@ -201,3 +252,38 @@ def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[d
             f"save sharded_optimizer(model, optimizer)"
         )
     return [{field: value for field, value in group.items() if field != "params"} for group in rows], names
+
+
+def read_step(index: CheckpointIndex, common: Any) -> int | None:
+    """The step count of the whole optimizer; None if none is stored.
+
+    Megatron-Core stores it in the parameter groups (in the common state, or in an object of its own), or as
+    `common_step` next to the optimizer's states.
+
+    Args:
+        index: a Megatron-Core directory.
+        common: its common state.
+
+    Raises:
+        CheckpointingException: parameters have different step counts.
+    """
+    places = [common.get("optimizer") if isinstance(common, dict) else None]
+    places += [read_object(index, key) for key in sorted(index.objects) if _GROUPS_OBJECT.fullmatch(key)]
+    steps = {int(v) for place in places for name in ("step", "common_step") for v in values_of(place, name)}
+    if len(steps) > 1:
+        raise CheckpointValueError(f"{index.path} holds different step counts: {sorted(steps)}; pass step= (--step)")
+    return steps.pop() if steps else None
+
+
+def values_of(value: Any, name: str) -> Iterator[Any]:
+    """Numbers, strings and one-element tensors under a key of this name, anywhere in a nested value."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            is_single = isinstance(inner, int | float | str) or (isinstance(inner, Tensor) and inner.numel() == 1)
+            if key == name and is_single:
+                yield inner
+            else:
+                yield from values_of(inner, name)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from values_of(inner, name)

@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.layout import fingerprint
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.names import some_of
 from opt_checkpoint.dcp.reader import Verify
 from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
-from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
+from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.optimizer_params import NamedParam, named_params, names_by_group, on_all_ranks
 from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
 from opt_checkpoint.run.save_load import carry_out_load, opened_everywhere
@@ -212,8 +213,10 @@ def load_optimizer(
     Args:
         model: contains the parameters, under the names that were saved.
         optimizer: its `state` and the fields of its `param_groups` are replaced.
-        path: a checkpoint with `sharded_optimizer(...)` in its state; or with an optimizer's state dict of
-            `torch.distributed.checkpoint.state_dict`, as torchtitan saves it, flattened or not.
+        path: a checkpoint with `sharded_optimizer(...)` in its state; with an optimizer's state dict of
+            `torch.distributed.checkpoint.state_dict`, as torchtitan saves it, flattened or not; or a directory of
+            Megatron-Core, or converted from one. Their groups name no parameters, so `param_groups` stay as they are,
+            and their main weights are not loaded, because a torch optimizer has none.
         at: the keys under which the optimizer is stored, such as `("optim",)`.
         process_group: the ranks that load.
         groups: process groups by role, as for `sharded_optimizer`.
@@ -222,7 +225,7 @@ def load_optimizer(
         verify: as for `load`.
 
     Raises:
-        CheckpointKeyError: no optimizer is there, or one of its states is incomplete.
+        CheckpointKeyError: no optimizer is there, one of its states is incomplete, or it has other parameters only.
         CheckpointMismatchError: a parameter had another shape when its state was saved.
         CheckpointingException: as `load`, and as `apply_saved_groups`.
     """
@@ -269,7 +272,14 @@ def fill_optimizer(
     def prepare() -> None:
         if groups is None:
             names.extend(find_members())
-        saved = with_current_names(find_optimizer(opened, at), [name for own in names for name in own])
+        own_names = [name for own in names for name in own]
+        saved = with_current_names(find_optimizer(opened, at, own_names), own_names)
+        known = {name for own in saved.names for name in own} | saved.state_names.keys()
+        if own_names and not known.intersection(own_names):
+            raise CheckpointKeyError(
+                f"{path} holds nothing of this optimizer's parameters {some_of(own_names)}; its optimizer has "
+                f"{some_of(sorted(known))}. Pass the model under the names that were saved"
+            )
         prepared.append((saved, {member.name: _fresh_state(member, opened.index, saved) for member in members}))
         set_groups(_copied(optimizer.param_groups))  # finds errors before changes
 
@@ -282,7 +292,7 @@ def fill_optimizer(
         for state_name, tensor in fresh[member.name].items()
     }
     read(wanted)
-    state = {member.param: {**fresh[member.name], **saved.plain_state.get(member.name, {})} for member in members}
+    state = {member.param: {**fresh[member.name], **_plain_state(member, saved)} for member in members}
     report = _replace_state(optimizer, state, set_groups, ranks=ranks, path=path)
     known = {name for own in names for name in own}
     return OptimizerLoadReport(
@@ -290,6 +300,18 @@ def fill_optimizer(
         uninitialised=tuple(member.name for member in members if not saved.state_names.get(member.name)),
         gone=tuple(n for n, states in saved.state_names.items() if states and n not in known),
     )
+
+
+def _plain_state(member: NamedParam, saved: SavedOptimizer) -> dict[str, Any]:
+    """The states of a parameter that are already read; tensors are copied to where torch keeps step counts."""
+    plain = saved.plain_state.get(member.name, {})
+    return {k: v.to(_step_device(member), copy=True) if isinstance(v, Tensor) else v for k, v in plain.items()}
+
+
+def _step_device(member: NamedParam) -> torch.device:
+    """Torch's optimizers keep the step count on the host unless they are captured or fused."""
+    on_device = member.group.get("capturable") or member.group.get("fused")
+    return local_tensor(member.param.detach()).device if on_device else torch.device("cpu")
 
 
 def _replace_state(
@@ -349,8 +371,6 @@ def _fresh_state(member: NamedParam, index: CheckpointIndex, saved: SavedOptimiz
             memory = torch.empty_like(local, dtype=stored.dtype)  # every element is read, or the load raises
             fresh[state_name] = like_sharded(member.param.detach(), memory)
         else:
-            # torch's optimizers keep the step count on the host unless they are captured or fused.
-            on_device = stored.shape or member.group.get("capturable") or member.group.get("fused")
-            device = local.device if on_device else "cpu"
+            device = local.device if stored.shape else _step_device(member)
             fresh[state_name] = torch.empty(stored.shape, dtype=stored.dtype, device=device)
     return fresh
