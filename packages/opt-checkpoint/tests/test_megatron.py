@@ -118,6 +118,97 @@ def test_it_is_converted_with_its_step(written: Path) -> None:
         main(["convert", str(written / "theirs"), str(written / "again")])
 
 
+def shifted(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """States as Megatron-Core up to 0.19.2 cuts them from two buckets: without the padding after the first one."""
+    names = list(reversed(states))  # as it fills buckets
+    starts: dict[str, int] = {}
+    end = 0
+    for name in names:
+        starts[name] = end
+        end += states[name].numel() + (24 if name == names[0] else 0)
+    joined = torch.cat([states[name].reshape(-1) for name in names])
+    cut = torch.cat([joined, torch.zeros(24)])
+    return {n: cut[starts[n] : starts[n] + s.numel()].reshape(s.shape) for n, s in states.items()}
+
+
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embedding": (40, 12), "norm": (16,), "fc1": (30, 12), "bias": (10,), "head": (40, 12)}
+    return {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
+
+
+def write_mains(path: Path, weights: Any, mains: Any, moments: Any, main: str = "param") -> None:
+    tensors = {**weights, **{f"optimizer.state.{main}.{name}": value for name, value in mains.items()}}
+    write(path, {**tensors, **{f"optimizer.state.exp_avg.{name}": value for name, value in moments.items()}})
+
+
+def as_fp8(main: torch.Tensor) -> torch.Tensor:
+    scale = main.abs().max() / 448
+    return ((main / scale).to(torch.float8_e4m3fn).float() * scale).bfloat16()
+
+
+def as_rounded_stochastically(main: torch.Tensor) -> torch.Tensor:
+    noise = torch.randint(0, 1 << 16, main.shape, generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+    return ((main.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
+
+
+def as_fp16_main(main: torch.Tensor) -> torch.Tensor:
+    scale = main.abs().max() / 65504
+    return (main / scale).half().float() * scale
+
+
+HEALTHY: dict[str, tuple[Any, Any]] = {  # the weights and main weights that are stored for exact main weights
+    "bf16": (lambda name, main: main.bfloat16(), lambda main: main),
+    "fp16": (lambda name, main: main.half(), lambda main: main),
+    "fp8": (lambda name, main: as_fp8(main) if main.dim() > 1 else main.bfloat16(), lambda main: main),
+    "stochastic rounding": (lambda name, main: as_rounded_stochastically(main), lambda main: main),
+    "fp16 main weights": (lambda name, main: main.bfloat16(), as_fp16_main),
+    "weights loaded later": (lambda name, main: drawn(7)[name].bfloat16(), lambda main: main),
+    "some loaded later": (lambda name, main: (drawn(7)[name] if "fc" in name else main).bfloat16(), lambda main: main),
+    "fp32": (lambda name, main: main, lambda main: main),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_states_of_healthy_runs_are_not_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    to_weight, to_main = HEALTHY[name]
+    mains, path = drawn(1), tmp_path / "theirs"
+    weights = {name: to_weight(name, main) for name, main in mains.items()}
+    write_mains(path, weights, {name: to_main(main) for name, main in mains.items()}, drawn(2))
+    assert main(["verify", str(path)]) == 0
+    assert ("states of 5 parameters cannot be checked" in capsys.readouterr().out) == (name == "fp32")
+    moment = torch.zeros(30, 12)
+    load({"x": sharded_like("optimizer.state.exp_avg.fc1", moment)}, path)
+    assert torch.equal(moment, drawn(2)["fc1"])
+
+
+@pytest.mark.parametrize("form", ["param", "fp32_param"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_shifted_states_are_named_and_refused(tmp_path: Path, dtype: torch.dtype, form: str) -> None:
+    mains, path = drawn(1), tmp_path / "theirs"
+    weights = {name: main.to(dtype) for name, main in mains.items()}
+    write_mains(path, weights, shifted(mains), shifted(drawn(2)), main=form)
+    (finding,) = verify_checkpoint(path)
+    assert finding.keys == tuple(f"optimizer.state.{form}.{name}" for name in ("bias", "embedding", "fc1", "norm"))
+    target = torch.full((30, 12), -1.0)
+    asked: dict[str, Any] = {"x": sharded_like("optimizer.state.exp_avg.fc1", target)}
+    with pytest.raises(CheckpointCorruptError, match=r"states of 4 parameters at shifted places .*moments='new'"):
+        load(asked, path)
+    assert (target == -1).all()
+    model = nn.ParameterDict({name: nn.Parameter(main.clone()) for name, main in mains.items()})
+    with pytest.raises(CheckpointCorruptError, match="at shifted places"):
+        load_optimizer(model, torch.optim.AdamW(model.parameters()), path)
+    command = ["convert", str(path), str(tmp_path / "ours"), "--from", "megatron"]
+    assert main(command) == 2
+    assert main([*command, "--moments", "new"]) == 0
+    assert set(read_index(tmp_path / "ours").tensors) == set(mains)
+    load({"x": sharded_like("fc1", torch.zeros(30, 12, dtype=dtype))}, path)  # weights are right
+    asked["main"] = sharded_like("optimizer.state.fp32_param.fc1", torch.zeros(30, 12))
+    report = load(asked, path, moments="new", strict="return_missing")
+    assert report.missing == ("optimizer.state.exp_avg.fc1",)
+    assert torch.equal(report.state["main"], weights["fc1"].float())
+
+
 STATES = ("param", "exp_avg", "exp_avg_sq")
 # Two tensor-parallel ranks, each with two buckets: of `w` half the columns each, a bias that both have, a matrix.
 SLOTS = [

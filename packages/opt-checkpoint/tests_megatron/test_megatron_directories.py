@@ -38,6 +38,7 @@ class World(NamedTuple):
 
     ranks: int
     tensor_parallel: int
+    kind: str = "zero"  # one of KINDS of write_megatron.py
     python_path: str | None = None
 
     @property
@@ -47,11 +48,11 @@ class World(NamedTuple):
         return ["fully_reshardable", "dp_reshardable"]
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks, tp {self.tensor_parallel}{', 0.12' if self.python_path else ''}"
+        return f"{self.ranks} ranks, tp {self.tensor_parallel}, {'0.12' if self.python_path else self.kind}"
 
 
 NEW = [World(1, 1), World(2, 1), World(2, 2)]
-WORLDS = [*NEW, World(2, 1, OLD)] if OLD else NEW
+WORLDS = [*NEW, World(2, 1, python_path=OLD)] if OLD else NEW
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> object:
     def folder(world: World) -> Path:
         target = tmp_path_factory.mktemp("megatron")
         writer = Path(__file__).parent / "write_megatron.py"
-        command = [sys.executable, writer, target, world.ranks, world.tensor_parallel, *world.formats]
+        command = [sys.executable, writer, target, world.ranks, world.tensor_parallel, world.kind, *world.formats]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if world.python_path:
             environment["PYTHONPATH"] = os.pathsep.join([world.python_path, os.environ.get("PYTHONPATH", "")])
@@ -94,6 +95,18 @@ def test_buckets_are_converted_by_the_layout_of_the_run(folder_of: object, tmp_p
     assert_holds(target, truth_of(folder))
     steps = whole_tensors(target, "optimizer.state.step.")
     assert steps["optimizer.state.step.decoder.layers.mlp.linear_fc2.weight"].tolist() == [STEPS, STEPS]
+
+
+def test_states_of_several_buckets_are_refused(folder_of: object, tmp_path: Path) -> None:
+    folder = folder_of(World(2, 1, "buckets"))  # type: ignore[operator]
+    path, truth = folder / "fully_reshardable", truth_of(folder)
+    (finding,) = verify_checkpoint(path)
+    wrong = {key.replace("state.param", "state.fp32_param") for key in finding.keys}
+    assert wrong == {key for key in truth if "fp32_param" in key and "output_layer" not in key}
+    command = ["convert", str(path), str(tmp_path / "ours"), "--from", "megatron"]
+    assert main(command) == 2
+    assert main([*command, "--moments", "new"]) == 0
+    assert verify_checkpoint(folder / "dp_reshardable") == []
 
 
 @pytest.mark.skipif(not OLD, reason="OPT_MEGATRON_OLD names no megatron-core 0.12")

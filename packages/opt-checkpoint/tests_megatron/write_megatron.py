@@ -1,10 +1,10 @@
 """Writes directories of a small GPT with Megatron-Core itself, on gloo ranks without a GPU.
 
-    python write_megatron.py FOLDER RANKS TENSOR_PARALLEL FORMAT ...
+    python write_megatron.py FOLDER RANKS TENSOR_PARALLEL KIND FORMAT ...
 
-FOLDER gets one directory per format, and from each rank `truth-<rank>.pt` (the optimizer's states as they are in
-memory, by parameter) and `slots-<rank>.json` (where each parameter is in the buckets). Megatron-Core asks for CUDA in a
-few places that a CPU serves as well; `_OnCpu` answers them.
+KIND is one of `KINDS`. FOLDER gets one directory per format, and from each rank `truth-<rank>.pt` (the optimizer's
+states as they are in memory, by parameter) and `slots-<rank>.json` (where each parameter is in the buckets).
+Megatron-Core asks for CUDA in a few places that a CPU serves as well; `_OnCpu` answers them.
 """
 
 import argparse
@@ -24,6 +24,29 @@ from torch.overrides import TorchFunctionMode
 
 warnings.filterwarnings("ignore")
 STEPS = 3
+LOSS_SCALE = 512.0
+
+
+class Kind(NamedTuple):
+    """A configuration of Megatron-Core: precision, distributed optimizer, buckets, experts, the form of its keys."""
+
+    dtype: torch.dtype = torch.bfloat16
+    is_distributed: bool = True
+    bucket_size: int | None = None  # of several buckets, which overlap with the backward pass
+    experts: int | None = None  # one a rank: a second optimizer in the chain
+    has_prefix: bool = False  # `chained_N.`, unless the metadata says otherwise as in Megatron's training script
+
+
+KINDS = {
+    "zero": Kind(),
+    "plain": Kind(is_distributed=False),
+    "fp32": Kind(dtype=torch.float32, is_distributed=False),
+    "fp16": Kind(dtype=torch.float16, is_distributed=False),
+    "fp16-zero": Kind(dtype=torch.float16),
+    "buckets": Kind(bucket_size=700),
+    "experts": Kind(experts=2),
+    "chain": Kind(experts=2, is_distributed=False, has_prefix=True),
+}
 
 
 class Attention(enum.Enum):
@@ -45,7 +68,7 @@ class _OnCpu(TorchFunctionMode):
         return out.replace("torch.", "torch.cuda.", 1) if func is torch.Tensor.type and isinstance(out, str) else out
 
 
-def write(rank: int, folder: Path, ranks: int, tensor_parallel: int, formats: list[str]) -> None:
+def write(rank: int, folder: Path, ranks: int, tensor_parallel: int, kind: Kind, formats: list[str]) -> None:
     """One rank: train three steps on random gradients, then save in every format."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
@@ -55,17 +78,17 @@ def write(rank: int, folder: Path, ranks: int, tensor_parallel: int, formats: li
     if not hasattr(np, "product"):
         np.product = np.prod  # type: ignore[attr-defined]  # Megatron-Core 0.12 was written for numpy 1
     with _OnCpu():
-        model, optimizer = _train(tensor_parallel)
+        model, optimizer = _train(tensor_parallel, kind)
         pieces = _pieces(model)
         torch.save(_truth(model, optimizer, pieces), folder / f"truth-{rank}.pt")
         (folder / f"slots-{rank}.json").write_text(json.dumps(_slots(model, pieces)))
         for form in formats:
-            _save(model, optimizer, folder / form, form)
+            _save(model, optimizer, folder / form, form, kind)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _train(tensor_parallel: int) -> tuple[Any, Any]:
+def _train(tensor_parallel: int, kind: Kind) -> tuple[Any, Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -74,8 +97,12 @@ def _train(tensor_parallel: int) -> tuple[Any, Any]:
     from megatron.core.transformer import TransformerConfig
 
     torch.manual_seed(1)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    bf16 = {"bf16": True, "params_dtype": torch.bfloat16}
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel, expert_model_parallel_size=kind.experts or 1
+    )
+    precision: dict[str, Any] = {"params_dtype": kind.dtype}
+    if kind.dtype != torch.float32:
+        precision["bf16" if kind.dtype == torch.bfloat16 else "fp16"] = True
     unfused = {
         f"{name}_fusion": False
         for name in ("bias_activation", "gradient_accumulation", "masked_softmax", "bias_dropout")
@@ -83,15 +110,25 @@ def _train(tensor_parallel: int) -> tuple[Any, Any]:
     config = TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, use_cpu_initialization=True,
-        tensor_model_parallel_size=tensor_parallel, pipeline_dtype=torch.bfloat16, apply_rope_fusion=False,
-        **bf16, **unfused,
+        tensor_model_parallel_size=tensor_parallel, pipeline_dtype=kind.dtype, apply_rope_fusion=False,
+        num_moe_experts=kind.experts, expert_model_parallel_size=kind.experts or 1,
+        moe_ffn_hidden_size=32 if kind.experts else None, **precision, **unfused,
     )  # fmt: skip
-    gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=8)
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, bucket_size=5000, grad_reduce_in_fp32=True
+    gpt = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=kind.experts),
+        vocab_size=63 if kind.bucket_size else 64,
+        max_sequence_length=8,
     )
-    model = DistributedDataParallel(config, ddp_config, gpt.bfloat16())
-    options = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=0.0, **bf16)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=kind.is_distributed, bucket_size=kind.bucket_size or 5000, grad_reduce_in_fp32=True,
+        overlap_grad_reduce=kind.bucket_size is not None,
+    )  # fmt: skip
+    model = DistributedDataParallel(config, ddp_config, gpt.to(kind.dtype))
+    options = OptimizerConfig(
+        optimizer="adam", lr=0.01, use_distributed_optimizer=kind.is_distributed, clip_grad=0.0,
+        initial_loss_scale=LOSS_SCALE, **precision,
+    )  # fmt: skip
     optimizer = get_megatron_optimizer(options, [model])
     for step in range(STEPS):
         model.zero_grad_buffer()
@@ -141,16 +178,23 @@ def _pieces(model: Any) -> dict[int, list[_Piece]]:
 
 def _truth(model: Any, optimizer: Any, pieces: dict[int, list[_Piece]]) -> list[dict[str, Any]]:
     """The elements of each parameter that this rank's optimizer holds, with its states."""
-    sharded = getattr(optimizer, "chained_optimizers", [optimizer])[0]
     rows = []
-    for param in model.parameters():
-        if param not in sharded.model_param_gbuf_map:
-            continue
-        held = sharded._get_model_param_range_map(param)["param"]
-        tensors = sharded._get_main_param_and_optimizer_states(param)
-        states = {name: tensors[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-        states["fp32_param"] = tensors.get("param", tensors.get("fp32_param")).clone()
-        rows.append({"pieces": [p._asdict() for p in pieces[id(param)]], "start": held.start, "states": states})
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for param in model.parameters():
+            start = 0
+            if hasattr(part, "model_param_gbuf_map"):
+                if param not in part.model_param_gbuf_map:
+                    continue
+                start = part._get_model_param_range_map(param)["param"].start
+                tensors = part._get_main_param_and_optimizer_states(param)
+            else:
+                main = getattr(param, "main_param", param)
+                if main not in part.optimizer.state:
+                    continue
+                tensors = {"param": main.detach(), **part.optimizer.state[main]}
+            states = {name: tensors[name].flatten().clone() for name in ("exp_avg", "exp_avg_sq")}
+            states["fp32_param"] = tensors.get("param", tensors.get("fp32_param")).flatten().clone()
+            rows.append({"pieces": [p._asdict() for p in pieces[id(param)]], "start": start, "states": states})
     return rows
 
 
@@ -170,11 +214,11 @@ def _slots(model: Any, pieces: dict[int, list[_Piece]]) -> list[dict[str, Any]]:
     return slots
 
 
-def _save(model: Any, optimizer: Any, path: Path, form: str) -> None:
+def _save(model: Any, optimizer: Any, path: Path, form: str, kind: Kind) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
     sharded = model.module.sharded_state_dict()
-    metadata = {"distrib_optim_sharding_type": form}
+    metadata = {"distrib_optim_sharding_type": form, "chained_optim_avoid_prefix": not kind.has_prefix}
     try:
         state = optimizer.sharded_state_dict(sharded, metadata=metadata, is_loading=False)
     except TypeError:  # 0.12 takes the format as an argument
@@ -211,5 +255,5 @@ if __name__ == "__main__":
     if megatron.core.__version__ < "0.13":
         _serve_old_writers()
     size = int(sys.argv[2])
-    work = (target, size, int(sys.argv[3]), sys.argv[4:])
+    work = (target, size, int(sys.argv[3]), KINDS[sys.argv[4]], sys.argv[5:])
     mp.start_processes(write, work, nprocs=size, start_method="fork" if megatron.core.__version__ < "0.13" else "spawn")

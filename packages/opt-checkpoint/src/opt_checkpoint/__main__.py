@@ -15,6 +15,7 @@ import torch
 
 from opt_checkpoint.disk.checkpoint import read_index, size_problems, verify_checkpoint
 from opt_checkpoint.disk.index import PATHS
+from opt_checkpoint.disk.main_weights import unchecked
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointingException,
@@ -26,8 +27,9 @@ from opt_checkpoint.store import Location, location_of, store_at
 from opt_checkpoint.store.directory import is_leftover
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
+_UNROUNDED = "they have no 16-bit weights, to which main weights would round"
 # Formats that `convert` reads and writes, and the options of each.
-_FROM = {"torch": ("names",), "safetensors": ("map", "prefix"), "megatron": ("slots", "step")}
+_FROM = {"torch": ("names",), "safetensors": ("map", "prefix"), "megatron": ("slots", "step", "moments")}
 _TO = {"torch": ("at", "force"), "safetensors": ("map", "prefix", "tensor", "dtype"), "dcp": ("at", "name")}
 
 
@@ -83,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--names", type=Path, help="from torch: JSON list of parameter names in the optimizer's order")
     convert.add_argument("--slots", type=Path, help="from megatron: JSON list of {name, shape, start, ...}")
     convert.add_argument("--step", type=int, help="from megatron: number of optimizer steps taken")
+    convert.add_argument("--moments", choices=("saved", "new"), help="from megatron: new converts the weights only")
     replaces = "to torch: replace an existing file; a directory is never replaced"
     convert.add_argument("--force", action="store_true", default=None, help=replaces)
     extract = add("extract", "write one stored tensor to a .pt file", _extract, "path")
@@ -169,6 +172,9 @@ def _verify(options: argparse.Namespace) -> int:
         index = read_index(options.path)
         some = f"no damage was found, but archives of {index.kind.value} may lack checksums of values"
         print(f"{options.path}: {some if index.save_id is None else 'every byte is as it was saved'}")
+        if names := unchecked(index):
+            few = f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''}"
+            print(f"states of {len(names)} parameters cannot be checked ({few}): {_UNROUNDED}")
     return FOUND if findings else FINE
 
 
@@ -205,7 +211,9 @@ def _convert(options: argparse.Namespace) -> int:
         safetensors.safetensors_to_checkpoint(source, target, names=rules, prefix=prefix)
     elif options.from_ == "megatron":
         slots = reading.read_rows(options.slots, megatron.BucketSlot) if options.slots else None
-        megatron.megatron_to_checkpoint(source, target, slots=slots, step=options.step)
+        megatron.megatron_to_checkpoint(
+            source, target, slots=slots, step=options.step, moments=options.moments or "saved"
+        )
     elif options.to == "torch":
         torch_files.checkpoint_to_torch_file(source, target, at=at, force=bool(options.force))
     elif options.to == "dcp":

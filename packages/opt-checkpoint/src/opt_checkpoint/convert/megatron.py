@@ -24,6 +24,7 @@ from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.disk.archives import not_loaded_in
 from opt_checkpoint.disk.checkpoint import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
+from opt_checkpoint.disk.main_weights import Moments, refuse_shifted, with_moments
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX, read_step, values_of
@@ -39,7 +40,12 @@ _START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: 
 
 
 def megatron_to_checkpoint(
-    source: PathLike, path: AnyPath, *, slots: Sequence[BucketSlot] | None = None, step: int | None = None
+    source: PathLike,
+    path: AnyPath,
+    *,
+    slots: Sequence[BucketSlot] | None = None,
+    step: int | None = None,
+    moments: Moments = "saved",
 ) -> None:
     """Convert a Megatron-Core directory to a checkpoint of opt-checkpoint, in one process, with tensors in scratch
     files.
@@ -53,12 +59,15 @@ def megatron_to_checkpoint(
         path: the checkpoint to write: a directory, or a place in an object store.
         slots: for `dp_reshardable`: where each parameter is in the buckets.
         step: how many updates were made; None for the stored count.
+        moments: `"new"` converts no state of the optimizer: for damaged directories, and buckets without `slots`.
 
     Raises:
         CheckpointingException: it is not a Megatron-Core directory, has a format that is not read, needs `slots`, or
             has no buckets for them.
     """
-    index = read_index(source)
+    if moments == "new" and not (slots is None and step is None):
+        raise CheckpointValueError("moments='new' converts no states, for which slots and step would be")
+    index = with_moments(read_index(source), moments)
     has_buckets = any(map(_BUCKET_STATE.fullmatch, index.tensors))
     if index.kind is not Kind.MEGATRON and not has_buckets:
         raise CheckpointValueError(f"{source} was not written by Megatron-Core: it has no metadata.json")
@@ -70,11 +79,12 @@ def megatron_to_checkpoint(
             f"{source} stores its optimizer as {form}, which is not read; allowed: {', '.join(sorted(READABLE))}. "
             f"Load it with Megatron-Core and save it with --dist-ckpt-optim-fully-reshardable"
         )
-    if form == BUCKETS and slots is None:
+    if form == BUCKETS and slots is None and moments == "saved":
         raise CheckpointValueError(
             f"{source} stores its optimizer as {BUCKETS}: buckets of memory in which no parameter has a name. Pass "
             f"slots= (--slots FILE), the layout of the run that saved it; see opt_checkpoint.BucketSlot"
         )
+    refuse_shifted(index)
     step = read_step(index, common) if step is None else step
     named = {key: stored for key, stored in index.tensors.items() if not _BUCKET_STATE.fullmatch(key)}
     with scratch_folder(path) as scratch:

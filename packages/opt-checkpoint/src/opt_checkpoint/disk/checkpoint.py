@@ -17,6 +17,7 @@ from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles, PieceSums, crc32, has_right_sums, hashing
 from opt_checkpoint.disk.foreign import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredFile
+from opt_checkpoint.disk.main_weights import shifted_mains, shifted_text
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from opt_checkpoint.store import MANIFEST, AnyPath, Location, Store, location_of, store_at
@@ -253,10 +254,14 @@ def _findings(index: CheckpointIndex) -> Iterator[Finding]:
     places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
     files = DataFiles(index)
     if index.save_id is None:  # only the zips of stock files have checksums, which torch never reads
+        is_damaged = False
         for key, place in places:
             problem = _archive_problem(files.read(place.file, place.start, place.nbytes))
             if problem:
+                is_damaged = True
                 yield Finding(place.file, problem, (key,))
+        if not is_damaged and index.kind is Kind.MEGATRON and (keys := shifted_mains(index, whole=True)):
+            yield Finding(METADATA, f"lists {shifted_text(keys)}", tuple(keys))
         return
     for name, problem in _damage(index.path, index.files):
         of_file = [(key, place) for key, place in places if place.file == name and problem == _CHANGED]

@@ -23,6 +23,7 @@ from opt_checkpoint.dcp.saving import CheckpointWriter, ShardedSavePlanner
 from opt_checkpoint.disk.archives import SafeGlobals
 from opt_checkpoint.disk.checkpoint import Opened, check_sizes, open_checkpoint, removed, was_removed
 from opt_checkpoint.disk.index import Kind
+from opt_checkpoint.disk.main_weights import Moments, refuse_shifted, with_moments
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
 from opt_checkpoint.run.ranks import (
     Ranks,
@@ -235,6 +236,7 @@ def load(
     verify: Verify = "sizes",
     aliases: Mapping[str, str] = NO_ALIASES,
     safe_globals: SafeGlobals = (),
+    moments: Moments = "saved",
     threads: int = 4,
 ) -> LoadReport:
     """Load a checkpoint into the memory of a state, however it was sharded when saved; all ranks call this together.
@@ -260,6 +262,8 @@ def load(
         safe_globals: classes and functions that stored objects and plain values may use, as for
             `torch.serialization.safe_globals`; `NUMPY_GLOBALS` for numpy arrays. Values that need others are not
             loaded, and requesting one is an error.
+        moments: `"new"` reads no state of optimizers, as if only weights were stored: main weights are the weights, and
+            moments and steps are missing. For directories of Megatron-Core whose states are damaged, which are refused.
         threads: number of concurrent reads of a rank.
 
     Returns:
@@ -274,10 +278,12 @@ def load(
         CheckpointFailedError: a rank failed for another reason.
     """
     ranks = ranks_of(process_group)
-    source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify)
+    source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify, moments=moments)
     rules: dict[str, Any] = {"strict": strict, "dtype": dtype, "aliases": aliases, "safe_globals": safe_globals}
     with opened_everywhere(ranks, source, verify, safe_globals) as opened:
-        return carry_out_load(ranks, ShardedLoadPlanner(state, opened, **rules), threads=threads, verify=verify)
+        kept = replace(opened, index=with_moments(opened.index, moments))
+        planner = ShardedLoadPlanner(state, kept, **rules)
+        return carry_out_load(ranks, planner, threads=threads, verify=verify, checks_states=True)
 
 
 @contextmanager
@@ -311,9 +317,16 @@ def opened_everywhere(
 
 
 def carry_out_load(
-    ranks: Ranks, planner: ShardedLoadPlanner, *, threads: int = 4, verify: Verify = "sizes"
+    ranks: Ranks,
+    planner: ShardedLoadPlanner,
+    *,
+    threads: int = 4,
+    verify: Verify = "sizes",
+    checks_states: bool = False,
 ) -> LoadReport:
     """Plan a load, check it, and read, in three exchanges. All ranks call this together, with the same index.
+
+    With `checks_states`, rank 0 looks for shifted states in directories of Megatron-Core, if any rank asks for states.
 
     Raises:
         CheckpointingException: as `load`.
@@ -325,7 +338,13 @@ def carry_out_load(
         reader.verify(planner)
         return asked
 
-    unexpected = through_first(ranks, plan, planner.unexpected_of, f"loading {planner.index.path}")
+    def unexpected_of(per_rank: list[bytes]) -> tuple[str, ...]:
+        unexpected = planner.unexpected_of(per_rank)
+        if checks_states:
+            refuse_shifted(planner.index, unexpected)
+        return unexpected
+
+    unexpected = through_first(ranks, plan, unexpected_of, f"loading {planner.index.path}")
     return read_planned(ranks, planner, reader, unexpected)
 
 

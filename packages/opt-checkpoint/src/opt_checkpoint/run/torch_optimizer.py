@@ -235,7 +235,7 @@ def load_optimizer(
     with opened_everywhere(ranks, source, verify) as found:
 
         def read(wanted: ShardedStateDict) -> object:
-            return carry_out_load(ranks, ShardedLoadPlanner(wanted, found), verify=verify)
+            return carry_out_load(ranks, ShardedLoadPlanner(wanted, found), verify=verify, checks_states=True)
 
         return fill_optimizer(model, optimizer, found, read, ranks=ranks, **options)
 
