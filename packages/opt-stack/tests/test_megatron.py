@@ -308,6 +308,7 @@ def test_gradients_are_clipped_and_counted_as_in_megatron_core() -> None:
     assert megatron.get_grad_norm_fp32(grads) == 5.0
     assert megatron.get_grad_norm_fp32(grads, 1) == 7.0
     assert megatron.get_grad_norm_fp32(grads, float("inf")) == 4.0
+    assert megatron.get_grad_norm_fp32(grads, norm_type="inf") == 4.0
     assert megatron.get_grad_norm_fp32([]) == 0.0
     assert megatron.count_zeros_fp32(params) == 2
     params[0].shared = True  # type: ignore[attr-defined]
@@ -649,3 +650,40 @@ def test_the_script_may_wrap_a_step_for_graphs() -> None:
     assert megatron.layer_wise_optimizer.tag_params_for_buffer_routing([make_model()]) is None
     assert "max_lr" in megatron.optimizer.param_group_identifier_keys
     assert megatron.distrib_optimizer.DistributedOptimizer.compute_full_param_layout([], None, 2, None) is None
+
+
+@pytest.mark.parametrize("rule", ["lion", "laprop"])
+def test_some_rules_move_matrices_only_with_the_betas_of_adam(rule: str) -> None:
+    """They moved everything, with betas of their own: weights differed by 7.5e-2 after six steps."""
+    found, wanted = Attention(), Attention()
+    given = megatron.OptimizerConfig(lr=0.1, optimizer=rule, adam_beta1=0.8, adam_beta2=0.95)
+    optimizer = megatron.get_megatron_optimizer(given, [found])
+    config = OptimizerConfig(lr=0.1, optimizer=rule, adam_beta1=0.8, adam_beta2=0.95, lion_beta1=0.8, lion_beta2=0.95)
+    biases = {megatron.ParamKey(name="*.bias"): {"optimizer": "adam", "wd_mult": 0.0}}
+    wanted.position_embeddings.weight.is_embedding_or_output_parameter = False
+    expected = get_optimizer(config, [wanted], biases)
+    for _ in range(3):
+        for model, own in ((found, optimizer), (wanted, expected)):
+            own.zero_grad()
+            model().backward()
+            own.step()
+    assert_equal(weights(found), weights(wanted))
+    assert given.lion_beta1 == OptimizerConfig().lion_beta1
+
+
+def test_the_callers_own_rates_of_embeddings_replace_the_decoupled_ones() -> None:
+    """Megatron-Core takes them; they were refused with the advice to pass just these."""
+    config = megatron.OptimizerConfig(lr=0.1, decoupled_lr=0.5)
+    own = {megatron.ParamKey(attr="is_embedding_or_output_parameter"): {"max_lr": 0.3}}
+    model = make_model()
+    model[0].weight.is_embedding_or_output_parameter = True
+    overrides = {**megatron.get_standard_config_overrides(config), **own}
+    optimizer = megatron.get_megatron_optimizer(config, [model], overrides)
+    assert sorted({group["max_lr"] for group in optimizer.param_groups}) == [0.1, 0.3]
+
+
+def test_functions_are_found_where_megatron_core_has_them() -> None:
+    finalize = import_module("opt_stack.megatron.finalize_model_grads")
+    assert finalize.finalize_model_grads is megatron.finalize_model_grads
+    with pytest.raises(ImportError, match=r"EmergingOptimizerEntry; register a rule of your own"):
+        megatron.emerging_optimizers.EmergingOptimizerEntry  # noqa: B018

@@ -48,25 +48,25 @@ from opt_scheduler import (
     param_group_override_to_tuple,
 )
 from opt_stack.factory import get_optimizer_based_on_param_groups, logger, with_matrix_rule
+from opt_stack.megatron.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 from opt_stack.megatron.configs import (
     AdamOptimizerConfig,
     DistributedDataParallelConfig,
     OptimizerConfig,
     SGDOptimizerConfig,
 )
-from opt_stack.megatron.names import (
+from opt_stack.megatron.kinds import (
     ChainedOptimizer,
-    DistributedDataParallel,
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     LayerWiseDistributedOptimizer,
     MixedPrecisionOptimizer,
-    add_modules_,
-    clip_grad_by_total_norm_fp32,
-    count_zeros_fp32,
+)
+from opt_stack.megatron.modules import add_modules_
+from opt_stack.megatron.names import (
+    DistributedDataParallel,
     finalize_model_grads,
-    get_grad_norm_fp32,
     get_megatron_muon_optimizer,
     get_megatron_optimizer,
     layer_wise,

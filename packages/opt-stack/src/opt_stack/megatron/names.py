@@ -1,33 +1,32 @@
-"""Megatron-Core's kinds of optimizer, its positional orders, its module paths, and its names that do not exist here."""
+"""Megatron-Core's functions that build an optimizer, and its wrapper, with its positional orders."""
 
-import math
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, wraps
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
+from functools import wraps
 from inspect import signature
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from opt_config import ConfigError, DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, WholeParams
+from opt_config import (
+    ConfigError,
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+)
 from opt_distributed import finalize_model_grads as finalize
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
-from opt_distributed.comm import Given, ProcessGroups, TorchComm, world
+from opt_distributed.comm import Given, ProcessGroups
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
 from opt_kernels.rules import Needs
-from opt_paramgroups import is_dtensor
+from opt_paramgroups import get_standard_config_overrides
 from opt_stack.factory import build_optimizer, get_optimizer
+from opt_stack.megatron.kinds import LAYER_WISE
 from opt_stack.megatron.script import ScriptOptimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
+from opt_stack.planning.plan import Overrides
 from opt_stack.rules.registry import Registry
-
-LAYER_WISE = "layer-wise"  # a `full_param_layout`
 
 
 def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> OptimizerConfig:
@@ -49,85 +48,40 @@ def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> Optimi
     return replace(config, optimizer=name, use_distributed_optimizer=False, use_layer_wise_distributed_optimizer=True)
 
 
+_NOT_A_MATRIX = ParamPredicate(
+    name="nonlinear_or_embedding",  # as in Megatron-Core
+    fn=lambda param: param.dim() != 2 or getattr(param, "is_embedding_or_output_parameter", False),
+)
+
+
+def _of_matrices(config: OptimizerConfig, overrides: Overrides | None) -> tuple[OptimizerConfig, Overrides | None]:
+    """Return the configuration and overrides of a rule that Megatron-Core uses for matrices only, or as they are."""
+    if config.optimizer not in ("lion", "laprop"):
+        return config, overrides
+    given = get_standard_config_overrides(config, by_name=False) if overrides is None else overrides
+    config = replace(config, lion_beta1=config.adam_beta1, lion_beta2=config.adam_beta2)
+    return config, {**given, ParamKey(predicate=_NOT_A_MATRIX): {"optimizer": "adam"}}
+
+
 @wraps(get_optimizer, assigned=())
 def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
-    """`opt_stack.get_optimizer` with Megatron-Core's meaning of two settings.
+    """`opt_stack.get_optimizer` with Megatron-Core's meaning of some settings.
 
     `use_distributed_optimizer=True` with a rule of matrices means layer-wise sharding: see `layer_wise`. Weight decay
     and matrix rules follow the shapes of parameters, the name `*.bias` and `is_embedding_or_output_parameter` only:
-    neither stacks of vectors nor position embeddings are recognised.
+    neither stacks of vectors nor position embeddings are recognised. `optimizer="lion"` and `"laprop"` update matrices
+    only, with Adam's betas, and Adam the rest.
     """
     given = signature(get_optimizer).bind(*args, **kwargs)
     given.apply_defaults()
     arguments = given.arguments
     arguments["config"] = layer_wise(arguments["config"], arguments["rules"])
+    if isinstance(arguments["config"], OptimizerConfig):
+        arguments["config"], arguments["config_overrides"] = _of_matrices(
+            arguments["config"], arguments["config_overrides"]
+        )
     del arguments["use_gloo_process_groups"]
     return build_optimizer(**arguments, by_name=False, kind=ScriptOptimizer)
-
-
-class _Kind(type):
-    """The optimizers whose configuration `matches`. `isinstance` finds them; they are not subclasses."""
-
-    matches: Callable[[OptimizerConfig], bool]
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, MegatronOptimizer) and cls.matches(instance.config)
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(
-            f"{cls.__name__} is not built directly; call opt_stack.megatron.get_megatron_optimizer(config, "
-            "model_chunks), which returns one optimizer for all parameters. For groups of your own, pass all of them "
-            "to opt_stack.get_optimizer_based_on_param_groups(config, model_chunks, param_groups)"
-        )
-
-
-def _is_mixed(config: OptimizerConfig) -> bool:
-    return config.bf16 or config.fp16
-
-
-class DistributedOptimizer(metaclass=_Kind):
-    """Optimizers with flat shards of the state (`use_distributed_optimizer=True`)."""
-
-    matches = staticmethod(lambda config: isinstance(config.sharding, FlatShards))
-
-    @staticmethod
-    def compute_full_param_layout(*args: Any, **kwargs: Any) -> None:
-        """Return None: the wrapper plans the layout."""
-
-
-class LayerWiseDistributedOptimizer(metaclass=_Kind):
-    """Optimizers that assign whole matrices to ranks (`use_layer_wise_distributed_optimizer=True`)."""
-
-    matches = staticmethod(lambda config: isinstance(config.sharding, WholeParams))
-
-    @staticmethod
-    def compute_full_param_layout(*args: Any, **kwargs: Any) -> str:
-        """Return what tells `DistributedDataParallel(full_param_layout=...)` to plan whole matrices."""
-        return LAYER_WISE
-
-
-class MixedPrecisionOptimizer(metaclass=_Kind):
-    """Optimizers of bf16 or fp16 parameters, and those with flat shards."""
-
-    matches = staticmethod(lambda config: _is_mixed(config) or isinstance(config.sharding, FlatShards))
-
-
-class Float16OptimizerWithFloat16Params(metaclass=_Kind):
-    """Optimizers of bf16 or fp16 parameters that keep the whole state on every rank."""
-
-    matches = staticmethod(lambda config: _is_mixed(config) and isinstance(config.sharding, Replicated))
-
-
-class FP32Optimizer(metaclass=_Kind):
-    """Optimizers of fp32 parameters that keep the whole state on every rank."""
-
-    matches = staticmethod(lambda config: not _is_mixed(config) and isinstance(config.sharding, Replicated))
-
-
-class ChainedOptimizer(metaclass=_Kind):
-    """Never matches: one optimizer updates dense parameters and experts, with one gradient norm and one verdict."""
-
-    matches = staticmethod(lambda config: False)
 
 
 def get_megatron_muon_optimizer(
@@ -283,139 +237,3 @@ def finalize_model_grads(
     rate = getattr(of_model, "moe_router_bias_update_rate", ROUTER_BIAS_UPDATE_RATE)
     options.setdefault("router_bias_update_rate", rate)
     finalize(model, num_tokens, pg_collection, **options)
-
-
-# --- `clip_grads`, on `param.grad`: `Optimizer.step` uses none of it, because it clips while it reads gradients -------
-
-
-@torch.no_grad()
-def get_grad_norm_fp32(
-    grads_for_norm: Iterable[Tensor] | Tensor,
-    norm_type: float = 2,
-    grad_stats_parallel_group: ProcessGroup | None = None,
-) -> float:
-    """Return the norm of gradients over a group; None: over the world. Collective, also for ranks without gradients.
-
-    It is NaN or infinite if an element is. Raises ConfigError for DTensors.
-    """
-    grads = _plain(grads_for_norm)
-    comm = world() if grad_stats_parallel_group is None else TorchComm(grad_stats_parallel_group)
-    if math.isinf(norm_type):
-        norms = comm.gather_objects([float(grad.abs().amax()) for grad in grads if grad.numel()])
-        largest = [norm for of_rank in norms for norm in of_rank]
-        return math.nan if any(map(math.isnan, largest)) else max(largest, default=0.0)
-    powers = [float(torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)) ** norm_type for grad in grads]
-    total: float = sum(comm.gather_objects(sum(powers))) ** (1.0 / norm_type)
-    return total
-
-
-@torch.no_grad()
-def clip_grad_by_total_norm_fp32(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, total_norm: float | Tensor, use_decoupled_grad: bool = False
-) -> None:
-    """Multiply gradients in place by `max_norm / (total_norm + 1e-6)` if that is below 1; all of them on every rank.
-
-    Raises:
-        ConfigError: `use_decoupled_grad` is set, or a gradient is a DTensor.
-    """
-    factor = max_norm / (float(total_norm) + 1e-6)
-    for grad in _grads(parameters, use_decoupled_grad):
-        if factor < 1.0:
-            grad.mul_(factor)
-
-
-def count_zeros_fp32(
-    parameters: Iterable[Tensor] | Tensor,
-    grad_stats_parallel_group: ProcessGroup | None = None,
-    use_decoupled_grad: bool = False,
-    tp_group: ProcessGroup | None = None,
-) -> int:
-    """Return the number of zeros in gradients over a group; None: over the world. Collective.
-
-    Parameters marked `shared` are not counted, and those that tensor parallelism replicates only on the first rank of
-    `tp_group`. Raises ConfigError as `clip_grad_by_total_norm_fp32`.
-    """
-    is_first = tp_group is None or tp_group.rank() == 0
-    counted = [
-        param
-        for param in ([parameters] if isinstance(parameters, Tensor) else parameters)
-        if not getattr(param, "shared", False) and (is_first or getattr(param, "tensor_model_parallel", False))
-    ]
-    zeros = sum(grad.numel() - int(grad.count_nonzero()) for grad in _grads(counted, use_decoupled_grad))
-    comm = world() if grad_stats_parallel_group is None else TorchComm(grad_stats_parallel_group)
-    return sum(comm.gather_objects(zeros))
-
-
-def _grads(parameters: Iterable[Tensor] | Tensor, use_decoupled_grad: bool) -> Sequence[Tensor]:
-    if use_decoupled_grad:
-        raise ConfigError("use_decoupled_grad=True: gradients here are in param.grad only; leave it at False")
-    given = [parameters] if isinstance(parameters, Tensor) else parameters
-    return _plain(param.grad for param in given if param.grad is not None)
-
-
-def _plain(tensors: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if any(is_dtensor(tensor) for tensor in found):
-        raise ConfigError(
-            "a gradient is a DTensor, whose mesh this function does not sum over; use optimizer.get_grad_norm(), "
-            "clip_grad_norm(max_norm) and count_zeros() between prepare_grads() and step_with_ready_grads()"
-        )
-    return found
-
-
-# --- modules, and names that do not exist here ------------------------------------------------------------------------
-
-
-_MODULES = {
-    "clip_grads": "clip_grad_by_total_norm_fp32 count_zeros_fp32 get_grad_norm_fp32",
-    "distrib_optimizer": "DistributedOptimizer",
-    "distributed_data_parallel": "DistributedDataParallel",
-    "distributed_data_parallel_config": "DistributedDataParallelConfig",
-    "emerging_optimizers": "",
-    "grad_scaler": "",
-    "layer_wise_optimizer": "LayerWiseDistributedOptimizer tag_params_for_buffer_routing",
-    "muon": "get_megatron_muon_optimizer",
-    "optimizer": "ChainedOptimizer FP32Optimizer Float16OptimizerWithFloat16Params MegatronOptimizer "
-    "MixedPrecisionOptimizer param_group_identifier_keys",
-    "optimizer_config": "AdamOptimizerConfig OptimizerConfig ParamKey ParamPredicate ParamWithNamePredicate "
-    "SGDOptimizerConfig",
-    "optimizer_cuda_graph": "OptimizerCudaGraphWrapper",
-    "optimizer_param_scheduler": "OptimizerParamScheduler ParamGroupOverride combine_param_group_overrides "
-    "get_canonical_lr_for_logging param_group_override_to_tuple",
-    "qk_clip": "clip_qk",
-}
-"""The modules of Megatron-Core and their names here, all of which `opt_stack.megatron` has."""
-
-_FSDP = "shard the model with torch's fully_shard, and pass it to get_megatron_optimizer"
-_SCALER = "OptimizerConfig builds the loss scaler: loss_scale, initial_loss_scale, loss_scale_window, hysteresis"
-_ABSENT = {
-    "FullyShardedDataParallel": _FSDP,
-    "TorchFullyShardedDataParallel": _FSDP,
-    "TorchFullyShardedDataParallelConfig": _FSDP,
-    "ConstantGradScaler": _SCALER,
-    "DynamicGradScaler": _SCALER,
-    "MegatronGradScaler": _SCALER,
-    "HybridDeviceOptimizer": "set optimizer_cpu_offload=True and optimizer_offload_fraction of OptimizerConfig",
-    "TensorParallelMuon": 'set optimizer="muon" and muon_tp_mode of OptimizerConfig',
-    "TensorParallelAdaptiveMuon": 'set optimizer="adaptive_muon" and muon_tp_mode of OptimizerConfig',
-    "check_config_overrides_consistency": "get_megatron_optimizer checks overrides",
-}
-
-
-def absent(name: str, module: str) -> NoReturn:
-    """Raise ImportError, which says what to write, for a name of Megatron-Core; AttributeError for any other."""
-    if name in _ABSENT:
-        raise ImportError(f"opt_stack.megatron has no {name}; {_ABSENT[name]}", name=module)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-
-def add_modules_(package: ModuleType) -> None:
-    """Make every module of Megatron-Core importable below `package`, with the names of `package`."""
-    vars(package)["__getattr__"] = partial(absent, module=package.__name__)
-    for name, public in _MODULES.items():
-        module = module_from_spec(ModuleSpec(f"{package.__name__}.{name}", None))
-        module.__doc__ = f"Names of Megatron-Core's module {name}."
-        names = {public_name: getattr(package, public_name) for public_name in public.split()}
-        vars(module).update(names, __all__=list(names), __getattr__=partial(absent, module=module.__name__))
-        sys.modules[module.__name__] = module
-        setattr(package, name, module)

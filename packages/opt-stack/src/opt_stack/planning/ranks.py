@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opt_config import ConfigError, OptimizerConfig, Problem
+from opt_config import ConfigError, OptimizerConfig, ParamKey, Problem
 from opt_distributed.buffers import matches
 from opt_distributed.comm import Comm, Roles, agree, agreed, from_all_replicas
 from opt_kernels.quantized import quantized
@@ -198,6 +198,7 @@ def _decay(draft: Draft) -> Generator[Any, Any, None]:
     config = draft.config
     given = {} if draft.overrides is None else read_overrides(config, draft.overrides, extra_group_keys=None)
     is_decoupled = draft.overrides is None or any("is_decoupled_lr" in override for override in given.values())
+    is_decoupled = is_decoupled or ParamKey(attr="is_embedding_or_output_parameter") in given  # the caller's own rates
     if config.decoupled_lr is not None and not is_decoupled:
         raise ConfigError(
             f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
