@@ -2,10 +2,11 @@
 
 import sys
 from functools import partial
+from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
 from types import ModuleType
-from typing import NoReturn
+from typing import Any
 
 _MODULES = {
     "distrib_optimizer": "DistributedOptimizer",
@@ -51,8 +52,13 @@ _ABSENT = {
 }
 
 
-def absent(name: str, module: str) -> NoReturn:
-    """Raise ImportError, which says what to write, for a name of Megatron-Core; AttributeError for any other."""
+def absent(name: str, module: str) -> Any:
+    """Return a class of Megatron-FSDP if Megatron-Core is installed: its training script imports them in any case.
+
+    Raises ImportError, which says what to write, for other names of Megatron-Core; AttributeError for any other.
+    """
+    if _ABSENT.get(name) == _FSDP and find_spec("megatron"):
+        return getattr(import_module("megatron.core.distributed"), name)
     if name in _ABSENT:
         raise ImportError(f"opt_stack.megatron has no {name}; {_ABSENT[name]}", name=module)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
