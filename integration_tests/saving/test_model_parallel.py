@@ -174,7 +174,7 @@ def resume_moments(path: str) -> None:
             save({"model": sharded_model(resumed.model, groups=resumed.groups)}, f"{path}/{saved}-resumed/{name}")
 
 
-def test_moments_of_the_rows_of_a_fused_gate_are_saved_as_of_the_whole(tmp_path: Path) -> None:
+def test_moments_of_fused_rows_are_saved_as_of_the_whole(tmp_path: Path) -> None:
     """NorMuon's were refused at the save where each rank has those of its rows, and else loaded in such parts only."""
     wholes = {name: Run(Grid(), **fields) for name, fields in MOMENTS.items()}
     for name, whole in wholes.items():
