@@ -127,6 +127,14 @@ REFUSED: dict[str, tuple[Any, ParamMeta, str]] = {
     "matrices cut by blocks": (
         DISTRIBUTED, meta((24, 8), TP, split_sizes=(20, 4)), f"w: split_sizes=(20, 4): matrices of 24 rows {CUT}"
     ),
+    "blocks of other sizes with common norms": (
+        NAMO, meta((15, 8), TP),
+        "muon_tp_mode='blockwise', but w of shape (15, 8) is cut into unequal blocks, and this adaptive_m"
+    ),
+    "blocks of other sizes that fsdp cuts further": (
+        replace(NAMO, second_moment=SecondMoment.NORMUON), meta((8, 15), FSDP, COLUMNS),
+        "muon_tp_mode='blockwise', but w of shape (8, 15) is cut into unequal blocks, and this adaptive_m"
+    ),
     "a rule without phases": (
         NoPhases(), meta((16, 8), FSDP),
         "optimizer='theirs' needs whole matrices, but w is cut along dim 0 over 4 ranks (dp), and only for an "
@@ -154,6 +162,8 @@ def test_query_groups_and_heads_may_be_cut_where_they_are_gathered_dealt_or_not_
     assert plan(DUPLICATED, meta((24, 8), TP, split_sizes=(20, 4)))
     assert plan(SOAPRule(), meta((24, 8), FSDP, head_rows=8))
     assert plan(BLOCKWISE, meta((32, 8), TP, head_rows=8), split_qkv=False)
+    for rule in (AdaptiveMuonRule(), replace(NAMO, muon=DUPLICATED)):  # no block sums over others
+        assert plan(rule, meta((15, 8), TP))
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("muon", (5,)), ("soap", (2, 3, 4, 5))])

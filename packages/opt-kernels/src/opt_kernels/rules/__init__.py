@@ -16,6 +16,7 @@ from opt_kernels.rules.base import (
     elementwise,
     init_state,
     sums_gradients,
+    sums_over_blocks,
 )
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.soap import Order, SOAPRule
@@ -25,5 +26,5 @@ from opt_kernels.works import NamedChoice
 __all__ = [
     "GRAD_SQUARES", "SGD", "Adam", "AdaptiveMuonRule", "ElementwiseRule", "Lines", "Lion", "MatrixRule", "MuonRule",
     "NamedChoice", "Needs", "Order", "Rule", "SOAPMuonRule", "SOAPRule", "SecondMoment", "elementwise",
-    "init_state", "sums_gradients",
+    "init_state", "sums_gradients", "sums_over_blocks",
 ]  # fmt: skip

@@ -94,6 +94,11 @@ class AdaptiveMuonRule(MatrixRule):
         return self.second_moment is SecondMoment.NAMO
 
     @property
+    def sums_over_blocks(self) -> bool:
+        """Whether blocks share norms or means of lines."""
+        return self.second_moment is not SecondMoment.ADAMUON
+
+    @property
     def backend(self) -> str | None:
         """The backend of Muon."""
         return self.muon.backend
@@ -218,7 +223,7 @@ def _check_lines(work: Work, name: str) -> None:
     if second is None or tuple(second.shape[-1:]) != ((rows,) if name == SECOND_MOMENT else (cols,)):
         raise access.MatrixError(
             f"lines='longer': this rank has a part {(rows, cols)} of a matrix {access.whole_size(work)}, whose longer "
-            "dim is the other one; pass lines='rows' or 'cols', or gather whole matrices"
+            "dim is the other one; pass lines='rows' or 'cols', or tp_mode='duplicated'"
         )
 
 

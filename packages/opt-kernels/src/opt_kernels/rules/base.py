@@ -113,6 +113,12 @@ def sums_gradients(rule: Rule) -> bool:
     return bool(getattr(rule, "sums_gradients", False))
 
 
+def sums_over_blocks(rule: Rule) -> bool:
+    """Whether a matrix rule in mode "blockwise" sums over tensor-parallel ranks, which then need equal blocks. The rule
+    then has an attribute of this name."""
+    return bool(getattr(rule, "sums_over_blocks", False))
+
+
 class RuleStateError(ValueError):
     """A state of a parameter that differs from what its rule declares."""
 

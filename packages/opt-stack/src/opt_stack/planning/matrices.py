@@ -14,7 +14,7 @@ from opt_distributed.comm import Comm, TorchComm
 from opt_distributed.layout import ComputeLayout, Computes, ComputeSlot, LayoutError, SplitMatrix, compute_layout
 from opt_distributed.pieces import ComputeStage, mesh_comms
 from opt_kernels.matrices import TpMode
-from opt_kernels.rules import MatrixRule, Rule
+from opt_kernels.rules import MatrixRule, Rule, sums_over_blocks
 from opt_kernels.works import MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, ParamMeta
 
@@ -78,7 +78,8 @@ def plan_compute(
     except tensor-parallel blocks in mode "blockwise" and stacks of matrices, which may be cut anywhere.
 
     Raises:
-        ConfigError: a matrix cannot be gathered, or it must be and the rule does not support that.
+        ConfigError: a matrix cannot be gathered, or it must be and the rule does not support that; or blocks are
+            unequal, and the rule sums over them.
         LayoutError: parts are unequal, but the mode needs equal ones.
     """
     found: dict[_Arranged, list[SplitMatrix]] = {}
@@ -91,6 +92,8 @@ def plan_compute(
     plans = []
     for (axes, kept, computes, _, tp_mode), matrices in found.items():
         layout = compute_layout(matrices, sizes=tuple(axis.size for axis in axes), computes=computes, kept=kept)
+        if tp_mode is TpMode.BLOCKWISE and sums_over_blocks(rule):
+            _check_blocks(layout)
         plans.append(ComputePlan(axes, layout, tp_mode))
     return tuple(plans)
 
@@ -171,6 +174,17 @@ def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: Split
                 f"{meta.id}: {words} of {rows} rows are cut: "
                 f"{block.shape[-2]} of {matrix.shape[-2]} rows are on one rank; give each rank whole groups, or set "
                 "muon_tp_mode='duplicated'"
+            )
+
+
+def _check_blocks(layout: ComputeLayout) -> None:
+    """Raise unless the tensor-parallel blocks of each matrix are equal."""
+    for slot in layout.slots:
+        blocks = [slot.matrix.block(layout.sizes, at) for at in product(*map(range, layout.sizes[: layout.kept]))]
+        if len({block.shape[-2:] for block in blocks}) > 1:
+            raise ConfigError(
+                f"muon_tp_mode='blockwise', but {slot.matrix.id} of shape {slot.matrix.shape} is cut into unequal "
+                "blocks, and this adaptive_muon_moment2_method sums over them; set muon_tp_mode='duplicated'"
             )
 
 
