@@ -9,7 +9,7 @@ import torch
 
 from opt_config import AdamOptimizerConfig, ConfigError, OptimizerConfig, SGDOptimizerConfig
 
-# Megatron-Core 0.19.2, in its order, with the later default of muon_tp_mode; muon_use_syrk is newer.
+# Megatron-Core 0.19.2, in its order; muon_use_syrk is newer.
 SPEC = {
     "lr": None, "min_lr": None, "decoupled_lr": None, "decoupled_min_lr": None, "weight_decay": 0.01,
     "apply_wd_to_qk_layernorm": False, "fp8_recipe": None, "fp16": False, "bf16": False,
@@ -20,7 +20,7 @@ SPEC = {
     "loss_scale_window": 1000, "hysteresis": 2, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-08,
     "decoupled_weight_decay": True, "sgd_momentum": 0.9, "muon_momentum": 0.95, "muon_split_qkv": True,
     "muon_nesterov": False, "muon_scale_mode": "spectral", "muon_fp32_matmul_prec": "medium",
-    "muon_coefficient_type": "quintic", "muon_num_ns_steps": 5, "muon_tp_mode": "duplicated",
+    "muon_coefficient_type": "quintic", "muon_num_ns_steps": 5, "muon_tp_mode": "blockwise",
     "muon_extra_scale_factor": 1.0, "muon_scalar_optimizer": "adam", "lion_beta1": 0.95, "lion_beta2": 0.98,
     "soap_shampoo_beta": 0.95, "soap_precondition_frequency": 1, "soap_use_kl_shampoo": True,
     "adaptive_muon_moment2_method": "adamuon", "adaptive_muon_beta2": 0.95, "adaptive_muon_eps": 1e-08,

@@ -70,6 +70,20 @@ def test_who_computes_follows_from_rule_mode_and_cuts(case: str) -> None:
     assert reported(plan(rule, matrix)) == expected
 
 
+MODES = {  # whether muon_tp_mode would change the update
+    "marked": (meta(**MARKED), True), "tp": (meta((16, 8), TP), True), "stack, tp": (meta((8, 16, 4), TP), False),
+    "fsdp": (meta((16, 8), FSDP), False), "fsdp x tp": (meta((16, 8), LAST_FSDP, TP), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODES)
+@pytest.mark.parametrize("mode", TpMode)
+def test_the_mode_is_that_of_cut_rows_or_columns(case: str, mode: TpMode) -> None:
+    matrix, has_mode = MODES[case]
+    (of_case,) = plan(MuonRule(tp_mode=mode), matrix)
+    assert of_case.tp_mode == (mode if has_mode else None)
+
+
 def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
     """Each of two data-parallel shards has its costly and its cheap matrix, and two tensor-parallel ranks for them."""
     shapes = {"a": (64, 64), "b": (64, 64), "c": (8, 8), "d": (8, 8)}
@@ -81,11 +95,17 @@ def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
 
 def test_the_plan_counts_matrices_by_who_computes_them() -> None:
     metas = [*(meta((16, 8), FSDP, name=name) for name in "abc"), meta((16, 8), LAST_FSDP, TP, name="d")]
-    first, load, second, _ = compute_lines(plan(BLOCKWISE, *metas))
+    first, load, second, _, last = compute_lines(plan(BLOCKWISE, *metas))
     assert load == "  in 1 run, an owner holds at most 0.0 MiB; the slowest works 1.33 times the mean"
     assert first.startswith("3 matrices cut over 4 ranks (dp): one rank gathers, computes and returns each")
     assert second.startswith("1 matrix cut over 2 x 4 ranks (tp, dp): ")
     assert second.endswith(" (muon_tp_mode='blockwise')")
+    assert last == (
+        "  muon_tp_mode='blockwise': updates depend on the number of tensor-parallel ranks; set "
+        "muon_tp_mode='duplicated' to update whole matrices"
+    )
+    for rule in (DUPLICATED, DISTRIBUTED, SOAPRule()):
+        assert "updates depend" not in "".join(compute_lines(plan(rule, *metas)))
 
 
 @pytest.mark.parametrize("mode", ["distributed", "duplicated", "soap"])

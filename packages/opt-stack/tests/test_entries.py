@@ -246,7 +246,7 @@ OTHERS = {  # a value other than the default of every field that only some rules
     "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_eps": 1e-6, "sgd_momentum": 0.5, "lion_beta1": 0.5, "lion_beta2": 0.5,
     "muon_momentum": 0.5, "muon_split_qkv": False, "muon_nesterov": True, "muon_scale_mode": "mup",
     "muon_fp32_matmul_prec": "high", "muon_coefficient_type": "aol", "muon_num_ns_steps": 4,
-    "muon_tp_mode": "blockwise", "muon_extra_scale_factor": 0.5, "muon_scalar_optimizer": "lion",
+    "muon_tp_mode": "duplicated", "muon_extra_scale_factor": 0.5, "muon_scalar_optimizer": "lion",
     "muon_use_syrk": True, "muon_weight_decay_method": "independent", "soap_shampoo_beta": 0.5,
     "soap_precondition_frequency": 3, "soap_use_kl_shampoo": False, "soap_order": "megatron",
     "soap_max_precond_dim": 64, "soap_one_sided": True, "soap_split_qkv": True,

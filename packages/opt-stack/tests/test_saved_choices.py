@@ -2,18 +2,21 @@
 
 import copy
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import slow_tiger
+import torch
 from parity import sharded_state
 from stack_models import make_model, over, train
+from torch import nn
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Comm
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
 
 RULES = Registry().with_formula(slow_tiger.RULE)
@@ -109,6 +112,54 @@ def test_other_options_of_a_matrix_rule_log_a_warning(
     with caplog.at_level(logging.WARNING):
         built(before)[1].load_state_dict(state)
     assert "continues with" not in caplog.text
+
+
+def cut(mode: str, tp: Comm, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The state of a rank that has rows of a matrix, after a load of the state `before`."""
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.ones(4, 4)))
+    vars(model.w).update(tensor_model_parallel=tp.size > 1, partition_dim=0)
+    axes, config = Axes(dp=Alone(), tp=tp), OptimizerConfig(lr=1e-2, optimizer="muon", muon_tp_mode=mode)
+    optimizer = get_optimizer(config, [model], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=tp))
+    if before is not None:
+        optimizer.load_state_dict(before)
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def recorded(state: Mapping[str, Any]) -> list[str]:
+    return [text for text in state["param_groups"][0]["choices"] if text.startswith("tp_mode")]
+
+
+OF_OLD = ("tp_mode='duplicated'",)  # what earlier versions recorded in every layout
+
+
+def test_the_mode_of_tensor_parallelism_is_recorded_where_it_acts(caplog: pytest.LogCaptureFixture) -> None:
+    """Symptom: with another default every saved run of Muon would have warned at its next load."""
+    alone = cut("blockwise", Alone())
+    assert recorded(alone) == recorded(cut("duplicated", Alone(), alone)) == []
+    alone["param_groups"][0]["choices"] += OF_OLD
+    cut("blockwise", Alone(), alone)
+    assert caplog.text == ""
+    assert [recorded(state) for state in run_threads(2, lambda tp: cut("blockwise", tp))] == [
+        ["tp_mode='blockwise'"]
+    ] * 2
+    assert (
+        caplog.text.count("updates depend on the number of tensor-parallel ranks; set muon_tp_mode='duplicated'") == 1
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [("duplicated", "blockwise"), ("blockwise", "distributed")])
+def test_blocks_and_whole_matrices_do_not_continue_each_other(before: str, after: str) -> None:
+    def resume(tp: Comm) -> None:
+        state = cut(before, tp)
+        message = f"was saved with muon_tp_mode='{before}', but has muon_tp_mode='{after}'"
+        with pytest.raises(ValueError, match=message):
+            cut(after, tp, state)
+        tp.gather_objects("refused")
+        del state["param_groups"][0]["choices"]
+        cut(after, tp, state)
+
+    run_threads(2, resume)
 
 
 def test_choices_that_only_round_differently_are_not_recorded() -> None:

@@ -115,9 +115,10 @@ class OptimizerConfig(Configuration):
     """Name of the set of Newton-Schulz coefficients."""
     muon_num_ns_steps: int = 5
     """Number of Newton-Schulz steps."""
-    muon_tp_mode: str = "duplicated"
-    """How a tensor-parallel matrix is orthogonalised: the whole matrix on every rank (duplicated), the whole matrix
-    with the work divided over the ranks (distributed), or the local block only (blockwise)."""
+    muon_tp_mode: str = "blockwise"
+    """How a tensor-parallel matrix is orthogonalised: the local block only, so that updates depend on the number of
+    tensor-parallel ranks (blockwise), the whole matrix on every rank (duplicated), or the whole matrix with the work
+    divided over the ranks (distributed). No effect without tensor parallelism."""
     muon_extra_scale_factor: float = 1.0
     """Factor of Muon's update."""
     muon_scalar_optimizer: str = "adam"

@@ -38,7 +38,7 @@ class ComputePlan(NamedTuple):
 
     axes: tuple[CutAxis, ...]  # in the order in which they cut; first those over which nothing is gathered
     layout: ComputeLayout
-    tp_mode: TpMode | None  # muon_tp_mode if it has an effect, else None
+    tp_mode: TpMode | None  # muon_tp_mode if tensor parallelism cuts rows or columns, else None: it has no effect
 
     @property
     def tensor_parallel_axis(self) -> int | None:
@@ -144,8 +144,7 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     if not meta.is_dtensor:
         shape[cuts[0].dim] *= cuts[0].axis.size
     matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=tuple(cut.dim for cut in ordered))
-    blocks = mode is TpMode.BLOCKWISE and any(cut in sides for cut in kept)
-    in_effect = mode if blocks or computes in (Computes.EVERY, Computes.JOINT) else None
+    in_effect = mode if any(cut.axis.is_tensor_parallel for cut in sides) else None
     return _Arranged(tuple(cut.axis for cut in ordered), len(kept), computes, team, in_effect), matrix
 
 

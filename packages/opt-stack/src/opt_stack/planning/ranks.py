@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Problem
 from opt_distributed.buffers import matches
 from opt_distributed.comm import Comm, Roles, agree, agreed, from_all_replicas
+from opt_distributed.step import CHOICES
+from opt_kernels.matrices import TpMode
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides
 from opt_stack.planning.plan import Draft, rule_text
+from opt_stack.planning.report import OF_BLOCKS
+from opt_stack.rules.entries import TP_MODE
 
 logger = logging.getLogger("opt_stack")
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
@@ -226,7 +230,22 @@ def _decay(draft: Draft) -> Generator[Any, Any, None]:
         )  # fmt: skip
 
 
-RANK_CHECKS: tuple[RankCheck, ...] = (_decay, _patterns, check_effects, _fp8, check_devices, _trained, _rules)
+def _tp_modes(draft: Draft) -> Generator[Any, Any, None]:
+    """Nothing. Records `muon_tp_mode` in the groups of rules for which it has an effect on a matrix of any rank, and
+    warns, on rank 0, of blocks that are updated as separate matrices."""
+    plans = [(unit.name.split("/")[0], plan.tp_mode) for unit in draft.plan.units for plan in unit.compute]
+    per_rank = yield {rule: mode.value for rule, mode in plans if mode is not None}
+    modes = {rule: mode for of_rank in per_rank for rule, mode in of_rank.items()}
+    for group in draft.groups:
+        if (mode := modes.get(group["optimizer"])) is not None:
+            group[CHOICES] = tuple(sorted((*group[CHOICES], f"{TP_MODE}={mode!r}")))
+    if TpMode.BLOCKWISE.value in modes.values() and draft.roles.everyone.rank == 0:
+        logger.warning("%s", OF_BLOCKS)
+
+
+RANK_CHECKS: tuple[RankCheck, ...] = (
+    _decay, _patterns, check_effects, _fp8, check_devices, _trained, _rules, _tp_modes,
+)  # fmt: skip
 
 
 def check_peers(draft: Draft) -> None:

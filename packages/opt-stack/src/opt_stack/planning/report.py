@@ -113,10 +113,18 @@ WORDS: Mapping[Computes, str] = {
 }
 
 
+OF_BLOCKS = (
+    "muon_tp_mode='blockwise': updates depend on the number of tensor-parallel ranks; set muon_tp_mode='duplicated' to "
+    "update whole matrices"
+)
+
+
 def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
     """Lines for a printed plan: matrices by axes and by computing ranks, with muon_tp_mode if it has an effect."""
     layouts: dict[str, list[ComputeLayout]] = {}
+    has_blocks = False
     for plan in plans:
+        has_blocks |= plan.tp_mode is TpMode.BLOCKWISE
         ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
         line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
         line += ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
@@ -134,6 +142,8 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
                 f"  in {num_runs} run{'s' * (num_runs > 1)}, an owner holds at most {mebibytes:,.1f} MiB; "
                 f"the slowest works {slowest:.2f} times the mean"
             )
+    if has_blocks:
+        yield f"  {OF_BLOCKS}"
 
 
 def unit_lines(plan: "Plan") -> Iterator[str]:

@@ -22,6 +22,7 @@ from opt_kernels.hooks import (
     hooked,
     hooks_of,
 )
+from opt_kernels.matrices import TpMode
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
@@ -286,10 +287,14 @@ def check_bounds(group: Group, rule: Rule | None) -> None:
 # its state is used, not what it means: a load with other options logs a warning.
 
 _OF_PRECISION = ("backend", "fp32_matmul_prec", "use_syrk")  # options that change only rounding and speed
+TP_MODE = "tp_mode"  # recorded only where tensor parallelism cuts a matrix of the rule
 
 
 def choices_of(rule: Rule) -> dict[str, Any]:
-    """Return the choices of a rule, without its hooks: those of its formula, or the plain fields of its dataclass."""
+    """Return the choices of a rule, without its hooks: those of its formula, or the plain fields of its dataclass.
+
+    Not the tensor-parallel mode, which has an effect only where matrices are cut: `planning.ranks` records it there.
+    """
     rule = bare(rule)
     if isinstance(rule, ElementwiseRule):
         constants = dict(rule.formula.constants)
@@ -304,7 +309,7 @@ def _options(rule: object) -> Iterator[tuple[str, Any]]:
         value = getattr(rule, field.name, None)
         if dataclasses.is_dataclass(value):
             yield from _options(value)
-        elif field.init and field.compare and field.name not in _OF_PRECISION and _is_plain(value):
+        elif field.init and field.compare and field.name not in (*_OF_PRECISION, TP_MODE) and _is_plain(value):
             yield field.name, value.value if isinstance(value, NamedChoice) else value
 
 
@@ -313,10 +318,18 @@ def _is_plain(value: object) -> bool:
 
 
 def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None:
-    """Raise ConfigError if `saved` was saved under another choice of the formula that updates `group`.
+    """Raise ConfigError if `saved` was saved under another choice of the formula that updates `group`, or with whole
+    matrices where tensor-parallel blocks are updated now, or the reverse.
 
     A group without a record passes: older versions and other optimizers write none. `rules` are those of this rank.
     """
+    for name, before, after in _differences(group, saved):
+        if name == TP_MODE and repr(TpMode.BLOCKWISE.value) in (before, after):
+            raise ConfigError(
+                f"group {group['name']!r} was saved with muon_tp_mode={before}, but has muon_tp_mode={after}, by which "
+                f"tensor-parallel matrices get other updates; set muon_tp_mode={before}, or delete {CHOICES!r} from "
+                f"the saved groups to continue with {after}"
+            )
     if isinstance(rules.get(group["optimizer"]), ElementwiseRule):
         for name, before, after in _differences(group, saved):
             raise ConfigError(
