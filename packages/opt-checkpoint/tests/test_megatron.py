@@ -306,13 +306,56 @@ def test_buckets_become_parameters_by_their_slots(tmp_path: Path, buckets: dict[
     assert {p.name for p in tmp_path.iterdir()} == {"theirs", "ours"}
 
 
+def test_buckets_of_two_optimizers_in_a_chain_are_told_apart(tmp_path: Path) -> None:
+    drawn_buckets = {
+        f"chained_{number}.{key_of(0, 0, state)}": torch.randn(8 + number) for number in (0, 1) for state in STATES
+    }
+    write(tmp_path / "theirs", drawn_buckets, {"optimizer": {0: {"step": 5}, 1: {"step": 5}}})
+    slots = [BucketSlot(name=f"w{n}", shape=(8 + n,), start=0, optimizer=n) for n in (0, 1)]
+    megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=slots)
+    ours = whole_tensors(tmp_path / "ours")
+    for number in (0, 1):
+        for state in STATES:
+            ours_key = f"optimizer.state.{'fp32_param' if state == 'param' else state}.w{number}"
+            assert torch.equal(ours[ours_key], drawn_buckets[f"chained_{number}.{key_of(0, 0, state)}"])
+        assert ours[f"optimizer.state.step.w{number}"].item() == 5
+
+
+SCALE = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
+OF_OPTIMIZER: dict[str, tuple[str, bool, dict[Any, Any]]] = {  # prefix, whether there are main weights, common state
+    "fp32": ("", False, {"state": {"common_step": torch.tensor(4.0)}}),
+    "fp16": ("", True, {"optimizer": {"param_groups": [{"step": 4}]}, "grad_scaler": SCALE}),
+    "in a chain": ("chained_1.", True, {1: {"optimizer": {"state": {"common_step": 4}}, "grad_scaler": SCALE}}),
+}
+
+
+@pytest.mark.parametrize("form", OF_OPTIMIZER)
+def test_steps_and_the_loss_scale_are_converted(tmp_path: Path, form: str) -> None:
+    prefix, has_mains, of_optimizer = OF_OPTIMIZER[form]
+    shapes = {"decoder.layers.mlp.fc1.weight": (3, 4), "layers.mlp.experts.fc1.weight": (3, 2, 4, 5), "head": (4,)}
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    for state in ("exp_avg", *(["fp32_param"] if has_mains else [])):
+        tensors |= {f"{prefix}optimizer.state.{state}.{name}": torch.full(shape, 2.0) for name, shape in shapes.items()}
+    write(tmp_path / "theirs", tensors, {"optimizer": of_optimizer})
+    megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    ours = whole_tensors(tmp_path / "ours")
+    assert {key.removeprefix(prefix) for key in tensors} == {key for key in ours if ".step." not in key}
+    steps = {name: ours[f"optimizer.state.step.{name}"] for name in shapes}
+    assert {name: tuple(step.shape) for name, step in steps.items()} == dict(zip(shapes, [(3,), (3, 2), ()]))
+    assert all((step == 4).all() for step in steps.values())
+    scale = read_common(read_index(tmp_path / "ours")).get("optimizer")
+    expected = {"grad_scaler": {"scale": 512.0, "growth_tracker": 3, "hysteresis_tracker": 2}}
+    assert scale == (None if form == "fp32" else expected)
+
+
 def moved(number: int, **changes: Any) -> list[BucketSlot]:
     fields = {name: getattr(SLOTS[number], name) for name in BucketSlot.__slots__}
     return [*SLOTS[:number], BucketSlot(**{**fields, **changes}), *SLOTS[number + 1 :]]
 
 
 REFUSED = [
-    (moved(2, bucket=5), r"b: no bucket has \(group, buffer, bucket\) \(0, 0, 5\); there are \(0, 0, 0\)"),
+    (moved(2, bucket=5), r"b: no bucket has optimizer 0, group 0, buffer 0, bucket 5; there are optimizer 0, group 0,"),
+    (moved(2, optimizer=1), r"b: no bucket has optimizer 1, group 0, buffer 0, bucket 0"),
     (moved(0, start=40), r"w: elements \[40, 52\) .* must begin less than .* after element 50"),
     (moved(0, start=72), r"w: elements \[72, 84\) .* end within its 76 elements"),
     (SLOTS[:2] + SLOTS[3:], r"w: elements \[64, 76\) .* must begin .* after element 0"),  # a gap that is not padding

@@ -55,6 +55,15 @@ NEW = [World(1, 1), World(2, 1), World(2, 2)]
 WORLDS = [*NEW, World(2, 1, python_path=OLD)] if OLD else NEW
 
 
+def run(world: World, target: Path, *words: str) -> None:
+    writer = Path(__file__).parent / "write_megatron.py"
+    command = [sys.executable, writer, target, world.ranks, world.tensor_parallel, world.kind, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if world.python_path:
+        environment["PYTHONPATH"] = os.pathsep.join([world.python_path, os.environ.get("PYTHONPATH", "")])
+    subprocess.run([str(word) for word in command], check=True, timeout=300, env=environment)
+
+
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> object:
     """Writes the directories of a world once."""
@@ -62,12 +71,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> object:
     @cache
     def folder(world: World) -> Path:
         target = tmp_path_factory.mktemp("megatron")
-        writer = Path(__file__).parent / "write_megatron.py"
-        command = [sys.executable, writer, target, world.ranks, world.tensor_parallel, world.kind, *world.formats]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if world.python_path:
-            environment["PYTHONPATH"] = os.pathsep.join([world.python_path, os.environ.get("PYTHONPATH", "")])
-        subprocess.run([str(word) for word in command], check=True, timeout=300, env=environment)
+        run(world, target, *world.formats)
         return target
 
     return folder
@@ -82,19 +86,36 @@ def written(request: pytest.FixtureRequest, folder_of: object, tmp_path: Path) -
     return tmp_path
 
 
-@pytest.mark.parametrize("world", NEW, ids=str)
+@pytest.mark.parametrize("world", [*NEW, World(2, 1, "buckets"), World(2, 1, "experts")], ids=str)
 def test_buckets_are_converted_by_the_layout_of_the_run(folder_of: object, tmp_path: Path, world: World) -> None:
     folder, target = folder_of(world), tmp_path / "ours"  # type: ignore[operator]
     index = read_index(folder / "dp_reshardable")
     assert verify_checkpoint(index.path) == []
     assert read_step(index, read_common(index)) == STEPS
     command = ["convert", str(index.path), str(target), "--from", "megatron"]
-    files = [folder / f"slots-{rank}.json" for rank in range(world.tensor_parallel)]
-    (tmp_path / "slots.json").write_text(json.dumps([slot for file in files for slot in json.loads(file.read_text())]))
+    slots = [slot for file in sorted(folder.glob("slots-*.json")) for slot in json.loads(file.read_text())]
+    distinct = [slot for number, slot in enumerate(slots) if slot not in slots[:number]]
+    (tmp_path / "slots.json").write_text(json.dumps(distinct))
     assert main([*command, "--slots", str(tmp_path / "slots.json")]) == 0
     assert_holds(target, truth_of(folder))
     steps = whole_tensors(target, "optimizer.state.step.")
     assert steps["optimizer.state.step.decoder.layers.mlp.linear_fc2.weight"].tolist() == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp32", "fp16", "fp16-zero", "experts", "chain"])
+def test_every_kind_is_converted_whole(folder_of: object, tmp_path: Path, kind: str) -> None:
+    folder = folder_of(World(2 if kind in ("experts", "chain") else 1, 1, kind))  # type: ignore[operator]
+    source, target, truth = folder / "fully_reshardable", tmp_path / "ours", truth_of(folder)
+    assert verify_checkpoint(source) == []
+    assert main(["convert", str(source), str(target), "--from", "megatron"]) == 0
+    if kind == "fp32":  # its main weights are the weights
+        truth = {key: value for key, value in truth.items() if "fp32_param" not in key}
+    assert_holds(target, truth)
+    steps = whole_tensors(target, "optimizer.state.step.")
+    assert {key.replace(".step.", ".exp_avg.") for key in steps} == {key for key in truth if ".exp_avg." in key}
+    assert all((step == STEPS).all() for step in steps.values())
+    scale = read_common(read_index(target)).get("optimizer", {}).get("grad_scaler", {})
+    assert scale.get("scale") == (512.0 if "fp16" in kind else None)
 
 
 def test_states_of_several_buckets_are_refused(folder_of: object, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ KINDS = {
     "fp32": Kind(dtype=torch.float32, is_distributed=False),
     "fp16": Kind(dtype=torch.float16, is_distributed=False),
     "fp16-zero": Kind(dtype=torch.float16),
+    "fp32-zero": Kind(dtype=torch.float32),
     "buckets": Kind(bucket_size=700),
     "experts": Kind(experts=2),
     "chain": Kind(experts=2, is_distributed=False, has_prefix=True),
@@ -202,15 +203,17 @@ def _slots(model: Any, pieces: dict[int, list[_Piece]]) -> list[dict[str, Any]]:
     from megatron.core import parallel_state
 
     slots = []
-    group = parallel_state.get_tensor_model_parallel_rank()
-    for number, buffer in enumerate(model.buffers):
-        for param, (start, _, bucket) in buffer.param_index_map.items():
-            for piece in pieces[id(param)]:
-                in_bucket = start - buffer.buckets[bucket].offset + piece.first
-                slots.append({
-                    "name": piece.key, "shape": piece.shape, "start": in_bucket, "bucket": bucket, "buffer": number,
-                    "group": group, "global_shape": piece.global_shape, "global_offset": piece.offset,
-                })  # fmt: skip
+    groups = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
+    for chained, buffers in enumerate((model.buffers, model.expert_parallel_buffers)):
+        for number, buffer in enumerate(buffers):
+            for param, (start, _, bucket) in buffer.param_index_map.items():
+                for piece in pieces[id(param)]:
+                    in_bucket = start - buffer.buckets[bucket].offset + piece.first
+                    slots.append({
+                        "name": piece.key, "shape": piece.shape, "start": in_bucket, "bucket": bucket, "buffer": number,
+                        "group": groups[chained], "optimizer": chained, "global_shape": piece.global_shape,
+                        "global_offset": piece.offset,
+                    })  # fmt: skip
     return slots
 
 

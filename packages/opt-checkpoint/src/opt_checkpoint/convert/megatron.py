@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.main_weights import Moments, refuse_shifted, with_moments
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.saved_optimizer import PREFIX, read_step, values_of
+from opt_checkpoint.run.saved_optimizer import PREFIX, dicts_of, read_step, values_of
 from opt_checkpoint.state.sharded import Shape, ShardedObject, ShardedTensor, ShardIdentity
 from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath
@@ -35,7 +35,11 @@ from opt_checkpoint.store import AnyPath
 BUCKETS, _MAIN = "dp_reshardable", f"{PREFIX}fp32_param."
 READABLE = frozenset({BUCKETS, "fully_reshardable", "fully_sharded_model_space"})
 _STACKED = re.compile(r"(?:.*\.)?layers\.(?!\d)")
-_BUCKET_STATE = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(?:.+)\.bucket_idx_(\d+)\.(\w+)")
+_EXPERT = re.compile(r"(?:.*\.)?experts\.")
+_CHAINED = re.compile(r"chained_(\d+)\.(?=optimizer\.)")  # before keys of an optimizer of several
+_BUCKET_STATE = re.compile(
+    r"(?:chained_(\d+)\.)?(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(?:.+)\.bucket_idx_(\d+)\.(\w+)"
+)
 _START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: longer gaps are not padding
 
 
@@ -51,8 +55,9 @@ def megatron_to_checkpoint(
     files.
 
     Model tensors keep their keys. The optimizer's are `optimizer.state.<state>.<key>`: `fp32_param` for main weights,
-    the moments, and `step`. Objects and plain values keep their places, except those of classes that are not loaded
-    (the command line, numpy's RNG state) and the parameter groups, which name no parameters.
+    the moments, and `step`; the loss scale is in `optimizer`. Objects and plain values keep their places, except those
+    of classes that are not loaded (the command line, numpy's RNG state) and the parameter groups, which name no
+    parameters.
 
     Args:
         source: the directory.
@@ -89,20 +94,47 @@ def megatron_to_checkpoint(
     named = {key: stored for key, stored in index.tensors.items() if not _BUCKET_STATE.fullmatch(key)}
     with scratch_folder(path) as scratch:
         tensors = read_mapped(index, named, Path(scratch))
-        main = f"{PREFIX}param."
-        sharded = [
-            sharded_like(f"{_MAIN}{key.removeprefix(main)}" if key.startswith(main) else key, tensor)
-            for key, tensor in tensors.items()
-        ]
+        sharded = [sharded_like(_converted_key(key), tensor) for key, tensor in tensors.items()]
         if slots is not None:
             sharded += _bucket_states(index, slots, Path(scratch))
-        shapes = {t.key.removeprefix(_MAIN): t.global_shape for t in sharded if t.key.startswith(_MAIN)}
         if step is not None:
-            for name, shape in shapes.items():  # several layers that are stacked have a step each
-                layers = shape[:1] if _STACKED.match(name) else ()
-                steps = torch.full(layers, step, dtype=torch.int64, device="cpu")
-                sharded.append(sharded_like(f"{PREFIX}step.{name}", steps))
+            sharded += _steps(sharded, step)
         save({"tensors": sharded, **_plain(index, common)}, path)
+
+
+def _converted_key(key: str) -> str:
+    """The key of a tensor without the number of an optimizer in a chain, with the name of main weights that we use."""
+    main, key = f"{PREFIX}param.", _CHAINED.sub("", key)
+    return f"{_MAIN}{key.removeprefix(main)}" if key.startswith(main) else key
+
+
+def _steps(states: Sequence[ShardedTensor], step: int) -> Iterator[ShardedTensor]:
+    """The step of every parameter with a state; layers and experts that are stacked have a step each."""
+    shapes: dict[str, Shape] = {}
+    for tensor in states:
+        state, _, name = tensor.key.removeprefix(PREFIX).partition(".")
+        if tensor.key.startswith(PREFIX) and (name not in shapes or state == "fp32_param"):
+            shapes[name] = tensor.global_shape
+    for name, shape in shapes.items():
+        stacked = shape[:1] if _STACKED.match(name) else ()
+        if _EXPERT.match(name):  # of matrices and biases
+            stacked = shape[: max(0, len(shape) - (1 if name.endswith("bias") else 2))]
+        steps = torch.full(stacked, step, dtype=torch.int64, device="cpu")
+        yield sharded_like(f"{PREFIX}step.{name}", steps)
+
+
+def _loss_scale(index: CheckpointIndex, common: Any) -> dict[str, Any]:
+    """The state of the loss scaler; empty if none is stored, or a constant one.
+
+    Raises:
+        CheckpointValueError: optimizers of a chain have different ones.
+    """
+    keys = [key for key in sorted(index.objects) if ".grad_scaler/shard_" in key and "optimizer.distributed." in key]
+    stored = [*dicts_of(common, "grad_scaler"), *(read_object(index, key) for key in keys)]
+    scales = [{name: float(value) for name, value in scale.items()} for scale in stored if scale]
+    if any(scale != scales[0] for scale in scales):
+        raise CheckpointValueError(f"{index.path} holds different loss scales: {scales}")
+    return {name: value if name == "scale" else int(value) for name, value in scales[0].items()} if scales else {}
 
 
 def _plain(index: CheckpointIndex, common: Any) -> dict[str, Any]:
@@ -110,9 +142,12 @@ def _plain(index: CheckpointIndex, common: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if isinstance(common, Mapping):
         values = {k: v for k, v in common.items() if k != "optimizer" and not any(not_loaded_in(v))}
+    if scale := _loss_scale(index, common):
+        values["optimizer"] = {"grad_scaler": scale}
     objects = []
     for key in sorted(index.objects):
-        value = None if key == COMMON_KEY or key.startswith("optimizer.distributed.") else read_object(index, key)
+        is_of_optimizer = _CHAINED.sub("", key).startswith("optimizer.distributed.")
+        value = None if key == COMMON_KEY or is_of_optimizer else read_object(index, key)
         if value is not None and not any(not_loaded_in(value)):
             shard = ShardedObject.empty_from_unique_key(key)
             shard.data = value
@@ -131,6 +166,7 @@ class BucketSlot:
         bucket: number of the bucket.
         buffer: number of the buffer.
         group: number of the data-parallel group: which model-parallel rank saved it.
+        optimizer: number of the optimizer in the chain, N of keys `chained_N.optimizer...`: experts have their own.
         global_shape: the parameter's; None if the block is the whole parameter.
         global_offset: where the block begins in the parameter.
     """
@@ -141,6 +177,7 @@ class BucketSlot:
     bucket: int = 0
     buffer: int = 0
     group: int = 0
+    optimizer: int = 0
     global_shape: Shape | None = None
     global_offset: Shape | None = None
 
@@ -166,11 +203,11 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
     """
     buckets, by_bucket = _buckets(index), defaultdict[_BucketId, list[BucketSlot]](list)
     for slot in sorted(slots, key=lambda slot: slot.start):
-        by_bucket[slot.group, slot.buffer, slot.bucket].append(slot)
+        by_bucket[_BucketId(slot.optimizer, slot.group, slot.buffer, slot.bucket)].append(slot)
     if unknown := by_bucket.keys() - buckets.keys():
         raise CheckpointValueError(
-            f"{by_bucket[min(unknown)][0].name}: no bucket has (group, buffer, bucket) {min(unknown)}; there are "
-            f"{', '.join(map(str, sorted(buckets)))}"
+            f"{by_bucket[min(unknown)][0].name}: no bucket has {min(unknown)}; there are "
+            f"{'; '.join(map(str, sorted(buckets)))}"
         )
     for key, placed in [(key, by_bucket[bucket]) for bucket, states in buckets.items() for key in states.values()]:
         end, numel = 0, math.prod(index.tensors[key].shape)
@@ -207,7 +244,16 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
                     )
 
 
-_BucketId: TypeAlias = tuple[int, int, int]  # group, buffer and bucket
+class _BucketId(NamedTuple):
+    """The optimizer in its chain, the data-parallel group, the buffer and the bucket, by number."""
+
+    optimizer: int
+    group: int
+    buffer: int
+    bucket: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field} {number}" for field, number in self._asdict().items())
 
 
 def _buckets(index: CheckpointIndex) -> dict[_BucketId, dict[str, str]]:
@@ -221,10 +267,11 @@ def _buckets(index: CheckpointIndex) -> dict[_BucketId, dict[str, str]]:
         match = _BUCKET_STATE.fullmatch(key)
         if match is None:
             continue
-        group, buffer, bucket, state = match.groups()
-        states = found[int(group), int(buffer), int(bucket)]
+        *numbers, state = match.groups()
+        bucket = _BucketId(*(int(number or 0) for number in numbers))
+        states = found[bucket]
         if state in states:
-            raise CheckpointValueError(f"{states[state]} and {key} are both bucket {bucket} of buffer {buffer}")
+            raise CheckpointValueError(f"{states[state]} and {key} are both {bucket}")
         if not index.tensors[key].dtype.is_floating_point:
             raise CheckpointValueError(
                 f"{key} is stored as {index.tensors[key].dtype}: 16-bit remainders, which are main weights only "

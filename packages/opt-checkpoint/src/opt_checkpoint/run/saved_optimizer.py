@@ -275,6 +275,15 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
     return steps.pop() if steps else None
 
 
+def dicts_of(value: Any, name: str) -> Iterator[dict[str, Any]]:
+    """The dicts under a key of this name, anywhere in a nested dict."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key == name and isinstance(inner, dict):
+            yield inner
+        else:
+            yield from dicts_of(inner, name)
+
+
 def values_of(value: Any, name: str) -> Iterator[Any]:
     """Numbers, strings and one-element tensors under a key of this name, anywhere in a nested value."""
     if isinstance(value, dict):
