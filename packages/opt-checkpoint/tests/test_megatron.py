@@ -4,6 +4,7 @@ They are from `tests_megatron/write_megatron.py` on two ranks; `tests_megatron` 
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import warnings
@@ -346,6 +347,24 @@ def test_steps_and_the_loss_scale_are_converted(tmp_path: Path, form: str) -> No
     scale = read_common(read_index(tmp_path / "ours")).get("optimizer")
     expected = {"grad_scaler": {"scale": 512.0, "growth_tracker": 3, "hysteresis_tracker": 2}}
     assert scale == (None if form == "fp32" else expected)
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp", "common.pt"])
+def test_files_are_compared_with_integrity_json(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {"w": torch.randn(100)}, {"iteration": 3})
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+    recorded = {"algorithm": "sha256", "files": hashes}
+    (tmp_path / "integrity.json").write_text(json.dumps(recorded))
+    assert verify_checkpoint(tmp_path) == []
+    changed = bytearray((tmp_path / name).read_bytes())
+    changed[-1] ^= 1  # no other check sees it
+    (tmp_path / name).write_bytes(changed if name != ".metadata" else bytes([*changed[:-1], changed[-1] ^ 1, 0]))
+    (finding,) = verify_checkpoint(tmp_path)
+    assert (finding.file, "SHA-256" in finding.problem) == (name, True)
+    (tmp_path / "integrity.json").write_text(json.dumps({**recorded, "algorithm": "md5"}))
+    assert "'md5', which is not known; allowed: sha256" in verify_checkpoint(tmp_path)[0].problem
+    (tmp_path / "integrity.json").write_text("[]")
+    assert "integrity.json: is damaged" in str(verify_checkpoint(tmp_path)[0])
 
 
 def moved(number: int, **changes: Any) -> list[BucketSlot]:

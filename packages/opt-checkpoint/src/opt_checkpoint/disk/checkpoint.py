@@ -4,7 +4,9 @@ and whether its bytes are those that were saved."""
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
+import json
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles, PieceSums, crc32, has_right_sums, hashing
 from opt_checkpoint.disk.foreign import MEGATRON_COMMON, METADATA, read_dcp_index
-from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredFile
+from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredFile, check_file_name
 from opt_checkpoint.disk.main_weights import shifted_mains, shifted_text
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -217,7 +219,8 @@ class Finding(NamedTuple):
 
 
 def verify_checkpoint(path: AnyPath) -> list[Finding]:
-    """Read every byte of a checkpoint, and check it against the manifest, or the zip checksums of stock directories.
+    """Read every byte of a checkpoint, and check it against the manifest, Megatron-Core's `integrity.json`, or the zip
+    checksums of stock directories.
 
     Archives of stock directories may lack the checksums of values, as those that `optckpt convert --to dcp` links do.
 
@@ -255,6 +258,9 @@ def _findings(index: CheckpointIndex) -> Iterator[Finding]:
     files = DataFiles(index)
     if index.save_id is None:  # only the zips of stock files have checksums, which torch never reads
         is_damaged = False
+        for name, change in _integrity_problems(index.path):
+            is_damaged = True
+            yield Finding(name, change)
         for key, place in places:
             problem = _archive_problem(files.read(place.file, place.start, place.nbytes))
             if problem:
@@ -270,6 +276,39 @@ def _findings(index: CheckpointIndex) -> Iterator[Finding]:
     for name in sorted(store_at(index.path).sizes()):
         if name not in index.files and name.endswith(".distcp"):
             yield Finding(name, "does not belong to this checkpoint")
+
+
+_INTEGRITY = "integrity.json"  # of Megatron-Core: the SHA-256 of every other file, if `save` was asked for it
+
+
+def _integrity_problems(path: Location) -> Iterator[tuple[str, str]]:
+    """Name and problem of each file that differs from what Megatron-Core recorded. Reads the files."""
+    store = store_at(path)
+    sizes = store.sizes()
+    if _INTEGRITY not in sizes:
+        return
+    try:
+        recorded = json.loads(store.read(_INTEGRITY))
+        algorithm, files = recorded["algorithm"], dict(recorded["files"])
+        for name in files:
+            check_file_name(name)
+    except (CheckpointCorruptError, ValueError, TypeError, KeyError) as error:
+        yield _INTEGRITY, f"is damaged: {error}"
+        return
+    if algorithm != "sha256":
+        yield _INTEGRITY, f"has checksums of {algorithm!r}, which is not known; allowed: sha256"
+        return
+    for name, expected in files.items():
+        if sizes.get(name, -1) < 0:
+            yield name, f"is missing; {_INTEGRITY} lists it"
+            continue
+        digest = hashlib.sha256()
+        for start in range(0, sizes[name], _BUFFER_BYTES):
+            buffer = bytearray(min(_BUFFER_BYTES, sizes[name] - start))
+            store.read_into(name, start, memoryview(buffer))
+            digest.update(buffer)
+        if digest.hexdigest() != expected:
+            yield name, f"has changed: its SHA-256 in {_INTEGRITY} is another"
 
 
 def first_damage(path: Location, files: Mapping[str, StoredFile]) -> str | None:
