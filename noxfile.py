@@ -50,7 +50,13 @@ PARTS = {
     "fuzz": ["integration_tests/fuzz"],
     "project": ["integration_tests/project"],
 }
-OTHER_NIGHTLY = ["planted", "trainers", "megatron", "jax", "s3", "checkout"]
+OTHER_NIGHTLY = ["planted", "trainers", "megatron", "megatron_newest", "jax", "s3", "checkout"]
+# Each in a process of its own: importing Megatron-Core changes which classes torch.load accepts.
+BESIDE_MEGATRON = [
+    "packages/opt-checkpoint/tests_megatron",
+    "integration_tests/trainers/test_megatron_bridge.py",
+    "integration_tests/trainers/test_megatron_model.py",
+]
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
 # What PyPI's Linux wheels of torch require and a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
@@ -339,9 +345,18 @@ def megatron(session: nox.Session) -> None:
     old = Path(session.create_tmp()) / "megatron-0.12"  # the last versions that write `fully_sharded_model_space`
     session.install("--no-deps", "--target", str(old), "megatron-core==0.12.3")
     env = {"OPT_MEGATRON_OLD": str(old)}
-    # Each in a process of its own: importing Megatron-Core changes which classes torch.load accepts.
-    for tests in ("packages/opt-checkpoint/tests_megatron", "integration_tests/trainers/test_megatron_bridge.py"):
+    for tests in BESIDE_MEGATRON:
         session.run("pytest", tests, *session.posargs, env=env)
+
+
+@nox.session(python="3.12", default=False)
+def megatron_newest(session: nox.Session) -> None:
+    """The same next to the newest Megatron-Core, which needs Python 3.12 and triton."""
+    install(session)
+    session.install("--no-deps", "megatron-core==0.19.2", "emerging-optimizers==0.3.0")
+    session.install("triton>=3.9", "absl-py", "numpy>=2", "packaging", "psutil", "setuptools")
+    for tests in BESIDE_MEGATRON:
+        session.run("pytest", tests, *session.posargs)
 
 
 @nox.session(default=False)
