@@ -10,11 +10,12 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from opt_checkpoint import read_common, read_index, verify_checkpoint
+from opt_checkpoint import read_common, read_index, save, sharded_like, verify_checkpoint
 from opt_checkpoint.__main__ import main
 from opt_checkpoint.convert.megatron import read_step
 
@@ -31,6 +32,7 @@ from test_megatron import (  # noqa: F401  # they run here with the fixture `wri
 
 OLD = os.environ.get("OPT_MEGATRON_OLD")
 STEPS = 3
+EXP_AVG = "optimizer.state.exp_avg"
 
 
 class World(NamedTuple):
@@ -99,7 +101,7 @@ def test_buckets_are_converted_by_the_layout_of_the_run(folder_of: object, tmp_p
     assert main([*command, "--slots", str(tmp_path / "slots.json")]) == 0
     assert_holds(target, truth_of(folder))
     steps = whole_tensors(target, "optimizer.state.step.")
-    assert steps["optimizer.state.step.decoder.layers.mlp.linear_fc2.weight"].tolist() == [STEPS, STEPS]
+    assert steps["optimizer.state.step.decoder.layers.self_attention.linear_proj.weight"].tolist() == [STEPS, STEPS]
 
 
 @pytest.mark.parametrize("kind", ["plain", "fp32", "fp16", "fp16-zero", "experts", "chain"])
@@ -128,6 +130,36 @@ def test_states_of_several_buckets_are_refused(folder_of: object, tmp_path: Path
     assert main(command) == 2
     assert main([*command, "--moments", "new"]) == 0
     assert verify_checkpoint(folder / "dp_reshardable") == []
+
+
+@pytest.mark.parametrize("kind", ["zero", "plain", "fp32-zero"])
+def test_its_optimizer_loads_what_is_converted_for_it(folder_of: object, tmp_path: Path, kind: str) -> None:
+    world = World(1, 1, kind)
+    folder = folder_of(world)  # type: ignore[operator]
+    assert main(["convert", str(folder / "fully_reshardable"), str(tmp_path / "x"), "--from", "megatron"]) == 0
+    tensors = whole_tensors(tmp_path / "x")
+    tensors = {key: tensor + 1 if ".exp_avg" in key else tensor for key, tensor in tensors.items()}
+    tensors = {key: torch.full_like(tensor, 7) if ".step." in key else tensor for key, tensor in tensors.items()}
+    if kind == "fp32-zero":
+        tensors = {key: tensor for key, tensor in tensors.items() if ".fp32_param." not in key}
+    save(as_opt_stack_saves(tensors), tmp_path / "ours")
+    command = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron"]
+    assert main([*command, *([] if "zero" in kind else ["--replicated"])]) == 0
+    assert verify_checkpoint(tmp_path / "theirs") == []
+    run(world, tmp_path, "load", str(tmp_path / "theirs"))
+    assert_holds(tmp_path / "ours", {k: v for k, v in truth_of(tmp_path).items() if k in tensors})
+
+
+def as_opt_stack_saves(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    names = [key.removeprefix(f"{EXP_AVG}.") for key in tensors if key.startswith(f"{EXP_AVG}.")]
+    matrices = [name for name in names if "norm" not in name]
+    numbers = {"lr_mult": 1.0, "max_lr": 0.01, "min_lr": None, "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
+    groups = [{**numbers, "optimizer": "adam", "wd_mult": wd, "weight_decay": 0.01 * wd} for wd in (1.0, 0.0)]
+    of_groups = {"groups": groups, "names": [matrices, [name for name in names if name not in matrices]]}
+    scale = {"scale": 64.0, "growth_tracker": 1, "hysteresis_tracker": 2}
+    of_optimizer = {"version": 1, "groups": of_groups, "grad_scaler": scale}
+    described = [sharded_like(key, tensor) for key, tensor in tensors.items()]
+    return {"tensors": described, "optimizer": of_optimizer, "iteration": STEPS, "scheduler": {"num_steps": 7}}
 
 
 @pytest.mark.skipif(not OLD, reason="OPT_MEGATRON_OLD names no megatron-core 0.12")

@@ -1,10 +1,12 @@
 """Writes directories of a small GPT with Megatron-Core itself, on gloo ranks without a GPU.
 
     python write_megatron.py FOLDER RANKS TENSOR_PARALLEL KIND FORMAT ...
+    python write_megatron.py FOLDER RANKS TENSOR_PARALLEL KIND load DIRECTORY
 
 KIND is one of `KINDS`. FOLDER gets one directory per format, and from each rank `truth-<rank>.pt` (the optimizer's
 states as they are in memory, by parameter) and `slots-<rank>.json` (where each parameter is in the buckets).
-Megatron-Core asks for CUDA in a few places that a CPU serves as well; `_OnCpu` answers them.
+`load` loads a directory instead, in a strict mode, which parses all of `.metadata`. Megatron-Core asks for CUDA in a
+few places that a CPU serves as well; `_OnCpu` answers them.
 """
 
 import argparse
@@ -81,6 +83,9 @@ def write(rank: int, folder: Path, ranks: int, tensor_parallel: int, kind: Kind,
     with _OnCpu():
         model, optimizer = _train(tensor_parallel, kind)
         pieces = _pieces(model)
+        if formats[0] == "load":
+            _load(model, optimizer, Path(formats[1]))
+            formats = []
         torch.save(_truth(model, optimizer, pieces), folder / f"truth-{rank}.pt")
         (folder / f"slots-{rank}.json").write_text(json.dumps(_slots(model, pieces)))
         for form in formats:
@@ -237,6 +242,35 @@ def _save(model: Any, optimizer: Any, path: Path, form: str, kind: Kind) -> None
     arguments = argparse.Namespace(lr=0.01, attention=Attention.FLASH, dtype=torch.bfloat16)
     content = {"model": sharded, "optimizer": state, "rng_state": rng, "iteration": STEPS, "args": arguments}
     dist_checkpointing.save(content, str(path), validate_access_integrity=False)
+
+
+def _load(model: Any, optimizer: Any, path: Path) -> None:
+    optimizer = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+    from megatron.core import dist_checkpointing
+    from megatron.core.optimizer import distrib_optimizer
+
+    set_states = distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_without_step(self: Any, param: Any, tensors: dict[str, Any]) -> None:
+        """As with a fused optimizer, which it is written for: the step is in groups, not a state of parameters."""
+        kept = [(state, state.pop("step")) for state in self.optimizer.state.values()]
+        set_states(self, param, tensors)
+        for state, step in kept:
+            state["step"] = step
+
+    distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states = set_without_step
+    for main in (main for group in optimizer.param_groups for main in group["params"]):
+        main.data.zero_()
+    sharded = model.module.sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    state = optimizer.sharded_state_dict(sharded, metadata=metadata, is_loading=True)
+    wanted = {"model": sharded, "optimizer": state}
+    loaded = dist_checkpointing.load(wanted, str(path), strict="log_all", validate_access_integrity=False)
+    assert loaded["iteration"] == STEPS
+    model.module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    places = [*optimizer.optimizer.state.values(), *optimizer.param_groups]
+    assert {int(place["step"]) for place in places if "step" in place} == {7}
 
 
 def _serve_old_writers() -> None:

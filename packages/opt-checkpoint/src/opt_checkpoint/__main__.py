@@ -30,7 +30,12 @@ FINE, FOUND, WRONG_USE = 0, 1, 2
 _UNROUNDED = "they have no 16-bit weights, to which main weights would round"
 # Formats that `convert` reads and writes, and the options of each.
 _FROM = {"torch": ("names",), "safetensors": ("map", "prefix"), "megatron": ("slots", "step", "moments")}
-_TO = {"torch": ("at", "force"), "safetensors": ("map", "prefix", "tensor", "dtype"), "dcp": ("at", "name")}
+_TO = {
+    "torch": ("at", "force"),
+    "safetensors": ("map", "prefix", "tensor", "dtype"),
+    "dcp": ("at", "name"),
+    "megatron": ("replicated",),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--slots", type=Path, help="from megatron: JSON list of {name, shape, start, ...}")
     convert.add_argument("--step", type=int, help="from megatron: number of optimizer steps taken")
     convert.add_argument("--moments", choices=("saved", "new"), help="from megatron: new converts the weights only")
+    about = "to megatron: for an optimizer without use_distributed_optimizer"
+    convert.add_argument("--replicated", action="store_true", default=None, help=about)
     replaces = "to torch: replace an existing file; a directory is never replaced"
     convert.add_argument("--force", action="store_true", default=None, help=replaces)
     extract = add("extract", "write one stored tensor to a .pt file", _extract, "path")
@@ -192,7 +199,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
-    from opt_checkpoint.convert import megatron, name_rules, reading, safetensors, torch_files
+    from opt_checkpoint.convert import megatron, name_rules, reading, safetensors, to_megatron, torch_files
     from opt_checkpoint.state.tensors import dtype_from_name
 
     own = _FROM[options.from_] if options.from_ else _TO[options.to]
@@ -214,6 +221,8 @@ def _convert(options: argparse.Namespace) -> int:
         megatron.megatron_to_checkpoint(
             source, target, slots=slots, step=options.step, moments=options.moments or "saved"
         )
+    elif options.to == "megatron":
+        to_megatron.checkpoint_to_megatron(source, target, is_distributed=not options.replicated)
     elif options.to == "torch":
         torch_files.checkpoint_to_torch_file(source, target, at=at, force=bool(options.force))
     elif options.to == "dcp":

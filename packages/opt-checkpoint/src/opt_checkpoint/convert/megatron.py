@@ -99,7 +99,10 @@ def megatron_to_checkpoint(
             sharded += _bucket_states(index, slots, Path(scratch))
         if step is not None:
             sharded += _steps(sharded, step)
-        save({"tensors": sharded, **_plain(index, common)}, path)
+        values = _plain(index, common)
+        if any(tensor.key.startswith(PREFIX) for tensor in sharded):  # as an opt-stack optimizer without groups
+            values["optimizer"] = {"version": 1, "groups": {"groups": [], "names": []}, **values.get("optimizer", {})}
+        save({"tensors": sharded, **values}, path)
 
 
 def _converted_key(key: str) -> str:

@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from opt_checkpoint.convert.reading import load_torch_file, read_mapped, scratch_folder
 from opt_checkpoint.disk.checkpoint import open_checkpoint
 from opt_checkpoint.disk.foreign import METADATA, read_dcp_index
-from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind
+from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
@@ -131,7 +131,8 @@ def checkpoint_to_torch_file(
     if os.path.lexists(target) and (target.is_dir() or not force):
         kind = "a directory" if target.is_dir() else "not replaced without --force (force=True)"
         raise CheckpointExistsError(f"{target} exists and is {kind}; choose another file")
-    if lookup(opened.common, (*at, "groups")) is ABSENT:  # another form may not keep the order of parameters
+    has_groups = lookup(opened.common, (*at, "groups")) is not ABSENT
+    if not has_groups or lookup(opened.common, (*at, "groups", "names")) == []:  # the order of parameters is unknown
         raise CheckpointKeyError(f"{path} holds no optimizer of sharded_optimizer or of opt-stack at {'.'.join(at)}")
     saved = find_optimizer(opened, at)
     stored = {key: opened.index.tensors[key] for keys in saved.keys.values() for key in keys.values()}
@@ -171,16 +172,40 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
     opened, target = open_checkpoint(source), local_path(folder, "a directory for dcp.load")
     if opened.index.kind is not Kind.OURS:
         raise CheckpointValueError(f"{path} was written by {opened.index.kind.value}, not by opt-checkpoint")
-    if os.path.lexists(target):
-        raise CheckpointExistsError(f"{target} exists; choose another folder")
     saved, archives = find_optimizer(opened, at), read_dcp_index(source, store_at(source).sizes())
     name = name or ".".join(at)
     keys = {key: f"{name}.state.{p}.{state}" for p, states in saved.keys.items() for state, key in states.items()}
+    tensors = {keys.get(key, key): tensor for key, tensor in archives.tensors.items()}
+    objects = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
+    write_linked(archives, target, tensors, objects, lambda out: _write_values(out / _GROUPS_FILE, saved, name))
+
+
+def write_linked(
+    archives: CheckpointIndex,
+    target: Path,
+    tensors: Mapping[str, StoredTensor],
+    objects: Mapping[str, ByteRange],
+    write_more: Callable[[Path], Mapping[str, ByteRange] | None],
+) -> None:
+    """Write a stock directory with links to the data files of a checkpoint, or copies on another file system.
+
+    Args:
+        archives: the checkpoint as stock readers find it.
+        target: the directory, which must not exist.
+        tensors: its tensors by their new keys.
+        objects: its objects.
+        write_more: writes other files to the folder, and returns the places of objects in them.
+
+    Raises:
+        CheckpointExistsError: something is at `target`.
+    """
+    if os.path.lexists(target):
+        raise CheckpointExistsError(f"{target} exists; choose another folder")
+    source = local_path(archives.path, "a checkpoint whose files are to be linked")
     files = {file: f"{number}.data" for number, file in enumerate(sorted(archives.files))}
     stored: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, ByteRange] = {}
-    for key, tensor in archives.tensors.items():
-        key = keys.get(key, key)
+    for key, tensor in tensors.items():
         chunks = [dcp.ChunkStorageMetadata(Size(c.box.offsets), Size(c.box.sizes)) for c in tensor.chunks]
         stored[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), Size(tensor.shape), chunks)
         places |= {dcp.MetadataIndex(key, Size(chunk.box.offsets)): chunk.place for chunk in tensor.chunks}
@@ -192,8 +217,7 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
                 os.link(source / file, out / link)
             except OSError:  # another file system, or one without links
                 shutil.copyfile(source / file, out / link)
-        values = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
-        values |= _write_values(out / _GROUPS_FILE, saved, name)
+        values = {**objects, **(write_more(out) or {})}
         stored |= {key: dcp.BytesStorageMetadata() for key in values}
         places |= {dcp.MetadataIndex(key): place for key, place in values.items()}
         storage = {index: _StorageInfo(files.get(p.file, p.file), p.start, p.nbytes) for index, p in places.items()}

@@ -84,7 +84,9 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
         CheckpointKeyError: nothing is there that is an optimizer, or a state of it is incomplete.
     """
     saved, index, prefix = lookup(opened.common, tuple(at)), opened.index, "".join(f"{key}." for key in at)
-    if isinstance(saved, dict) and ("state_names" in saved or "names" in (saved.get("groups") or ())):
+    groups = saved.get("groups") if isinstance(saved, dict) else None
+    has_names = isinstance(groups, dict) and bool(groups.get("names"))  # none in converted checkpoints
+    if isinstance(saved, dict) and ("state_names" in saved or has_names):
         return _ours(opened, saved, at)
     keys, by_state = _by_param(index.tensors, f"{prefix}state."), _by_state(index.tensors, f"{prefix}state.")
     known = {*names, *index.tensors}
@@ -128,15 +130,18 @@ def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: 
         )
     step = read_step(index, opened.common) if index.kind is Kind.MEGATRON else None
     stored = {name: states.pop("step") for name, states in by_state.items() if "step" in states}
-    steps = {name: torch.empty(index.tensors[key].shape, dtype=torch.int64) for name, key in stored.items()}
+    shapes = {name: index.tensors[key].shape for name, key in stored.items()}
+    steps = {name: torch.empty(shape, dtype=torch.int64, device="cpu") for name, shape in shapes.items()}
     wanted = {name: sharded_like(key, steps[name]) for name, key in stored.items()}
     carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened))
     keys: dict[str, dict[str, str]] = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, states in by_state.items():
         keys[name] = {state: key for state, key in states.items() if state not in ("param", "fp32_param")}
-        if name in steps or step is not None:
-            plain[name] = {"step": steps[name].float() if name in steps else torch.tensor(float(step or 0))}
+        if name in steps:
+            plain[name] = {"step": steps[name].float()}
+        elif step is not None:
+            plain[name] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     state_names = {name: sorted({*own, *plain.get(name, {})}) for name, own in keys.items()}
     return SavedOptimizer((), (), state_names, plain, {}, keys)
 

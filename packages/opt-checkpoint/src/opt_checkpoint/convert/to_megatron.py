@@ -1,0 +1,142 @@
+"""Writes a checkpoint of opt-stack's Adam as a `torch_dist` directory that Megatron-Core's own optimizer loads.
+
+Data files are linked; `.metadata` gives their tensors Megatron-Core's names, and lists no plain values, which its
+strict modes cannot parse. Plain values are in `common.pt`, which all of its releases read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opt_checkpoint.convert.reading import read_whole
+from opt_checkpoint.convert.torch_files import write_linked
+from opt_checkpoint.disk.checkpoint import open_checkpoint
+from opt_checkpoint.disk.foreign import MEGATRON_COMMON, MEGATRON_MARK, MEGATRON_MARKED, read_dcp_index
+from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
+from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
+from opt_checkpoint.run.save_load import PathLike
+from opt_checkpoint.run.saved_optimizer import PREFIX
+from opt_checkpoint.state.tree import lookup
+from opt_checkpoint.store import store_at
+from opt_checkpoint.store.paths import local_path
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Fields of Megatron-Core's groups, torch's and Transformer Engine's, that ours do not store.
+_DEFAULTS: Mapping[str, Any] = {
+    "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "bias_correction": True,
+    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+_OURS = ("optimizer", "choices", "name")
+_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def checkpoint_to_megatron(path: PathLike, folder: PathLike, *, is_distributed: bool = True) -> None:
+    """Write a directory for Megatron-Core's `dist_checkpointing.load`, for one optimizer that is not a chain.
+
+    Weights are stored under the names that the optimizer's groups have for them.
+
+    Args:
+        path: a checkpoint with the model and the `sharded_state_dict` of an optimizer of `opt_stack` in it, under
+            `optimizer`.
+        folder: the directory to write; on the file system of `path`, files are linked, else copied.
+        is_distributed: whether its `DistributedOptimizer` is to load it (`use_distributed_optimizer`), whose format is
+            `fully_reshardable`; else the optimizers whose state is on every rank.
+
+    Raises:
+        CheckpointExistsError: something is at `folder`.
+        CheckpointKeyError: the checkpoint has no such optimizer, or lacks a weight.
+        CheckpointValueError: its optimizer is not Adam, has parameters of experts, or different step counts.
+    """
+    source, target = local_path(path, "a checkpoint whose files are to be linked"), local_path(folder, "a directory")
+    opened = open_checkpoint(source)
+    groups = lookup(opened.common, ("optimizer", "groups"))
+    if opened.index.kind is not Kind.OURS or not isinstance(groups, dict) or "names" not in groups:
+        raise CheckpointKeyError(f"{path} holds no optimizer of opt_stack at optimizer, saved by opt_checkpoint")
+    names = {name.partition("/")[0] for own in groups["names"] for name in own}
+    if experts := sorted(name for name in names if "experts." in name):
+        raise CheckpointValueError(
+            f"{experts[0]} is a parameter of experts, which Megatron-Core updates by a second optimizer of a chain; "
+            f"only checkpoints without experts are converted"
+        )
+    if others := sorted({rule for group in groups["groups"] if (rule := group.get("optimizer", "adam")) != "adam"}):
+        raise CheckpointValueError(f"{path} holds groups of {', '.join(others)}; only adam is converted")
+    archives = read_dcp_index(source, store_at(source).sizes())
+    tensors = _renamed(archives, names, is_distributed=is_distributed)
+    step = _common_step(opened.index)
+    objects = {key: place for key, place in archives.objects.items() if "/shard_" in key and key != COMMON_KEY}
+    rows = [{**_group(group), "step": step} for group in groups["groups"]]
+    inner: dict[str, Any] = {"param_groups": rows}
+    if not is_distributed:
+        inner["state"] = {"common_step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
+    has_mains = any(key.startswith(f"{PREFIX}fp32_param.") for key in tensors)
+    of_optimizer: dict[str, Any] = {"optimizer": inner} if is_distributed or has_mains else inner
+    if scale := lookup(opened.common, ("optimizer", "grad_scaler")):
+        value = torch.tensor([scale["scale"]], dtype=torch.float32, device="cpu")
+        of_optimizer["grad_scaler"] = {**scale, "scale": value}
+    if is_distributed:
+        of_optimizer["param_state_sharding_type"] = _CONTENT["distrib_optim_sharding_type"]
+    common = {**opened.common, "optimizer": of_optimizer, "content_metadata": _CONTENT}
+
+    def write_more(out: Path) -> None:
+        torch.save(common, out / MEGATRON_COMMON)
+        (out / MEGATRON_MARK).write_bytes(MEGATRON_MARKED)
+
+    write_linked(archives, target, tensors, objects, write_more)
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group with the fields of Megatron-Core's; its choices, as `amsgrad=False`, are fields there."""
+    choices = [choice.partition("=") for choice in group.get("choices", ())]
+    chosen = {field: value == "True" for field, _, value in choices if field in _DEFAULTS}
+    return {**_DEFAULTS, **chosen, **{field: value for field, value in group.items() if field not in _OURS}}
+
+
+def _renamed(index: CheckpointIndex, names: set[str], *, is_distributed: bool) -> dict[str, StoredTensor]:
+    """The stored tensors by Megatron-Core's names, without steps.
+
+    Raises:
+        CheckpointKeyError: no weight, or several, are stored for a parameter.
+        CheckpointValueError: the optimizer has states that Megatron-Core's Adam has not.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    taken = set[str]()
+    for key, stored in index.tensors.items():
+        state, _, name = key.removeprefix(PREFIX).partition(".")
+        if not key.startswith(PREFIX):
+            continue
+        taken.add(key)
+        if state == "fp32_param":
+            tensors[f"{PREFIX}{'param' if is_distributed else state}.{name}"] = stored
+        elif state in _MOMENTS:
+            tensors[key] = stored
+        elif state != "step":
+            raise CheckpointValueError(f"{key} is a state that Megatron-Core's Adam does not have")
+    for name in names:
+        found = [key for key in index.tensors if key not in taken and f".{key}".endswith(f".{name}")]
+        if len(found) != 1:
+            raise CheckpointKeyError(f"{len(found)} tensors are stored as the weight {name}: {', '.join(found)}")
+        taken.add(found[0])
+        tensors[name] = index.tensors[found[0]]
+        if is_distributed:  # the main weights of fp32 parameters are the weights
+            tensors.setdefault(f"{PREFIX}param.{name}", index.tensors[found[0]])
+    return {**{key: stored for key, stored in index.tensors.items() if key not in taken}, **tensors}
+
+
+def _common_step(index: CheckpointIndex) -> int:
+    """The step count of all parameters.
+
+    Raises:
+        CheckpointValueError: there is none, or they have different ones.
+    """
+    keys = [key for key in index.tensors if key.startswith(f"{PREFIX}step.")]
+    steps = {int(step) for key in keys for step in read_whole(index, key).reshape(-1)}
+    if len(steps) != 1:
+        raise CheckpointValueError(
+            f"{index.path} holds the step counts {sorted(steps)}; Megatron-Core has one for all parameters"
+        )
+    return steps.pop()
