@@ -177,7 +177,8 @@ def _ends_with_zeros(main: Tensor, weight: Tensor) -> bool:
 def _is_moved(main: Tensor, weight: Tensor) -> bool:
     """Whether main weights are those of elements further on. A run of few distinct values proves nothing."""
     rounded = main.to(weight.dtype)
-    for shift in range(1, len(weight) - _MIN_RUN):
+    starts = (weight[:-_MIN_RUN] == rounded[:1]).nonzero().flatten()
+    for shift in starts[starts > 0].tolist():
         run = weight[shift:]
         if torch.equal(rounded[: len(run)], run) and len(set(run.tolist())) >= _MIN_RUN // 2:
             return True
