@@ -354,7 +354,8 @@ def megatron_newest(session: nox.Session) -> None:
     """The same next to the newest Megatron-Core, which needs Python 3.12 and triton."""
     install(session)
     session.install("--no-deps", "megatron-core==0.19.2", "emerging-optimizers==0.3.0")
-    session.install("triton>=3.9", "absl-py", "numpy>=2", "packaging", "psutil", "setuptools")
+    session.install("absl-py", "numpy>=2", "packaging", "psutil", "setuptools")
+    session.install("--no-deps", "triton>=3.9", env={"UV_EXCLUDE": None})  # which `install_torch` may leave out
     for tests in BESIDE_MEGATRON:
         session.run("pytest", tests, *session.posargs)
 
