@@ -351,8 +351,8 @@ def megatron(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def megatron_newest(session: nox.Session) -> None:
-    """The same next to the newest Megatron-Core, which needs Python 3.12 and triton."""
-    install(session)
+    """The same next to the newest Megatron-Core, which needs Python 3.12 and triton, and cannot read with torch 2.15."""
+    install(session, torch="==2.13.0")
     session.install("--no-deps", "megatron-core==0.19.2", "emerging-optimizers==0.3.0")
     session.install("absl-py", "numpy>=2", "packaging", "psutil", "setuptools")
     session.install("--no-deps", "triton>=3.9", env={"UV_EXCLUDE": None})  # which `install_torch` may leave out

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_config import ConfigError, did_you_mean
-from opt_paramgroups.fused_qkv import fused_qkv_rows
-from opt_paramgroups.vocabulary import vocabulary_roles
+from opt_paramgroups.vocabulary import fused_qkv_rows, vocabulary_roles
 
 # Wrappers hold the model as their only child, under one of these names, and own no parameters.
 _WRAPPED = frozenset({"module", "_orig_mod"})

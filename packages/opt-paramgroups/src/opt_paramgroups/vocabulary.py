@@ -1,12 +1,13 @@
-"""Which parameters are embeddings and output layers, by their modules, shapes or names, and which are vectors."""
+"""Which parameters are embeddings and output layers, by their modules, shapes or names; which are vectors; and which
+are fused projections of queries, keys and values."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-__all__ = ["VocabularyRole", "is_regrouped", "is_vector", "vocabulary_roles"]
+__all__ = ["VocabularyRole", "fused_qkv_rows", "is_regrouped", "is_vector", "vocabulary_roles"]
 
 _HEADS = frozenset({"lm_head", "output_layer", "head", "unembed", "unembedding", "embed_out", "classifier", "score"})
 _HEADS_IF_LAST = frozenset({"output", "logits", "to_logits"})  # elsewhere "output" is a projection of attention
@@ -16,6 +17,7 @@ _EMBEDDINGS = frozenset(
 )
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _GETTERS = ("get_input_embeddings", "get_output_embeddings")  # of Hugging Face models
+_FUSED_QKV = "linear_qkv.weight"  # in Megatron-Core's attention
 _STACKED_VECTOR = re.compile(
     r"(?:^|[._])bias(?:es)?\d*(?:_[^.]*)?(?:\.\d+)*$"  # experts.down_proj_bias, dt_bias, biases.0
     r"|(?:^|\.)A(?:_[a-z]+)?_logs?$"  # of Mamba and its kin
@@ -124,3 +126,43 @@ def _named(matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
         names = _HEADS if isinstance(held.module, nn.Linear) else _HEADS | _EMBEDDINGS
         if held.last_name in names:
             yield held, f"it is called {held.last_name!r}"
+
+
+def fused_qkv_rows(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+    """The rows of q, k and v in one query group, by the `id()` of a fused weight; with an output gate also its rows.
+
+    As in Megatron-Core, a fused weight is a matrix called `*linear_qkv.weight`. The innermost module around it with a
+    transformer `config` says how many heads there are. A weight whose rows, on this rank, are not whole query groups is
+    left out: it is one matrix.
+
+    `roots` are the chunks of a model without wrappers.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for root in roots:
+        for name, param in root.named_parameters():
+            if not name.endswith(_FUSED_QKV) or param.dim() != 2:
+                continue
+            rows = _rows_of_config(_config_around(root, name))
+            if rows and param.shape[0] % sum(rows) == 0:
+                found[id(param)] = rows
+    return found
+
+
+def _config_around(root: nn.Module, name: str) -> Any:
+    """The transformer configuration of the innermost module that contains a parameter; None without one."""
+    path = name.rpartition(".")[0]
+    while True:
+        config = getattr(root.get_submodule(path), "config", None)
+        if all(getattr(config, field, None) for field in ("num_attention_heads", "num_query_groups", "kv_channels")):
+            return config
+        if not path:
+            return None
+        path = path.rpartition(".")[0]
+
+
+def _rows_of_config(config: Any) -> tuple[int, ...]:
+    if config is None:
+        return ()
+    of_queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
+    gate = (of_queries,) if getattr(config, "attention_output_gate", False) else ()
+    return (of_queries, *gate, config.kv_channels, config.kv_channels)

@@ -209,7 +209,7 @@ class DistributedDataParallel(Wrapper):
 def _wrong_order(*given: object) -> ConfigError:
     found = ", ".join(type(one).__name__ for one in given)
     return ConfigError(
-        f"DistributedDataParallel({found}): write DistributedDataParallel(transformer_config, ddp_config, module) or "
+        f"DistributedDataParallel({found}): write DistributedDataParallel(config, ddp_config, module) or "
         "DistributedDataParallel(ddp_config, module), with ddp_config of opt_stack.DistributedDataParallelConfig"
     )
 
