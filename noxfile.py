@@ -351,7 +351,7 @@ def megatron(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def megatron_newest(session: nox.Session) -> None:
-    """The same next to the newest Megatron-Core, which needs Python 3.12 and triton, and cannot read with torch 2.15."""
+    """The same next to the newest Megatron-Core: it needs Python 3.12 and triton, and cannot read with torch 2.15."""
     install(session, torch="==2.13.0")
     session.install("--no-deps", "megatron-core==0.19.2", "emerging-optimizers==0.3.0")
     session.install("absl-py", "numpy>=2", "packaging", "psutil", "setuptools")

@@ -137,7 +137,7 @@ def test_schedules_find_the_configuration_of_the_transformer() -> None:
 def test_arguments_in_no_order_are_refused() -> None:
     model: Any = make_model()
     ours: Any = SimpleNamespace()
-    order = "(SimpleNamespace, Sequential, DistributedDataParallelConfig): write DistributedDataParallel(transformer_c"
+    order = "(SimpleNamespace, Sequential, DistributedDataParallelConfig): write DistributedDataParallel(config"
     twice = "(DistributedDataParallelConfig, DistributedDataParallelConfig, Sequential"
     mistakes: list[tuple[Any, str]] = [
         (lambda: WRAP(ours, model, DDP()), order),
