@@ -167,7 +167,7 @@ def _unless_refused(by_rank: Sequence[Any], mistake: Mistake) -> list[str]:
 def _unless_all_raise(by_rank: Sequence[Any]) -> list[str]:
     """Failures where every rank should find NaN; ranks that lost another rank may report that instead."""
     kinds = [seen.is_consequence or seen.kind if isinstance(seen, Failed) else "nothing" for seen in by_rank]
-    is_right = {*kinds} <= {"UnusableGradientError", True} and "UnusableGradientError" in kinds
+    is_right = {*kinds} <= {"RefusedGradientError", True} and "RefusedGradientError" in kinds
     return [] if is_right else [f"should raise on every rank: {_failed(by_rank) or 'none raised'}"]
 
 
