@@ -1,7 +1,9 @@
 """Megatron-Bridge's call of `provide`, on chunks in Megatron-Core's own wrapper, with its groups and its scheduler."""
 
+import copy
 import io
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")  # `nox -s megatron` installs it
 
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import get_standard_config_overrides
@@ -231,9 +233,33 @@ def test_chunks_of_two_wrappers_are_refused(one_rank: None) -> None:
         StackOptimizerConfig(lr=0.1).provide(chunks)
 
 
-def test_tensors_of_megatron_cores_sharded_checkpoints_are_refused(one_rank: None) -> None:
-    model = make_model()
-    optimizer = StackOptimizerConfig(lr=0.1).provide([wrap(model)])
-    state = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"sharded tensors of Megatron-Core; .* set checkpoint.ckpt_format='torch'"):
-        optimizer.sharded_state_dict({"model": state})
+@pytest.mark.parametrize("name", SETTINGS)
+def test_states_resume_through_megatron_cores_torch_dist(
+    one_rank: None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in ("set_device", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, call, lambda *args: None)
+    dtype = torch.bfloat16 if SETTINGS[name].get("bf16") else torch.float32
+
+    def trained(steps: int) -> tuple[nn.Module, Optimizer]:
+        model = make_model(dtype)
+        chunk = wrap(model)
+        optimizer, scheduler = build(chunk, **SETTINGS[name])
+        iterate(chunk, optimizer, scheduler, range(steps))
+        return model, optimizer
+
+    def described(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str, Any]:
+        weights = {
+            key: ShardedTensor.from_rank_offsets(key, param, replica_id=(0, 0, 0))
+            for key, param in model.named_parameters()
+        }
+        return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, **options)}
+
+    model, optimizer = trained(STEPS)
+    before = copy.deepcopy(optimizer.state_dict())
+    dist_checkpointing.save(described(model, optimizer), str(tmp_path))
+    other, resumed = trained(1)
+    loaded = dist_checkpointing.load(described(other, resumed, is_loading=True), str(tmp_path))
+    resumed.load_state_dict(loaded["optimizer"])
+    assert str(resumed.state_dict()) == str(before)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))

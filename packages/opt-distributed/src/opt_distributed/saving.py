@@ -306,10 +306,13 @@ def rows_of_part(piece: OwnedPiece, param: ShardedParam) -> Rows:
     return {piece.stage.part(piece.id).offset[0]: segments} if segments else {}
 
 
-def sharded_piece(unit: Unit, piece: OwnedPiece, param: ShardedParam, rows: Rows) -> dict[str, ShardedBase]:
+def sharded_piece(
+    unit: Unit, piece: OwnedPiece, param: ShardedParam, rows: Rows, *, always_main: bool = False
+) -> dict[str, ShardedBase]:
     """Describe the tensors of a piece, which share the live memory if possible, under the key of `param`.
 
-    `rows` are those of all parts of its matrix.
+    `rows` are those of all parts of its matrix. With `always_main`, main values are described even if they are the
+    parameter itself.
     """
     if piece.replica is not None:  # by convention (pipeline, tensor, data); a shard has no replicas in its instance
         id, at = param.replica_id, piece.replica
@@ -335,7 +338,7 @@ def sharded_piece(unit: Unit, piece: OwnedPiece, param: ShardedParam, rows: Rows
             else:  # can only be loaded if the same number of parts makes up the matrix
                 saved_spec = LayoutBound(fingerprint=f"parts{piece.stage.layout.num_ranks}")
         described[spec.name] = make_sharded_state(of, decoded(unit, piece, spec), key, saved_spec)
-    if piece.main.numbers is not Numbers.DIRECT:
+    if always_main or piece.main.numbers is not Numbers.DIRECT:
         described[MAIN] = make_sharded_state(part, piece.main.value(), MAIN, LikeParam())
     for name, tensor in piece.main.extra().items():  # of the fp8 parameter itself: once for what this rank stores of it
         # Each tensor-parallel rank scales its own part, so that scales are meaningless for a part of another size.

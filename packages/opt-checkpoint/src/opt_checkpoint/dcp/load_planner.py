@@ -163,7 +163,7 @@ class ShardedLoadPlanner:
         Raises:
             CheckpointMismatchError: something of another form is stored.
         """
-        scoped = [path for path, _ in scopes(self._state)]
+        scoped = [path for path, _ in scopes(self.flat.state)]
         for path, template in self.flat.common.items():
             value, stored = self._find_value(path)
             if stored is ABSENT:

@@ -173,7 +173,7 @@ class ShardedSavePlanner:
         objects = {item.unique_key: item.data for item in self.flat.objects.values()}
         for key in self.objects_of_ranks[0] if self.rank == 0 else self.assigned.objects:
             if key == COMMON_KEY:
-                common = selected(self._state, {**self.flat.empty, **self.flat.common})
+                common = selected(self.flat.state, {**self.flat.empty, **self.flat.common})
                 try:
                     yield key, dump_object({} if common is ABSENT else common, COMMON_KEY)
                 except CheckpointingException:

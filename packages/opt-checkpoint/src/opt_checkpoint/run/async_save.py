@@ -113,7 +113,7 @@ class Staging:
                 return dataclasses.replace(value, data=copy.deepcopy(value.data))
             return _plain_copy(value)
 
-        snapshot: ShardedStateDict = map_leaves(state, staged, scoped=True)
+        snapshot: ShardedStateDict = map_leaves(flat.state, staged, scoped=True)
         for path in self._buffers.keys() - used:
             del self._buffers[path]
         for side in self._sides.values():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint.errors import CheckpointMismatchError
 from opt_checkpoint.run.ranks import Ranks, ranks_of
+from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.model_parallel import ModelAxes, marks_of, place_
 from opt_checkpoint.state.sharded import ShardedStateDict, Source
 from opt_checkpoint.state.tensors import is_dtensor, local_tensor, sharded_like
@@ -48,7 +49,7 @@ def sharded_model(
             continue
         if "prefix" in inspect.signature(describe).parameters:
             describing.append(name)
-            described |= describe(prefix=name)
+            described |= from_megatron(describe(prefix=name))
     entries = model.state_dict(keep_vars=True)
     values = {name: entries[key] for key, name in plain_names(modules, entries).items() if name not in described}
     marks = marks_of(modules, values)

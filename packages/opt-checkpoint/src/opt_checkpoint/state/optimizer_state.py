@@ -21,6 +21,7 @@ from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.factory import ShardedTensorFactory, tensors_in
+from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
     ReplicaId,
@@ -141,7 +142,7 @@ def get_param_id_to_sharded_param_map(
     positions = get_optim_param_to_id_map(optim_params_iter)
     found: dict[int, ShardedParam] = {}
     kinds = ShardedTensor | ShardedTensorFactory
-    entries = [value for value in sharded_values(model_sharded_state_dict) if isinstance(value, kinds)]
+    entries = [value for value in sharded_values(from_megatron(model_sharded_state_dict)) if isinstance(value, kinds)]
     for entry in sorted(entries, key=lambda e: e.key):
         index = positions.get(id(None if entry.data is None else local_tensor(entry.data)))
         if index is None:

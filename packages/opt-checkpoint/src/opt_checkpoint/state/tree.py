@@ -18,6 +18,7 @@ from torch import Tensor
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.checks import check_tree, read_source_
 from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.model_parallel import has_other_ranks
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
@@ -338,6 +339,8 @@ class FlatState:
 def flatten_state(state: ShardedStateDict) -> FlatState:
     """Flatten a state: build its factories, and determine the stored key of every value.
 
+    Megatron-Core's own types become those of this package, in the result's `state`.
+
     A plain tensor or DTensor is stored as a tensor, under its path. In a `ScopedState`, the path of that part becomes
     part of the keys. Descriptions get the values that their tensors have now: writes to their `data`.
 
@@ -347,6 +350,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
             block of its tensor.
     """
     check_tree(state)
+    state = from_megatron(state)
     flat = FlatState(state=state, tensors={}, objects={}, common={}, built={}, empty={}, plain={}, relative={})
     parts: dict[Path, ScopedState] = dict(scopes(state))
     for part in parts.values():

@@ -79,7 +79,7 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
         PATHS: {flat.tensors[path].key: list(path) for path in flat.plain},
     }
     objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
-    common = selected(state, {**flat.empty, **flat.common})
+    common = selected(flat.state, {**flat.empty, **flat.common})
     common = {} if common is ABSENT else common
     if not isinstance(common, dict):
         raise CheckpointValueError(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from opt_checkpoint import (
     KEEP_VARS_HINT,
@@ -22,7 +21,7 @@ from opt_checkpoint import (
     get_param_id_to_sharded_param_map,
     groups_to_saved,
 )
-from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, former_names, place_
+from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, former_names, from_megatron, place_
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded
@@ -44,6 +43,7 @@ from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import OF_RULE, RULE, check_choices, check_loaded_numbers, warn_of_other_choices
 from opt_stack.state.live import Held, StateOffload
+from opt_stack.state.megatron_state import form_of, to_megatron_state
 from opt_stack.state.regrouped import continued, is_of_layer_decay, is_same, sentence
 from opt_stack.state.weights import Evaluation, LoadedWeights
 
@@ -108,9 +108,12 @@ class ShardedStates(torch.optim.Optimizer):
         self,
         model_sharded_state_dict: Mapping[str, Any],
         is_loading: bool = False,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the state for `opt_checkpoint.save` and `load`; it loads on any layout, world size and precision.
+
+        If `model_sharded_state_dict` holds Megatron-Core's own types, as its models give, the result holds them too, in
+        the form of its optimizers, for its `dist_checkpointing.save` and `load`; it loads on any layout.
 
         Collective. Tensors share the optimizer's memory where possible, so a load writes in place; pass the result of
         the load to `load_state_dict` to complete it.
@@ -118,8 +121,9 @@ class ShardedStates(torch.optim.Optimizer):
         Args:
             model_sharded_state_dict: the model's sharded state, with the parameters themselves (`keep_vars=True`) as
                 data.
-            is_loading: accepted for Megatron-Core's callers and ignored: state exists from construction.
-            metadata: accepted for Megatron-Core's callers and ignored: the one format reshards along every axis.
+            is_loading: whether the result is for a load; only with Megatron-Core's types.
+            metadata: of Megatron-Core's callers, only with its types. Its `distrib_optim_sharding_type` becomes
+                `fully_reshardable` in a save, and must be that in a load.
 
         Step counts, groups and codes are copied, so a result of before the last step is refused by a save or load.
         Tensors that `sharded_model` described without groups are placed here: tensor-parallel parts, experts and
@@ -127,8 +131,20 @@ class ShardedStates(torch.optim.Optimizer):
 
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`; or, on every rank, it is unknown which part of
-                the model a rank has.
+                the model a rank has, or a checkpoint of Megatron-Core has another format.
         """
+        own_types = from_megatron(model_sharded_state_dict)
+        if own_types is model_sharded_state_dict:
+            return self._sharded(model_sharded_state_dict)
+        form = form_of(self.plan.config, metadata, is_loading=is_loading)
+        state = self._sharded(own_types, always_main=form == "distributed")
+        own_steps = {at: held.piece.step for _, at, held in self._saved_pieces(self._described or ())}
+        steps = {at: step for of_rank in self._everyone.gather_objects(own_steps) for at, step in of_rank.items()}
+        groups = [dict(group) for group in self.param_groups]
+        return agreed(self._everyone, lambda: to_megatron_state(state, form, groups, steps))
+
+    def _sharded(self, model_sharded_state_dict: Mapping[str, Any], *, always_main: bool = False) -> ScopedState:
+        """The sharded state in the types of opt-checkpoint; with `always_main`, main values of fp32 parameters too."""
         self.check_ready("sharded_state_dict()")
         self.complete_params()
         self.stepper.warn_of_unread("sharded_state_dict()")
@@ -149,7 +165,10 @@ class ShardedStates(torch.optim.Optimizer):
         kept = [{key: group[key] for key in group if key not in _OF_THIS_RUN} for group in self.param_groups]
         state = {
             "version": VERSION,
-            "state": {at: _described_state(own, held, rows[at]) for own, at, held in self._saved_pieces(described)},
+            "state": {
+                at: _described_state(own, held, rows[at], always_main=always_main)
+                for own, at, held in self._saved_pieces(described)
+            },
             "groups": groups_to_saved(kept, on_all_ranks),
             "grad_scaler": self.stepper.scaler.state_dict(),
         }
@@ -289,14 +308,8 @@ def describe_params(
     `load` restores exact values in another precision.
 
     Raises:
-        ValueError: a parameter is not in the model's sharded state, or that is of Megatron-Core's own types.
+        ValueError: a parameter is not in the model's sharded state.
     """
-    if any(type(value).__module__.startswith("megatron.core.") for value in tree_leaves(model_sharded_state_dict)):
-        raise ValueError(
-            "model_sharded_state_dict holds sharded tensors of Megatron-Core; describe the model with "
-            "opt_stack.megatron.ShardedTensor and save with opt_checkpoint.save. In Megatron-Bridge, set "
-            "checkpoint.ckpt_format='torch'"
-        )
     params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
     found = get_param_id_to_sharded_param_map(dict(model_sharded_state_dict), params)
     missing = [index for index in range(len(params)) if index not in found]
@@ -309,11 +322,11 @@ def describe_params(
     return [[Described(id, _name(found[i]), found[i]) for id, i in zip(g["param_ids"], indices)] for g in groups]
 
 
-def _described_state(own: Described, held: Held, rows: Rows) -> dict[str, ShardedBase]:
+def _described_state(own: Described, held: Held, rows: Rows, *, always_main: bool) -> dict[str, ShardedBase]:
     """Describe the tensors of a parameter. Another rule may have kept the state of one that is regrouped, so that a
     checkpoint may lack the states of its present rule."""
     unit, piece = held
-    states = sharded_piece(unit, piece, own.sharded, rows)
+    states = sharded_piece(unit, piece, own.sharded, rows, always_main=always_main)
     for name, tensor in states.items():
         if isinstance(tensor, ShardedTensor) and name not in (STEP, MAIN) and is_regrouped(piece.param, own.id.name):
             tensor.optional = True

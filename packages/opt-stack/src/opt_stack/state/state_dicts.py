@@ -13,6 +13,7 @@ from opt_distributed.pieces import local
 from opt_distributed.saving import check_state, load_state_, read_state, restart_
 from opt_paramgroups import ParamId, dtensor_layout
 from opt_stack.rules.entries import HELD, OF_RULE, RULE, warn_of_other_choices
+from opt_stack.state.megatron_state import OWN, from_megatron_state
 from opt_stack.state.regrouped import regroup, sentence
 from opt_stack.state.sharded_state import ShardedStates, logger, saved_scaler
 
@@ -140,6 +141,9 @@ class StateDicts(ShardedStates):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
+        if isinstance(state_dict, Mapping) and OWN in state_dict:
+            of_megatron, names = state_dict, self._names_on_all_ranks
+            state_dict = agreed(self._everyone, lambda: from_megatron_state(of_megatron, self.param_groups, names))
         if isinstance(state_dict, Mapping) and "groups" in state_dict:
             self._load_sharded(state_dict, on_conflict=on_conflict, override=override)
         elif on_conflict != "error" or override:

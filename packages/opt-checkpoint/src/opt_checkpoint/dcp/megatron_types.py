@@ -1,0 +1,31 @@
+"""Tensors in Megatron-Core's own type, for its `dist_checkpointing.save` and `load`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from opt_checkpoint.boxes import boxes_of
+from opt_checkpoint.dcp.saving import view_of
+from opt_checkpoint.state.megatron_types import MEGATRON
+from opt_checkpoint.state.sharded import ShardedTensor
+
+
+def to_megatron(shard: ShardedTensor) -> list[Any]:
+    """One tensor of Megatron-Core for each box of `shard`, which shares its memory.
+
+    Megatron-Core has no flat ranges, and needs equal blocks unless `axis_fragmentations` is None; then prepended axes
+    are axes of the block.
+    """
+    mapping = sys.modules[MEGATRON]
+    found = []
+    for held in boxes_of(shard):
+        view = view_of(shard, held, held.box).detach()
+        place = tuple(view.shape), shard.global_shape, held.box.offsets
+        found.append(mapping.ShardedTensor(shard.key, view, view.dtype, *place, None, shard.replica_id))
+    return found
+
+
+def local_object(value: Any) -> Any:
+    """A value that Megatron-Core's `save` does not store, and that its `load` returns as it is."""
+    return sys.modules[MEGATRON].LocalNonpersistentObject(value)

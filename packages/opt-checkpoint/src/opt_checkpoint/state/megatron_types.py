@@ -1,0 +1,64 @@
+"""Megatron-Core's own sharded types, which every model of it describes itself with, as the types of this package.
+
+They are recognised by the module of their class, so that Megatron-Core need not be installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.sharded import LocalNonpersistentObject, ReplicaId, ShardedObject, ShardedTensor
+
+MEGATRON = "megatron.core.dist_checkpointing.mapping"
+
+
+def from_megatron(state: Any) -> Any:
+    """A nested state with this package's types in place of Megatron-Core's: new containers where there are any.
+
+    Raises:
+        CheckpointingException: the fields of one contradict each other, or it is of an unknown type.
+    """
+    if isinstance(state, dict):
+        items = {key: from_megatron(value) for key, value in state.items()}
+        if all(items[key] is value for key, value in state.items()):
+            return state
+        return state.like(items) if hasattr(state, "like") else items
+    if type(state) in (list, tuple):
+        values = [from_megatron(value) for value in state]
+        return state if all(a is b for a, b in zip(values, state)) else type(state)(values)
+    names = [cls.__name__ for cls in type(state).__mro__ if cls.__module__ == MEGATRON]
+    return _converted(state, names) if names else state
+
+
+def _converted(value: Any, names: list[str]) -> Any:
+    if "ShardedTensor" in names:
+        return ShardedTensor(
+            value.key,
+            value.data,
+            value.dtype,
+            value.local_shape,
+            value.global_shape,
+            value.global_offset,
+            value.axis_fragmentations,
+            value.replica_id,
+            value.prepend_axis_num,
+            value.allow_shape_mismatch,
+            value.flattened_range,
+        )
+    if "ShardedTensorFactory" in names:
+
+        def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+            return from_megatron(value.build_fn(key, data, replica_id, flattened_range))
+
+        return ShardedTensorFactory(
+            value.key, value.data, build, value.merge_fn, value.replica_id, value.flattened_range
+        )
+    if "ShardedObject" in names:
+        return ShardedObject(value.key, value.data, value.global_shape, value.global_offset, value.replica_id)
+    if "LocalNonpersistentObject" in names:
+        return LocalNonpersistentObject(value.obj)
+    raise CheckpointValueError(f"{type(value).__name__} of Megatron-Core cannot be saved here; pass a ShardedTensor")
