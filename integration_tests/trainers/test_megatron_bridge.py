@@ -55,6 +55,7 @@ def batch(step: int) -> Tensor:
 
 def initialize() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron-Core's buffers ask for it
+    torch.cuda.current_stream = lambda *_: None
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
 
@@ -179,12 +180,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"use_distributed_optimizer": True},
         "model chunk 0 is in Megatron-Core's DistributedDataParallel with use_distributed_optimizer=True",
     ),
-    "sharded state": ({}, {"use_distributed_optimizer": True}, "which reduces all gradients to every rank; set both"),
-    "layer-wise state": (
-        {},
-        {"optimizer": "muon", "stack": {"use_layer_wise_distributed_optimizer": True}},
-        "use_layer_wise_distributed_optimizer=True: model chunk 0 is in Megatron-Core's",
-    ),
+    "sharded state": ({}, {"use_distributed_optimizer": True}, "which reduces all gradients to every rank; set it"),
     "a graph": (
         {},
         {"stack": {"optimizer_cuda_graph": True}},
