@@ -222,3 +222,26 @@ def test_opt_checkpoint_saves_and_loads_megatron_cores_types(tmp_path: Path) -> 
     assert {type(value).__module__ for value in sharded_model(chunk).values()} == {
         "opt_checkpoint.state.sharded", "opt_checkpoint.state.factory"
     }  # fmt: skip
+
+
+def test_dist_checkpointing_saves_and_loads_as_in_megatron_core(tmp_path: Path) -> None:
+    from opt_stack.megatron.dist_checkpointing import load, load_content_metadata, save
+
+    def trained() -> tuple[Optimizer, dict[str, Any]]:
+        chunk, optimizer = build(replace(FP32, size=1), Alone())
+        norms_while_training(chunk, optimizer, range(STEPS), Alone(), shapes_of(chunk))
+        model = described(chunk, 0)
+        return optimizer, {**model, "optimizer": optimizer.sharded_state_dict(model)}
+
+    optimizer, state = trained()
+    save({**state, "iteration": 7}, tmp_path, content_metadata={"a": 1})
+    before = optimizer.state_dict()
+    other, into = trained()
+    loaded, missing, unexpected = load(into, tmp_path, strict="return_all")
+    other.load_state_dict(loaded["optimizer"])
+    assert str(other.state_dict()) == str(before)
+    assert (loaded["iteration"], load_content_metadata(tmp_path)) == (7, {"a": 1})
+    assert (missing, unexpected) == (set(), set())
+    for options in ({"sharded_strategy": 1}, {"async_sharded_save": True}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            save(state, tmp_path / "again", **options)

@@ -3,10 +3,19 @@
     from megatron.core.dist_checkpointing.optimizer import optim_state_to_sharding_state
     from opt_checkpoint.dist_checkpointing.optimizer import optim_state_to_sharding_state
 
-Here are descriptions and their helpers. Saving and loading are `opt_checkpoint.save` and `opt_checkpoint.load`, which
-take the same states and have signatures of their own.
+`save` and `load` write and read the format of `opt_checkpoint.save`; no release of Megatron-Core reads it, and `load`
+also reads the directories of its releases 0.12 to 0.19.
 """
 
 from opt_checkpoint.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from opt_checkpoint.dist_checkpointing.serialization import (
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    save,
+)
 
-__all__ = ["LocalNonpersistentObject", "ShardedObject", "ShardedTensor"]
+__all__ = [
+    "LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "load", "load_common_state_dict",
+    "load_content_metadata", "save",
+]  # fmt: skip

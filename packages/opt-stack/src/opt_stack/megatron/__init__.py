@@ -19,6 +19,7 @@ from opt_checkpoint import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    dist_checkpointing,
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
@@ -90,6 +91,7 @@ __all__ = [
     "ShardedStateDict", "ShardedTensor", "ShardedTensorFactory", "StateDict",
     "_get_megatron_optimizer_based_on_param_groups", "_get_param_groups", "_get_param_groups_and_buffers", "_matches",
     "clip_grad_by_total_norm_fp32", "clip_qk", "combine_param_group_overrides", "count_zeros_fp32",
+    "dist_checkpointing",
     "finalize_model_grads", "get_canonical_lr_for_logging", "get_grad_norm_fp32", "get_megatron_muon_optimizer",
     "get_megatron_optimizer", "get_mup_config_overrides", "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map", "get_standard_config_overrides", "logger", "make_sharded_optimizer_tensor",
@@ -100,6 +102,7 @@ __all__ = [
 AnyConfig = opt_config.OptimizerConfig
 _matches = matches
 add_modules_(sys.modules[__name__])
+sys.modules[f"{__name__}.dist_checkpointing"] = dist_checkpointing
 
 
 def get_standard_config_overrides(config: AnyConfig) -> Overrides:

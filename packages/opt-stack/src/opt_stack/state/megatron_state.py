@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.dcp import local_object, to_megatron
+from opt_checkpoint.dist_checkpointing.megatron import local_object, to_megatron
 from opt_checkpoint.state import FlatState, flatten_state
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.saving import MAIN, STEP

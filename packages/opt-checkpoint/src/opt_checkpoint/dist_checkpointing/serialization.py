@@ -1,0 +1,115 @@
+"""`megatron.core.dist_checkpointing.serialization`: its `save` and `load`, with the format of `opt_checkpoint.save`.
+
+`save` writes a directory for `opt_checkpoint.load` and `torch.distributed.checkpoint.load`. No release of Megatron-Core
+reads it: for these, pass the same state to Megatron-Core's own `save`, or use `optckpt convert --to megatron`. `load`
+reads it, and the `torch_dist` directories of Megatron-Core 0.12 to 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import opt_checkpoint.run.save_load as checkpoints
+from opt_checkpoint.dcp.names import StrictHandling
+from opt_checkpoint.disk.checkpoint import read_common, read_index
+from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.run.ranks import ranks_of
+from opt_checkpoint.state.megatron_types import from_megatron
+from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict, StateDict
+from opt_checkpoint.state.tree import ABSENT, ScopedState, map_leaves
+
+_METADATA = "content_metadata"
+AnyDir = str | PathLike[str]
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: AnyDir,
+    sharded_strategy: None = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    *,
+    content_metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """`opt_checkpoint.save` to a directory that is empty or does not exist. Collective.
+
+    Args:
+        sharded_state_dict: as for `opt_checkpoint.save`; Megatron-Core's own types are taken.
+        checkpoint_dir: the directory.
+        sharded_strategy: None: there is one format.
+        validate_access_integrity: accepted and ignored: every save is checked.
+        async_sharded_save: False; `opt_checkpoint.async_save` saves in the background.
+        content_metadata: stored under this name, for `load_content_metadata`.
+    """
+    _check_strategy(sharded_strategy)
+    if async_sharded_save:
+        raise CheckpointValueError("async_sharded_save=True: call opt_checkpoint.async_save(state, path) instead")
+    if ranks_of(None).rank == 0 and Path(checkpoint_dir).is_dir() and not any(Path(checkpoint_dir).iterdir()):
+        Path(checkpoint_dir).rmdir()  # the caller of Megatron-Core's makes it
+    state = {**sharded_state_dict} if content_metadata is None else {**sharded_state_dict, _METADATA: content_metadata}
+    checkpoints.save(state, checkpoint_dir)
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: AnyDir,
+    sharded_strategy: None = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> Any:
+    """Load what is sharded into the tensors of `sharded_state_dict`. Collective.
+
+    Args:
+        sharded_state_dict: as for `opt_checkpoint.load`; its plain values are not looked at.
+        checkpoint_dir: a directory of `save`, `opt_checkpoint.save` or Megatron-Core.
+        sharded_strategy: None: the format is recognised.
+        validate_access_integrity: accepted and ignored.
+        strict: as for `opt_checkpoint.load`.
+
+    Returns:
+        All plain values of the checkpoint and the loaded ones; and the missing and the unexpected keys, if `strict`
+        asks for them.
+    """
+    _check_strategy(sharded_strategy)
+
+    def request(path: tuple[str | int, ...], value: Any) -> Any:
+        return value if isinstance(value, ShardedBase | LocalNonpersistentObject | Tensor) else ABSENT
+
+    sharded = map_leaves(from_megatron(sharded_state_dict), request, scoped=True)
+    wanted = _merged(read_common(read_index(checkpoint_dir)), sharded)
+    report = checkpoints.load(wanted, checkpoint_dir, strict=strict)
+    is_asked = "return" in str(getattr(strict, "value", strict))
+    return (report.state, set(report.missing), set(report.unexpected)) if is_asked else report.state
+
+
+def load_common_state_dict(checkpoint_dir: AnyDir) -> StateDict:
+    """The plain values of a checkpoint."""
+    found: StateDict = read_common(read_index(checkpoint_dir))
+    return found
+
+
+def load_content_metadata(checkpoint_dir: AnyDir) -> dict[str, Any] | None:
+    """The `content_metadata` of a checkpoint; None if there is none."""
+    found: dict[str, Any] | None = read_common(read_index(checkpoint_dir)).get(_METADATA)
+    return found
+
+
+def _check_strategy(strategy: object) -> None:
+    if strategy is not None:
+        raise CheckpointValueError(
+            f"sharded_strategy={strategy!r:.80}: there is one format here; leave it at None, or pass the state to "
+            "megatron.core.dist_checkpointing for its formats"
+        )
+
+
+def _merged(common: Any, sharded: Any) -> Any:
+    """The plain values of a checkpoint, and what is sharded in their place."""
+    if isinstance(common, dict) and isinstance(sharded, dict):
+        both = {key: _merged(common.get(key, ABSENT), sharded.get(key, ABSENT)) for key in {**common, **sharded}}
+        return sharded.like(both) if isinstance(sharded, ScopedState) else both
+    return common if sharded is ABSENT else sharded
