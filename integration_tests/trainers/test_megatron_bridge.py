@@ -2,6 +2,9 @@
 
 import copy
 import io
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 import opt_stack
+from opt_checkpoint import differences, read_common, read_index
 from opt_stack import ConfigError, Optimizer, OptimizerConfig, get_optimizer
 from opt_stack.adapters.megatron_bridge import StackOptimizerConfig
 
@@ -259,3 +263,26 @@ def test_states_resume_through_megatron_cores_torch_dist(
     resumed.load_state_dict(loaded["optimizer"])
     assert str(resumed.state_dict()) == str(before)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+NUMBERS = ("lr", "weight_decay", "betas", "eps", "wd_mult", "lr_mult", "max_lr", "min_lr")
+
+
+def plain_state(index: Any) -> Any:
+    """The numbers of the groups by decay, step count and loss scale."""
+    saved = read_common(index)["optimizer"]
+    inner = saved.get("optimizer", saved)
+    groups = sorted(str([group.get(key) for key in NUMBERS]) for group in inner["param_groups"])
+    step = inner["state"]["common_step"] if "state" in inner else inner["param_groups"][0]["step"]
+    return groups, float(step), str(saved.get("grad_scaler"))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "plain", "fp16", "zero", "fp16-zero"])
+def test_each_side_loads_the_state_that_the_other_saved(kind: str, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "resume_by_megatron.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, script, tmp_path, "2", kind], check=True, timeout=300, env=environment)
+    for name in ("ours to ours", "ours to theirs", "theirs to ours"):
+        first, second = read_index(tmp_path / name.partition(" ")[0]), read_index(tmp_path / name)
+        assert [*differences(first, second)] == [], name
+        assert plain_state(first) == plain_state(second), name

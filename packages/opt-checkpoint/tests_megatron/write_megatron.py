@@ -6,7 +6,7 @@
 KIND is one of `KINDS`. FOLDER gets one directory per format, and from each rank `truth-<rank>.pt` (the optimizer's
 states as they are in memory, by parameter) and `slots-<rank>.json` (where each parameter is in the buckets).
 `load` loads a directory instead, in a strict mode, which parses all of `.metadata`. Megatron-Core asks for CUDA in a
-few places that a CPU serves as well; `_OnCpu` answers them.
+few places that a CPU serves as well; `OnCpu` answers them.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Attention(enum.Enum):
     FLASH = 1
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     """Tensors asked for on a GPU are made on the CPU, and those on the CPU report the types of a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,15 +73,9 @@ class _OnCpu(TorchFunctionMode):
 
 def write(rank: int, folder: Path, ranks: int, tensor_parallel: int, kind: Kind, formats: list[str]) -> None:
     """One rank: train three steps on random gradients, then save in every format."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    for name in ("set_device", "empty_cache", "synchronize"):
-        setattr(torch.cuda, name, lambda *args: None)
-    if not hasattr(np, "product"):
-        np.product = np.prod  # type: ignore[attr-defined]  # Megatron-Core 0.12 was written for numpy 1
-    with _OnCpu():
-        model, optimizer = _train(tensor_parallel, kind)
+    start(rank, folder, ranks)
+    with OnCpu():
+        model, optimizer = train(tensor_parallel, kind)
         pieces = _pieces(model)
         if formats[0] == "load":
             _load(model, optimizer, Path(formats[1]))
@@ -94,18 +88,30 @@ def write(rank: int, folder: Path, ranks: int, tensor_parallel: int, kind: Kind,
     dist.destroy_process_group()
 
 
-def _train(tensor_parallel: int, kind: Kind) -> tuple[Any, Any]:
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+def start(rank: int, folder: Path, ranks: int) -> None:
+    """Begin a world of `ranks` processes without a GPU."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    for name in ("set_device", "empty_cache", "synchronize"):
+        setattr(torch.cuda, name, lambda *args: None)
+    if not hasattr(np, "product"):
+        np.product = np.prod  # type: ignore[attr-defined]  # Megatron-Core 0.12 was written for numpy 1
+
+
+def train(tensor_parallel: int, kind: Kind, *, package: Any = None, steps: int = STEPS) -> tuple[Any, Any]:
+    """A trained model and its optimizer; `package` has other classes of Megatron-Core's names."""
+    from megatron.core import distributed, parallel_state
+    from megatron.core import optimizer as optimizers
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
     torch.manual_seed(1)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel, expert_model_parallel_size=kind.experts or 1
-    )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel, expert_model_parallel_size=kind.experts or 1
+        )
     precision: dict[str, Any] = {"params_dtype": kind.dtype}
     if kind.dtype != torch.float32:
         precision["bf16" if kind.dtype == torch.bfloat16 else "fp16"] = True
@@ -126,17 +132,19 @@ def _train(tensor_parallel: int, kind: Kind) -> tuple[Any, Any]:
         vocab_size=63 if kind.bucket_size else 64,
         max_sequence_length=8,
     )
-    ddp_config = DistributedDataParallelConfig(
+    wrappers, optimizers = package or distributed, package or optimizers
+    ddp_config = wrappers.DistributedDataParallelConfig(
         use_distributed_optimizer=kind.is_distributed, bucket_size=kind.bucket_size or 5000, grad_reduce_in_fp32=True,
         overlap_grad_reduce=kind.bucket_size is not None,
     )  # fmt: skip
-    model = DistributedDataParallel(config, ddp_config, gpt.to(kind.dtype))
-    options = OptimizerConfig(
+    model = wrappers.DistributedDataParallel(config, ddp_config, gpt.to(kind.dtype))
+    scale = {"initial_loss_scale": LOSS_SCALE} if kind.dtype == torch.float16 else {}
+    options = optimizers.OptimizerConfig(
         optimizer="adam", lr=0.01, use_distributed_optimizer=kind.is_distributed, clip_grad=0.0,
-        initial_loss_scale=LOSS_SCALE, **precision,
+        **precision, **scale,
     )  # fmt: skip
-    optimizer = get_megatron_optimizer(options, [model])
-    for step in range(STEPS):
+    optimizer = optimizers.get_megatron_optimizer(options, [model])
+    for step in range(steps):
         model.zero_grad_buffer()
         for number, param in enumerate(model.parameters()):
             seed = torch.Generator().manual_seed(100 * step + number)
