@@ -245,3 +245,19 @@ def test_dist_checkpointing_saves_and_loads_as_in_megatron_core(tmp_path: Path) 
     for options in ({"sharded_strategy": 1}, {"async_sharded_save": True}):
         with pytest.raises(ValueError, match=next(iter(options))):
             save(state, tmp_path / "again", **options)
+
+
+def test_states_that_megatron_core_saved_at_shifted_places() -> None:
+    of = case(Spread.FLAT)
+    runs = run_threads(2, lambda comm: train(of, ZERO, comm))
+    saved = save_all(runs)
+    main = saved.tensors["optimizer.state.param.qkv.weight"].view(-1)
+    main.copy_(torch.cat([main[20:], torch.zeros(20)]))
+    theirs = Saved(saved.tensors, {key: value for key, value in saved.common.items() if key != "opt_stack"})
+
+    def refused(comm: Comm) -> str:
+        with pytest.raises(ConfigError, match=r"shifted places \(qkv.weight\)") as caught:
+            resume(of, theirs, runs[0], comm)
+        return str(caught.value)
+
+    assert len(set(run_threads(2, refused))) == 1

@@ -48,20 +48,31 @@ def shifted_mains(index: CheckpointIndex, *, whole: bool) -> list[str]:
     """
     files = DataFiles(index)
 
-    def compare(pair: _Pair) -> _Compared:
+    def compare(pair: _Pair) -> Compared:
         tail = max(0, pair.main.box.numel - _TAIL)
-        main, weight = pair.read(files, tail, pair.main.box.numel)
-        if not torch.equal(_rounded(main, weight), weight):
-            zeros, moved = _ends_with_zeros(main, weight), _is_moved(main, weight)
-            return _Compared(pair.key, is_exact=False, has_zeros=zeros, is_moved=moved, differs=True)
-        if not whole:
-            return _Compared(pair.key, bool(weight.any()))
+        end = compare_end(pair.key, *pair.read(files, tail, pair.main.box.numel))
+        if end.differs or not whole:
+            return end
         pieces = (pair.read(files, start, min(start + _PIECE, tail)) for start in range(0, tail, _PIECE))
         is_exact = all(torch.equal(_rounded(*piece), piece[1]) for piece in pieces)
-        return _Compared(pair.key, is_exact and bool(weight.any()), differs=not is_exact)
+        return Compared(pair.key, is_exact and end.is_exact, differs=not is_exact)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         compared = list(pool.map(compare, _pairs(index)))
+    return shifted_of(compared)
+
+
+def compare_end(key: str, main: Tensor, weight: Tensor) -> Compared:
+    """Compare the last elements of main weights, 1-D, with the weights."""
+    main, weight = main[-_TAIL:], weight[-_TAIL:]
+    if torch.equal(_rounded(main, weight), weight):
+        return Compared(key, bool(weight.any()))
+    zeros, moved = _ends_with_zeros(main, weight), _is_moved(main, weight)
+    return Compared(key, is_exact=False, has_zeros=zeros, is_moved=moved, differs=True)
+
+
+def shifted_of(compared: Collection[Compared]) -> list[str]:
+    """The keys of those that differ, if some prove that they are shifted."""
     has_exact = any(one.is_exact for one in compared)
     if any(one.is_moved or (one.has_zeros and has_exact) for one in compared):
         return sorted({one.key for one in compared if one.differs})
@@ -127,7 +138,7 @@ class _Pair(NamedTuple):
         return _values(files, self.main, main, start, stop), _values(files, self.weight, weight, start, stop)
 
 
-class _Compared(NamedTuple):
+class Compared(NamedTuple):
     """How a chunk of main weights differs from the weights: its last elements, and `differs` for all that were read."""
 
     key: str

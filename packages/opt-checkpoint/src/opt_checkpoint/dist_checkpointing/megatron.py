@@ -7,8 +7,11 @@ from typing import Any
 
 from opt_checkpoint.boxes import boxes_of
 from opt_checkpoint.dcp.saving import view_of
+from opt_checkpoint.disk.main_weights import Compared, compare_end, shifted_of
 from opt_checkpoint.state.megatron_types import MEGATRON
 from opt_checkpoint.state.sharded import ShardedTensor
+
+__all__ = ["Compared", "compare_end", "local_object", "shifted_of", "to_megatron"]
 
 
 def to_megatron(shard: ShardedTensor) -> list[Any]:

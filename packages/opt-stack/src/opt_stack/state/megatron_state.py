@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.dist_checkpointing.megatron import local_object, to_megatron
+from opt_checkpoint.dist_checkpointing.megatron import (
+    Compared,
+    compare_end,
+    local_object,
+    shifted_of,
+    to_megatron,
+)
 from opt_checkpoint.state import FlatState, flatten_state
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.saving import MAIN, STEP
@@ -162,6 +168,31 @@ def from_megatron_state(
         if count is not None and at not in unknown:
             of_param[STEP] = torch.tensor(count, dtype=torch.int64, device="cpu")
     return {"state": state, "groups": groups, "grad_scaler": loaded.get("grad_scaler")}
+
+
+def is_of_distributed_optimizer(loaded: Mapping[str, Any]) -> bool:
+    """Whether Megatron-Core's distributed optimizer saved this."""
+    return "version" not in loaded[OWN] and _saved_form(loaded) == "distributed"
+
+
+def compare_mains(state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Compared]:
+    """Compare loaded main weights with the 1-D `weights`, which the same load has set, if these have 16 bits."""
+    return [
+        compare_end(at, state[at][MAIN].reshape(-1), weight)
+        for at, weight in weights.items()
+        if MAIN in state.get(at, {}) and weight.dtype.itemsize == 2
+    ]
+
+
+def check_mains(compared: Collection[Compared]) -> None:
+    """Raise ConfigError if these main weights, of all ranks, are shifted."""
+    if shifted := shifted_of(compared):
+        raise ConfigError(
+            f"the checkpoint holds states of {len(shifted)} parameters at shifted places ({', '.join(shifted[:4])}): "
+            "these main weights do not round to the weights beside them. Megatron-Core up to 0.19.2 writes such "
+            "fully_reshardable directories if a buffer has several buckets. The weights are right: start the optimizer "
+            "anew (Megatron-LM's --no-load-optim), or save again with one bucket"
+        )
 
 
 def _saved_form(loaded: Mapping[str, Any]) -> str:

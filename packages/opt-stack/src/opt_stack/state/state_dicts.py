@@ -7,13 +7,20 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from opt_checkpoint.dist_checkpointing.megatron import Compared
 from opt_checkpoint.state import NO_OVERRIDE, Conflict
 from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
 from opt_distributed.saving import check_state, load_state_, read_state, restart_
 from opt_paramgroups import ParamId, dtensor_layout
 from opt_stack.rules.entries import HELD, OF_RULE, RULE, warn_of_other_choices
-from opt_stack.state.megatron_state import OWN, from_megatron_state
+from opt_stack.state.megatron_state import (
+    OWN,
+    check_mains,
+    compare_mains,
+    from_megatron_state,
+    is_of_distributed_optimizer,
+)
 from opt_stack.state.regrouped import regroup, sentence
 from opt_stack.state.sharded_state import ShardedStates, logger, saved_scaler
 
@@ -142,8 +149,7 @@ class StateDicts(ShardedStates):
             replaced = before(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
         if isinstance(state_dict, Mapping) and OWN in state_dict:
-            of_megatron, names = state_dict, self._names_on_all_ranks
-            state_dict = agreed(self._everyone, lambda: from_megatron_state(of_megatron, self.param_groups, names))
+            state_dict = self._from_megatron(state_dict)
         if isinstance(state_dict, Mapping) and "groups" in state_dict:
             self._load_sharded(state_dict, on_conflict=on_conflict, override=override)
         elif on_conflict != "error" or override:
@@ -162,6 +168,21 @@ class StateDicts(ShardedStates):
             self.evaluation.begin_(self.param_groups, was_loaded=True)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _from_megatron(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what Megatron-Core's `load` returned in the form of `opt_checkpoint.load`. Collective."""
+        names = self._names_on_all_ranks
+        state = agreed(self._everyone, lambda: from_megatron_state(loaded, self.param_groups, names))
+
+        def compare() -> list[Compared]:
+            pieces = {at: held.piece for _, at, held in self._saved_pieces(self._described or ())}
+            weights = {at: local(own.param).detach().reshape(-1)[own.of_param] for at, own in pieces.items()}
+            return compare_mains(state["state"], weights)
+
+        if is_of_distributed_optimizer(loaded):
+            compared = agreed(self._everyone, compare)
+            check_mains([end for of_rank in self._everyone.gather_objects(compared) for end in of_rank])
+        return state
 
     def _read_all(self) -> dict[int, dict[str, Tensor]]:
         """Return this rank's state by parameter index. In evaluation mode, main values are copied."""
