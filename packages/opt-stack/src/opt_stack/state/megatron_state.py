@@ -106,12 +106,17 @@ def to_megatron_state(
     groups = [_megatron_group(group, common, param_groups) for group in param_groups]
     inner: dict[str, Any] = {"param_groups": groups}
     if form != "distributed":
-        inner["state"] = {} if common is None else {"common_step": torch.tensor(float(common))}
+        inner["state"] = (
+            {} if common is None else {"common_step": torch.tensor(float(common), dtype=torch.float32, device="cpu")}
+        )
     whole: dict[str, Any] = dict(inner) if form == "fp32" else {"optimizer": inner}
     if form == "distributed":
         whole["param_state_sharding_type"] = RESHARDABLE
     if scaler := state["grad_scaler"]:
-        whole["grad_scaler"] = {**scaler, "scale": torch.tensor([float(scaler["scale"])])}
+        whole["grad_scaler"] = {
+            **scaler,
+            "scale": torch.tensor([float(scaler["scale"])], dtype=torch.float32, device="cpu"),
+        }
     return {**whole, OWN: own}
 
 
