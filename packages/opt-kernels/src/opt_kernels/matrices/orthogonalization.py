@@ -14,6 +14,7 @@ depend on the schedule and the dtype.)
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -96,6 +97,7 @@ LONGEST_NARROW, LONGEST = 3, 2
 HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
 
 
+@cache
 def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetric: bool) -> tuple[Schedule, ...]:
     """The cheapest division of `schedule` into segments that are accurate enough in `dtype`.
 
