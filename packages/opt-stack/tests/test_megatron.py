@@ -377,7 +377,10 @@ class DistributedDataParallel(nn.Module):
             param.main_grad.zero_()  # type: ignore[operator, union-attr]
 
 
-@pytest.mark.parametrize("fields", [{}, {"bf16": True}, {"optimizer": "muon"}], ids=str)
+WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize("fields", [{}, {"bf16": True}, {"optimizer": "muon"}, WHOLE], ids=str)
 def test_the_step_reads_the_reduced_gradients(fields: dict[str, Any]) -> None:
     config = OptimizerConfig(lr=0.1, clip_grad=0.25, **fields)
     model, plain = make_model(config.precision.params), make_model(config.precision.params)
@@ -405,7 +408,6 @@ def test_a_parameter_without_its_gradient_is_refused() -> None:
 
 ANOTHER = "is a Sequential; wrap all chunks in the same class"
 FLAT = {"use_distributed_optimizer": True}
-WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}
 
 
 def test_what_the_wrapper_does_not_support_is_refused() -> None:
@@ -599,6 +601,23 @@ def test_the_script_saves_and_resumes_in_its_format_torch(fields: dict[str, Any]
 
     for found, wanted in run_threads(2, resumed):
         assert_equal(found, wanted)
+
+
+def test_a_file_that_one_rank_lacks_is_an_error_of_all(tmp_path: Path) -> None:
+    """The others waited for it."""
+    model = make_model()
+
+    def load(comm: ThreadComm) -> str:
+        config = megatron.OptimizerConfig(lr=0.1, use_distributed_optimizer=True)
+        optimizer = megatron.get_megatron_optimizer(config, [copy.deepcopy(model)], pg_collection=over(comm))
+        if comm.rank == 0:
+            optimizer.save_parameter_state(str(tmp_path / "distrib_optim.pt"))
+        comm.gather_objects("saved")
+        with pytest.raises((OSError, ValueError)) as caught:
+            optimizer.load_parameter_state(str(tmp_path / "distrib_optim.pt"))
+        return str(caught.value)
+
+    assert all("distrib_optim.pt.1" in error for error in run_threads(2, load))
 
 
 class Core(nn.Module):

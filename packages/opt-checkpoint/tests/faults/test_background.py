@@ -162,7 +162,7 @@ def test_a_script_that_ends_finishes_its_saves(ended: tuple[Path, dict[str, int]
 
 
 KEEPS_GROUPS = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot use a destroyed group: the save fails, and is told"
+    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot use a destroyed group: the save fails with an error"
 )
 
 

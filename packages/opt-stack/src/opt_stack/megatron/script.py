@@ -11,6 +11,7 @@ from torch import nn
 
 from opt_config import ConfigError
 from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import agreed
 from opt_stack.optimizer import Optimizer
 from opt_stack.qk_clip import Attention, QKClip, fused_qkv, latent_attention
 
@@ -35,16 +36,17 @@ class ScriptOptimizer(Optimizer):
         torch.save(self.state_dict(), self._own(filename))
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Load what `save_parameter_state` wrote on the same layout. `update_legacy_format` is ignored."""
-        self.load_state_dict(torch.load(self._own(filename), weights_only=True))
+        """Load what `save_parameter_state` wrote on the same layout. Collective. `update_legacy_format` is ignored."""
+        self.load_state_dict_from_file(self._own(filename))
 
     def save_state_dict_to_file(self, filename: str) -> None:
         """Write the state of this rank. The script gives each data-parallel rank a file."""
         torch.save(self.state_dict(), filename)
 
     def load_state_dict_from_file(self, filename: str | PathLike[str]) -> None:
-        """Load what `save_state_dict_to_file` wrote on the same rank of the same layout."""
-        self.load_state_dict(torch.load(filename, weights_only=True))
+        """Load what `save_state_dict_to_file` wrote on the same rank of the same layout. Collective."""
+        # A file may be missing on one rank only, and the others would wait for it in `load_state_dict`.
+        self.load_state_dict(agreed(self._everyone, lambda: torch.load(filename, weights_only=True)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
         """`Optimizer.load_state_dict`. Of another rank's part, only groups and loss scale are loaded: the state follows
@@ -95,10 +97,6 @@ def clip_qk(model: Sequence[nn.Module], log_max_only: bool = False) -> float:
     Raises:
         ConfigError: the chunks are not wrapped, or not trained by one optimizer.
     """
-    layers = list(_attention_layers(model))
-    logits = [layer.core_attention.current_max_attn_logits for layer in layers]
-    for layer in layers:
-        layer.core_attention.current_max_attn_logits = None
     wrapped = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     optimizers = {id(one): one for chunk in wrapped for one in chunk.optimizers if isinstance(one, Optimizer)}
     if len(wrapped) != len(model) or len(optimizers) != 1:
@@ -107,6 +105,10 @@ def clip_qk(model: Sequence[nn.Module], log_max_only: bool = False) -> float:
             "call opt_stack.QKClip(optimizer, layers)"
         )
     (optimizer,) = optimizers.values()
+    layers = list(_attention_layers(model))
+    logits = [layer.core_attention.current_max_attn_logits for layer in layers]
+    for layer in layers:
+        layer.core_attention.current_max_attn_logits = None
     config: Any = wrapped[0].config  # equal on all stages, also those without layers
     threshold = math.inf if log_max_only else float(config.qk_clip_threshold)
     alpha = float(config.qk_clip_alpha)

@@ -134,7 +134,7 @@ def _check_chunks(draft: Draft) -> Iterator[str]:
         if draft.shards_reduced and not has_main_grads(chunk):
             yield (
                 f"model chunk {index} is a plain {type(chunk).__name__}, but others are in wrappers with "
-                "use_distributed_optimizer=False; wrap all chunks alike"
+                "use_distributed_optimizer=False; wrap all chunks in the same way"
             )
         if isinstance(chunk, DistributedDataParallel):
             yield from _check_wrapper(draft, index, chunk)
