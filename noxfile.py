@@ -272,7 +272,8 @@ def release(session: nox.Session) -> None:
     On GitHub's CI, links in READMEs and project URLs point to the repository's page; OPT_STACK_URL sets another one.
     """
     arguments = [word for word in session.posargs if word != "--check"]
-    work, dist = Path(session.create_tmp()), ROOT / "dist"
+    work = Path(session.create_tmp())
+    dist = ROOT / "dist"
     server, repository = (os.environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY"))
     url = os.environ.get("OPT_STACK_URL") or (f"{server}/{repository}" if repository else "")
     session.run("python", "release/stage.py", str(work / "staged"), "--url", url, *arguments)

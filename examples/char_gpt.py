@@ -18,7 +18,8 @@ def stdlib_text(num_bytes: int = 6_000_000) -> Tensor:
     files = sorted(
         path for path in root.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts
     )
-    text, size = [], 0
+    text = []
+    size = 0
     for path in files:
         text.append(path.read_bytes())
         size += len(text[-1])
@@ -60,9 +61,12 @@ class Block(nn.Module):
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
         self.num_heads = num_heads
-        self.norm_1, self.norm_2 = LayerNorm(dim), LayerNorm(dim)
-        self.qkv, self.proj = Linear(dim, 3 * dim), Linear(dim, dim)
-        self.up, self.down = Linear(dim, 4 * dim), Linear(4 * dim, dim)
+        self.norm_1 = LayerNorm(dim)
+        self.norm_2 = LayerNorm(dim)
+        self.qkv = Linear(dim, 3 * dim)
+        self.proj = Linear(dim, dim)
+        self.up = Linear(dim, 4 * dim)
+        self.down = Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -82,9 +86,11 @@ class CharGPT(nn.Module):
     def __init__(self, *, dim: int = 144, depth: int = 4, num_heads: int = 4, compute: torch.dtype | None = None):
         super().__init__()
         self.compute = compute
-        self.embedding, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(CONTEXT, dim)
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.position = nn.Embedding(CONTEXT, dim)
         self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(depth)))
-        self.norm, self.head = LayerNorm(dim), Linear(dim, VOCAB, bias=False)
+        self.norm = LayerNorm(dim)
+        self.head = Linear(dim, VOCAB, bias=False)
         self.apply(self._init)
         for (
             block
@@ -98,7 +104,8 @@ class CharGPT(nn.Module):
             nn.init.normal_(module.weight, std=0.5 if isinstance(module, nn.Embedding) else 0.02)
 
     def forward(self, codes: Tensor) -> Tensor:  # (batch, context + 1)
-        inputs, targets = codes[:, :-1], codes[:, 1:]
+        inputs = codes[:, :-1]
+        targets = codes[:, 1:]
         x = self.embedding(inputs) + self.position.weight[: inputs.size(1)]
         logits = self.head(self.norm(self.blocks(x.to(self.compute or x.dtype))))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -35,9 +35,17 @@ from leaderboard_table import draw, table
 from opt_kernels import optim
 from opt_scheduler import linear, warmup
 
-STEPS, BATCH, WARMUP, DECAY = 3600, 16, 0.1, 0.1  # warmup as a part of a run's steps
+STEPS = 3600
+BATCH = 16
+WARMUP = 0.1  # fraction of the steps
+DECAY = 0.1
 MODEL = {"dim": 96, "depth": 3, "num_heads": 4}
-FACTOR, EXPONENTS, HALVINGS, SEEDS, SEEDS_OF_FIRST, FIRST = 3.0, (-2, -1, 0, 1, 2), 3, 3, 5, 4
+FACTOR = 3.0
+EXPONENTS = (-2, -1, 0, 1, 2)
+HALVINGS = 3
+SEEDS = 3
+SEEDS_OF_FIRST = 5
+FIRST = 4
 BETAS = (0.9, 0.95)
 BASELINE = "AdamW"
 LENGTH = "length of the run"  # an option with this value is given the number of steps
@@ -171,7 +179,8 @@ def train(run: Run) -> dict[str, Any]:
     """Train. Return the held-out losses (bits per character) by step; a non-finite loss ends the run."""
     model, optimizer = setup(run)
     text = stdlib_text()
-    train_text, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
+    train_text = text[: -len(text) // 10]
+    held_out = text[-len(text) // 10 :]
     checks = batch_at(0, held_out, size=64, context=CONTEXT)
     first = max(round(run.steps * WARMUP), 1)
     schedule = warmup(linear(1.0, 0.05, steps=run.steps - first), steps=first)
@@ -196,7 +205,8 @@ def train(run: Run) -> dict[str, Any]:
 
 def held_out_bits(model: CharGPT, optimizer: torch.optim.Optimizer, checks: torch.Tensor) -> float:
     """The held-out loss with the weights for evaluation; a schedule-free optimizer trains different ones."""
-    for_evaluation, for_training = getattr(optimizer, "eval", None), getattr(optimizer, "train", None)
+    for_evaluation = getattr(optimizer, "eval", None)
+    for_training = getattr(optimizer, "train", None)
     if for_evaluation:
         for_evaluation()
     with torch.no_grad():

@@ -30,7 +30,8 @@ def place(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """Return the leaderboard in Markdown."""
-    baseline, counts = about["baseline"], sorted({len(found["finals"]) for found in rows})
+    baseline = about["baseline"]
+    counts = sorted({len(found["finals"]) for found in rows})
     seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
 
     def cell(value: float | None, form: str) -> str:
@@ -74,7 +75,8 @@ def draw(rows: list[dict[str, Any]], about: dict[str, Any], path: Path) -> None:
         curves = [run for run in found["curves"] if len(run) == len(steps)]
         mean = [statistics.mean(run[i][1] for run in curves) for i in range(len(steps))]
         # A legend can be read up to about ten curves: the first nine rules have a colour, and the baseline is black.
-        named, label = index < 9, f"{found['rule']}  {found['bits']:.3f}"
+        named = index < 9
+        label = f"{found['rule']}  {found['bits']:.3f}"
         if found["rule"] == about["baseline"]:
             axis.plot(steps, mean, label=label, color="black")
         else:

@@ -13,13 +13,16 @@ class Progress:
     """
 
     def __init__(self, begin: int, end: int, *, every: int = 20, stream: TextIO | None = None):
-        self.begin, self.end, self.every = begin, end, every
+        self.begin = begin
+        self.end = end
+        self.every = every
         self.stream = stream or sys.stdout
         self.started = time.perf_counter()
 
     def show(self, step: int, figures: str) -> None:
         """Call after each step; counts of steps that are printed begin at 1."""
-        done, is_last = step + 1, step + 1 == self.end
+        done = step + 1
+        is_last = step + 1 == self.end
         if not (self.stream.isatty() or done % self.every == 0 or is_last):
             return
         seconds = (time.perf_counter() - self.started) / (done - self.begin)

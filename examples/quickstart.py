@@ -25,7 +25,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
-DIR, STEPS = Path("runs/quickstart"), 150
+DIR = Path("runs/quickstart")
+STEPS = 150
 OTHER_WORLDS = (1, 3)  # ranks that also resume the checkpoint, for a few steps
 FEW = 6
 NEAR = 0.02  # nats: how far losses may be apart that differ in the order of summation
@@ -34,7 +35,8 @@ START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() 
 
 
 def main() -> None:
-    args, began = parse(), time.perf_counter()
+    args = parse()
+    began = time.perf_counter()
     preload()
     if args.resume:
         go_on(args)
@@ -78,7 +80,9 @@ def go_on(args: argparse.Namespace) -> None:
         sys.exit(f"{args.dir} has no finished run to resume: run once without --resume")
     before = read(args.dir, "resumed")
     done = before["log"][-1]["step"] + 1
-    args.rule, args.steps = before["rule"], before["steps"]  # the schedule that has ended, and stays at its last value
+    # The schedule has ended and stays at its last value.
+    args.rule = before["rule"]
+    args.steps = before["steps"]
     heading(f"resume after step {done} on {counted(args.ranks)}, for {args.more} steps at the least learning rate")
     train(args, "resumed", "--resume", "--stop-at", done + args.more)
 
@@ -91,7 +95,8 @@ def preload() -> None:
 
 def train(args: argparse.Namespace, name: str, *options: object, directory: Path | None = None, ranks: int = 0) -> dict:
     """Run train_gpt.py once; return its log."""
-    where, size = directory or args.dir, ranks or args.ranks
+    where = directory or args.dir
+    size = ranks or args.ranks
     words = ["--dir", where, "--name", name, "--rule", args.rule, "--steps", args.steps, "--batch", args.batch]
     words += options
     start_processes(run_rank, (size, free_port(), [str(word) for word in words]), nprocs=size, start_method=START)
@@ -145,7 +150,8 @@ def heading(text: str) -> None:
 def table(whole: dict, ranks: int) -> str:
     """Losses and times of the uninterrupted run, and its memory next to that of torch's AdamW without sharding."""
     last = statistics.mean(row["loss"] for row in whole["log"][-10:])
-    held, count = whole["bytes"], whole["num_parameters"]
+    held = whole["bytes"]
+    count = whole["num_parameters"]
     torchs = {"weights": 4 * count, "gradients": 4 * count, "state": 8 * count}
     lines = [
         f"rule                          {whole['rule']}, products in {whole['compute']}",

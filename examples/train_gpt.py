@@ -50,14 +50,16 @@ RULES = {  # fields of OptimizerConfig
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     if args.batch % world:
         sys.exit(f"--batch {args.batch} is not a multiple of the {world} ranks")
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same model on every rank
 
     text = stdlib_text()
-    train, held_out = text[:-HELD_OUT], text[-HELD_OUT:]
+    train = text[:-HELD_OUT]
+    held_out = text[-HELD_OUT:]
     model, optimizer = build(args.rule)
     scheduler = wsd(optimizer, optimizer.config, num_samples=args.steps * args.batch)
     checkpoints = CheckpointManager(args.dir / "checkpoints", keep=2)
@@ -66,7 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     if rank == 0 and not (args.resume or args.brief):
         print(optimizer.plan, as_text(group_rows(optimizer.param_groups)), sep="\n\n", end="\n\n")
     begun = bits(model, held_out)
-    log, seconds = [], []
+    log = []
+    seconds = []
     stop = args.stop_at or args.steps
     progress = Progress(start, stop)
     for step in range(start, stop):

@@ -18,7 +18,8 @@ from torch.distributed.nn.functional import all_gather, all_reduce
 from opt_config import OptimizerConfig
 from opt_stack import ProcessGroups, get_optimizer
 
-DIM, TOKENS = 32, 256
+DIM = 32
+TOKENS = 256
 # torch 2.13 deprecates the collectives that autograd knows in favour of a module that is still private.
 warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)
 
@@ -51,7 +52,8 @@ def main() -> None:
     steps = parser.parse_args().steps
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, world = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
+    world = dist.group.WORLD
     torch.set_num_threads(1)
     torch.manual_seed(0)  # dense layers are the same on every rank
 

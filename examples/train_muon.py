@@ -22,7 +22,8 @@ def main() -> None:
     args = parser.parse_args()
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     torch.set_num_threads(1)
     torch.manual_seed(0)
 

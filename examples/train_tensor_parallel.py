@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from opt_checkpoint import CheckpointManager, sharded_model
 from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer
 
-DIM, FFN, BATCH = 16, 64, 32
+DIM = 16
+FFN = 64
+BATCH = 32
 
 
 class Copied(torch.autograd.Function):
@@ -56,13 +58,16 @@ class Mlp(nn.Module):
         super().__init__()
         self.tp = tp
         self.norm = nn.LayerNorm(DIM)
-        self.up, self.up_bias = self._part((FFN, DIM), 0), self._part((FFN,), 0)
-        self.down, self.down_bias = self._part((DIM, FFN), 1), nn.Parameter(torch.zeros(DIM))
+        self.up = self._part((FFN, DIM), 0)
+        self.up_bias = self._part((FFN,), 0)
+        self.down = self._part((DIM, FFN), 1)
+        self.down_bias = nn.Parameter(torch.zeros(DIM))
 
     def _part(self, shape: tuple[int, ...], dim: int) -> nn.Parameter:
         whole = 0.1 * torch.randn(shape)  # the same on every rank, so that each layout starts from the same model
         param = nn.Parameter(whole.chunk(dist.get_world_size(self.tp), dim)[dist.get_rank(self.tp)].contiguous())
-        param.tensor_model_parallel, param.partition_dim = True, dim
+        param.tensor_model_parallel = True
+        param.partition_dim = dim
         return param
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +77,8 @@ class Mlp(nn.Module):
 
 def make_groups(tp_size: int) -> ProcessGroups:
     """Ranks of one tensor-parallel group are neighbours."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     tp = [dist.new_group(list(range(i, i + tp_size))) for i in range(0, world, tp_size)][rank // tp_size]
     dp = [dist.new_group(list(range(i, world, tp_size))) for i in range(tp_size)][rank % tp_size]
     return ProcessGroups(dp=dp, expt_dp=dp, tp=tp, mp=tp, tp_ep_pp=tp, intra_dist_opt=dist.group.WORLD)
@@ -97,14 +103,16 @@ def main() -> None:
         weights = sharded_model(model)
         return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights), "step": step}
 
-    manager, first = CheckpointManager(args.dir, keep=2), 0
+    manager = CheckpointManager(args.dir, keep=2)
+    first = 0
     if manager.latest() is not None:
         state = manager.load(everything(0)).state
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
 
-    replicas, replica = dist.get_world_size(groups.dp), dist.get_rank(groups.dp)
+    replicas = dist.get_world_size(groups.dp)
+    replica = dist.get_rank(groups.dp)
     for step in range(first, args.steps):
         x = torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(step)).chunk(replicas)[replica]
         loss = (model(x) - x.roll(1, dims=1)).square().mean()

@@ -23,13 +23,18 @@ from opt_kernels.quantized import RECIPES, quantize_linears_, quantized
 from opt_scheduler import linear, warmup
 from opt_stack import get_optimizer
 
-STEPS, BATCH, WARMUP, LR = 120, 8, 12, 3e-3
+STEPS = 120
+BATCH = 8
+WARMUP = 12
+LR = 3e-3
 MODEL = {"dim": 64, "depth": 2, "num_heads": 4}
 EVAL_EVERY = 10
 SEEDS = (0, 1, 2)  # the first one for every mode, all of them for fp32
 BASELINE = "fp32"
 
-BF16, FP16, SCALED_FP8 = torch.bfloat16, torch.float16, torch.uint8
+BF16 = torch.bfloat16
+FP16 = torch.float16
+SCALED_FP8 = torch.uint8
 
 
 def aware(**fields: Any) -> dict[str, Any]:
@@ -67,7 +72,8 @@ def train(mode: str, seed: int) -> dict[str, Any]:
         quantize_linears_(model, config.fp8_recipe)
     optimizer = get_optimizer(config, [model])
     text = stdlib_text()
-    train_text, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
+    train_text = text[: -len(text) // 10]
+    held_out = text[-len(text) // 10 :]
     checks = batch_at(0, held_out, size=32, context=CONTEXT)
     schedule = warmup(linear(LR, LR / 20, steps=STEPS - WARMUP), steps=WARMUP)
     curve = []

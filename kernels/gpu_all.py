@@ -133,7 +133,8 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 def line(measure: dict[str, Any]) -> str:
     """Format one figure as a line of output."""
-    goal, value = measure["goal"], measure["value"]
+    goal = measure["goal"]
+    value = measure["value"]
     if goal is None:
         return f"{value:12.3f} {measure['unit']:5} {measure['name']}"
     met = value <= goal if measure["at_most"] else value >= goal

@@ -147,7 +147,8 @@ def work(stage: Stage, numel: int, *, kind: str) -> Work:
         state = {name: torch.zeros_like(main) for name in ("exp_avg", "exp_avg_sq")}
         out = main.bfloat16() if kind == "out" else None
         return Work(grad=torch.randn_like(main), main=main, state=state, out=out)
-    weight, remainder = main.bfloat16(), torch.empty_like(main, dtype=torch.int16)
+    weight = main.bfloat16()
+    remainder = torch.empty_like(main, dtype=torch.int16)
     split_(weight, remainder, main)
     grad = torch.randn_like(main).bfloat16()
     codecs = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8} if kind == "8-bit" else dict.fromkeys(

@@ -51,9 +51,11 @@ def widths(formats: LaunchFormats) -> Widths:
     reads = [formats.grad.itemsize, *(d.itemsize for d in formats.states)]
     writes = [d.itemsize for d in formats.states]
     if formats.remainder:
-        reads, writes = [*reads, 2, formats.main.itemsize], [*writes, 2, formats.main.itemsize]
+        reads = [*reads, 2, formats.main.itemsize]
+        writes = [*writes, 2, formats.main.itemsize]
     else:
-        reads, writes = [*reads, formats.main.itemsize], [*writes, formats.main.itemsize]
+        reads = [*reads, formats.main.itemsize]
+        writes = [*writes, formats.main.itemsize]
         writes += [] if formats.out is None else [formats.out.itemsize]
     return widths_of(reads, writes, formats.vector)
 

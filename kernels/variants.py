@@ -24,16 +24,14 @@ from opt_kernels.matrices.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
 from opt_kernels.matrices.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
 from opt_kernels.matrices.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
 
-F32, BF16, F16, I16, I8, U8, E4M3, E5M2 = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
+F32 = torch.float32
+BF16 = torch.bfloat16
+F16 = torch.float16
+I16 = torch.int16
+I8 = torch.int8
+U8 = torch.uint8
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 # Formulas differ in their arithmetic only; Adam's variants show what each format becomes on each target.
 FOR_ARITHMETIC = ("sm_90", "gfx942")
 

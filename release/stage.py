@@ -63,7 +63,8 @@ def set_version(new: str) -> None:
     """Write `new` into every package, and the range of siblings that goes with it."""
     major, minor = map(int, new.split(".")[:2])
     for package in packages():
-        init, project = init_of(package), package / "pyproject.toml"
+        init = init_of(package)
+        project = package / "pyproject.toml"
         init.write_text(VERSION.sub(f'__version__ = "{new}"', init.read_text()))
         siblings = rf'"\1>={major}.{minor},<{major}.{minor + 1}"'
         project.write_text(SIBLING.sub(siblings, project.read_text()))
@@ -85,7 +86,8 @@ def stage(folder: Path, *, tag: str | None = None, url: str = "") -> None:
     for package in packages():
         copy = folder / package.name
         shutil.copytree(package, copy, ignore=NOT_SHIPPED)
-        project, readme = copy / "pyproject.toml", copy / "README.md"
+        project = copy / "pyproject.toml"
+        readme = copy / "README.md"
         project.write_text(pinned(project.read_text(), of_all, url=url, name=package.name))
         if url:
             readme.write_text(with_absolute_links(readme.read_text(), url, f"v{of_all}/packages/{package.name}"))

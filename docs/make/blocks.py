@@ -21,7 +21,8 @@ from pathlib import Path
 from processes import run_program
 
 FENCED = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
-RUN, WRITTEN = {"python", "console"}, {"toml", "ini"}
+RUN = {"python", "console"}
+WRITTEN = {"toml", "ini"}
 NOT_RUN = {"sh", "text", ""}
 
 
@@ -88,7 +89,8 @@ def _run_python(block: Block, scope: dict[str, object], where: str) -> None:
     if name := re.match(r"# ([\w]+\.py)\n", block.code):
         Path(name[1]).write_text(block.code)  # a program that a later command runs
         return
-    out, source = io.StringIO(), "\n" * block.line + block.code
+    out = io.StringIO()
+    source = "\n" * block.line + block.code
     linecache.cache[where] = (len(source), None, source.splitlines(True), where)  # for inspect.getsource
     with contextlib.redirect_stdout(out):
         exec(compile(source, where, "exec"), scope)

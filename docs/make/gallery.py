@@ -12,9 +12,14 @@ from opt_scheduler import Schedule, as_schedule
 
 SOURCE = Path(__file__).parents[2] / "packages/opt-scheduler/docs/gallery.py"
 STEPS = 120
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 280, 120, 26, 18, 8
+WIDTH = 280
+HEIGHT = 120
+LEFT = 26
+BOTTOM = 18
+TOP = 8
 # Readable on white and on a dark page: each has a contrast of at least 3.7 with both.
-TEXT, CURVE = "#787878", "#4c74d9"
+TEXT = "#787878"
+CURVE = "#4c74d9"
 
 
 def write(folder: Path) -> None:

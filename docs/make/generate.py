@@ -35,7 +35,8 @@ def _replace(folder: Path, new: Path) -> None:
         if path.relative_to(folder) not in wanted:
             path.unlink()
     for name in wanted:
-        old, content = folder / name, (new / name).read_bytes()
+        old = folder / name
+        content = (new / name).read_bytes()
         if not old.exists() or old.read_bytes() != content:
             old.parent.mkdir(parents=True, exist_ok=True)
             old.write_bytes(content)

@@ -19,7 +19,11 @@ THEMES = {
     "light": {"text": "#1f2329", "empty": "#eef0f4", "line": "#c9ced8"},
     "dark": {"text": "#e6e8ec", "empty": "#23272f", "line": "#444b57"},
 }
-LEFT, WIDTH, BAR, GAP, TOP = 128, 560, 16, 4, 46
+LEFT = 128
+WIDTH = 560
+BAR = 16
+GAP = 4
+TOP = 46
 
 Span = tuple[float, float]  # of a parameter, as fractions of its elements
 Held = Mapping[str, Sequence[Span]]  # by parameter; parameters that are absent are not held
@@ -99,7 +103,8 @@ def svg(picture: Picture, theme: str) -> str:
 
 def _places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, str, float, float]]:
     """Index, name, x and width of every parameter: widths are in proportion to elements."""
-    total, x = sum(rows * cols for rows, cols in shapes.values()), float(LEFT)
+    total = sum(rows * cols for rows, cols in shapes.values())
+    x = float(LEFT)
     for index, (name, (rows, cols)) in enumerate(shapes.items()):
         width = WIDTH * rows * cols / total
         yield index, name, x, width

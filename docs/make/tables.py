@@ -62,7 +62,8 @@ def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
     matrix_rule = fields.get("optimizer") in ("muon", "adaptive_muon", "soap")
     sharding = "use_layer_wise_distributed_optimizer" if matrix_rule else "use_distributed_optimizer"
     config = OptimizerConfig(lr=1e-3, **fields, **({sharding: True} if ranks > 1 else {}))
-    shape, dtype = (1024, 1024), config.precision.params
+    shape = (1024, 1024)
+    dtype = config.precision.params
     model = nn.ParameterDict(
         {f"w{i}": nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for i in range(RANKS)}
     )

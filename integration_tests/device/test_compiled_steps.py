@@ -21,11 +21,14 @@ SHAPES = {"embedding": (2, 3), "bias": (2,), "qkv": (12, 3), "scale": (1,)}
 def train(comm: Comm, *, backend: str | None, **fields: Any) -> tuple[list[Tensor], list[Any]]:
     """Four steps, the third of which has no gradient of the bias; on several ranks of a ZeRO-1 chunk. The compiled
     function changes a weight and its gradient, and reads the weight after the step."""
-    config, roles, wraps = OptimizerConfig(lr=0.1, weight_decay=0.01, **fields), roles_over(comm), comm.size > 1
+    config = OptimizerConfig(lr=0.1, weight_decay=0.01, **fields)
+    roles = roles_over(comm)
+    wraps = comm.size > 1
     net = Net(config.precision.params, SHAPES)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
     model: nn.Module = DistributedDataParallel(ddp, net, groups=roles) if wraps else net
-    optimizer, weight = get_optimizer(config, [model], {}, pg_collection=roles), net.qkv.weight
+    optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
+    weight = net.qkv.weight
 
     @torch.no_grad()
     def run(x: Tensor) -> tuple[Tensor, Any]:
@@ -36,7 +39,8 @@ def train(comm: Comm, *, backend: str | None, **fields: Any) -> tuple[list[Tenso
         return weight.detach() * x, result
 
     step = run if backend is None else torch.compile(run, backend=backend)
-    found, results = [], []
+    found = []
+    results = []
     for number in range(4):
         optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
         optimizer.scale_loss(model(grads_of(number, comm.rank, comm.size, SHAPES))).backward()

@@ -187,7 +187,8 @@ def test_what_a_grad_scaler_sets_is_not_read(case: str) -> None:
         for infinity in (1.0, 0.0):
             before = params[0].detach().clone()
             with one.device.host_reads_forbidden():
-                optimizer.found_inf, optimizer.grad_scale = torch.full((), infinity), torch.full((1,), 4.0)
+                optimizer.found_inf = torch.full((), infinity)
+                optimizer.grad_scale = torch.full((1,), 4.0)
                 optimizer.step()
                 del optimizer.found_inf, optimizer.grad_scale
             found.append((bool((params[0] != before).any()), float(optimizer.state[params[0]]["step"])))

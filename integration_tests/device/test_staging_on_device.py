@@ -12,7 +12,8 @@ from opt_checkpoint import sharded_like
 from opt_checkpoint.run import async_save
 from opt_checkpoint.run.async_save import Staging
 
-WEIGHTS, MOMENTS = [1.0, 3.0, 7.0], [0.0, 1.0, 3.0]
+WEIGHTS = [1.0, 3.0, 7.0]
+MOMENTS = [0.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize("seed", range(50 if NIGHT else 12))
@@ -20,8 +21,10 @@ def test_a_snapshot_holds_the_values_of_its_moment(seed: int, monkeypatch: pytes
     def rank_main(one: DeferredRank) -> list[list[list[float]]]:
         """The values of the snapshot after each update, read by the host without another wait."""
         monkeypatch.setattr(async_save, "device_of", lambda device: one.device)
-        memory, found = Staging(), []
-        weight, moment = torch.zeros(5), torch.zeros(3, 2)
+        memory = Staging()
+        found = []
+        weight = torch.zeros(5)
+        moment = torch.zeros(3, 2)
         for step in range(3):
             weight.mul_(2).add_(1)
             moment.add_(step)

@@ -41,7 +41,8 @@ class Watched:
     """A graph that records its captures and replays in the last entry."""
 
     def __init__(self, graph: Graph, did: list[str]):
-        self._graph, self._did = graph, did
+        self._graph = graph
+        self._did = did
 
     def capture(self) -> Any:
         self._did[-1] += "capture "
@@ -56,7 +57,8 @@ def train(between: Between = schedule, *, do: Sequence[str] = REPLAYS, may_read:
     """Two of the steps overflow, one of them in a replay. With graphs, steps do what `do` says."""
 
     def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
-        did, results = [], []
+        did = []
+        results = []
         captured = optimizer.stepper._captured
         if captured is not None:
             captured._work._graph = Watched(captured._work._graph, did)
@@ -224,7 +226,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_captured_is_refused(name: str) -> None:
     fields, message = REFUSED[name]
-    hooks, options = fields.get("hooks", ()), {key: value for key, value in fields.items() if key != "hooks"}
+    hooks = fields.get("hooks", ())
+    options = {key: value for key, value in fields.items() if key != "hooks"}
 
     def rank_main(one: DeferredRank) -> None:
         config = OptimizerConfig(lr=0.1, optimizer_cuda_graph=True, **options)

@@ -30,7 +30,9 @@ from opt_stack.planning import plan
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP8 = torch.uint8
 FORMATS: dict[str, dict[str, Any]] = {
     "scaled fp16 mains": {"main_params_dtype": FP16},
     "24-bit mains": {"main_params_dtype": torch.int8},
@@ -175,7 +177,8 @@ def moved(model: nn.Module, optimizer: Optimizer) -> Undo:
 def with_entry(name: str, value: Any) -> Callable[[nn.Module, Optimizer], Undo]:
     def change(model: nn.Module, optimizer: Optimizer) -> Undo:
         group = optimizer.param_groups[0]
-        before, group[name] = group[name], value
+        before = group[name]
+        group[name] = value
         return lambda: group.update({name: before})
 
     return change
@@ -205,7 +208,8 @@ def objecting(one: DeferredRank, *, name: str, graphs: bool) -> tuple[list[str],
     fields = {"numbers": Numbers.FP32, "size": one.size}
     model, optimizer = built(replace(FLAT, **fields), one.comm, optimizer_cuda_graph=graphs)
     launch_rules_(optimizer)
-    errors, moves = [], []
+    errors = []
+    moves = []
     for step in range(6):
         before = [param.detach().clone() for param in model.parameters()]
         on_device.backward(model, optimizer, step, one.comm)

@@ -62,7 +62,8 @@ def test_a_local_state_dict_goes_on_to_the_bit(recipe: str, layout: str) -> None
 def test_a_checkpoint_goes_on_in_bf16_and_again_in_fp8(recipe: str, tmp_path: Path) -> None:
     """In fp8 on any ranks: `test_fp8_experts.py`."""
     model, _, optimizer = build(Alone(), recipe)
-    before, mains = train(model, optimizer, range(3)), mains_of(model, optimizer)
+    before = train(model, optimizer, range(3))
+    mains = mains_of(model, optimizer)
     save(sharded_state(model, optimizer), tmp_path / "fp8")
     wide, _, optimizer = build(Alone(), None)
     load_into(wide, optimizer, tmp_path / "fp8")
@@ -81,7 +82,9 @@ def test_a_checkpoint_goes_on_in_bf16_and_again_in_fp8(recipe: str, tmp_path: Pa
 
 @every_recipe
 def test_weights_alone_are_saved_dequantised_and_quantised_when_loaded(recipe: str, tmp_path: Path) -> None:
-    model, wide, other = make_model(recipe), make_model(None, seed=5), make_model(recipe, seed=7)
+    model = make_model(recipe)
+    wide = make_model(None, seed=5)
+    other = make_model(recipe, seed=7)
     save({"model": sharded_model(model)}, tmp_path / "weights")
     load({"model": sharded_model(wide)}, tmp_path / "weights")
     found = load({"model": sharded_model(other)}, tmp_path / "weights").state["model"]
@@ -98,7 +101,8 @@ def test_a_factory_of_fused_rows_quantises_what_it_merges(tmp_path: Path) -> Non
                 for a, b in ((0, 64), (64, 192))]  # fmt: skip
         return {"w": ShardedTensorFactory("w", model[0].weight, segments=tuple(rows), local_shape=(192, 160))}
 
-    model, other = make_model("blockwise"), make_model("blockwise", seed=7)
+    model = make_model("blockwise")
+    other = make_model("blockwise", seed=7)
     save(state(model), tmp_path / "fused")
     load(state(other), tmp_path / "fused")
     assert torch.equal(other[0].weight.values(), model[0].weight.values())

@@ -30,7 +30,8 @@ DENSE = {"column": Shape((256, 96), 0), "norm": Shape((64,), None)}
 EXPERT = {"up": Shape((256, 64), 0), "down": Shape((64, 256), 1)}
 SHAPES = Shapes(DENSE, EXPERT)
 BY_PART = ("delayed", "tensorwise")  # recipes that give each tensor-parallel part a scale of its own
-STEPS, EP = 3, 2
+STEPS = 3
+EP = 2
 GRIDS = {
     "TP 2": {"tp": 2, "ep": EP, "etp": 2},
     "TP 2, experts whole": {"tp": 2, "ep": EP, "etp": 1},
@@ -54,7 +55,8 @@ def on_grid(name: str, rank_main: Callable[[Place], Any]) -> list[Any]:
     """Dense shards of two instances are over two of the four ranks; each expert has a replica in each instance."""
     if name != "two instances":
         return run_grid(rank_main, **GRIDS[name])
-    dp, inter = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
+    dp = comms_of([[0, 1], [2, 3]])
+    inter = comms_of([[0, 2], [1, 3]])
 
     def start(comm: ThreadComm) -> Any:
         rank = comm.rank
@@ -80,7 +82,8 @@ def built(
             for mark, value in marks.items():
                 setattr(held.weight, mark, value)
     base = {"lr": 2e-2, "bf16": True, "clip_grad": 0.0, "fp8_recipe": recipe, "muon_fp32_matmul_prec": "highest"}
-    config, chunk = OptimizerConfig(**{**base, **fields}), net
+    config = OptimizerConfig(**{**base, **fields})
+    chunk = net
     if wrapped:
         sharded = config.use_distributed_optimizer or config.use_layer_wise_distributed_optimizer
         ddp = DistributedDataParallelConfig(
@@ -193,8 +196,14 @@ def test_an_overflow_in_one_expert_changes_no_byte_on_any_rank(recipe: str, name
 def state_of(net: Net, place: Place, optimizer: Optimizer) -> dict[str, Any]:
     weights = {}
     for name, held in net.named_children():
-        is_expert, dim = name[-1].isdigit(), {**DENSE, **EXPERT}[name.rstrip("01")].cut
-        tp, dp = (place.expert_tp, place.expert_dp) if is_expert else (place.tp, place.dp)
+        is_expert = name[-1].isdigit()
+        dim = {**DENSE, **EXPERT}[name.rstrip("01")].cut
+        if is_expert:
+            tp = place.expert_tp
+            dp = place.expert_dp
+        else:
+            tp = place.tp
+            dp = place.dp
         offsets = [] if dim is None else [(dim, tp.rank, tp.size)]
         replica = (0, tp.rank if dim is None else 0, dp.rank)
         weights[name] = ShardedTensor.from_rank_offsets(name, held.weight, *offsets, replica_id=replica)
@@ -208,7 +217,8 @@ SAVED = [*product(RECIPES, ["replicated", "flat"], GRIDS)]
 def test_a_checkpoint_of_experts_continues_on_every_grid(recipe: str, spread: str, name: str, tmp_path: Path) -> None:
     """Saved by one process, which goes on itself."""
     # A load without torch.distributed is not made for threads.
-    lock, grads = threading.Lock(), mean_grads(*replicas_on(name))
+    lock = threading.Lock()
+    grads = mean_grads(*replicas_on(name))
     net, chunk, optimizer = built(recipe, ALONE, **SPREADS[spread])
     stepped(chunk, optimizer, grads, range(2))
     save(state_of(net, ALONE, optimizer), tmp_path / "saved")
@@ -234,7 +244,8 @@ def test_experts_in_fp8_on_some_ranks_only_load_without_waiting_for_the_others(s
     def rank_main(place: Place) -> bool:
         net, chunk, optimizer = built("blockwise", place, **SPREADS[spread], in_fp8="1")
         stepped(chunk, optimizer, own_grads(place), range(2))
-        before, kept = stored(net), copy.deepcopy(optimizer.state_dict())
+        before = stored(net)
+        kept = copy.deepcopy(optimizer.state_dict())
         stepped(chunk, optimizer, own_grads(place), range(2, 3))
         optimizer.load_state_dict(kept)
         assert len(fp8_params(net)) == (2 if place.experts == (1,) else 0)

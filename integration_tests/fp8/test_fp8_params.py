@@ -34,7 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # the rule, and how state is sharded
     "whole": {"optimizer": "muon", "muon_fp32_matmul_prec": "highest", "use_layer_wise_distributed_optimizer": True},
 }
 IN_CHUNKS = [*((recipe, "flat") for recipe in RECIPES), ("delayed", "whole"), ("blockwise", "whole")]
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 NUMEL = sum(rows * cols for rows, cols in SHAPES)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 wrapped_or_not = pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
@@ -46,7 +47,8 @@ def test_two_chunks_have_the_codes_of_one_process(recipe: str, layout: str, wrap
     """Of one chunk, on more grids and layouts: `test_fp8_experts.py`."""
 
     def rank_main(comm: Comm) -> list[Tensor]:
-        models, roles = [make_model(recipe, seed=seed) for seed in range(2)], roles_over(comm)
+        models = [make_model(recipe, seed=seed) for seed in range(2)]
+        roles = roles_over(comm)
         chunks: list[nn.Module] = [*models]
         config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0, fp8_recipe=recipe, **LAYOUTS[layout])
         if wraps and comm.size > 1:
@@ -196,7 +198,8 @@ def loaded_over_gradients(comm: Comm) -> None:
     """Between iterations gradients stay zero; over gradients, a load is refused."""
     model, chunk, optimizer = ready(comm)
     optimizer.zero_grad()
-    saved, before = optimizer.state_dict(), stored(model)
+    saved = optimizer.state_dict()
+    before = stored(model)
     optimizer.load_state_dict(saved)
     assert same(stored(model), before)
     assert not any(param.main_grad.any() for param in model.parameters())
@@ -254,7 +257,8 @@ def gathered_in_fp8() -> None:
 
 
 def cut_through_a_run() -> None:
-    id, weight = ParamId(0, "weight"), nn.Parameter(QuantizedTensor.of(torch.ones(9, 32), "mxfp8"))
+    id = ParamId(0, "weight")
+    weight = nn.Parameter(QuantizedTensor.of(torch.ones(9, 32), "mxfp8"))
     layout = flat_layout([ParamShape(id=id, shape=(9, 32))], num_shards=8, shard_multiple=1)
     dtypes = {"param_dtype": FP8, "grad_dtype": torch.float32, "device": torch.device("cpu")}
     ParamAndGradBuffer(layout, {id: weight}, sharded=True, **dtypes)

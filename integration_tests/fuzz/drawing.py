@@ -11,7 +11,9 @@ from grids import Grid
 from fuzz import cases
 from fuzz.cases import HABITS, MATRIX_RULES, OTHER_ORDERS, Bad, Case, Mistake, Param, Setup, Skip
 
-HALF, SOMETIMES, RARELY = (False, True), (False, False, False, True), (False,) * 9 + (True,)
+HALF = (False, True)
+SOMETIMES = (False, False, False, True)
+RARELY = (False,) * 9 + (True,)
 RULES = ("adam", "adam", "adam_l2", "adam_l2", "sgd", "sgd", "lion", "lion", *MATRIX_RULES)
 NUMBERS = ("fp32", "fp32", "bf16", "bf16_remainder", "bf16_short", "bf16_scaled", "fp16", "fp16_constant")
 NUMBERS += ("bf16_narrow", "bf16_grads")
@@ -47,7 +49,8 @@ OF_SETUPS: dict[str, Sequence[Any]] = {
     "late": (*HALF, True), "processes": SOMETIMES, "groups_none": HALF, "wrapped": (*HALF, True),
     "per_token": SOMETIMES, "gathers_with_step": HALF,
 }  # fmt: skip
-SUM_IN_FP32, SUMS_LOCALLY = "reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation"
+SUM_IN_FP32 = "reduce_scatter_with_fp32_accumulation"
+SUMS_LOCALLY = "param_name_patterns_for_fp32_local_accumulation"
 OF_WRAPPERS: dict[str, Sequence[Any]] = {
     "overlap_grad_reduce": HALF, "overlap_param_gather": HALF, "align_param_gather": HALF, "num_buckets": (1, 3, None),
     "bucket_size": (1, 60, 200, 700, None), "check_for_nan_in_grad": RARELY, "grad_reduce_in_fp32": HALF,
@@ -132,7 +135,8 @@ def _setup(rng: random.Random, rule: str, numbers: str) -> Setup:
     grid = grid if grid.is_possible else replace(grid, ep=1, etp=1)
     sharding = rng.choice(("replicated", "flat", "flat", "whole"))
     if rule in MATRIX_RULES:
-        grid, sharding = replace(grid, instances=1), rng.choice(("replicated", "whole"))
+        grid = replace(grid, instances=1)
+        sharding = rng.choice(("replicated", "whole"))
     elif grid.instances > 1:
         sharding = "flat"
     elif grid.dp % 2 == 0:
@@ -248,7 +252,8 @@ def _skips(rng: random.Random, case: Case) -> Iterator[Skip]:
     """Parameters that some forwards do not use: most often in the first iteration, which decides on the order of
     reductions."""
     for _ in range(rng.choice((1, 1, 2, 4))):
-        param, step = rng.choice(case.params), rng.choice((0, 0, case.resume_at, rng.randrange(case.steps)))
+        param = rng.choice(case.params)
+        step = rng.choice((0, 0, case.resume_at, rng.randrange(case.steps)))
         setup = case.setup_at(step)
         # FSDP2 reduces what its modules use, so that all ranks have to use the same ones.
         replicas = range(cases.num_replicas(param, setup.grid) if setup.layout == "plain" else 0)
@@ -257,8 +262,10 @@ def _skips(rng: random.Random, case: Case) -> Iterator[Skip]:
 
 def _bad(rng: random.Random, case: Case) -> Iterator[Bad]:
     for _ in range(rng.choice((1, 1, 2))):
-        param, step = rng.choice(case.params), rng.randrange(case.steps)
-        grid, microbatch = case.setup_at(step).grid, rng.randrange(case.setup_at(step).microbatches)
+        param = rng.choice(case.params)
+        step = rng.randrange(case.steps)
+        grid = case.setup_at(step).grid
+        microbatch = rng.randrange(case.setup_at(step).microbatches)
         used = [
             rank
             for rank, place in enumerate(grid.places())

@@ -79,12 +79,15 @@ class LossScale:
         if not self.is_dynamic:
             return
         if overflow:
-            self.clean, self.forgiven = 0, self.forgiven + 1
+            self.clean = 0
+            self.forgiven = self.forgiven + 1
             self.scale = max(self.scale * 0.5, 1.0) if self.forgiven >= self.hysteresis else self.scale
         elif (clean := self.clean + 1) < self.window:
             self.clean = clean
         else:
-            self.clean, self.forgiven, self.scale = 0, 0, self.scale * 2
+            self.clean = 0
+            self.forgiven = 0
+            self.scale = self.scale * 2
 
 
 def first_weights(case: Case) -> Weights:
@@ -116,7 +119,8 @@ def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) ->
     is_refused = not overflows and norms[""] > case.fields["grad_norm_skip_threshold"]
     for param in () if overflows or is_refused else trained:
         if (grad := grads.get(param.name)) is not None:
-            norm, limit = norms[slot_of(case, param)], case.fields["clip_grad"]
+            norm = norms[slot_of(case, param)]
+            limit = case.fields["clip_grad"]
             clip = 1.0 if limit == 0 or math.isinf(norm) else min(limit / (norm + 1e-6), 1.0)
             _update_(case, param, held[param.name], step, grad * clip)
     scale.update(overflows)
@@ -134,7 +138,9 @@ def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) ->
 def expected_loss(case: Case, rank: int, weights: Weights, step: int) -> tuple[float, float]:
     """A rank's loss of an iteration with these weights, summed over microbatches; and by how much it may be missed."""
     setup = case.setup_at(step)
-    place, loss, tolerance = setup.grid.place(rank), 0.0, 1e-4
+    place = setup.grid.place(rank)
+    loss = 0.0
+    tolerance = 1e-4
     for param in (param for param in case.params if is_held(param, place, setup.grid)):
         main, slack = (cut(value, param, place, setup.grid) for value in weights[param.name])
         rounding = torch.finfo(case.dtype_of(param, setup)).eps
@@ -230,7 +236,8 @@ def _rounding(case: Case, param: Param, largest: Tensor) -> Tensor:
 
 
 def _adam_(case: Case, held: Expected, grad: Tensor, lr: float, decay: float, *, decoupled: bool) -> Tensor:
-    beta1, beta2 = HYPER["adam_beta1"], HYPER["adam_beta2"]
+    beta1 = HYPER["adam_beta1"]
+    beta2 = HYPER["adam_beta2"]
     terms = grad.abs()
     if not decoupled:
         terms = terms + decay * held.main.abs()
@@ -256,7 +263,8 @@ def _sgd_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
 
 
 def _lion_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
-    beta1, beta2 = HYPER["lion_beta1"], HYPER["lion_beta2"]
+    beta1 = HYPER["lion_beta1"]
+    beta2 = HYPER["lion_beta2"]
     m = held.kept("m")
     mixed = beta1 * m + (1 - beta1) * grad
     terms = beta1 * m.abs() + (1 - beta1) * grad.abs()
@@ -288,7 +296,8 @@ def _muon_(case: Case, parts: int, param: Param, held: Expected, grad: Tensor, l
 
 def _adapted(case: Case, held: Expected, update: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:
     """The update divided by its own history, and what an error of `slack` in it becomes."""
-    weight, eps = 1 - HYPER["adaptive_muon_beta2"], HYPER["adaptive_muon_eps"]
+    weight = 1 - HYPER["adaptive_muon_beta2"]
+    eps = HYPER["adaptive_muon_eps"]
     if case.fields["adaptive_muon_moment2_method"] == "adamuon":
         root = held.kept("v").lerp_(update**2, weight).sqrt() + eps
         largest = 2 / math.sqrt(weight)  # a small element may change its sign

@@ -35,7 +35,8 @@ def check_seed(seed: int) -> str | None:
 
 def failures(case: Case) -> list[str]:
     """A description of each failure of the case; empty if it passes."""
-    expected, found = expect(case), []
+    expected = expect(case)
+    found = []
     parts = [(case.setup, first_part, range(case.resume_at if case.resume else case.steps))]
     parts += [(case.resume, second_part, range(case.resume_at, case.steps))] if case.resume else []
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +57,8 @@ def failures(case: Case) -> list[str]:
 
 def first_part(case: Case, rank: int, groups: Groups, path: str) -> list[SeenStep]:
     """The steps until the save, and the save; all steps of a case without one."""
-    run, seen = Run(case, case.setup, rank, groups), []
+    run = Run(case, case.setup, rank, groups)
+    seen = []
     until = case.steps if case.resume is None else case.resume_at
     for step in range(until):
         run = run.again() if step == case.reload_at else run
@@ -175,7 +177,8 @@ def _differences(
     case: Case, expected: Sequence[ExpectedStep], by_rank: Sequence[Sequence[SeenStep]], steps: range
 ) -> Iterator[str]:
     for index, step in enumerate(steps):
-        wanted, of_step = expected[step], [seen[index] for seen in by_rank]
+        wanted = expected[step]
+        of_step = [seen[index] for seen in by_rank]
         before = expected[step - 1].weights if step else first_weights(case)
         wrong = [*_of_results(wanted, of_step), *_of_copies(case, of_step, step)]
         for rank, seen in enumerate(of_step):
@@ -187,7 +190,8 @@ def _of_results(wanted: ExpectedStep, seen: Sequence[SeenStep]) -> Iterator[str]
     """Check a step's result: the same on every rank, and equal to the oracle's."""
     for name in ("success", "norm", "zeros", "scale"):
         values = [getattr(of_rank, name) for of_rank in seen]
-        value, want = values[0], getattr(wanted, name)
+        value = values[0]
+        want = getattr(wanted, name)
         if any(repr(other) != repr(value) for other in values):
             yield f"{name} differs between ranks: {values}"
         if name == "norm":

@@ -91,7 +91,8 @@ class Held(nn.Module):
         self.weight = nn.Parameter(value)
 
     def forward(self, grad: Tensor) -> Tensor:
-        weight, grad = self.weight, grad.to(self.weight.dtype)
+        weight = self.weight
+        grad = grad.to(self.weight.dtype)
         if not isinstance(weight, DTensor):
             return (weight * grad).float().sum()
         like = DTensor.from_local(grad, weight.device_mesh, weight.placements, run_check=False)
@@ -104,7 +105,8 @@ class Chunk(nn.Module):
     def __init__(self, case: Case, setup: Setup, rank: int, chunk: int, *, moved: float):
         super().__init__()
         self.recomputes = "recomputes activations" in case.habits
-        grid, place = setup.grid, setup.grid.place(rank)
+        grid = setup.grid
+        place = setup.grid.place(rank)
         held = [p for p in case.params if is_held(p, place, grid) and cases.chunk_of(p, setup) == chunk]
         for param in held:
             value = (cut(first_weight(case, param), param, place, grid) + moved).to(case.dtype_of(param, setup))
@@ -172,7 +174,10 @@ class Run:
     """
 
     def __init__(self, case: Case, setup: Setup, rank: int, groups: Groups, *, moved: float = 0.0):
-        self.case, self.setup, self.rank, self.groups = case, setup, rank, groups
+        self.case = case
+        self.setup = setup
+        self.rank = rank
+        self.groups = groups
         self.place = setup.grid.place(rank)
         self.nets = [Chunk(case, setup, rank, chunk, moved=moved) for chunk in range(setup.chunks)]
         self.wrappers = [self._wrapped(net, chunk) for chunk, net in enumerate(self.nets) if setup.wrapped]
@@ -190,7 +195,8 @@ class Run:
         )
 
     def _optimizer(self) -> Optimizer:
-        case, config = self.case, optimizer_config(self.case, self.setup, self.rank)
+        case = self.case
+        config = optimizer_config(self.case, self.setup, self.rank)
         if not any(param.left_out for param in case.params):
             own = {ParamKey(name=f"{param.name}.*"): param.own_entries() for param in case.params if param.own[0]}
             overrides = None if case.standard_overrides else own
@@ -249,7 +255,8 @@ class Run:
 
     def _grads(self, net: nn.Module, step: int, microbatch: int) -> dict[str, tuple[Tensor, int]]:
         """The gradients of what this rank's forward uses."""
-        case, at = self.case, {"step": step, "microbatch": microbatch}
+        case = self.case
+        at = {"step": step, "microbatch": microbatch}
         held = [param for param in case.params if hasattr(net, param.name)]
         used = [p for p in held if cases.is_used(case, p, replica=cases.replica_of(p, self.place), **at)]
         if used and OTHER_ORDERS in case.habits:
@@ -359,7 +366,8 @@ def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 def sharded(run: Run) -> dict[str, Any]:
     """A model that is not DTensors is described by the parameters' attributes or by hand: one by the run that saves,
     the other by the run that loads, which is possible where no experts are stacked by hand."""
-    case, is_resumed = run.case, run.setup is run.case.resume
+    case = run.case
+    is_resumed = run.setup is run.case.resume
     has_stacks = len({param.number for param in case.params}) < len(case.params)
     by_attributes = run.setup.layout != "plain" or (case.seed + (is_resumed and not has_stacks)) % 2
     model: dict[str, Any] = {}
@@ -371,18 +379,24 @@ def sharded(run: Run) -> dict[str, Any]:
 
 def _described(run: Run, param: Param, weight: Any) -> ShardedBase:
     """Experts of a layer are saved as one stack, fused matrices as two halves of one key, as in Megatron-Core."""
-    place, index, count = (
-        run.place,
-        cases.part_of(param, run.place),
-        cases.num_parts(param, run.setup.grid),
-    )
-    peer, copies = (place.tp, place.replica) if param.expert is None else (place.etp, place.expert_replica)
+    place = run.place
+    index = cases.part_of(param, run.place)
+    count = cases.num_parts(param, run.setup.grid)
+    if param.expert is None:
+        peer = place.tp
+        copies = place.replica
+    else:
+        peer = place.etp
+        copies = place.expert_replica
     replica_id = (int(cases.is_copy(param, place)), 0 if count > 1 else peer, copies)
     layer = [other for other in run.case.params if other.number == param.number]
-    key, stack = f"{param.name}.weight", []
+    key = f"{param.name}.weight"
+    stack = []
     if len(layer) > 1:
-        key, stack = f"experts{param.number}", [(0, layer.index(param), len(layer))]
-    axis, rows_are_cut = len(stack), param.cut == 0
+        key = f"experts{param.number}"
+        stack = [(0, layer.index(param), len(layer))]
+    axis = len(stack)
+    rows_are_cut = param.cut == 0
 
     def part(data: Tensor, number: int, of: int, replica_id: Any) -> ShardedTensor:
         rows = (axis, (of * index if rows_are_cut else 0) + number, of * (count if rows_are_cut else 1))

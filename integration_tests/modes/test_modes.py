@@ -73,7 +73,8 @@ def allowed(case: Values) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     moved = STEPS * config_of(case).lr
     base = RULE.get(case["rule"], 2e-5)
-    rtol, atol = WEIGHT_ROUNDING.get(case["numbers"], 2.0**-7), base + MOMENT_ROUNDING[case["moments"]] * moved
+    rtol = WEIGHT_ROUNDING.get(case["numbers"], 2.0**-7)
+    atol = base + MOMENT_ROUNDING[case["moments"]] * moved
     if case["numbers"] == "bf16, bf16 gradients" and case["world"] == "3":
         return rtol, atol + (2 * moved if case["rule"] in MATRIX_RULES else 2.0**-7 * moved), 0.02 * moved
     return 2e-5 + rtol, atol, base
@@ -114,14 +115,17 @@ class Trained(NamedTuple):
 def train_on(case: Values, comm: Comm, start: Mapping[str, Tensor] | None = None) -> Trained:
     """`start`: the weights to begin with."""
     clip = 3.0 if case["clipping"] == "clipped" else 0.0
-    wrapping, gathers = Wrapping(case["wrapping"]), overlaps_gathers(case)
-    config, roles = config_of(case, clip_grad=clip, overlap_param_gather=gathers), roles_over(comm)
+    wrapping = Wrapping(case["wrapping"])
+    gathers = overlaps_gathers(case)
+    config = config_of(case, clip_grad=clip, overlap_param_gather=gathers)
+    roles = roles_over(comm)
     net = make_net(config)
     if start is not None:
         net.load_state_dict(start)
     model: nn.Module = net
     if wrapping is not Wrapping.PLAIN:
-        overlaps, sharded = wrapping is Wrapping.OVERLAP, case["sharding"] != "replicated"
+        overlaps = wrapping is Wrapping.OVERLAP
+        sharded = case["sharding"] != "replicated"
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.main_grads_dtype is torch.float32,
             use_distributed_optimizer=sharded,
@@ -151,7 +155,8 @@ def by_one_process(mode: tuple[tuple[str, str], ...]) -> Trained:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_rank_has_the_weights_of_one_process_and_main_values_move_as_in_fp32(case: Values) -> None:
-    expected, (rtol, atol, mean) = by_one_process(tuple(alone(case).items())), allowed(case)
+    expected = by_one_process(tuple(alone(case).items()))
+    (rtol, atol, mean) = allowed(case)
     for found in run_threads(int(case["world"]), partial(train_on, case)):
         for name, want in expected.weights.items():
             torch.testing.assert_close(found.weights[name], want, rtol=rtol, atol=atol)
@@ -163,7 +168,8 @@ def test_every_rank_has_the_weights_of_one_process_and_main_values_move_as_in_fp
             assert all(torch.equal(codes, expected.codes[name]) for name, codes in found.codes.items())
     wide = train_on(plain(alone(case)), Alone(), expected.start)
     for name, before in expected.start.items():
-        want, got = wide.mains[name], expected.mains[name]
+        want = wide.mains[name]
+        got = expected.mains[name]
         moved = (want - before).abs().max()
         assert moved > 0, name
         far = MOMENTS[case["moments"]] * moved + STEPS * MAINS.get(case["numbers"], 0.0) * want.abs().max()
@@ -172,7 +178,8 @@ def test_every_rank_has_the_weights_of_one_process_and_main_values_move_as_in_fp
 
 # --- refusals, and runs that go on in other modes ---------------------------------------------------------------------
 
-BEFORE, AFTER = 3, 6  # steps until the save, and in all
+BEFORE = 3  # steps until the save
+AFTER = 6  # steps in all
 REFUSED = sampled([mode for mode in every_mode() if refused(mode)], dict.items)
 # How far a loaded moment may be from the saved one, as a fraction of its tensor's largest value: half a step of the
 # dtype, and twice that where the root of a second moment is kept.
@@ -214,7 +221,8 @@ def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, 
             want = saved[name][key]
             torch.testing.assert_close(state[key], want, rtol=0, atol=error * want.abs().max().item())
     train(other, resumed, range(BEFORE, AFTER))
-    last, found = state_of(net, optimizer), state_of(other, resumed)
+    last = state_of(net, optimizer)
+    found = state_of(other, resumed)
     for name, state in last.items():
         moved = (state["fp32_param"] - saved[name]["fp32_param"]).abs().max()
         assert (found[name]["fp32_param"] - state["fp32_param"]).abs().max() <= 0.1 * moved, name  # of fp8 moments

@@ -13,7 +13,8 @@ from opt_distributed.comm import Alone
 from opt_kernels.hooks import CautiousUpdate
 from opt_stack import Optimizer, get_optimizer
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 PLAIN: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 1.0}
 OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 SIZES = (6, 10, 16, 64)
@@ -81,7 +82,8 @@ def test_torch_updates_on_the_host_if_requested(of_torch: Any, monkeypatch: pyte
     monkeypatch.setattr(of_torch, "step", lambda self, *args: stepped.append(type(self).__name__) or step(self, *args))
     rule = {"optimizer": "sgd" if of_torch is torch.optim.SGD else "adam"}
     fields = {**OFFLOAD, **rule, "decoupled_weight_decay": of_torch is not torch.optim.Adam}
-    ours, theirs = Vectors(), Vectors()
+    ours = Vectors()
+    theirs = Vectors()
     expected = ours.trained(built(ours, **fields))
     assert not stepped
     found = theirs.trained(built(theirs, **fields, use_torch_optimizer_for_cpu_offload=True))
@@ -101,7 +103,8 @@ def test_copies_run_on_the_side_stream_if_requested(overlap: bool) -> None:
     """Those to the host, and those back."""
 
     def rank_main(one: DeferredRank) -> set[bool]:
-        model, queue = Vectors(), one.device.mode.queue
+        model = Vectors()
+        queue = one.device.mode.queue
         to_host: set[bool] = set()  # of copies on the side stream
 
         def noted(name: str, run: Any, given: Any) -> None:
@@ -129,7 +132,8 @@ def test_staging_is_pinned_if_requested(pin_grads: bool, pin_params: bool) -> No
             return host_empty(numel, dtype, pinned=pinned)
 
         one.device.host_empty = noted
-        model, pins = Vectors(torch.float16), {"pin_cpu_grads": pin_grads, "pin_cpu_params": pin_params}
+        model = Vectors(torch.float16)
+        pins = {"pin_cpu_grads": pin_grads, "pin_cpu_params": pin_params}
         model.trained(built(model, fp16=True, initial_loss_scale=1.0, **OFFLOAD, **pins), 1)
         return asked
 

@@ -222,8 +222,10 @@ def test_the_state_is_where_the_last_call_put_it_and_no_parameter_moves() -> Non
         raise MemoryError
 
     def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
-        before, params = [tensor.clone() for tensor in state_of(optimizer)], [*map(Tensor.data_ptr, model.parameters())]
-        was_on_host, moves = False, {True: optimizer.offload_to_cpu, False: optimizer.restore_from_cpu}
+        before = [tensor.clone() for tensor in state_of(optimizer)]
+        params = [*map(Tensor.data_ptr, model.parameters())]
+        was_on_host = False
+        moves = {True: optimizer.offload_to_cpu, False: optimizer.restore_from_cpu}
         for goes in (False, True, True, False, False, True, False):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(*((one.device, "host_empty") if goes else (torch, "empty")), full)

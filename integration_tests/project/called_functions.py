@@ -26,7 +26,8 @@ def begin() -> None:
     """Write to a file of this process from now on, for the test file that the pytest process above it runs."""
     global _output, _label
     label = Path(os.environ.get("RECORD_CALLS_LABEL", os.devnull))
-    _output, _label = str(FOLDER / f"{os.getpid()}.calls"), label.read_text()
+    _output = str(FOLDER / f"{os.getpid()}.calls")
+    _label = label.read_text()
     _seen.clear()
     threading.settrace(trace)
     sys.settrace(trace)

@@ -115,11 +115,13 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 def faults_in(source: str, file: str) -> list[Fault]:
     lines = [0, *accumulate(len(line.encode()) for line in source.splitlines(keepends=True))]
-    text, found = source.encode(), []
+    text = source.encode()
+    found = []
     for node in runtime_nodes(ast.parse(source)):
         for kind, new in changes(node):
             at = node.test if kind == "negated condition" else node  # type: ignore[attr-defined]
-            start, end = lines[at.lineno - 1] + at.col_offset, lines[at.end_lineno - 1] + at.end_col_offset
+            start = lines[at.lineno - 1] + at.col_offset
+            end = lines[at.end_lineno - 1] + at.end_col_offset
             changed = ast.unparse(ast.fix_missing_locations(new))
             after = changed if isinstance(new, ast.stmt | ast.Slice | ast.Constant) else f"({changed})"
             found.append(Fault(file, at.lineno, kind, start, end, text[start:end].decode(), after))
@@ -169,7 +171,8 @@ class Calls:
             return function > 0 and function not in called[test], (1 + self.seconds[test]) / len(called[test])
 
         near = sorted(called, key=cost)
-        until, taken = 0, 0.0
+        until = 0
+        taken = 0.0
         while until < len(near) and taken < CALLERS_S:
             taken += self.seconds[near[until]]
             until += 1
@@ -272,7 +275,9 @@ class Search:
     """Which of the faults are noticed, as far as known."""
 
     def __init__(self, folder: Path, jobs: int, deadline: float):
-        self.deadline, self.jobs, self._file = deadline, jobs, folder / "faults.json"
+        self.deadline = deadline
+        self.jobs = jobs
+        self._file = folder / "faults.json"
         self.found: dict[str, dict[str, Any]] = json.loads(self._file.read_text()) if self._file.exists() else {}
         self._scratch = tempfile.TemporaryDirectory()
         self._trees: SimpleQueue[Tree] = SimpleQueue()

@@ -54,7 +54,8 @@ def source_text() -> str:
 
 def test_messages_that_the_page_on_troubleshooting_quotes_are_in_the_source() -> None:
     """Headings that quote a message: code with blanks before a definition."""
-    lines, source = (DOCS / "troubleshooting.md").read_text().splitlines(), source_text()
+    lines = (DOCS / "troubleshooting.md").read_text().splitlines()
+    source = source_text()
     terms = [line for line, below in itertools.pairwise(lines) if below.startswith(": ")]
     messages = [quote for term in terms for quote in re.findall(r"`([^`]+ [^`]+)`", term)]
     assert len(messages) > 12

@@ -56,7 +56,8 @@ def is_offered(module: str, name: str) -> bool:
 
 def inside(source: str, exceptions: Iterable[str] = EXCEPTIONS) -> list[str]:
     """The dotted names that a file imports from inside our packages."""
-    found, excepted = [], re.compile(rf"({'|'.join(exceptions)})(\..*)?")
+    found = []
+    excepted = re.compile(rf"({'|'.join(exceptions)})(\..*)?")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             pairs = [tuple(alias.name.rpartition(".")[::2]) for alias in node.names if "." in alias.name]

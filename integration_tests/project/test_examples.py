@@ -60,7 +60,8 @@ def test_a_tensor_parallel_run_resumes_on_other_sizes_with_the_same_loss(tmp_pat
         (found,) = re.findall(rf"TP {tp} x DP {4 // tp}: steps \d+ to {steps}, loss ([\d.]+)", printed)
         return float(found)
 
-    before, after = loss(2, 6, "resumed"), loss(1, 12, "resumed")
+    before = loss(2, 6, "resumed")
+    after = loss(1, 12, "resumed")
     assert after < before
     assert after == pytest.approx(loss(2, 12, "uninterrupted"), rel=1e-4)
 
@@ -74,14 +75,18 @@ def loaded(name: str, monkeypatch: pytest.MonkeyPatch, *, dim: int) -> Any:
     module: Any = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
-    module.STEPS, module.WARMUP, module.EVAL_EVERY, module.BATCH = 4, 2, 2, 2
+    module.STEPS = 4
+    module.WARMUP = 2
+    module.EVAL_EVERY = 2
+    module.BATCH = 2
     module.MODEL = {"dim": dim, "depth": 1, "num_heads": 2}
     return module
 
 
 def test_every_contender_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     board = loaded("leaderboard", monkeypatch, dim=16)
-    board.STEPS, board.WARMUP = 64, 0.1
+    board.STEPS = 64
+    board.WARMUP = 0.1
     for contender in board.CONTENDERS:
         found = board.train(board.Run(contender, (contender.lr, contender.rest_lr), board.STEPS, 0))
         assert found["curve"][-1][0] == board.STEPS, contender.name

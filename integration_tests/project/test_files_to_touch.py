@@ -39,7 +39,8 @@ from opt_distributed.layout.forward import forward_layout
 ARE_FLAT = lambda sharding, meta, needs_whole: isinstance(sharding, FlatShards)
 FORWARD = LayoutKind(name="forward order", plan=forward_layout, is_sharded=True, cuts=True, applies=ARE_FLAT)
 """
-LAYOUTS, WIRES = "LAYOUTS = (AS_IT_CAME, REPLICATED, ", "    return SumEverywhere("
+LAYOUTS = "LAYOUTS = (AS_IT_CAME, REPLICATED, "
+WIRES = "    return SumEverywhere("
 WIRE = """
 from opt_distributed.buffers.wires import SumEverywhere
 
@@ -51,7 +52,8 @@ class Counted(SumEverywhere):
         yield from super().stages(full, shard)
 """
 SENT = "    from opt_distributed.buffers.counted import Counted\n\n    return Counted(axes.dp, axes.inter)\n"
-FIELD, MAX = "    grad_norm_skip_threshold: float = math.inf\n", "max_norm=config.clip_grad"
+FIELD = "    grad_norm_skip_threshold: float = math.inf\n"
+MAX = "max_norm=config.clip_grad"
 # For each addition its files, the text that is replaced (none: a new file), and the new text.
 ADDITIONS: dict[str, dict[str, tuple[str, str]]] = {
     "an elementwise rule": {

@@ -72,7 +72,8 @@ def resolves(dotted: str) -> bool:
 
 def problem(name: str) -> str:
     """Why `name` cannot be typed; empty where it can."""
-    first, last = name.split(".")[0], name.split(".")[-1]
+    first = name.split(".")[0]
+    last = name.split(".")[-1]
     if first == "torch" or first in PACKAGES:
         return "" if resolves(name) else "cannot be imported"
     if name in ELSEWHERE.split() or any(hasattr(owner, last) for owner in TORCH):

@@ -38,7 +38,8 @@ def ran(directory: Path) -> subprocess.CompletedProcess[str]:
 def test_the_resumed_run_ends_where_the_uninterrupted_one_does(ran: Any, directory: Path) -> None:
     assert ran.stderr.strip().splitlines()[-1] == "the model did not beat a bigram"  # after six steps
     assert re.search(r"resumed on 2 ranks: 3 steps, largest difference of loss 0.00e\+00", ran.stdout)
-    resumed, whole = log(directory / "resumed.json"), log(directory / "uninterrupted/whole.json")
+    resumed = log(directory / "resumed.json")
+    whole = log(directory / "uninterrupted/whole.json")
     assert resumed["log"] == whole["log"][STEPS // 2 :]
     assert resumed["bits"] == whole["bits"]
     assert all((directory / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "schedule.png"))

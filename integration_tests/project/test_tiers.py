@@ -10,7 +10,8 @@ import outcomes
 import pytest
 from tiers import covering
 
-EXTRA, AT_NIGHT = "extra is not installed", "Skipped: runs every night: nox -s nightly"
+EXTRA = "extra is not installed"
+AT_NIGHT = "Skipped: runs every night: nox -s nightly"
 
 
 def test_what_no_run_runs_is_named_with_the_reason_of_its_skip(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ class Run:
     """A wrapped model with overlap, after two steps; over all ranks, or over two of four with two stages each."""
 
     def __init__(self) -> None:
-        notices.PATIENCE_SECONDS, notices.POLL_SECONDS = 0.3, 0.05
+        notices.PATIENCE_SECONDS = 0.3
+        notices.POLL_SECONDS = 0.05
         self.rank = dist.get_rank()
         groups = None if dist.get_world_size() == 2 else over_stages()
         self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -115,7 +116,8 @@ def leaving(case: str) -> tuple[str, bool]:
             run.optimizer.step()
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
-    store, size = default_store(), dist.get_world_size()
+    store = default_store()
+    size = dist.get_world_size()
     store.set(f"{run.rank} has left", "")
     store.wait([f"{rank} has left" for rank in range(size)])  # its connections stay open until all know
     return raised, all(map(torch.equal, before, run.model.parameters()))
@@ -177,7 +179,8 @@ def on_two_of_three() -> dict[str, list[Tensor]]:
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     given: dict[str, Any] = {"pg_collection": ProcessGroups(dp=pair, intra_dist_opt=pair)} if is_part else {}
     for name, fields in SETUPS.items() if dist.get_rank() < 2 else ():
-        model, config = net(), OptimizerConfig(**SGD, **fields)
+        model = net()
+        config = OptimizerConfig(**SGD, **fields)
         options = dict(given)
         if "wrapped" in name:
             of_wrapper = DistributedDataParallelConfig(**fields)
@@ -227,7 +230,9 @@ def test_groups_that_do_not_say_who_trains_are_refused_at_once() -> None:
 
 def waiting_for_one(comes: bool) -> tuple[list[str], str]:
     """Ranks 0 and 1 build without groups. Rank 2 comes when both have warned, or ends its connections."""
-    notices.PATIENCE_SECONDS, notices.POLL_SECONDS, notices.ADVISE_SECONDS = 0.3, 0.05, 1.0
+    notices.PATIENCE_SECONDS = 0.3
+    notices.POLL_SECONDS = 0.05
+    notices.ADVISE_SECONDS = 1.0
     warned: list[str] = []
     raised = ""
     store = default_store()

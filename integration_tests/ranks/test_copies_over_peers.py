@@ -26,7 +26,9 @@ MARKS = (*OVER_TP, *ROLES)
 FLAT = {"use_distributed_optimizer": True}
 SPREADS: dict[str, dict[str, Any]] = {"replicated": {}, "flat": FLAT}
 WRAPPED = {**SPREADS, "overlap": {**FLAT, "overlap_grad_reduce": True, "overlap_param_gather": True}}
-STEPS, DP, DECAY = 3, 2, 0.5
+STEPS = 3
+DP = 2
+DECAY = 0.5
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 1.0, "sgd_momentum": 0.0, "clip_grad": 0.0}
 
 
@@ -65,7 +67,8 @@ def check(mark: str, ranks: list[tuple[dict[str, Tensor], list[float]]], *, unus
 
     With `unused`, a parameter that no rank used has no gradient; in a wrapper's buffer it has zeros.
     """
-    weights, norms = {name: p.detach().double() for name, p in Net(mark, 0).named_parameters()}, []
+    weights = {name: p.detach().double() for name, p in Net(mark, 0).named_parameters()}
+    norms = []
     for step in range(STEPS):
         sums: dict[str, Any] = {} if unused else dict.fromkeys(weights, 0.0)
         for at, micro, peer in ((at, micro, peer) for at in range(DP) for micro in range(2) for peer in range(2)):
@@ -120,7 +123,8 @@ def test_gradients_of_copies_are_completed_once_or_the_step_is_refused(
 
     def rank_main(grid: Place) -> tuple[dict[str, Tensor], list[float]]:
         (model,), optimizer = made(grid, mark, wrapped=wrapped, **fields)
-        net, norms = model.module if wrapped else model, []
+        net = model.module if wrapped else model
+        norms = []
         for step in range(STEPS):
             backward(model, grid, step)
             before = [param.detach().clone() for param in model.parameters()]
@@ -172,7 +176,8 @@ def test_a_copy_whose_stages_are_unknown_is_refused_on_every_rank(mark: str) -> 
     role = {"shared_embedding": "embd", "shared_position_embedding": "pos_embd", "pipeline_parallel": "pp"}[mark]
 
     def rank_main(grid: Place) -> None:
-        roles, net = roles_of(grid, mark, knows_stages=False), Net(mark, grid.tp.rank)
+        roles = roles_of(grid, mark, knows_stages=False)
+        net = Net(mark, grid.tp.rank)
         with pytest.raises(ValueError, match=f"is marked {mark}, but the group {role} is not given"):
             get_optimizer(OptimizerConfig(), [net], {}, pg_collection=roles)
         with pytest.raises(ValueError, match=f"is marked {mark}, but the group {role} is not given"):
@@ -187,7 +192,8 @@ def test_a_sum_over_tokens_that_nobody_divides_is_refused(wrapped: str, scales: 
     tokens = 64  # of which each of two replicas has a half
 
     def rank_main(comm: Comm) -> float:
-        ddp, net = DistributedDataParallelConfig(**WRAPPED[wrapped]), Net("sequence_parallel", 0)
+        ddp = DistributedDataParallelConfig(**WRAPPED[wrapped])
+        net = Net("sequence_parallel", 0)
         model = DistributedDataParallel(ddp, net, groups=roles_over(comm), calculate_per_token_loss=True)
         optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model], {})
         model(grads_of(0, comm.rank, 0)).backward()

@@ -26,12 +26,18 @@ FP16 = {"fp16": True, "initial_loss_scale": 64.0, "hysteresis": 1, "use_distribu
 
 def steps(fields: dict[str, Any], empty: int, bad_step: int) -> Any:
     """Steps of a rank, or of one process; the rank `empty` trains nothing. In `bad_step` the last has an infinity."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        size = dist.get_world_size()
+    else:
+        rank = 0
+        size = 1
     training = [other for other in range(size) if other != empty]
     net = Net(torch.float16 if "fp16" in fields else torch.float32)
     net.requires_grad_(rank in training)
     optimizer = get_optimizer(OptimizerConfig(lr=1e-2, **fields), [net])
-    results, scales = [], []
+    results = []
+    scales = []
     for step in range(5):
         if rank in training:
             optimizer.scale_loss(net(grads_of(step, training.index(rank), len(training)))).backward()
@@ -71,7 +77,8 @@ def test_a_rank_that_trains_nothing_has_the_result_of_those_that_do(
 
 def stages(folder: str) -> tuple[list[tuple[str, int]], float, float, str]:
     """Two pipeline stages with other parameters each: groups, norms and files; and logs that cannot be written."""
-    rank, blocked = dist.get_rank(), Path(folder) / "file"
+    rank = dist.get_rank()
+    blocked = Path(folder) / "file"
     torch.manual_seed(rank)
     layer = nn.Linear(3, 4) if rank == 0 else nn.Linear(4, 2, bias=False)
     groups = ProcessGroups(dp=None, expt_dp=None, mp=dist.group.WORLD, tp_ep_pp=dist.group.WORLD)
@@ -158,7 +165,8 @@ def scaled_by_torch(kind: str) -> tuple[str, list[float], list[Tensor]]:
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     if kind == "a sharded scaler":
         scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
-    refused, scales = "", []
+    refused = ""
+    scales = []
     for step in range(4):
         factor = torch.inf if step == 1 and dist.get_rank() == 0 else 1.0
         scaler.scale(factor * net(torch.full((3, 4), dist.get_rank() + 1.0)).square().mean()).backward()
@@ -174,7 +182,8 @@ def scaled_by_torch(kind: str) -> tuple[str, list[float], list[Tensor]]:
     return refused, scales, [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
 
 
-REFUSED, ALLOWED = ("plain", "wrapped"), ("a sharded scaler", "torch's wrapper", "fully_shard")
+REFUSED = ("plain", "wrapped")
+ALLOWED = ("a sharded scaler", "torch's wrapper", "fully_shard")
 
 
 def test_a_scaler_that_skips_on_one_rank_is_refused() -> None:

@@ -38,7 +38,8 @@ class Mlp(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(11)
         self.norm = nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.rand(param.shape, generator=generator) - 0.5)
@@ -97,7 +98,8 @@ def tp_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def by_role(mesh: DeviceMesh) -> dict[str, Any]:
-    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    dp = mesh.get_group("dp")
+    tp = mesh.get_group("tp")
     return {"pg_collection": ProcessGroups(dp=dp, expt_dp=dp, mp=tp, tp_ep_pp=tp, tp=tp)}
 
 
@@ -131,16 +133,20 @@ TRAINED = [(rule, name) for rule in RULES for name in RUNS if NIGHT or rule == "
 
 def train_on(name: str, fields: dict[str, Any]) -> Trained:
     axes, lay_out, given = LAYOUTS[name]
-    mesh, model = mesh_of(2, 2, names=axes), Mlp()
+    mesh = mesh_of(2, 2, names=axes)
+    model = Mlp()
     lay_out(model, mesh)
-    place, count = 0, 1
+    place = 0
+    count = 1
     for axis in (axis for axis in axes if axis != "tp"):  # those that split samples
-        place, count = place * 2 + mesh.get_local_rank(axis), count * 2
+        place = place * 2 + mesh.get_local_rank(axis)
+        count = count * 2
     return train(fields, model, [place], count, **given(mesh))
 
 
 def train_with_gaps() -> Trained:
-    mesh, model = mesh_of(2, 2, names=("dp", "tp")), Mlp()
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    model = Mlp()
     tp(model, mesh)
     return train({}, model, [mesh.get_local_rank("dp")], 2, gaps=True)
 
@@ -189,7 +195,8 @@ def expert_on_rank_1() -> nn.Module:
 
 
 def on_a_mesh_that_is_no_slice() -> nn.Module:
-    model, (group, _) = Mlp(), dist.new_subgroups(2)
+    model = Mlp()
+    (group, _) = dist.new_subgroups(2)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("own",))  # else torch 2.6 takes it for a slice
     parallelize_module(model, mesh, {"up": ColwiseParallel()})
     return model
@@ -278,7 +285,8 @@ def build_all() -> dict[str, str]:
 
 def broadcasts_in_pairs() -> list[int]:
     """This rank's values after a broadcast from each rank of its pair."""
-    comm, found = TorchComm(dist.new_subgroups(2)[0]), []
+    comm = TorchComm(dist.new_subgroups(2)[0])
+    found = []
     for source in range(2):
         x = torch.tensor([dist.get_rank()])
         comm.broadcast_(x, src=source)

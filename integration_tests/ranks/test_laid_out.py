@@ -40,10 +40,14 @@ def adaptive(method: str, mode: str = "duplicated") -> OptimizerConfig:
     return config("adaptive_muon", muon_tp_mode=mode, adaptive_muon_moment2_method=method)
 
 
-ADAM, SOAP, SOAP_OF_PARTS = config("adam"), config("soap"), config("soap", soap_split_qkv=True)
+ADAM = config("adam")
+SOAP = config("soap")
+SOAP_OF_PARTS = config("soap", soap_split_qkv=True)
 MUON = config("muon", muon_tp_mode="blockwise")  # a mode of tensor parallelism only
 DUPLICATED = config("muon", muon_tp_mode="duplicated")
-ADAMUON, NORMUON, NAMO = adaptive("adamuon"), adaptive("normuon"), adaptive("namo")
+ADAMUON = adaptive("adamuon")
+NORMUON = adaptive("normuon")
+NAMO = adaptive("namo")
 
 CASES: dict[str, tuple[OptimizerConfig, ranks.Shapes, ranks.LayOut]] = {
     "muon, fsdp": (MUON, OBLONG, fsdp),

@@ -79,7 +79,9 @@ def matrix(*, is_part: bool) -> nn.Module:
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.ones(6, 4)))
     if is_part:
-        model.w.tensor_model_parallel, model.w.partition_dim, model.w.partition_stride = True, 0, 1
+        model.w.tensor_model_parallel = True
+        model.w.partition_dim = 0
+        model.w.partition_stride = 1
     return model
 
 
@@ -92,7 +94,8 @@ def test_another_option_of_one_rank_is_refused_on_every_rank(case: str, size: in
         options = dict(of_last if comm.rank == size - 1 else of_first)
         config = OptimizerConfig(lr=0.1, optimizer=options.pop("optimizer", "adam"))
         is_part = parallel == "tensor"
-        roles, model = roles_over(tp=comm) if is_part else roles_over(comm), matrix(is_part=is_part)
+        roles = roles_over(tp=comm) if is_part else roles_over(comm)
+        model = matrix(is_part=is_part)
         with pytest.raises(ValueError, match=message) as caught:
             get_optimizer(config, [model], {}, pg_collection=roles, **options)
         return str(caught.value)
@@ -108,7 +111,8 @@ def test_a_group_that_one_replica_of_one_part_has_otherwise_is_refused_on_every_
     def rank_main(comm: Comm) -> None:
         replica, part = divmod(comm.rank, 2)
         axes = Axes(dp=ThreadComm(replicas[part], replica), tp=ThreadComm(parts[replica], part))
-        roles, model = Roles(dense=axes, expert=axes, everyone=comm), matrix(is_part=True)
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        model = matrix(is_part=True)
         groups = [{"params": [model.w], "weight_decay": 0.2 if comm.rank == 3 else 0.1}]
         with pytest.raises(ValueError, match=r"weight_decay of w is 0\.1 on rank 0 and 0\.2 on rank 1"):
             get_optimizer_based_on_param_groups(OptimizerConfig(lr=0.1), [model], groups, pg_collection=roles)
@@ -291,10 +295,12 @@ def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_al
 
     def rank_main(comm: Comm) -> list[tuple[str, bool]]:
         """Of each step the error, and whether a weight has moved."""
-        roles, model = roles_over(everyone=comm), Stage(comm.rank).bfloat16()
+        roles = roles_over(everyone=comm)
+        model = Stage(comm.rank).bfloat16()
         if wrapped:
             model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)
-        optimizer, found = get_optimizer(OptimizerConfig(lr=0.1, bf16=True), [model], {}, pg_collection=roles), []
+        optimizer = get_optimizer(OptimizerConfig(lr=0.1, bf16=True), [model], {}, pg_collection=roles)
+        found = []
         groups = optimizer.param_groups
         for number in range(3):
             model(sparse=number == 1 and name == "sparse").sum().backward()

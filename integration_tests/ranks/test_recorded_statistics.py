@@ -24,7 +24,8 @@ from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.step import StepStats
 from opt_stack import Optimizer, get_optimizer
 
-LR, CLIP = 0.5, 0.1
+LR = 0.5
+CLIP = 0.1
 SGD: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
 GRIDS = {
     "tp 4": {"tp": 4, "ep": 1, "etp": 4},
@@ -59,7 +60,8 @@ def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, w
         assert records[-1] == optimizer.stats()
         return records, result.num_zeros_in_grad
 
-    dp, expert_dp = 4 // sizes["tp"], 4 // sizes["ep"] // sizes["etp"]
+    dp = 4 // sizes["tp"]
+    expert_dp = 4 // sizes["ep"] // sizes["etp"]
     whole = {
         name: (Held(tuple(mean.shape), torch.float32, torch.Generator().manual_seed(1)).weight.detach().double(), mean)
         for name, mean in mean_gradients(dp=dp, ep=sizes["ep"], expert_dp=expert_dp).items()
@@ -80,7 +82,8 @@ def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, w
         assert all(f"\n{name}.weight " in str(stats) for name in whole)
         weights = []
         for name, (first, grad) in whole.items():
-            of, weight = stats.params[f"{name}.weight"], first - made * LR * clip * grad
+            of = stats.params[f"{name}.weight"]
+            weight = first - made * LR * clip * grad
             weights.append(weight.flatten())
             assert of.grad_norm == pytest.approx(grad.norm().item(), rel=1e-5)
             assert of.weight_norm == pytest.approx(weight.norm().item(), rel=1e-5)
@@ -112,7 +115,8 @@ def test_stages_may_have_parameters_of_one_name() -> None:
 
 @pytest.mark.parametrize("has_instance", [False, True])
 def test_ranks_of_all_optimizer_instances_are_counted_once(has_instance: bool) -> None:
-    shards, others = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
+    shards = comms_of([[0, 1], [2, 3]])
+    others = comms_of([[0, 2], [1, 3]])
 
     def rank_main(comm: Comm) -> StepStats:
         axes = Axes(dp=shards[comm.rank], tp=Alone(), inter=others[comm.rank])
@@ -132,7 +136,8 @@ def two_ranks(comm: Comm, *, wrapped: bool = False, **fields: Any) -> tuple[nn.M
     with torch.no_grad():
         for param in net.parameters():
             param.copy_(torch.randn(param.shape, generator=generator) / 4)
-    roles, config = roles_over(comm), OptimizerConfig(lr=0.01, **fields)
+    roles = roles_over(comm)
+    config = OptimizerConfig(lr=0.01, **fields)
     if wrapped:
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=config.use_distributed_optimizer)
         net = DistributedDataParallel(ddp, net, groups=roles)
@@ -274,11 +279,15 @@ def test_a_separate_norm_group_is_clipped_by_its_own_norm_and_without_parameters
     """After a NaN it was infinite: `{'': nan, 'mtp': inf}`."""
 
     def rank_main(comm: Comm) -> tuple[list[float], list[float], dict[str, float]]:
-        net, config = nn.Module(), OptimizerConfig(lr=1.0, clip_grad=0.1, **SGD, **KINDS[kind])
-        net.trunk, net.mtp = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(4))
+        net = nn.Module()
+        config = OptimizerConfig(lr=1.0, clip_grad=0.1, **SGD, **KINDS[kind])
+        net.trunk = nn.Parameter(torch.zeros(16))
+        net.mtp = nn.Parameter(torch.zeros(4))
         net.mtp.grad_norm_group = "mtp"
         optimizer = get_optimizer(config, [net], {}, pg_collection=roles_over(comm))
-        net.trunk.grad, net.mtp.grad = torch.full((16,), 0.5 / 4), torch.full((4,), 0.25 / 2)  # norms above the limit
+        # Norms above the limit.
+        net.trunk.grad = torch.full((16,), 0.5 / 4)
+        net.mtp.grad = torch.full((4,), 0.25 / 2)
         optimizer.step()
         bare = Held((4,), torch.float32, torch.Generator().manual_seed(0))
         other = get_optimizer(config, [bare], {}, pg_collection=roles_over(comm))

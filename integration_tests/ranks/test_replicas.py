@@ -54,7 +54,8 @@ def built(net: nn.Module, roles: Any, **options: Any) -> str:
 def test_replicas_with_different_weights_are_refused_on_every_rank(spread: str, change: str) -> None:
     @torch.no_grad()
     def rank_main(comm: Comm) -> str:
-        net, roles = Net(torch.float32), roles_over(comm)
+        net = Net(torch.float32)
+        roles = roles_over(comm)
         net.second.weight[0, 0] = 0.0
         if comm.rank == 2:
             CHANGES[change](net.second.weight)
@@ -77,7 +78,9 @@ def test_modules_in_another_order_are_refused_by_name() -> None:
 @pytest.mark.parametrize("spread", CONFIGS)
 def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread: str) -> None:
     def rank_main(comm: Comm) -> dict[str, Tensor]:
-        net, roles, is_wrapped = Net(torch.float32), roles_over(comm), spread == "wrapped"
+        net = Net(torch.float32)
+        roles = roles_over(comm)
+        is_wrapped = spread == "wrapped"
         with torch.no_grad():
             for param in net.parameters():
                 param.add_(comm.rank)
@@ -87,7 +90,8 @@ def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread
         optimizer.step()
         return {name: param.detach().clone() for name, param in net.named_parameters()}
 
-    (first, second), (alone,) = run_threads(2, rank_main), run_threads(1, rank_main)
+    (first, second) = run_threads(2, rank_main)
+    (alone,) = run_threads(1, rank_main)
     for name, weight in first.items():
         assert torch.equal(second[name], weight)
         torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
@@ -147,7 +151,8 @@ class Partly(nn.Module):
         super().__init__()
         numbers = torch.Generator().manual_seed(3)  # ranks are threads, which share torch's
         self.base = nn.Linear(6, 5, bias=False)
-        self.column, self.expert = nn.Linear(6, 4), nn.BatchNorm1d(4)
+        self.column = nn.Linear(6, 4)
+        self.expert = nn.BatchNorm1d(4)
         self.norm = nn.BatchNorm1d(5)
         self.base.weight.requires_grad_(False)
         self.register_buffer("rope", torch.polar(torch.ones(3, 2), torch.rand(3, 2, generator=numbers)))
@@ -185,7 +190,8 @@ def test_broadcast_params_copies_frozen_weights_and_buffers_where_copies_are(way
     """Parts of a cut matrix, and buffers of other experts, are left as they are."""
 
     def rank_main(place: Place) -> dict[str, Tensor]:
-        net, roles = Partly(place, float(place.world.rank)), place.roles
+        net = Partly(place, float(place.world.rank))
+        roles = place.roles
         model: nn.Module = net if way == "plain" else wrap(net, roles, broadcast_params=way == "wrapped")
         if way == "method":
             model.broadcast_params()

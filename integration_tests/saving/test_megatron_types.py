@@ -32,7 +32,9 @@ def case(spread: Spread, numbers: Numbers = Numbers.BF16, rule: str = "adam", si
 
 
 def build(of: Case, comm: Comm, **changes: Any) -> tuple[Any, Optimizer]:
-    config, roles, net = replace(of.config, **changes), roles_over(comm), Net(of.numbers.dtype)
+    config = replace(of.config, **changes)
+    roles = roles_over(comm)
+    net = Net(of.numbers.dtype)
     chunk: Any = net
     if of.wrapping is Wrapping.WRAPPED:
         chunk = DistributedDataParallel(of.ddp_config, net, groups=roles, optimizer_config=config)
@@ -43,7 +45,8 @@ def described(chunk: Any, rank: int) -> dict[str, Any]:
     """As Megatron-Core describes a model: layers are stacked, and a gated matrix is saved in halves."""
     state: dict[str, Any] = {}
     for name, param in getattr(chunk, "module", chunk).named_parameters():
-        shape, replica = tuple(param.shape), (0, 0, rank)
+        shape = tuple(param.shape)
+        replica = (0, 0, rank)
         if name == "second.weight":
             state[name] = megatron_types.ShardedTensorFactory(name, param, halves, torch.cat, replica)
             continue
@@ -56,7 +59,9 @@ def described(chunk: Any, rank: int) -> dict[str, Any]:
 
 
 def halves(key: str, data: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
-    parts, rows, shape = data.chunk(2), len(data) // 2, tuple(data.shape)
+    parts = data.chunk(2)
+    rows = len(data) // 2
+    shape = tuple(data.shape)
     return [
         megatron_types.ShardedTensor(
             key, part, part.dtype, tuple(part.shape), shape, (rows * number, 0), (2, 1), replica_id

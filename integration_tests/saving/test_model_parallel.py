@@ -33,15 +33,23 @@ def model_of(grid: Grid, rank: int, seed: int) -> nn.Module:
     """What a rank has of a model of four layers with known values."""
 
     def part(whole: Tensor, dim: int, *, dense: bool = False) -> nn.Parameter:
-        tp, size = (at.tp, grid.tp) if dense else (at.etp, grid.etp)
+        if dense:
+            tp = at.tp
+            size = grid.tp
+        else:
+            tp = at.etp
+            size = grid.etp
         param = nn.Parameter(torch.cat([run.chunk(size, dim)[tp] for run in whole.chunk(1 + dense)]))
         vars(param).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1 + dense, allreduce=dense)
         return param
 
-    at, layers, length = grid.place(rank), nn.ModuleList(nn.Module() for _ in range(4)), 4 // grid.pp
+    at = grid.place(rank)
+    layers = nn.ModuleList(nn.Module() for _ in range(4))
+    length = 4 // grid.pp
     torch.manual_seed(seed)
     for layer in layers:
-        layer.norm, layer.scale = nn.Parameter(torch.randn(3)), nn.Buffer(torch.randn(3))
+        layer.norm = nn.Parameter(torch.randn(3))
+        layer.scale = nn.Buffer(torch.randn(3))
         layer.gate = part(torch.randn(8, 3), 0, dense=True)
         layer.stack = part(torch.randn(4, 3, 6).chunk(grid.ep)[at.ep], 2)
         layer.experts = nn.ParameterList(part(up, 0) for up in torch.randn(4, 4, 3).chunk(grid.ep)[at.ep])
@@ -50,7 +58,9 @@ def model_of(grid: Grid, rank: int, seed: int) -> nn.Module:
 
 class Run:
     def __init__(self, grid: Grid, rank: int = 0, *, seed: int = 0, **fields: Any):
-        self.grid, self.rank, self.model = grid, rank, model_of(grid, rank, seed)
+        self.grid = grid
+        self.rank = rank
+        self.model = model_of(grid, rank, seed)
         self.groups = process_groups(grid, rank)
         config = OptimizerConfig(lr=0.05, clip_grad=0.0, **(fields or {"use_distributed_optimizer": True}))
         self.optimizer = get_optimizer(config, [self.model], pg_collection=self.groups)
@@ -72,7 +82,9 @@ class TorchRun:
     """The same model with torch's AdamW, whose groups are the experts and the others."""
 
     def __init__(self, grid: Grid, rank: int = 0, *, seed: int = 0):
-        self.grid, self.rank, self.model = grid, rank, model_of(grid, rank, seed)
+        self.grid = grid
+        self.rank = rank
+        self.model = model_of(grid, rank, seed)
         self.groups = process_groups(grid, rank) if grid.size > 1 else None
         dense = [param for param in self.model.parameters() if getattr(param, "allreduce", True)]
         experts = [param for param in self.model.parameters() if not getattr(param, "allreduce", True)]
@@ -112,7 +124,8 @@ def test_torchs_optimizer_of_parts_is_saved_as_that_of_the_whole(tmp_path: Path)
     whole = TorchRun(Grid())
     whole.step(1)
     whole.save(str(tmp_path / "whole"))
-    tp_pp, ep = Grid(tp=2, pp=2), Grid(dp=4, ep=2, etp=2)
+    tp_pp = Grid(tp=2, pp=2)
+    ep = Grid(dp=4, ep=2, etp=2)
     jobs = {name: Job(save_torch_part, (grid, str(tmp_path / name))) for name, grid in (("tp_pp", tp_pp), ("ep", ep))}
     jobs["ep to tp_pp"] = Job(resume_torch_part, (tp_pp, str(tmp_path / "ep")))
     jobs["whole to ep"] = Job(resume_torch_part, (ep, str(tmp_path / "whole")))
@@ -139,7 +152,9 @@ def test_a_divided_model_is_saved_as_the_whole(tmp_path_factory: pytest.TempPath
     grids = {str(tmp_path_factory.mktemp("saved")): grid for grid in (Grid(tp=2, pp=2), Grid(dp=4, ep=2, etp=2))}
     run_jobs(4, {path: Job(save_part, (grid, path)) for path, grid in grids.items()})
     for path in grids:
-        loaded, resumed, whole = Run(Grid(), seed=8), Run(Grid(), seed=9), Run(Grid())
+        loaded = Run(Grid(), seed=8)
+        resumed = Run(Grid(), seed=9)
+        whole = Run(Grid())
         load({"model": sharded_model(loaded.model)}, f"{path}/first")
         torch.testing.assert_close(loaded.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
         resumed.load(f"{path}/stepped")
@@ -317,7 +332,8 @@ def test_the_local_state_of_another_stage_or_expert_rank_is_refused(is_expert: b
         model = nn.Linear(3, 2)
         for param in model.parameters():
             nn.init.constant_(param, comm.rank + 1)
-            param.allreduce, param.grad = not is_expert, torch.ones_like(param)
+            param.allreduce = not is_expert
+            param.grad = torch.ones_like(param)
         optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model], pg_collection=roles)
         optimizer.step()
         assert optimizer.has_rank_local_state

@@ -47,10 +47,14 @@ AWARE: dict[str, Any] = {**BF16, "use_precision_aware_optimizer": True}
 NARROW = {**AWARE, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 FP8 = {**AWARE, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
 SHORT = {**AWARE, "main_params_dtype": torch.int8}
-ADAM, SOAP, PARTS = config(), config(optimizer="soap"), config(optimizer="soap", soap_split_qkv=True)
+ADAM = config()
+SOAP = config(optimizer="soap")
+PARTS = config(optimizer="soap", soap_split_qkv=True)
 MUON = config(optimizer="muon", muon_tp_mode="duplicated")
 WHOLE = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
-NORMUON, ADAMUON, NAMO = adaptive("normuon"), adaptive("adamuon"), adaptive("namo")
+NORMUON = adaptive("normuon")
+ADAMUON = adaptive("adamuon")
+NAMO = adaptive("namo")
 ULPS = 2.0**-8  # two units of bf16 in weights below a half
 MARKED = ranks.tp_by_attributes
 CASES = {
@@ -91,7 +95,9 @@ if not FSDP2_RUNS:
 def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Tensor]]]:
     """Weights after the last step, by rank: of the uninterrupted run, and resumed on four, two and one rank."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    four, two, one = {}, {}, {}
+    four = {}
+    two = {}
+    one = {}
     for name, case in CASES.items():
         path = str(folder / name)
         four[f"uninterrupted {name}"] = Job(train_and_save, (case.saved, case.shapes, case.saved_as, path))
@@ -135,7 +141,9 @@ class Run:
     """A rank's part of matrices that are cut by rows and by columns, and of a vector."""
 
     def __init__(self, dtypes: str, rank: int = 0, size: int = 1):
-        self.net, generator, self.weights = nn.Module(), torch.Generator().manual_seed(0), {}
+        self.net = nn.Module()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = {}
         for name, (shape, dim) in PARAMS.items():
             part = cut(torch.randn(shape, generator=generator), rank, size, dim=dim)
             self.net.register_parameter(name, nn.Parameter(part))
@@ -155,8 +163,10 @@ def rounded(dtypes: str, moment: str, values: Tensor) -> Tensor:
     """Values that were encoded and decoded."""
     if dtypes == "wide":
         return values
-    codec, found = codecs_of(Adam(**DTYPES[dtypes]))[moment], torch.empty(values.numel())
-    codes, scales = torch.empty(values.numel(), dtype=codec.dtype), torch.empty(-(-values.numel() // codec.block))
+    codec = codecs_of(Adam(**DTYPES[dtypes]))[moment]
+    found = torch.empty(values.numel())
+    codes = torch.empty(values.numel(), dtype=codec.dtype)
+    scales = torch.empty(-(-values.numel() // codec.block))
     codec.encode_(codes, scales, values.flatten())
     codec.decode_(found, codes, scales)
     return found.view(values.shape)
@@ -167,7 +177,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
     """By dtypes: a run after three steps, and its decoded state then."""
     found = {}
     for dtypes in DTYPES:
-        run, path = Run(dtypes), tmp_path_factory.mktemp("narrow") / dtypes
+        run = Run(dtypes)
+        path = tmp_path_factory.mktemp("narrow") / dtypes
         for step in range(3):
             generator = torch.Generator().manual_seed(1 + step)
             for param in run.net.parameters():  # rows of other sizes, so that blocks differ

@@ -32,7 +32,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "flat bf16 with mains": FLAT | {"bf16": True},
     "flat bf16 with remainders, narrow moments": FLAT | {"bf16": True} | NARROW,
 }
-UNUSED, ZERO, FROZEN = "unused.weight", "zero.weight", "frozen.weight"
+UNUSED = "unused.weight"
+ZERO = "zero.weight"
+FROZEN = "frozen.weight"
 
 
 class PartlyTrained(nn.Module):
@@ -42,7 +44,8 @@ class PartlyTrained(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(11, 16)
-        self.first, self.second = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.first = nn.Linear(16, 24)
+        self.second = nn.Linear(24, 16)
         self.frozen, self.zero, self.unused = (nn.Linear(16, cols, bias=False) for cols in (16, 8, 8))
         self.head = nn.Linear(16, 11, bias=False)
         self.head.weight = self.embedding.weight
@@ -129,7 +132,8 @@ def plain(path: Path) -> Run:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_frozen_unused_and_zero_gradient_parameters_go_on_as_they_were(path: Path, kind: str, steps: int) -> None:
     """Also before the first step. State exists from construction; Megatron-Core makes it in the first step."""
-    run, other = trained(steps=steps, **KINDS[kind]).saved(path), Run(**KINDS[kind])
+    run = trained(steps=steps, **KINDS[kind]).saved(path)
+    other = Run(**KINDS[kind])
     other.train(5, 7)
     other.resume(path)
     got = other.states()
@@ -187,7 +191,8 @@ def test_the_saved_rate_is_used_unless_another_is_requested(plain: Run, path: Pa
 
 def test_groups_that_were_joined_say_what_they_disagree_on(path: Path) -> None:
     rates = {ParamKey(name="first.*"): {"max_lr": 3e-3}, ParamKey(name="second.*"): {"max_lr": 5e-3}}
-    run, other = trained(overrides=rates).saved(path), Run(lr=0.5)
+    run = trained(overrides=rates).saved(path)
+    other = Run(lr=0.5)
     with pytest.raises(ValueError, match=r"field 'max_lr': parameter .* was saved with .* on_conflict='saved'"):
         other.resume(path)
     other.resume(path, on_conflict="current")
@@ -237,7 +242,8 @@ def test_state_of_another_rule_is_refused_reset_or_mapped_and_the_rate_is_kept(
         muon.resume(path)
     aliases = {"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."}
     muon.resume(path, {"aliases": aliases} if mapped else {"strict": "return_unexpected"})
-    want, got = plain.states(), muon.states()
+    want = plain.states()
+    got = muon.states()
     for name in MOVED:
         assert int(got[name]["step"]) == (int(want[name]["step"]) if mapped else 0)
         assert torch.equal(got[name]["momentum_buffer"], want[name]["exp_avg"] * mapped)

@@ -23,7 +23,8 @@ from opt_kernels.optim import AdamW
 
 pytestmark = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 SHAPES = {"column": (10, 10), "row": (6, 7), "qkv": (20, 3)}
-BEFORE, AFTER = 3, 2  # steps before a checkpoint and after it
+BEFORE = 3  # steps before a checkpoint
+AFTER = 2  # steps after it
 BASE: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, "muon_fp32_matmul_prec": "highest"}
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "adamw": {},
@@ -44,7 +45,8 @@ DROP_INS: Mapping[str, dict[str, Any]] = {
     "drop-in, remainder": {"mains": "remainder"},
     "drop-in, 8 bit": {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8},
 }
-KINDS, EIGHT_BIT = (*CONFIGS, *DROP_INS), "drop-in, 8 bit"
+KINDS = (*CONFIGS, *DROP_INS)
+EIGHT_BIT = "drop-in, 8 bit"
 # Blocks of eight-bit state follow the shards: on other shards they round otherwise, by about one part in 127.
 RESHARDED = [kind for kind in KINDS if kind != EIGHT_BIT]
 FLAT = ("adamw", "bf16", "drop-in")
@@ -124,7 +126,8 @@ def resume_with_ours(kind: str, path: str) -> Weights:
 def broadcast_full(kind: str, cpu_offload: bool) -> tuple[dict[str, Any], Weights]:
     """Rank 0's whole state, and the weights where it gave that to all."""
     state = Run(kind, steps=BEFORE).states(StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload))
-    given, again = state if dist.get_rank() == 0 else {"model": {}, "optim": {}}, Run(kind, seed=50)
+    given = state if dist.get_rank() == 0 else {"model": {}, "optim": {}}
+    again = Run(kind, seed=50)
     again.set_states(**given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return state["optim"], again.finish()
 
@@ -241,11 +244,13 @@ def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "bf16"])
 def test_a_flattened_state_without_choices_is_refused_by_key_and_loads_as_documented(kind: str, tmp_path: Path) -> None:
     """The page on troubleshooting gives both ways to load it."""
-    state, missing = Run(kind, steps=BEFORE).states(FLATTENED), "param_groups.column.weight.choices"
+    state = Run(kind, steps=BEFORE).states(FLATTENED)
+    missing = "param_groups.column.weight.choices"
     saved = {key: value for key, value in state["optim"].items() if not key.endswith(".choices")}
     assert len(saved) < len(state["optim"])
     dcp.save({"model": state["model"], "optim": saved}, checkpoint_id=tmp_path)
-    by_file, in_memory = Run(kind, seed=50), Run(kind, seed=51)
+    by_file = Run(kind, seed=50)
+    in_memory = Run(kind, seed=51)
     present = by_file.states(FLATTENED)
     with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: optim.{missing}"):
         dcp.load({"optim": present["optim"]}, checkpoint_id=tmp_path)

@@ -23,13 +23,15 @@ from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.hooks import CentralizeGradient, CoupledDecay
 from opt_stack import Optimizer, Registry, get_optimizer
 
-BEFORE, AFTER = 3, 5  # steps until the save, and in all
+BEFORE = 3  # steps until the save
+AFTER = 5  # steps in all
 SHAPES = {"weight": (64, 40), "bias": (40,), "odd": (301,)}
 
 
 Weights = dict[str, Tensor]
 DOCS = Path(__file__).parents[2] / "docs"
-OWN_RULES, RULES = (DOCS / "own_rules.md").read_text(), (DOCS / "rules.md").read_text()
+OWN_RULES = (DOCS / "own_rules.md").read_text()
+RULES = (DOCS / "rules.md").read_text()
 SLOW_TIGER = Path(__file__).parents[1] / "testing" / "slow_tiger.py"  # three states and a branch on the step
 OPTIONS = {
     "ademamix": {"alpha": 8.0, "beta3_steps": 4},
@@ -63,7 +65,8 @@ def cases(soft_step: str = "") -> dict[str, Case]:
 
 
 def begin(case: Case, *, sharded: bool, comm: Comm | None = None, hooks: Any = ()) -> tuple[nn.Module, Optimizer]:
-    model, formula = nn.Module(), case.formula()
+    model = nn.Module()
+    formula = case.formula()
     for seed, (name, shape) in enumerate(SHAPES.items()):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         model.register_parameter(name, nn.Parameter(values.to(torch.bfloat16 if case.narrow else torch.float32)))
@@ -73,7 +76,8 @@ def begin(case: Case, *, sharded: bool, comm: Comm | None = None, hooks: Any = (
     base = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0, "use_distributed_optimizer": sharded}
     narrow = {"bf16": True, "use_precision_aware_optimizer": True} if case.narrow else {}
     config = OptimizerConfig(optimizer=case.rule, optimizer_options=options, **base, **narrow)
-    rules, roles = Registry().with_formula(formula) if case.file else None, comm and roles_over(comm)
+    rules = Registry().with_formula(formula) if case.file else None
+    roles = comm and roles_over(comm)
     return model, get_optimizer(config, [model], rules=rules, pg_collection=roles, hooks=hooks)
 
 
@@ -113,7 +117,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Weights]]:
     folder = tmp_path_factory.mktemp("rules")
     file = folder / "soft_step.py"
     file.write_text(re.findall(r"```python\n(\"\"\"SoftStep.*?)```", OWN_RULES, flags=re.DOTALL)[0])
-    every, first, second = cases(str(file)), str(folder / "of two"), str(folder / "of one")
+    every = cases(str(file))
+    first = str(folder / "of two")
+    second = str(folder / "of one")
     on_one = run(every, "", sharded=False)  # first: ranks that start together would all compile the same sweeps
     two = run_processes(2, run, every, first)
     back_on_one = run(every, second, first, sharded=False)
@@ -137,7 +143,8 @@ def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(narro
     did nothing."""
 
     def rank_main(comm: Comm) -> tuple[Weights, Weights]:
-        case, is_sharded = Case("schedule_free", narrow), comm.size > 1
+        case = Case("schedule_free", narrow)
+        is_sharded = comm.size > 1
         begun = [begin(case, sharded=is_sharded, comm=comm, hooks=hooks) for _ in range(2)]
         (model, optimizer), (other, resumed) = begun
         trained = train(model, optimizer, range(BEFORE))
@@ -169,7 +176,8 @@ def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(narro
 (FORMULA,) = re.findall(r"```python\n(from dataclasses import dataclass.*?)```", RULES, flags=re.DOTALL)
 (ENTRY,) = re.findall(r"```python\n(from opt_stack import RuleEntry.*?\n\)\n)", RULES, flags=re.DOTALL)
 LOW_RANK = f"import torch\nfrom opt_kernels import Number\n{FORMULA}\n{ENTRY}"
-LR, MOMENTUM = 0.02, 0.9
+LR = 0.02
+MOMENTUM = 0.9
 
 
 @pytest.fixture
@@ -218,7 +226,8 @@ def test_it_has_at_most_sixty_lines_and_takes_the_steps_of_its_equation(registry
     assert len(ROW_MUON.splitlines()) <= 60
     (model,) = models(1)
     optimizer = made(registry, model, "row_muon")
-    wanted, momenta = matrices(model), [torch.zeros_like(matrix) for matrix in matrices(model)]
+    wanted = matrices(model)
+    momenta = [torch.zeros_like(matrix) for matrix in matrices(model)]
     norms = [matrix.norm() for matrix in wanted]
     for number in range(3):
         for i, grad in enumerate(step(model, optimizer, number)):

@@ -139,7 +139,8 @@ def test_rows_that_a_parameter_marks_are_separate_matrices(name: str) -> None:
     """Fused rows are split by Muon unless disabled, and by SOAP if enabled, as Megatron-Core preconditions them whole;
     heads and sizes that a parameter names are always split."""
     marks, rows, fields, is_split = MARKED[name]
-    start, grads = normal(*SHAPE, seed=9), [normal(*SHAPE, seed=seed) for seed in (10, 11, 12)]
+    start = normal(*SHAPE, seed=9)
+    grads = [normal(*SHAPE, seed=seed) for seed in (10, 11, 12)]
     parts = zip(start.split(rows), *(grad.split(rows) for grad in grads), strict=True)
     separate = torch.cat([moved(part, of_part, {}, **fields) for part, *of_part in parts])
     together = moved(start, grads, {}, **fields)
@@ -204,7 +205,8 @@ def test_mains_and_moments_are_kept_in_the_requested_formats(name: str) -> None:
     model = Named(weight=normal(300, seed=1).to(kept[0]))
     optimizer = get_optimizer(OptimizerConfig(**PLAIN, **fields), [model], {})
     (piece,) = pieces(optimizer)
-    main, moments = piece.main, (piece.state.get("exp_avg"), piece.state.get("exp_avg_sq"))
+    main = piece.main
+    moments = (piece.state.get("exp_avg"), piece.state.get("exp_avg_sq"))
     stored = main.kept()[0] if isinstance(main, CodedMain) else main.copy if main.copy is not None else main.remainder
     found = [None if tensor is None else tensor.dtype for tensor in (main.target, stored, *moments)]
     assert found == [*kept]
@@ -248,7 +250,8 @@ def test_the_first_chunk_may_be_gathered_while_the_others_are_stepped(with_step:
             return super().all_gather_(full, shard, async_op=async_op)
 
     seen: list[bool] = []
-    roles, fields = roles_over(Watching(Alone())), {**FLAT, "overlap_param_gather": True}
+    roles = roles_over(Watching(Alone()))
+    fields = {**FLAT, "overlap_param_gather": True}
     chunks = [DistributedDataParallel(Config(**fields), Layer(), groups=roles, chunk=number) for number in range(2)]
     config = OptimizerConfig(**PLAIN, **fields, overlap_param_gather_with_optimizer_step=with_step)
     optimizer = get_optimizer(config, chunks, {}, pg_collection=roles)
@@ -258,8 +261,10 @@ def test_the_first_chunk_may_be_gathered_while_the_others_are_stepped(with_step:
 
 
 SHARDED = Config(use_distributed_optimizer=True)
-PADDED, LATE = replace(SHARDED, pad_buckets_for_high_nccl_busbw=True), Config(average_in_collective=True)
-WIDE, SUMMED = replace(SHARDED, grad_reduce_in_fp32=True), replace(SHARDED, reduce_scatter_with_fp32_accumulation=True)
+PADDED = replace(SHARDED, pad_buckets_for_high_nccl_busbw=True)
+LATE = Config(average_in_collective=True)
+WIDE = replace(SHARDED, grad_reduce_in_fp32=True)
+SUMMED = replace(SHARDED, reduce_scatter_with_fp32_accumulation=True)
 SMALLEST = 2.0**-24  # of fp16: half of it is zero, twice it is not
 # The configuration, the gradients of two ranks and their dtype: the collectives, the most bytes of one, the values.
 REDUCED: dict[str, tuple[Config, tuple[float, float], torch.dtype, tuple[list[str], int, set[float]]]] = {
@@ -299,7 +304,8 @@ def test_gradients_of_a_plain_module_are_summed_in_the_requested_dtype(
     """1 on one rank and 2^-9 on the other: their sum has 10 bits, of which bf16 keeps 8, in half of the bytes."""
 
     def rank_main(comm: Comm) -> tuple[list[float], int]:
-        recording, model = RecordingComm(comm), Named(weight=torch.zeros(256, dtype=BF16))
+        recording = RecordingComm(comm)
+        model = Named(weight=torch.zeros(256, dtype=BF16))
         sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 1.0, "weight_decay": 0.0, "clip_grad": 0.0}
         config = OptimizerConfig(**sgd, **fields, **AWARE, main_grads_dtype=dtype)
         optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(recording))

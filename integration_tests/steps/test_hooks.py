@@ -37,7 +37,8 @@ def train(case: Case, hooks: GivenHooks = (), **changes: Any) -> list[dict[str, 
     config = replace(case.config, **changes)
 
     def rank_main(comm: Comm) -> dict[str, Tensor]:
-        net, roles = Net(case.numbers.dtype), roles_over(comm)
+        net = Net(case.numbers.dtype)
+        roles = roles_over(comm)
         model: nn.Module = net
         if case.wrapping is not Wrapping.PLAIN:
             model = DistributedDataParallel(case.ddp_config, net, groups=roles, optimizer_config=config)
@@ -77,7 +78,8 @@ COMPARED |= {str(case): (case, ON_SPHERE, {"weight_decay": 0.0}) for case in WHO
 @pytest.mark.parametrize("name", COMPARED)
 def test_every_rank_has_the_weights_of_one_process(name: str) -> None:
     case, given, changes = COMPARED[name]
-    (want,), by_rank = train(case.alone, given, **changes), train(case, given, **changes)
+    (want,) = train(case.alone, given, **changes)
+    by_rank = train(case, given, **changes)
     for got in by_rank:
         for name, weight in want.items():
             rtol = 2e-5 + ROUNDING[weight.dtype]
@@ -96,12 +98,17 @@ def moved(
     """A rank's part of a weight after a step; `flat`: ranks are replicas that own flat shards, else tensor-parallel."""
     axes = Axes(dp=comm, tp=Alone()) if flat else Axes(dp=Alone(), tp=comm)
     start = torch.zeros_like(grad) if start is None else start
-    part, of_grad = (start, grad) if flat else (t.tensor_split(comm.size, dim or 0)[comm.rank] for t in (start, grad))
+    if flat:
+        part = start
+        of_grad = grad
+    else:
+        part, of_grad = (t.tensor_split(comm.size, dim or 0)[comm.rank] for t in (start, grad))
     model = nn.Module()
     model.weight = nn.Parameter(part.clone())
     model.weight.grad = of_grad.clone()
     if comm.size > 1 and not flat:
-        model.weight.tensor_model_parallel, model.weight.partition_dim = True, dim
+        model.weight.tensor_model_parallel = True
+        model.weight.partition_dim = dim
     roles = Roles(dense=axes, expert=axes, everyone=comm)
     config = replace(SGD, use_distributed_optimizer=flat)
     get_optimizer(config, [model], {}, pg_collection=roles, hooks=(hook,)).step()
@@ -196,7 +203,8 @@ def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
 
 
 def test_other_hooks_at_resume_are_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    given, model = (CautiousDecay(), ClipUpdateRms(0.5)), Net(torch.float32)
+    given = (CautiousDecay(), ClipUpdateRms(0.5))
+    model = Net(torch.float32)
     optimizer = build(Alone(), given, model)
     save(sharded_state(model, optimizer), tmp_path / "saved")
     for now, listed in ((given, "none"), ((CautiousDecay(),), "CautiousDecay()"), ((), "none")):

@@ -20,11 +20,14 @@ from opt_kernels.backends.cpp.compiler import usable
 from opt_stack import Optimizer, get_optimizer, release_gradients
 from opt_stack.planning import plan
 
-SIZE, WIDTH, DEPTH = 4, 512, 8
+SIZE = 4
+WIDTH = 512
+DEPTH = 8
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)
 BUCKET = 2 * (WIDTH * WIDTH + WIDTH)  # elements: two layers, four buckets
 SMALL = 1 << 16  # bytes of statistics, steps, views: nothing that grows with the model
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -145,7 +148,8 @@ def test_offload_on_a_cpu_copies_nothing_and_a_step_allocates_what_it_did() -> N
 @pytest.mark.parametrize("releases", [True, False])
 def test_training_in_five_bytes_a_parameter(releases: bool) -> None:
     """bf16 weights, 8-bit remainders and moments; fp32 main values and the gradient of one layer at a time."""
-    depth, width = 16, 256
+    depth = 16
+    width = 256
     moments = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8, "main_params_dtype": torch.int8}
     fields = {"bf16": True, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True, **moments}
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).bfloat16()

@@ -35,14 +35,16 @@ def test_a_step_is_that_of_fp32_main_values_rounded_to_24_bits(rule: str, order:
     if order == "columns":
         model = nn.Module()
         model.weight = nn.Parameter(weight.detach().t().contiguous().t())
-        weight, optimizer = model.weight, get_optimizer(optimizer.config, [model], {})
+        weight = model.weight
+        optimizer = get_optimizer(optimizer.config, [model], {})
     in_fp32_fields = {**SHORT, "main_params_dtype": torch.float32, "store_param_remainders": False}
     wide, in_fp32 = one_layer(40, 30, optimizer=rule, **in_fp32_fields)
     for step in range(6):
         stepped(weight, optimizer, step)
         stepped(wide, in_fp32, step)
         (main,) = in_fp32.get_parameters()
-        rounded, bits = torch.empty_like(wide), torch.empty(40, 30, dtype=torch.int8)
+        rounded = torch.empty_like(wide)
+        bits = torch.empty(40, 30, dtype=torch.int8)
         split_(rounded, bits, main)
         assert torch.equal(optimizer.get_parameters()[0], join(rounded, bits))
         assert torch.equal(weight, rounded)
@@ -51,7 +53,8 @@ def test_a_step_is_that_of_fp32_main_values_rounded_to_24_bits(rule: str, order:
 
 # --- blocks of 128 elements with one scale ----------------------------------------------------------------------------
 
-TINY, HUGE = torch.finfo(BF16).smallest_normal, torch.finfo(BF16).max
+TINY = torch.finfo(BF16).smallest_normal
+HUGE = torch.finfo(BF16).max
 
 
 def test_mains_begin_with_the_value_of_the_parameter_up_to_what_is_far_below_the_largest_of_a_block() -> None:

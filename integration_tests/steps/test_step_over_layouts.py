@@ -104,7 +104,8 @@ def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_there_is
 ) -> None:
     calls, optimizer = calls_of_a_step(spread, rule)
     buffers = [buffer.layout for buffer in optimizer.plan.buffers]
-    numel, num_buckets = sum(layout.numel for layout in buffers), sum(len(layout.buckets) for layout in buffers)
+    numel = sum(layout.numel for layout in buffers)
+    num_buckets = sum(len(layout.buckets) for layout in buffers)
     by_kind = {kind: [call.numel for call in calls if call.kind == kind] for kind in {call.kind for call in calls}}
     # Two norms; non-finite elements, zeros; flags of five guards; three of each group's numbers; whether
     # each parameter has a gradient.
@@ -122,7 +123,8 @@ def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_there_is
     assert [(sum(sizes), len(sizes)) for sizes in by_kind.values()] == [(numel, num_buckets)] * 2
 
 
-NORMS, CENTERS = (ClipUpdateRms(), RelativeUpdate()), (CentralizeGradient(),)
+NORMS = (ClipUpdateRms(), RelativeUpdate())
+CENTERS = (CentralizeGradient(),)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,8 @@ class FailingComm(RecordingComm):
 
 def make_model() -> nn.Sequential:
     """Equal weights on all ranks, which are threads of one process."""
-    model, generator = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         nn.init.normal_(param, generator=generator)
     return model
@@ -198,7 +201,8 @@ def test_gradients_whose_reduction_failed_are_refused_until_they_are_zeroed(at_s
         comm = FailingComm(inner)
         model, optimizer = wrapped(comm)
         backward(model)
-        comm.fails, comm.at_start = "reduce_scatter", at_start
+        comm.fails = "reduce_scatter"
+        comm.at_start = at_start
         with pytest.raises(CollectiveError, match="connection reset by peer"):
             optimizer.step()
         comm.fails = ""

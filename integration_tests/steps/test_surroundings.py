@@ -21,7 +21,8 @@ from opt_kernels import optim
 from opt_stack import Optimizer, Registry, get_optimizer, torch_rule
 
 SHAPES = {"weight": (6, 4), "bias": (4,), "odd": (7,)}
-STEPS, BEFORE = 3, 2  # in all, and before the save
+STEPS = 3
+BEFORE = 2  # steps before the save
 MATRICES = ("AdaptiveMuon", "Muon", "MuonH", "NAMO", "NorMuon", "SOAP", "SOAPMuon")
 BASES = ("FormulaOptimizer", "RuleOptimizer", "StateDictError", "drop_in")
 DROP_INS = [name for name in optim.__all__ if name not in BASES]
@@ -119,7 +120,8 @@ def bits(case: Case, folder: Path, setting: Setting = nullcontext, *, goes_on: b
             optimizer.step()
 
     with setting():
-        optimizer, resumed = case.build(model), case.build(other)
+        optimizer = case.build(model)
+        resumed = case.build(other)
         train(model, optimizer, range(BEFORE))
         if NIGHT and isinstance(optimizer, Optimizer):
             save(sharded_state(model, optimizer), folder)
@@ -162,7 +164,9 @@ def test_a_loop_inside_of_autocast_trains_as_one_outside() -> None:
     def loss_after(build: Callable[[nn.Module], Any], *, wrapped: bool) -> float:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer, inputs, region = build(model), torch.randn(16, 8), SETTINGS["autocast"]
+        optimizer = build(model)
+        inputs = torch.randn(16, 8)
+        region = SETTINGS["autocast"]
         with region() if wrapped else nullcontext():
             for _ in range(3):
                 with nullcontext() if wrapped else region():

@@ -21,7 +21,8 @@ from opt_kernels.hooks import GivenHooks
 from opt_stack import QKClip, StepStats, get_optimizer
 from opt_stack.qk_clip import separate_qk
 
-STEPS, SAVED = 3, 1  # steps of a run, and those before it is saved
+STEPS = 3
+SAVED = 1  # steps before the save
 Shapes = Mapping[str, tuple[int, int]]
 
 # Square: of others SOAP's longer factor is singular at first, and the basis of its null space is rounding errors. Over
@@ -82,7 +83,8 @@ def mark_parts(net: Net, tp: Comm) -> Net:
         if name != "vector":
             dim = int(name == "row")
             module.weight = nn.Parameter(cut(module.weight.detach(), tp.rank, tp.size, dim=dim))
-            module.weight.tensor_model_parallel, module.weight.partition_dim = True, dim
+            module.weight.tensor_model_parallel = True
+            module.weight.partition_dim = dim
     net.qkv.weight.qkv_split_shapes = QKV
     return net
 
@@ -138,7 +140,10 @@ class Run:
     def __init__(
         self, config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, *, seed: int = 0, hooks: GivenHooks = ()
     ):
-        self.config, self.shapes, self.lay_out, self.hooks = config, shapes, lay_out, hooks
+        self.config = config
+        self.shapes = shapes
+        self.lay_out = lay_out
+        self.hooks = hooks
         self.net = _laid_out(shapes, seed, lay_out, config.precision.params)
         self.net.qkv.weight.qkv_split_shapes = QKV  # sharding makes new parameters
         self.optimizer = self.build()
@@ -270,7 +275,8 @@ def _look(net: nn.Module, x: Tensor) -> None:
 
 def step_after_a_forward() -> str:
     """What the first step says if FSDP2 held gathered copies when the optimizer was built."""
-    net, x = _sharded_layers(True), torch.ones(2, 6)
+    net = _sharded_layers(True)
+    x = torch.ones(2, 6)
     _look(net, x)
     optimizer = get_optimizer(OptimizerConfig(), [net], {})
     net(x).sum().backward()

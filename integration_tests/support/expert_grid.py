@@ -36,7 +36,8 @@ def run_grid(rank_main: Callable[[Place], Any], *, tp: int = 2, ep: int = 1, etp
     roles = thread_roles(grid, [])
 
     def start(world: Comm) -> Any:
-        dense, expert = roles[world.rank].dense, roles[world.rank].expert
+        dense = roles[world.rank].dense
+        expert = roles[world.rank].expert
         return rank_main(Place(dense.tp, dense.dp, expert.dp, expert.tp, (grid.place(world.rank).ep,), world))
 
     return run_threads(size, start)
@@ -88,7 +89,8 @@ def _held(shape: Shape, tp: Comm, dtype: torch.dtype) -> Held:
     held = Held(shape.size, dtype, torch.Generator().manual_seed(1))
     held.weight = nn.Parameter(cut(held.weight.detach(), tp.rank, tp.size, dim=shape.cut))
     if shape.cut is not None and tp.size > 1:
-        held.weight.tensor_model_parallel, held.weight.partition_dim = True, shape.cut
+        held.weight.tensor_model_parallel = True
+        held.weight.partition_dim = shape.cut
     return held
 
 

@@ -74,7 +74,8 @@ def build(
     comm: Comm, recipe: str | None, *, wraps: bool = False, wrapping: dict[str, Any] | None = None, **fields: Any
 ) -> tuple[nn.Module, nn.Module, Optimizer]:
     """The model, the module given to the optimizer, and the optimizer."""
-    model, roles = make_model(recipe), roles_over(comm)
+    model = make_model(recipe)
+    roles = roles_over(comm)
     config = OptimizerConfig(**{"lr": 1e-2, "bf16": True, "clip_grad": 0.0, "fp8_recipe": recipe, **fields})
     chunk: nn.Module = model
     if wraps:

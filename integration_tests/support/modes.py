@@ -28,7 +28,9 @@ SHAPES: Mapping[str, tuple[int, ...]] = {  # of 32 columns for mxfp8, square for
     "scale": (1,),
 }
 IN_CODES = ("first", "second")  # the parameters in fp8, where the mode has some
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP8 = torch.uint8
 LR = {"sgd": 0.1, "lion": 2e-3, "signum": 2e-3}  # where it is not 1e-2
 
 Fields = Mapping[str, Any]
@@ -158,7 +160,8 @@ def train(net: Net, optimizer: Optimizer, steps: range) -> None:
 
 def state_of(net: Net, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """Copies of main values and states in fp32, by parameter and key."""
-    params, held = dict(net.named_parameters()), sharded_state(net, optimizer)["optimizer"]["state"]
+    params = dict(net.named_parameters())
+    held = sharded_state(net, optimizer)["optimizer"]["state"]
     return {
         name: {"fp32_param": params[name].detach().float().clone()}
         | {key: box.data.float().clone() for key, box in state.items()}

@@ -6,9 +6,12 @@ from torch import Tensor, nn
 from opt_distributed.pieces import OwnedPiece
 from opt_stack import Optimizer
 
-LR, WEIGHT_DECAY = 0.02, 0.1
+LR = 0.02
+WEIGHT_DECAY = 0.1
 PLAIN = {"lr": LR, "weight_decay": WEIGHT_DECAY, "clip_grad": 0.0}
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 
 class Named(nn.Module):

@@ -100,7 +100,8 @@ def on_host(hyper: Hyper) -> Hyper:
 
 def launched_stats(grads: Any, *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
     """The statistics as one queued kernel."""
-    power, counts = torch.empty((), dtype=torch.float64), torch.empty(2, dtype=torch.int64)
+    power = torch.empty((), dtype=torch.float64)
+    counts = torch.empty(2, dtype=torch.int64)
 
     def kernel(power: Tensor, counts: Tensor) -> None:
         found = sweep_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
@@ -158,8 +159,10 @@ Program = Callable[[nn.Module, Optimizer, Comm], Trained]
 
 def built(case: Case, comm: Comm, *, hooks: Sequence[Any] = (), **changes: Any) -> tuple[nn.Module, Optimizer]:
     """The model and the optimizer of a case; `changes` are of the configuration."""
-    net, roles = Net(case.numbers.dtype, SHAPES), roles_over(comm)
-    config, ddp = replace(case.config, log_num_zeros_in_grad=True, **changes), case.ddp_config
+    net = Net(case.numbers.dtype, SHAPES)
+    roles = roles_over(comm)
+    config = replace(case.config, log_num_zeros_in_grad=True, **changes)
+    ddp = case.ddp_config
     model: nn.Module = net
     if config.fp8_recipe is not None:
         net.first.weight = nn.Parameter(QuantizedTensor.of(net.first.weight.detach(), config.fp8_recipe))

@@ -95,7 +95,8 @@ class Grid:
 
     def members(self, role: str) -> list[list[int]]:
         """The groups of a role, in the order in which every rank makes them."""
-        key, found = self.keys[role], {}
+        key = self.keys[role]
+        found = {}
         for rank, place in enumerate(self.places()):
             found.setdefault(key(place), []).append(rank)
         return list(found.values())
@@ -154,8 +155,12 @@ class LateComm:
     """A `Comm` whose asynchronous collectives write their result when awaited; until then it reads as NaN."""
 
     def __init__(self, inner: ThreadComm):
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
-        self.broadcast_, self.allocate, self.gather_objects = inner.broadcast_, inner.allocate, inner.gather_objects
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.broadcast_ = inner.broadcast_
+        self.allocate = inner.allocate
+        self.gather_objects = inner.gather_objects
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
         result = x.detach().clone()
@@ -169,7 +174,8 @@ class LateComm:
         return _delivered(shard, result, async_op)
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        result, kept = torch.empty_like(full), shard.detach().clone()
+        result = torch.empty_like(full)
+        kept = shard.detach().clone()
         self.inner.all_gather_(result, shard)
         pending = _delivered(full, result, async_op)
         shard.copy_(kept)  # a rank's own part stays readable while it is sent
@@ -183,7 +189,9 @@ class LateComm:
 
 class _Delivery:
     def __init__(self, target: Tensor, result: Tensor):
-        self.target, self.result, self.has_arrived = target, result, False
+        self.target = target
+        self.result = result
+        self.has_arrived = False
         _poison_(target)
 
     @torch.no_grad()

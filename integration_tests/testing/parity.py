@@ -14,7 +14,10 @@ from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer
 
-LR, WEIGHT_DECAY, MAX_NORM, SCALE = 0.02, 0.1, 3.0, 2.0**8
+LR = 0.02
+WEIGHT_DECAY = 0.1
+MAX_NORM = 3.0
+SCALE = 2.0**8
 
 
 class Spread(Enum):
@@ -79,7 +82,8 @@ class Case:
 
     @property
     def ddp_config(self) -> DistributedDataParallelConfig:
-        sharded, overlaps = self.spread is not Spread.REPLICATED, self.wrapping is Wrapping.OVERLAP
+        sharded = self.spread is not Spread.REPLICATED
+        overlaps = self.wrapping is Wrapping.OVERLAP
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=sharded,

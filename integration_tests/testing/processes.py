@@ -90,7 +90,8 @@ def run_program(program: Path | str, *arguments: object, ranks: int = 1, folder:
     world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
     of_ranks: list[dict[str, object]] = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
     of_processes = of_ranks or [{}]
-    argv, printed = [str(word) for word in (program, *arguments)], ""
+    argv = [str(word) for word in (program, *arguments)]
+    printed = ""
     with tempfile.TemporaryDirectory() as scratch:
         files = [(Path(scratch) / f"{rank}.out", Path(scratch) / f"{rank}.err") for rank in range(len(of_processes))]
         processes = [
@@ -274,7 +275,8 @@ def _serve(pipe: Connection, port: int) -> None:
     read_entry_points_once()
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     gc.freeze()  # what was imported; looking through it after each world would take longer than most worlds
-    store, timeout = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    timeout = timedelta(seconds=TIMEOUT_S)
     while True:
         world, rank, size, rank_main = pipe.recv()
         try:

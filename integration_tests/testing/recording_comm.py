@@ -35,7 +35,8 @@ class RecordingComm:
 
     def __init__(self, inner: Comm):
         self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
+        self.rank = inner.rank
+        self.size = inner.size
         self.calls: list[Call] = []
         self.allocated: list[int] = []  # bytes of each buffer
 

@@ -38,7 +38,8 @@ def covering(cases: Sequence[T], values: Callable[[T], Iterable[Hashable]], *, s
     for at, combinations in enumerate(combinations_of):
         for combination in combinations:
             cases_of[combination].append(at)
-    left, chosen = set(cases_of), []
+    left = set(cases_of)
+    chosen = []
     for combination in sorted(cases_of, key=lambda combination: len(cases_of[combination])):
         if combination in left:
             of_it = cases_of[combination]

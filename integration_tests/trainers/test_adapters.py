@@ -30,7 +30,8 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialS
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 
 MAX_NORM = 0.05  # of the trainers' own clipping; smaller than every gradient norm of these runs
-STEPS, SAVED_AT = 6, 3
+STEPS = 6
+SAVED_AT = 3
 ROWS = 4  # of a joined batch
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)  # the trainers clip
 
@@ -81,7 +82,8 @@ def train_alone(steps: range = range(STEPS)) -> Trained:
 
 def as_launched() -> None:
     """The variables that torchrun sets, from the world that exists already."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    rank = str(dist.get_rank())
+    size = str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="tests", ACCELERATE_USE_CPU="true")
     warnings.simplefilter("ignore")

@@ -31,7 +31,9 @@ from opt_checkpoint import differences, read_common, read_index
 from opt_stack import ConfigError, Optimizer, OptimizerConfig, get_optimizer
 from opt_stack.adapters.megatron_bridge import StackOptimizerConfig
 
-STEPS, LR, WIDTH = 6, 1e-2, 8
+STEPS = 6
+LR = 1e-2
+WIDTH = 8
 BASE: dict[str, Any] = {"lr": LR, "min_lr": LR / 10, "weight_decay": 0.1, "clip_grad": 0.5}
 SCHEDULE: dict[str, Any] = {
     "init_lr": 0.0, "max_lr": LR, "min_lr": LR / 10, "lr_warmup_steps": 2, "lr_decay_steps": STEPS,
@@ -84,7 +86,8 @@ def build(chunk: nn.Module, **settings: Any) -> tuple[Optimizer, Any]:
 
 def iterate(chunk: nn.Module, optimizer: Optimizer, scheduler: Any, steps: range) -> tuple[list[float], list[float]]:
     """Do what `train_step` of Megatron-Bridge 0.6.2 does."""
-    norms, rates = [], []
+    norms = []
+    rates = []
     for step in steps:
         chunk.zero_grad_buffer()  # type: ignore[operator]
         optimizer.zero_grad()
@@ -145,7 +148,8 @@ def train_plain(settings: dict[str, Any]) -> Trained:
     model = make_model(torch.bfloat16 if "bf16" in settings else torch.float32)
     optimizer = get_optimizer(OptimizerConfig(**{**BASE, **settings}), [model])
     scheduler = opt_stack.OptimizerParamScheduler(optimizer, **SCHEDULE)
-    norms, rates = [], []
+    norms = []
+    rates = []
     for step in range(STEPS):
         rows = batch(step).to(next(model.parameters()).dtype)
         model(rows).float().square().mean().backward()
@@ -283,6 +287,7 @@ def test_each_side_loads_the_state_that_the_other_saved(kind: str, tmp_path: Pat
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, script, tmp_path, "2", kind], check=True, timeout=300, env=environment)
     for name in ("ours to ours", "ours to theirs", "theirs to ours"):
-        first, second = read_index(tmp_path / name.partition(" ")[0]), read_index(tmp_path / name)
+        first = read_index(tmp_path / name.partition(" ")[0])
+        second = read_index(tmp_path / name)
         assert [*differences(first, second)] == [], name
         assert plain_state(first) == plain_state(second), name

@@ -25,7 +25,9 @@ from megatron.core.transformer.module import Float16Module
 
 import opt_stack.megatron as ours
 
-STEPS, LENGTH, VOCABULARY = 6, 8, 32
+STEPS = 6
+LENGTH = 8
+VOCABULARY = 32
 SCHEDULE: dict[str, Any] = {
     "init_lr": 0.0, "max_lr": 1e-2, "min_lr": 1e-3, "lr_warmup_steps": 2, "lr_decay_steps": STEPS,
     "lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": STEPS, "wd_incr_style": "constant",

@@ -29,7 +29,8 @@ def container(config: OptimizerConfig, *parts: nn.Module, **options: Any) -> Sta
 
 # --- what a rank does, with torchtitan's meshes, clipping, schedules and checkpoints ----------------------------------
 
-STEPS, SAVED_AT = 5, 3
+STEPS = 5
+SAVED_AT = 3
 NO_OTHER_AXES = {"cp": 1, "tp": 1, "pp": 1, "ep": 1}
 BASE: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}
 CONFIGS = {
@@ -58,7 +59,8 @@ def sharded(model: nn.Module) -> nn.Module:
     """By FSDP2 over torchtitan's own mesh, where there are ranks: shards on two of them, and replicas of these."""
     if dist.is_initialized():
         parallel_dims.device_type = "cpu"
-        replicas, axes = dist.get_world_size() // 2, ["dp_replicate", "dp_shard"]
+        replicas = dist.get_world_size() // 2
+        axes = ["dp_replicate", "dp_shard"]
         dims = parallel_dims.ParallelDims(dp_replicate=replicas, dp_shard=2, world_size=2 * replicas, **NO_OTHER_AXES)
         fully_shard(model, mesh=dims.get_mesh(axes[-dims.dp_replicate_enabled - 1 :]))
     return model

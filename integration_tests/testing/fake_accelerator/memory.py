@@ -102,7 +102,9 @@ class Memory:
 
     def overwrite_dropped(self) -> None:
         """Free memory that only queued tasks still refer to. Called for each task, so without `_num_references`."""
-        count, dropped, on_host = torch._C._storage_Use_Count, self._dropped, self._on_host
+        count = torch._C._storage_Use_Count
+        dropped = self._dropped
+        on_host = self._on_host
         for key, held in list(self._used.items()):  # a finalizer that reads a tensor may run in between
             if key not in dropped and count(key) - _OF_QUERY - (key in on_host) == len(held):
                 dropped.add(key)

@@ -62,7 +62,8 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, memory: Memory, current: Callable[[], Queue]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory, self._current = memory, current
+        self.memory = memory
+        self._current = current
         self.forbids_reads = False
         self.is_on_host = False  # whether tensors that are computed from no other tensor are in host memory
         self.recording: Recording | None = None  # while a graph is captured

@@ -40,7 +40,9 @@ class Queue:
     """A stream: its tasks run in order."""
 
     def __init__(self, world: "World", rank: int, name: str):
-        self.world, self.rank, self.name = world, rank, name
+        self.world = world
+        self.rank = rank
+        self.name = name
         self.tasks: deque[Task] = deque()
         self.num_done = 0
         world.queues.append(self)
@@ -67,7 +69,8 @@ class Event:
     """A point in a queue."""
 
     def __init__(self, queue: Queue, position: int):
-        self._queue, self._position = queue, position
+        self._queue = queue
+        self._position = position
 
     @property
     def is_complete(self) -> bool:

@@ -30,7 +30,8 @@ class DeferredDevice(devices.Device):
 
     def __init__(self, world: World, rank: int):
         super().__init__()
-        self.world, self.rank = world, rank
+        self.world = world
+        self.rank = rank
         self._compute = Queue(world, rank, "compute")
         self._side = Queue(world, rank, "side")
         self._current = self._compute
@@ -50,7 +51,8 @@ class DeferredDevice(devices.Device):
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before = self._current
+        self._current = stream
         try:
             yield
         finally:
@@ -91,7 +93,8 @@ class DeferredDevice(devices.Device):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        before, self.mode.is_on_host = self.mode.is_on_host, True
+        before = self.mode.is_on_host
+        self.mode.is_on_host = True
         try:
             yield
         finally:
@@ -140,7 +143,9 @@ class DeferredPending:
     """A collective that was queued. Its tensors are kept until `wait`. Without an event, it was captured."""
 
     def __init__(self, done: Event | None, device: DeferredDevice, tensors: Sequence[Tensor]):
-        self._done, self._device, self._tensors = done, device, tensors
+        self._done = done
+        self._device = device
+        self._tensors = tensors
 
     def wait(self) -> None:
         """Make the current stream wait; the host continues."""
@@ -153,8 +158,10 @@ class DeferredComm:
     """One rank's view of a group, with a stream of its own, as NCCL has."""
 
     def __init__(self, group: _Group, device: DeferredDevice):
-        self._group, self.device = group, device
-        self.rank, self.size = group.ranks.index(device.rank), len(group.ranks)
+        self._group = group
+        self.device = device
+        self.rank = group.ranks.index(device.rank)
+        self.size = len(group.ranks)
         self._queue = Queue(device.world, device.rank, f"collectives of {group.ranks}")
         self._num_calls = self._num_exchanges = 0
 
@@ -192,13 +199,15 @@ class DeferredComm:
         if self.device.mode.recording is not None:
             self.device.mode.record(kind, lambda held: self._start(kind, run, held, False).wait(), given)
             return DeferredPending(None, self.device, ())
-        number, self._num_calls = self._num_calls, self._num_calls + 1
+        number = self._num_calls
+        self._num_calls = self._num_calls + 1
         meeting = self._group.meetings.setdefault(number, Meeting(kind, self.size, run))
         if meeting.kind != kind:
             raise RuntimeError(f"collective {number} is {kind} on rank {self.rank} and {meeting.kind} on another")
         task = self.device.mode.task(kind, lambda *held: meeting.payloads.__setitem__(self.rank, held), given)
         begun = self.device.current_stream().record_event()
-        task.after, task.meeting = (begun,), meeting
+        task.after = (begun,)
+        task.meeting = meeting
         meeting.members.append((self._queue, task))
         self._queue.push(task)
         pending = DeferredPending(self._queue.record_event(), self.device, [x for x in given if isinstance(x, Tensor)])
@@ -213,7 +222,8 @@ class DeferredRank:
 
     def __init__(self, world: World, rank: int, groups: dict[tuple[int, ...], _Group]):
         self.device = DeferredDevice(world, rank)
-        self.rank, self.size = rank, world.size
+        self.rank = rank
+        self.size = world.size
         self._groups = groups
         self._comms: dict[tuple[int, ...], DeferredComm] = {}
         self.comm = self.comm_over(range(world.size))

@@ -89,7 +89,8 @@ def bench_save(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str
 
 def bench_load(values: dict[str, Tensor], folder: Path, rounds: int, *, cold: bool) -> dict[str, Figure]:
     """Compare loading in place with stock DCP, for the same tensors, each from its own checkpoint."""
-    ours, stock = folder / "ours", folder / "stock"
+    ours = folder / "ours"
+    stock = folder / "stock"
     save(sharded(values), ours)
     dcp_save(dict(values), checkpoint_id=stock)
     target = {key: torch.empty_like(tensor) for key, tensor in values.items()}
@@ -154,7 +155,8 @@ def bench_reshard(values: dict[str, Tensor], folder: Path) -> dict[str, Figure]:
     for part in range(13):
         state = {k: flat_parts(k, torch.empty_like(t), 13)[part] for k, t in values.items()}
         report = load(state, path)
-        read, wanted = read + report.bytes_read, wanted + report.bytes_wanted
+        read = read + report.bytes_read
+        wanted = wanted + report.bytes_wanted
     columns = {
         k: ShardedTensor(k, torch.empty(t.shape[0], 256), t.dtype, (t.shape[0], 256), tuple(t.shape), (0, 256), None)
         for k, t in values.items()
@@ -182,7 +184,8 @@ def flat_parts(key: str, tensor: Tensor, count: int) -> list[ShardedTensor]:
 
 def bench_background(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str, Figure]:
     """Compare the time that a background save blocks with a plain copy of the bytes into allocated memory."""
-    saver, paths = AsyncSaver(), (folder / str(number) for number in itertools.count())
+    saver = AsyncSaver()
+    paths = (folder / str(number) for number in itertools.count())
     copy = {key: torch.zeros_like(tensor) for key, tensor in values.items()}
 
     def in_background() -> Took:
@@ -224,7 +227,8 @@ def bench_small_items(folder: Path, rounds: int, count: int) -> dict[str, Figure
     values = {f"s{i}": torch.full((16,), float(i)) for i in range(count)}
     target = {key: torch.empty_like(tensor) for key, tensor in values.items()}
     paths = [folder / f"{number}" for number in range(2 * (rounds + 1))]
-    mine, theirs = iter(paths[::2]), iter(paths[1::2])
+    mine = iter(paths[::2])
+    theirs = iter(paths[1::2])
     save_ours = lambda: (lambda path: timed(lambda: save(sharded(values), path)))(next(mine))
     save_stock = lambda: (lambda path: timed(lambda: dcp_save(dict(values), checkpoint_id=path)))(next(theirs))
     saves = in_pairs(save_ours, save_stock, rounds)
@@ -248,7 +252,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    values, rounds = tensors(options.chunks, options.chunk_mb * MB), options.rounds
+    values = tensors(options.chunks, options.chunk_mb * MB)
+    rounds = options.rounds
     benches: dict[str, Callable[[Path], dict[str, Figure]]] = {
         "save": lambda folder: bench_save(values, folder, rounds),
         "load": lambda folder: bench_load(values, folder, rounds, cold=False),

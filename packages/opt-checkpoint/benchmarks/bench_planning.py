@@ -47,7 +47,9 @@ _FRAME_BYTES = (448, 256)  # before and after the values of a chunk
 
 def shards_of_rank(params: int, states: int, tensor_parallel: int, ranks: int, rank: int) -> Iterator[ShardedTensor]:
     """The shards of one rank, described without memory for their values."""
-    copies, part, place = ranks // tensor_parallel, rank % tensor_parallel, rank // tensor_parallel
+    copies = ranks // tensor_parallel
+    part = rank % tensor_parallel
+    place = rank // tensor_parallel
     blocks = [(s[0] // tensor_parallel, *s[1:]) for s in _SHAPES]
     numels = [torch.Size(blocks[i % len(blocks)]).numel() for i in range(params)]
     ends = list(accumulate(numels))
@@ -56,7 +58,8 @@ def shards_of_rank(params: int, states: int, tensor_parallel: int, ranks: int, r
         start = ends[number] - numels[number]
         if start >= high:
             return
-        block, whole = blocks[number % len(blocks)], _SHAPES[number % len(blocks)]
+        block = blocks[number % len(blocks)]
+        whole = _SHAPES[number % len(blocks)]
         offset = (part * block[0], *(0 for _ in block[1:]))
         flat = slice(max(low, start) - start, min(high, ends[number]) - start)
         for state in range(states):
@@ -108,7 +111,8 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     layouts = [own.layout for own in contents if own.layout is not None]
     offers = [pickle.dumps(Offer({}, layout.fingerprint, b"", remembered)) for layout in layouts]
     planner = ShardedSavePlanner({}, cache=cache)
-    save_id, (store, name) = uuid.uuid4().hex, target_at(path)
+    save_id = uuid.uuid4().hex
+    (store, name) = target_at(path)
     temporary = path.parent / store.folder(name, save_id)
     writer = CheckpointWriter(path, save_id, details={}, target=None, replace=False)
     planner.describe(0, {})
@@ -182,7 +186,8 @@ def load_here(options: argparse.Namespace) -> None:
     for shard in shards:
         shard.init_data("cpu", torch.ones)
     state = {str(number): shard for number, shard in enumerate(shards)}
-    before, started = highest_resident_bytes(), time.perf_counter()
+    before = highest_resident_bytes()
+    started = time.perf_counter()
     load(state, options.load)
     seconds = time.perf_counter() - started
     loaded = [shard.data for shard in shards if shard.data is not None]
@@ -199,7 +204,8 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, float]:
     ]
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="bench-"))
     try:
-        cache, remembered = PlanCache(), [None] * ranks
+        cache = PlanCache()
+        remembered = [None] * ranks
         gc.collect()
         first = save(folder / "1", contents, cache, remembered)
         later = save(folder / "2", contents, cache, remembered)

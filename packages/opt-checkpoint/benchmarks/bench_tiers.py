@@ -46,7 +46,8 @@ def measure(rank: int, size: int, options: argparse.Namespace, folder: str, meet
     """All figures, on every rank; rank 0 prints them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    local, durable = f"{options.local}/{Path(folder).name}/node-{rank}", f"{folder}/durable"
+    local = f"{options.local}/{Path(folder).name}/node-{rank}"
+    durable = f"{folder}/durable"
     state = state_of(rank, size, options.mb * MB)
     copies = [torch.empty_like(shard.data) for shard in state.values()]
     times: dict[str, list[float]] = {}

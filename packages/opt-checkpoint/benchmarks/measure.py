@@ -49,7 +49,8 @@ class Figure(NamedTuple):
 
 def timed(work: Callable[[], object]) -> Took:
     """What one call takes."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     work()
     return Took(time.perf_counter() - wall, time.process_time() - cpu)
 
@@ -107,7 +108,9 @@ class PeakMemory:
     """Watch `resident_bytes` during a block. `extra` is the highest increase over its start."""
 
     def __enter__(self) -> PeakMemory:
-        self._start, self.extra, self._stop = resident_bytes(), 0, threading.Event()
+        self._start = resident_bytes()
+        self.extra = 0
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self

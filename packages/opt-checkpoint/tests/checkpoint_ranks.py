@@ -52,7 +52,9 @@ class ThreadRanks(Ranks):
 
 def on_threads(size: int, work: Callable[[Any], Any]) -> list[Any]:
     """`work(ranks)` on ranks that are threads; by rank, what it returned or raised. A rank waits half a minute."""
-    barrier, slots, results = threading.Barrier(size, timeout=30), [b""] * size, [None] * size
+    barrier = threading.Barrier(size, timeout=30)
+    slots = [b""] * size
+    results = [None] * size
 
     def run(rank: int) -> None:
         try:

@@ -34,7 +34,9 @@ class Calls:
         after: Callable[[str, str], object] = lambda name, key: None,
         times: int = 1,
     ) -> None:
-        self.before, self.after, self._times = before, after, times
+        self.before = before
+        self.after = after
+        self._times = times
         self.hidden: Callable[[str], bool] = lambda key: False
         self.made: list[tuple[str, str]] = []
         self.details: list[str] = []
@@ -57,7 +59,8 @@ class Calls:
         return [folder for folder in result if not self.hidden(f"{key}/{folder}")] if name == "folders" else result
 
     def __enter__(self) -> Self:
-        self._outer, store_module.current = store_module.current, self
+        self._outer = store_module.current
+        store_module.current = self
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -109,7 +112,8 @@ class LossyCalls(Calls):
 
     def __init__(self, number: int, *, rename_lasts: bool) -> None:
         super().__init__(self._maybe_lose)
-        self._number, self._rename_lasts = number, rename_lasts
+        self._number = number
+        self._rename_lasts = rename_lasts
         self._contents: set[Path] = set()  # unsynced, as the others
         self._names: set[Path] = set()
         self._renames: list[tuple[Path, Path]] = []
@@ -119,7 +123,8 @@ class LossyCalls(Calls):
             raise PowerLoss
 
     def __call__(self, name: str, key: str, act: Callable[[], Any], detail: str = "") -> Any:
-        result, path = super().__call__(name, key, act, detail), Path(key)
+        result = super().__call__(name, key, act, detail)
+        path = Path(key)
         if name in ("make_dir", "create"):
             self._names.add(path)
         if name in ("create", "write"):
@@ -162,7 +167,8 @@ def damaged(raw: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 2, 8))):
         start, other = (rng.randrange(len(changed) + 1) for _ in range(2))
         size = rng.choice((1, 4, 8, 64, 4096))
-        part, others = changed[start : start + size], changed[other : other + size]
+        part = changed[start : start + size]
+        others = changed[other : other + size]
         parts = (bytes(len(part)), rng.randbytes(len(part)), part + rng.randbytes(size), b"", others, part + others)
         changed[start : rng.choice((*[start + size] * 9, len(changed)))] = rng.choice(parts)
     return bytes(changed)

@@ -10,7 +10,14 @@ from torch import Tensor
 from opt_checkpoint import NameRule, Segment, ShardedTensor, ShardedTensorFactory, megatron_llama_names
 
 reference = pytest.importorskip("safetensors.torch")
-LAYERS, HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, PADDED = 4, 8, 4, 2, 16, 24, 30, 32
+LAYERS = 4
+HEADS = 8
+GROUPS = 4
+HEAD = 2
+HIDDEN = 16
+INNER = 24
+VOCAB = 30
+PADDED = 32
 NAMES = megatron_llama_names(heads=HEADS, query_groups=GROUPS, vocab=VOCAB)
 TIED = [NameRule(ours="embed", theirs="wte"), NameRule(ours="head", theirs="wte", tied=True)]
 SHAPES = {
@@ -40,7 +47,8 @@ def megatron(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return torch.stack([theirs[f"model.layers.{i}.{name}.weight"] for i in range(LAYERS)])
 
     parts = [stacked(f"self_attn.{p}_proj").view(LAYERS, GROUPS, -1, HIDDEN) for p in "qkv"]
-    padding, block = torch.zeros(PADDED - VOCAB, HIDDEN, dtype=torch.bfloat16), "decoder.layers"
+    padding = torch.zeros(PADDED - VOCAB, HIDDEN, dtype=torch.bfloat16)
+    block = "decoder.layers"
     return {
         "embedding.word_embeddings.weight": torch.cat([theirs["model.embed_tokens.weight"], padding]),
         "output_layer.weight": torch.cat([theirs["lm_head.weight"], padding]),
@@ -71,7 +79,8 @@ def shards(whole: Mapping[str, Tensor], pp: int, tp: int, rank: int, *, filled: 
 
 
 def _shard(key: str, own: Tensor, shape: Any, prefix: tuple[int, ...], tp: int, number: int, filled: bool) -> Any:
-    whole, offset = tuple(shape), [0] * own.dim()
+    whole = tuple(shape)
+    offset = [0] * own.dim()
     if "fc1.weight" in key:
         rows = INNER // tp
         own = torch.cat([half[number * rows : (number + 1) * rows] for half in own.chunk(2)])
@@ -82,7 +91,8 @@ def _shard(key: str, own: Tensor, shape: Any, prefix: tuple[int, ...], tp: int, 
     axis = next((a for part, a in CUT.items() if part in key), None)
     if axis is not None:
         size = own.shape[axis] // tp
-        own, offset[axis] = own.narrow(axis, number * size, size), number * size
+        own = own.narrow(axis, number * size, size)
+        offset[axis] = number * size
     data = own.clone() if filled else torch.full_like(own, 7)
     return ShardedTensor(
         key, data, data.dtype, tuple(data.shape), whole, (*prefix, *offset), None,

@@ -26,16 +26,19 @@ def put(whole: dict[str, Tensor], filled: dict[str, Tensor], piece: dict[str, An
     block = tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"]))
     numel = torch.Size(piece["shape"]).numel()
     for state, values in row["states"].items():
-        low, high = max(row["start"], piece["first"]), min(row["start"] + len(values), piece["first"] + numel)
+        low = max(row["start"], piece["first"])
+        high = min(row["start"] + len(values), piece["first"] + numel)
         if low >= high:
             continue
         key = f"optimizer.state.{state}.{piece['key']}"
         tensor = whole.setdefault(key, torch.zeros(piece["global_shape"]))
         mask = filled.setdefault(key, torch.zeros(piece["global_shape"], dtype=torch.bool))
-        part, part_mask = tensor[block].reshape(-1).clone(), mask[block].reshape(-1).clone()
+        part = tensor[block].reshape(-1).clone()
+        part_mask = mask[block].reshape(-1).clone()
         part[low - piece["first"] : high - piece["first"]] = values[low - row["start"] : high - row["start"]]
         part_mask[low - piece["first"] : high - piece["first"]] = True
-        tensor[block], mask[block] = part.view(piece["shape"]), part_mask.view(piece["shape"])
+        tensor[block] = part.view(piece["shape"])
+        mask[block] = part_mask.view(piece["shape"])
 
 
 def assert_holds(path: Path, truth: dict[str, Tensor], **options: Any) -> None:

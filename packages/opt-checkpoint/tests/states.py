@@ -8,7 +8,9 @@ from torch import Tensor
 
 from opt_checkpoint import LocalNonpersistentObject, ShardedObject, ShardedTensor, load, read_index, sharded_like
 
-ROWS, COLUMNS, LARGE_NUMEL = 12, 40, 70_001
+ROWS = 12
+COLUMNS = 40
+LARGE_NUMEL = 70_001
 
 
 def whole_at(step: int) -> Tensor:
@@ -24,11 +26,13 @@ def large_at(step: int) -> Tensor:
 def state_at(step: int, rank: int, size: int, *, filled: bool = True) -> dict[str, Any]:
     """Rank `rank` of `size` holds a flat range of `w`, a replica of `b`, an object of its own, and common values."""
     numel = ROWS * COLUMNS
-    start, stop = rank * numel // size, (rank + 1) * numel // size
+    start = rank * numel // size
+    stop = (rank + 1) * numel // size
     data = whole_at(step).reshape(-1)[start:stop].clone()
     bias = torch.full((5,), float(step))
     if not filled:
-        data, bias = torch.full_like(data, -1), torch.full_like(bias, -1)
+        data = torch.full_like(data, -1)
+        bias = torch.full_like(bias, -1)
     shape = (ROWS, COLUMNS)
     large = large_at(step) if filled else torch.full((LARGE_NUMEL,), -1.0)
     return {

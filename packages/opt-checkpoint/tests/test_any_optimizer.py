@@ -106,7 +106,8 @@ def test_from_each_to_each_the_losses_go_on(tmp_path: Path, before: tuple[str, i
 @pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(tmp_path: Path) -> None:
     """Both cut the rows of the first matrix: FSDP2 what tensor parallelism left, though its mesh axis stands first."""
-    both, apart = ("fsdp2 of tp", 4), ("fsdp2", 2)
+    both = ("fsdp2 of tp", 4)
+    apart = ("fsdp2", 2)
     for before, after in ((both, (both, ("alone", 1))), (apart, (both,))):
         assert_losses_go_on(tmp_path / before[0], before, after, 8)
     weights = (whole_tensors(tmp_path / kind)["model.0.weight"] for kind, _ in (both, apart))
@@ -189,7 +190,8 @@ def test_tied_parameters_are_saved_once(tmp_path: Path) -> None:
 
 def test_a_wide_moment_of_a_narrow_parameter_stays_wide(tmp_path: Path) -> None:
     param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    model, optimizer = nn.ParameterDict({"w": param}), torch.optim.AdamW([param])
+    model = nn.ParameterDict({"w": param})
+    optimizer = torch.optim.AdamW([param])
     optimizer.state[param] = {"step": torch.tensor(1.0), "exp_avg": torch.full((4,), 1.001)}
     load_optimizer(model, optimizer, save_optimizer(model, optimizer, tmp_path / "x"))
     assert optimizer.state[param]["exp_avg"].dtype == torch.float32
@@ -430,7 +432,8 @@ class Factored(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         (p,) = self.param_groups[0]["params"]
-        grad, state = 0.5 * p, self.state[p]
+        grad = 0.5 * p
+        state = self.state[p]
         for name, dim, keep in (("row", 1, True), ("col", 0, True), ("row1", 1, False), ("col1", 0, False)):
             mean = (grad * grad).sum(dim=dim, keepdim=keep)
             if isinstance(mean, DTensor):

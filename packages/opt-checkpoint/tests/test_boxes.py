@@ -38,7 +38,9 @@ def test_known_cuts_and_their_places_in_the_global_tensor() -> None:
     runs = [Box((0, 2), (1, 1)), Box((1, 0), (2, 3)), Box((3, 0), (1, 2))]
     assert list(cut_flat_range((4, 3), 2, 11)) == runs
     assert list(boxes_of(ShardedTensor.from_rank_offsets("w", torch.zeros(0, 3)))) == []
-    shape, whole, offset = (2, 3), (7, 8, 3), (6, 4, 0)
+    shape = (2, 3)
+    whole = (7, 8, 3)
+    offset = (6, 4, 0)
     shard = ShardedTensor("w", torch.zeros(5), torch.float32, shape, whole, offset, None, 0, 1, False, slice(1, 6))
     found = [(b.box, b.start, b.stop) for b in boxes_of(shard)]
     assert found == [(Box((6, 4, 1), (1, 1, 2)), 0, 2), (Box((6, 5, 0), (1, 1, 3)), 2, 5)]

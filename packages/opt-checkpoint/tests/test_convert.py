@@ -155,7 +155,8 @@ def test_verify_and_diff_tell_by_their_exit_code(steps: Path, run: Any) -> None:
     assert (code, "__0_0.distcp: has" in text) == (1, True)
 
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 NUMBERS = [
     ([1.0, NAN, 3.0], [1.0, 2.0, 3.0], "w: 1 elements differ; 1 NaN only in the first"),
     ([1.0, 2.0, 3.5], [1.0, NAN, 3.0], "w: 2 elements differ, by up to 0.5; 1 NaN only in the second"),
@@ -167,7 +168,8 @@ NUMBERS = [
 
 def test_diff_sees_nan_and_infinity_keys_of_one_side_and_other_shapes(tmp_path: Path, run: Any) -> None:
     for number, (first, second, text) in enumerate(NUMBERS):
-        a, b = tmp_path / f"{number}a", tmp_path / f"{number}b"
+        a = tmp_path / f"{number}a"
+        b = tmp_path / f"{number}b"
         save({"w": torch.tensor(first)}, a)
         save({"w": torch.tensor(second)}, b)
         for rtol in ("0", "1e-6"):
@@ -212,8 +214,10 @@ class Hostile:
 
 
 OPTIMIZER = object()  # stands for the state dict of one
-TORCH, NAMES = ("x.pt", "--from", "torch"), ("x.pt", "--from", "torch", "--names", "given.json")
-SLOTS, EXPORT = ("step-1", "--from", "megatron", "--slots", "given.json"), ("step-1", "--to", "safetensors", "--tensor")
+TORCH = ("x.pt", "--from", "torch")
+NAMES = ("x.pt", "--from", "torch", "--names", "given.json")
+SLOTS = ("step-1", "--from", "megatron", "--slots", "given.json")
+EXPORT = ("step-1", "--to", "safetensors", "--tensor")
 REFUSED: list[tuple[tuple[str, ...], Any, str]] = [
     (NAMES, ["a"], "1 names are given, but the file has parameter 1"),
     (NAMES, ["a", "a", "b", "c", "d", "e"], "a names several parameters"),
@@ -286,7 +290,8 @@ def test_gc_removes_only_directories_without_a_writer_and_only_on_request(
     steps: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("gc", steps) == (0, f"nothing to delete in {steps}\n")
-    old, new = steps / f".opt-checkpoint-tmp-{'a' * 32}", steps / f".opt-checkpoint-tmp-{'b' * 32}"
+    old = steps / f".opt-checkpoint-tmp-{'a' * 32}"
+    new = steps / f".opt-checkpoint-tmp-{'b' * 32}"
     for folder in (old, new):
         folder.mkdir()
     os.utime(old, (0, 0))
@@ -306,7 +311,8 @@ def test_gc_removes_only_directories_without_a_writer_and_only_on_request(
 
 
 def test_extract_writes_one_tensor(tmp_path: Path, run: Any) -> None:
-    values, extract = torch.arange(6.0).view(2, 3), ("extract", tmp_path / "x")
+    values = torch.arange(6.0).view(2, 3)
+    extract = ("extract", tmp_path / "x")
     save({"layer": {"weight": values}}, tmp_path / "x")
     assert run(*extract, "layer.weight", tmp_path / "w.pt") == (0, f"{tmp_path / 'w.pt'}\n")
     assert torch.equal(torch.load(tmp_path / "w.pt"), values)

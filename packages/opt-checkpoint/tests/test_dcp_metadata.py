@@ -31,7 +31,8 @@ def state_of(rank: int) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for shape in shapes:
         for dtype in DTYPES:
-            key, values = f"{dtype} {shape}", torch.ones(shape, dtype=dtype)
+            key = f"{dtype} {shape}"
+            values = torch.ones(shape, dtype=dtype)
             if shape:
                 state[key] = ShardedTensor.from_rank_offsets(key, values, (0, rank, 2))
             else:
@@ -69,7 +70,8 @@ def test_it_equals_what_the_classes_of_dcp_pickle(tmp_path: Path) -> None:
     save_as_ranks([state_of(rank) for rank in range(2)], tmp_path / "x")
     raw = (tmp_path / "x" / ".metadata").read_bytes()
     pickletools.dis(raw, out=io.StringIO())
-    found, wanted = pickle.loads(raw), expected(tmp_path / "x")
+    found = pickle.loads(raw)
+    wanted = expected(tmp_path / "x")
     assert found.state_dict_metadata == wanted.state_dict_metadata
     plain = {index: place for index, place in found.storage_data.items() if index not in wanted.storage_data}
     assert {index.fqn for index in plain} == {"nested.0.lr"}
@@ -77,7 +79,8 @@ def test_it_equals_what_the_classes_of_dcp_pickle(tmp_path: Path) -> None:
     assert found.planner_data == wanted.planner_data
     assert found.planner_data.keys() == found.state_dict_metadata.keys()
     assert found.storage_meta is None
-    index, foreign = read_index(tmp_path / "x"), read_dcp_index(tmp_path / "x", store_at(tmp_path / "x").sizes())
+    index = read_index(tmp_path / "x")
+    foreign = read_dcp_index(tmp_path / "x", store_at(tmp_path / "x").sizes())
     assert foreign.objects.keys() - {"nested.0.lr"} == index.objects.keys()
     ours, theirs = ({k: (t.shape, t.dtype) for k, t in of.tensors.items()} for of in (index, foreign))
     assert ours == theirs
@@ -112,7 +115,8 @@ def test_paths_are_plain_text_and_numbers(tmp_path: Path) -> None:
 def test_large_counts_are_pickled_as_they_are(numel: int) -> None:
     pickled = pickle_tensor(torch.float32, (3, numel))
     assert {3 * numel, 3, numel} <= {n for _, n, _ in pickletools.genops(pickled) if type(n) is int}
-    rows, half = {"sizes": [[numel], [1]], "offsets": [[0], [numel]]}, -(-numel // PIECE_BYTES)
+    rows = {"sizes": [[numel], [1]], "offsets": [[0], [numel]]}
+    half = -(-numel // PIECE_BYTES)
     columns = {name: np.array(row, "<i8") for name, row in {**rows, "start": [64, 64], "chunks": [2]}.items()}
     columns |= {"keys": np.frombuffer(b"w", "|u1"), "key_bytes": np.array([1], "<u4"), "file": np.zeros(2, "<u4")}
     columns |= {"dtype": np.zeros(1, "|u1"), "ndim": np.ones(1, "|u1"), "shape": np.array([[numel + 1]], "<i8")}

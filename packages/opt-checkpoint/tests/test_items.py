@@ -57,7 +57,8 @@ def test_every_dtype_and_shape_is_an_archive_that_torch_loads(name: str) -> None
 
 def test_an_archive_of_more_than_four_gigabytes_is_read_by_zip_tools_and_torch(tmp_path: Path) -> None:
     numel = (1 << 30) + 5
-    nbytes, path = 4 * numel, tmp_path / "large"
+    nbytes = 4 * numel
+    path = tmp_path / "large"
     with path.open("wb") as file:
         before, after = frame_tensor(torch.float32, (numel,))
         file.write(before)

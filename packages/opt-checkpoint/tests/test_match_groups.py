@@ -52,7 +52,8 @@ def test_what_is_on_one_side_only_keeps_its_value_and_is_reported() -> None:
 
 
 def test_groups_that_are_joined_and_disagree_are_refused_or_resolved_as_requested() -> None:
-    groups, both = [fresh()], [["b", "c"]]
+    groups = [fresh()]
+    both = [["b", "c"]]
     with pytest.raises(GroupMismatchError, match=r"'lr': parameter b was saved with 0.1, parameter c with 0.2"):
         apply_saved_groups(groups, both, SAVED)
     assert groups == [fresh()]

@@ -80,7 +80,8 @@ def test_it_loads_as_flat_shards_of_any_number_of_ranks(written: Path, size: int
 
 
 def test_values_load_where_their_classes_are_plain_or_allowed(written: Path) -> None:
-    path, weight = written / "theirs", torch.zeros(2, 64, 16, dtype=torch.bfloat16)
+    path = written / "theirs"
+    weight = torch.zeros(2, 64, 16, dtype=torch.bfloat16)
     assert load({"model": sharded_like(FC1, weight), "iteration": None}, path).state["iteration"] == 3
     assert weight.count_nonzero() == weight.numel()
     common = read_common(read_index(path))
@@ -173,7 +174,8 @@ HEALTHY: dict[str, tuple[Any, Any]] = {  # the weights and main weights that are
 @pytest.mark.parametrize("name", HEALTHY)
 def test_states_of_healthy_runs_are_not_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     to_weight, to_main = HEALTHY[name]
-    mains, path = drawn(1), tmp_path / "theirs"
+    mains = drawn(1)
+    path = tmp_path / "theirs"
     weights = {name: to_weight(name, main) for name, main in mains.items()}
     write_mains(path, weights, {name: to_main(main) for name, main in mains.items()}, drawn(2))
     assert main(["verify", str(path)]) == 0
@@ -186,7 +188,8 @@ def test_states_of_healthy_runs_are_not_refused(tmp_path: Path, name: str, capsy
 @pytest.mark.parametrize("form", ["param", "fp32_param"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_shifted_states_are_named_and_refused(tmp_path: Path, dtype: torch.dtype, form: str) -> None:
-    mains, path = drawn(1), tmp_path / "theirs"
+    mains = drawn(1)
+    path = tmp_path / "theirs"
     weights = {name: main.to(dtype) for name, main in mains.items()}
     write_mains(path, weights, shifted(mains), shifted(drawn(2)), main=form)
     (finding,) = verify_checkpoint(path)

@@ -16,7 +16,8 @@ ALONE = Replica(0, 1)
 
 
 class One:
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]

@@ -49,7 +49,9 @@ def interleaved(*parts: Tensor, groups: int) -> Tensor:
 
 
 def queries_keys_and_values_are_interleaved_by_group() -> Any:
-    q, k, v = numbered(24, 5), numbered(12, 5) + 1000, numbered(12, 5) + 2000
+    q = numbered(24, 5)
+    k = numbered(12, 5) + 1000
+    v = numbered(12, 5) + 2000
     rule = NameRule(ours="l.{i}.qkv", theirs=("h.{i}.q", "h.{i}.k", "h.{i}.v"), shares=(2, 1, 1), groups=3)
     return [rule], {"l.7.qkv": interleaved(q, k, v, groups=3)}, {"h.7.q": q, "h.7.k": k, "h.7.v": v}
 
@@ -61,19 +63,23 @@ def a_transposed_fused_tensor_has_the_parts_along_its_other_axis() -> Any:
 
 
 def both_sides_may_interleave_in_different_groups() -> Any:
-    first, second = numbered(6, 1), numbered(12, 1) + 50
+    first = numbered(6, 1)
+    second = numbered(12, 1) + 50
     ours, theirs = (interleaved(first, second, groups=groups) for groups in (2, 3))
     return [NameRule(ours="a", theirs="b", shares=(1, 2), groups=2, their_groups=3)], {"a": ours}, {"b": theirs}
 
 
 def several_of_our_tensors_may_be_one_of_theirs() -> Any:
-    q, k, v = numbered(8, 2), numbered(4, 2) + 100, numbered(4, 2) + 200
+    q = numbered(8, 2)
+    k = numbered(4, 2) + 100
+    v = numbered(4, 2) + 200
     rule = NameRule(ours=("{i}.q", "{i}.kv", "{i}.kv"), theirs="{i}.qkv", shares=(2, 1, 1), their_groups=2)
     return [rule], {"0.q": q, "0.kv": torch.cat([k, v])}, {"0.qkv": interleaved(q, k, v, groups=2)}
 
 
 def numbers_of_one_side_are_axes_of_the_other() -> Any:
-    up, down = numbered(2, 3, 8, 4), numbered(2, 3, 4, 4)
+    up = numbered(2, 3, 8, 4)
+    down = numbered(2, 3, 4, 4)
     rules = [
         NameRule(ours="w1", theirs=("m.{layer}.e.{expert}.gate", "m.{layer}.e.{expert}.up")),
         NameRule(ours="w2", theirs="m.{layer}.e.{expert}.down", transposed=True),
@@ -93,7 +99,9 @@ def their_experts_may_be_stacked_while_our_layers_are() -> Any:
 
 
 def parts_lie_along_any_axis_and_scalars_and_empty_tensors_have_their_place() -> Any:
-    rule, whole, rest = NameRule(ours="w", theirs=("a", "b"), shares=(1, 3), dim=1), numbered(3, 8), torch.zeros(0, 3)
+    rule = NameRule(ours="w", theirs=("a", "b"), shares=(1, 3), dim=1)
+    whole = numbered(3, 8)
+    rest = torch.zeros(0, 3)
     ours = {"w": whole, "x.s": torch.tensor(2.5), "x.none": rest}
     theirs = {"a": whole[:, :2], "b": whole[:, 2:], "y.s": torch.tensor(2.5), "y.none": rest}
     return [rule, NameRule(ours="x.{n:path}", theirs="y.{n:path}")], ours, theirs
@@ -116,7 +124,8 @@ def test_ours_become_theirs_and_theirs_describe_ours_with_the_same_boxes(case: A
     found = exported(rules, ours)
     assert found.keys() == theirs.keys()
     assert all(torch.equal(found[name], expected) for name, expected in theirs.items())
-    back, there = to_ours(rules, described(theirs)), to_theirs(rules, described(ours))
+    back = to_ours(rules, described(theirs))
+    there = to_theirs(rules, described(ours))
     assert back.ours == there.ours
     assert back.pieces.keys() == there.pieces.keys()
     assert all(sorted(map(repr, back.pieces[key])) == sorted(map(repr, there.pieces[key])) for key in ours)
@@ -132,7 +141,9 @@ def test_random_cuts_move_every_element_once() -> None:
     rng = random.Random(0)
     for _ in range(200):
         shares = tuple(rng.randint(1, 4) for _ in range(rng.randint(2, 4)))
-        g, h, transposed = rng.randint(1, 4), rng.randint(1, 4), rng.random() < 0.5
+        g = rng.randint(1, 4)
+        h = rng.randint(1, 4)
+        transposed = rng.random() < 0.5
         names = tuple(f"t{rng.randint(0, 2)}" for _ in shares)
         rule = NameRule(ours="a", theirs=names, shares=shares, groups=g, their_groups=h, transposed=transposed)
         ours = {"a": numbered(sum(shares) * g * h * rng.randint(1, 2), 3)}
@@ -145,7 +156,8 @@ def test_random_cuts_move_every_element_once() -> None:
 
 
 F32 = torch.float32
-AB, QK = NameRule(ours="a", theirs="b"), NameRule(ours=("q", "k"), theirs="qk")
+AB = NameRule(ours="a", theirs="b")
+QK = NameRule(ours=("q", "k"), theirs="qk")
 REFUSED: list[tuple[list[NameRule], dict[str, Any], str]] = [
     ([AB], {"a": (2,), "c": (2,)}, "no rule names c"),
     ([AB, NameRule(ours="{x:path}", theirs="{x:path}")], {"a": (2,)}, "a is named by several rules"),
@@ -201,7 +213,11 @@ def test_names_are_left_out_by_a_rule_with_one_side() -> None:
 
 
 def test_the_presets_name_every_tensor_of_their_models() -> None:
-    layers, heads, hidden, inner, vocab = 2, 4, 8, 12, 11
+    layers = 2
+    heads = 4
+    hidden = 8
+    inner = 12
+    vocab = 11
     linear = {
         "self_attention.linear_qkv": (3 * hidden, hidden),
         "self_attention.linear_proj": (hidden, hidden),

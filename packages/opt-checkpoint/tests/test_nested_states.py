@@ -91,7 +91,8 @@ def test_keys_without_paths_of_other_programs_are_given_to_one_part_only(tmp_pat
     again = network(2)
     load({"model": sharded_model(again)}, tmp_path / "old")
     assert_same_weights(again, network(1))
-    model, ema = network(2), network(3)
+    model = network(2)
+    ema = network(3)
     with pytest.raises(CheckpointKeyError, match=r"model\.0\.weight is stored as 0\.weight; pass aliases="):
         load({"model": sharded_model(model), "ema": sharded_model(ema)}, tmp_path / "old")
     assert_same_weights(ema, network(3))
@@ -242,7 +243,8 @@ UNTIED = "embed.weight and .*head.weight are stored with different values, and s
 
 
 def test_untied_weights_are_not_loaded_into_tied_ones(tmp_path: Path) -> None:
-    stored, model = tied(same=False), tied(same=True)
+    stored = tied(same=False)
+    model = tied(same=True)
     before = model.embed.weight.detach().clone()
     save({"model": sharded_model(stored), "plain": stored.state_dict()}, tmp_path / "x")
     dcp_save({"model": stored.state_dict(), "plain": stored.state_dict()}, checkpoint_id=tmp_path / "stock")
@@ -267,7 +269,8 @@ def test_untied_weights_are_not_loaded_into_tied_ones(tmp_path: Path) -> None:
 
 
 def test_equal_copies_are_loaded_into_tied_weights(tmp_path: Path) -> None:
-    stored, model = tied(same=False), tied(same=True)
+    stored = tied(same=False)
+    model = tied(same=True)
     with torch.no_grad():
         stored.head.weight.copy_(stored.embed.weight)
         model.embed.weight.zero_()
@@ -320,7 +323,8 @@ def test_an_empty_dict_loads_nothing_and_says_so(tmp_path: Path, caplog: pytest.
 
 
 def test_missing_and_unexpected_are_those_of_torch(tmp_path: Path) -> None:
-    saved, wanted = {"a": torch.ones(2), "b": 1}, {"a": torch.zeros(2), "c": 2}
+    saved = {"a": torch.ones(2), "b": 1}
+    wanted = {"a": torch.zeros(2), "c": 2}
     save(saved, tmp_path / "x")
     report = load(wanted, tmp_path / "x", strict="return_missing")
     module = nn.Module()
@@ -347,7 +351,9 @@ def test_nothing_is_loaded_into_or_saved_from_the_meta_device(tmp_path: Path) ->
 
 def test_exact_conversions_happen_and_are_reported(tmp_path: Path) -> None:
     for stored, wanted in ((torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.int32, torch.int64)):
-        path, values, target = tmp_path / str(stored), torch.arange(-3, 4).to(stored), torch.zeros(7, dtype=wanted)
+        path = tmp_path / str(stored)
+        values = torch.arange(-3, 4).to(stored)
+        target = torch.zeros(7, dtype=wanted)
         save({"w": sharded_like("w", values)}, path)
         assert load({"w": sharded_like("w", target)}, path).cast == ("w",)
         assert torch.equal(target, values.to(wanted)), stored
@@ -356,7 +362,9 @@ def test_exact_conversions_happen_and_are_reported(tmp_path: Path) -> None:
 def test_inexact_conversions_must_be_requested(tmp_path: Path) -> None:
     rounds = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.int64, torch.float32))
     for stored, wanted in rounds:
-        path, values, target = tmp_path / str(stored), torch.arange(7).to(stored), torch.zeros(7, dtype=wanted)
+        path = tmp_path / str(stored)
+        values = torch.arange(7).to(stored)
+        target = torch.zeros(7, dtype=wanted)
         save({"w": sharded_like("w", values)}, path)
         with pytest.raises(CheckpointMismatchError, match="would round; pass dtype='cast'"):
             load({"w": sharded_like("w", target)}, path)
@@ -502,7 +510,8 @@ def test_a_tensor_and_a_number_fill_each_other(tmp_path: Path) -> None:
             report = load({"count": tensor}, tmp_path / name)
             assert tensor.item() == 3
             assert report.state["count"] is tensor
-        rate, flag = torch.zeros((), dtype=torch.bfloat16), torch.tensor(False)
+        rate = torch.zeros((), dtype=torch.bfloat16)
+        flag = torch.tensor(False)
         load({"rate": rate, "flag": flag}, tmp_path / name)
         assert (rate.item(), flag.item()) == (pytest.approx(0.1, rel=2**-8), True)
         numbers = load({"scale": 0.0, "one": 0}, tmp_path / name).state
@@ -512,7 +521,9 @@ def test_a_tensor_and_a_number_fill_each_other(tmp_path: Path) -> None:
 
 def test_tensors_in_lists_are_filled_in_place(tmp_path: Path) -> None:
     save({"lst": [torch.ones(2), {"step": 4, "of": (torch.arange(3), 5)}], "plain": [1, 2, 3]}, tmp_path / "x")
-    ones, step, of = torch.zeros(2), torch.tensor(0), torch.zeros(3, dtype=torch.int64)
+    ones = torch.zeros(2)
+    step = torch.tensor(0)
+    of = torch.zeros(3, dtype=torch.int64)
     report = load({"lst": [ones, {"step": step, "of": (of, 0)}], "plain": [9]}, tmp_path / "x")
     assert (ones.tolist(), step.item(), of.tolist()) == ([1, 1], 4, [0, 1, 2])
     assert report.state["lst"][0] is ones
@@ -646,7 +657,8 @@ def test_objects_with_a_state_dict_are_refused(tmp_path: Path) -> None:
 
 
 def dtensors_in_lists(rank: int, size: int, path: str) -> None:
-    mesh, values = init_device_mesh("cpu", (size,)), torch.arange(20.0).view(5, 4)
+    mesh = init_device_mesh("cpu", (size,))
+    values = torch.arange(20.0).view(5, 4)
     save({"lst": [1, distribute_tensor(values, mesh, [Shard(0)]), torch.ones(2)]}, path)
     target = [0, distribute_tensor(torch.zeros(5, 4), mesh, [Shard(1)]), torch.zeros(2)]
     state = load({"lst": target}, path).state["lst"]

@@ -77,7 +77,8 @@ def test_conversions_read_from_and_write_to_a_store(bucket: ObjectPath, tmp_path
     save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, bucket / "one")
     assert converted(bucket / "one", tmp_path / "one.pt", "--to", "torch") == 0
     assert converted(tmp_path / "one.pt", bucket / "two", "--from", "torch") == 0
-    again, other = torch.optim.AdamW(model.named_parameters()), network(2)
+    again = torch.optim.AdamW(model.named_parameters())
+    other = network(2)
     load_optimizer(model, again, bucket / "two")
     assert again.param_groups[0]["lr"] == 0.25
     assert torch.equal(again.state[model[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
@@ -128,7 +129,8 @@ def test_a_stock_directory_in_a_store_is_read(tmp_path: Path) -> None:
 def test_a_load_on_other_ranks_requests_only_the_bytes_it_needs(bucket: ObjectPath) -> None:
     numel = 24 << 20  # 96 MB, more than one request
     save({"w": sharded_like("w", torch.arange(numel, dtype=torch.float32))}, bucket)
-    start, stop = numel // 4, numel // 2
+    start = numel // 4
+    stop = numel // 2
     part = torch.zeros(stop - start)
     wanted = ShardedTensor("w", part, torch.float32, (numel,), (numel,), (0,), None, flattened_range=slice(start, stop))
     with Calls() as calls:
@@ -155,7 +157,8 @@ def test_small_tensors_near_each_other_come_by_one_request_and_columns_with_the_
     assert report.state["o0"]["v"] is not report.state["o1"]["v"]  # equal bytes, but not one object
     assert report.bytes_read > sum(tensor.nbytes for tensor in tensors.values()) + 200 * 12
     assert len(calls.made) < 20
-    whole, part = torch.arange(64 * 65_536, dtype=torch.float32).view(64, -1), torch.zeros(64, 16)  # rows of 256 KiB
+    whole = torch.arange(64 * 65_536, dtype=torch.float32).view(64, -1)  # rows of 256 KiB
+    part = torch.zeros(64, 16)
     save({"w": sharded_like("w", whole)}, bucket / "columns")
     columns = ShardedTensor("w", part, torch.float32, (64, 16), tuple(whole.shape), (0, 32), None)
     with Calls() as calls:

@@ -62,7 +62,8 @@ def sharded_params(module: nn.Module, **options: Any) -> dict[str, ShardedTensor
 
 
 def test_the_first_position_of_a_repeated_parameter_wins() -> None:
-    a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    a = nn.Parameter(torch.zeros(1))
+    b = nn.Parameter(torch.zeros(1))
     assert get_optim_param_to_id_map([a, b, a]) == {id(a): 0, id(b): 1}
 
 

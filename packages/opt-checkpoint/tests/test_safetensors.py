@@ -72,7 +72,8 @@ def test_every_layout_exports_the_whole_model_and_reads_the_files_of_others(
 
 
 def test_a_rank_reads_only_the_bytes_of_its_shards(tmp_path: Path) -> None:
-    queries, keys = torch.randn(256, 512), torch.randn(64, 512)
+    queries = torch.randn(256, 512)
+    keys = torch.randn(64, 512)
     reference.save_file({"q": queries, "k": keys}, tmp_path / "model.safetensors")
     rule = NameRule(ours="qk", theirs=("q", "k"), shares=(4, 1), groups=4)
     half = ShardedTensor("qk", torch.zeros(160, 512), torch.float32, (160, 512), (320, 512), (160, 0), None)
@@ -103,7 +104,8 @@ def export_dtensors(rank: int, size: int, folder: str) -> None:
 def test_dtensors_are_exported_and_read_without_gathering(tmp_path: Path) -> None:
     run_ranks(4, export_dtensors, str(tmp_path / "hf"))
     turned = torch.arange(35.0, dtype=torch.float64).view(7, 5).T.contiguous()
-    b, c = torch.arange(6.0, dtype=torch.float64), torch.arange(3.0, dtype=torch.float64)
+    b = torch.arange(6.0, dtype=torch.float64)
+    c = torch.arange(3.0, dtype=torch.float64)
     assert_equal(read_all(tmp_path / "hf"), {"turned": turned, "x.b": b, "x.c": c})
 
 
@@ -134,7 +136,8 @@ def test_values_keep_their_dtype_unless_another_is_requested(tmp_path: Path) -> 
 
 
 def test_the_command_line_converts_both_ways(tmp_path: Path) -> None:
-    theirs, ours = llama(), megatron(llama())
+    theirs = llama()
+    ours = megatron(llama())
     reference.save_file(theirs, tmp_path / "model.safetensors")
     rules = [
         {"ours": rule.ours, "theirs": rule.theirs, "shares": rule.shares, "groups": rule.groups, "rows": rule.rows}
@@ -153,7 +156,8 @@ def test_the_command_line_converts_both_ways(tmp_path: Path) -> None:
 
 
 def test_tied_values_are_stored_once_and_read_twice_and_others_refused(tmp_path: Path) -> None:
-    weight, folder = torch.randn(4, 3), tmp_path / "hf"
+    weight = torch.randn(4, 3)
+    folder = tmp_path / "hf"
     save({"embed": weight, "head": weight.clone()}, tmp_path / "x")
     checkpoint_to_safetensors(tmp_path / "x", folder, names=TIED)
     assert_equal(read_all(folder), {"wte": weight})
@@ -170,7 +174,8 @@ def test_tied_values_are_stored_once_and_read_twice_and_others_refused(tmp_path:
 
 
 def test_padded_vocabularies_of_dtensors_are_filled(tmp_path: Path) -> None:
-    whole, names = torch.randn(10, 3), [NameRule(ours="embed.weight", theirs="wte", rows=10)]
+    whole = torch.randn(10, 3)
+    names = [NameRule(ours="embed.weight", theirs="wte", rows=10)]
     save_safetensors({"wte": whole}, tmp_path / "hf")
     with world_of_one():
         mesh = init_device_mesh("cpu", (1,))

@@ -54,12 +54,15 @@ def test_padding_may_differ_where_that_is_allowed(tmp_path: Path, rows: int, exp
 
 @pytest.mark.parametrize(("rows", "columns"), [(9, 14), (3000, 3001)], ids=["small", "streamed"])
 def test_blocks_and_views_that_are_not_contiguous_are_saved_and_loaded(tmp_path: Path, rows: int, columns: int) -> None:
-    whole, part = torch.randn(rows, columns), slice(columns // 2, columns // 2 + 5)
+    whole = torch.randn(rows, columns)
+    part = slice(columns // 2, columns // 2 + 5)
     odd = torch.ones(rows * columns + 1, dtype=torch.uint8)  # bytes, of which checksums are combined
     state = {"w": sharded_like("w", whole), "t": sharded_like("t", whole.t()), "p": whole[:, part], "odd": odd}
     save(state, tmp_path / "x")
     assert verify_checkpoint(tmp_path / "x") == []
-    block, turned, target = torch.zeros(rows, 5), torch.zeros(rows, columns), torch.zeros(rows, columns)
+    block = torch.zeros(rows, 5)
+    turned = torch.zeros(rows, columns)
+    target = torch.zeros(rows, columns)
     shard = ShardedTensor("w", block, torch.float32, (rows, 5), (rows, columns), (0, part.start), None)
     report = load({"c": shard, "t": sharded_like("t", turned.t()), "p": target[:, part]}, tmp_path / "x")
     assert torch.equal(block, whole[:, part])
@@ -116,13 +119,15 @@ PLACEMENTS = {"0": Shard(0), "1": Shard(1), "2": Replicate()}
 
 
 def stock_and_ours_both_ways(rank: int, size: int, folder: str) -> None:
-    whole, mesh = torch.arange(77.0).view(11, 7), init_device_mesh("cpu", (size,))
+    whole = torch.arange(77.0).view(11, 7)
+    mesh = init_device_mesh("cpu", (size,))
 
     def dtensors(values: torch.Tensor) -> dict[str, DTensor]:
         return {key: distribute_tensor(values, mesh, [placement]) for key, placement in PLACEMENTS.items()}
 
     def flat(rank: int, *, filled: bool) -> dict[str, ShardedTensor]:
-        start, stop = rank * 77 // size, (rank + 1) * 77 // size
+        start = rank * 77 // size
+        stop = (rank + 1) * 77 // size
         values = whole.view(-1)[start:stop].clone() if filled else torch.zeros(stop - start)
         return {key: sharded_like(key, whole).flat(values.clone(), start, stop) for key in PLACEMENTS}
 
@@ -202,7 +207,8 @@ def test_dtypes_that_are_only_stored_are_saved_and_loaded(tmp_path: Path) -> Non
         dtype = getattr(torch, name, None)
         if dtype is None:  # of a newer torch
             continue
-        bits, path = torch.randint(0, 256, (6, 4 * dtype.itemsize), dtype=torch.uint8), tmp_path / name
+        bits = torch.randint(0, 256, (6, 4 * dtype.itemsize), dtype=torch.uint8)
+        path = tmp_path / name
         halves = [ShardedTensor.from_rank_offsets("w", bits.view(dtype)[3 * r : 3 * r + 3], (0, r, 2)) for r in (0, 1)]
         save_as_ranks([{"w": half} for half in halves], path)
         assert verify_checkpoint(path) == []
@@ -232,7 +238,8 @@ def test_a_file_url_is_synced_like_a_path(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_single_element_of_a_larger_tensor_is_stored_and_loaded(tmp_path: Path) -> None:
     """Its stride is that of the larger tensor, though it counts as contiguous."""
-    values, target = torch.arange(6.0).view(3, 2), torch.zeros(3, 2)
+    values = torch.arange(6.0).view(3, 2)
+    target = torch.zeros(3, 2)
     save({"w": values[1:2, 1], "v": values[2:, 1:].t(), "m": [values[:1, 1]]}, tmp_path / "x")
     load({"w": target[1:2, 1], "v": target[2:, 1:].t()}, tmp_path / "x")
     assert target.tolist() == [[0, 0], [0, 3], [0, 5]]

@@ -48,7 +48,8 @@ def swiglu(rank: int, size: int, data: torch.Tensor) -> ShardedTensorFactory:
 
 def segments(rank: int, size: int, rows: int, columns: int) -> tuple[Segment, ...]:
     """The same, declared: works for flat ranges too."""
-    whole, half = (rows * size, columns), rows // 2
+    whole = (rows * size, columns)
+    half = rows // 2
     gate = Segment(row_start=0, row_stop=half, global_shape=whole, global_offset=(rank * half, 0))
     value = Segment(row_start=half, row_stop=rows, global_shape=whole, global_offset=((rank + size) * half, 0))
     return gate, value
@@ -57,7 +58,8 @@ def segments(rank: int, size: int, rows: int, columns: int) -> tuple[Segment, ..
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
 def test_flat_shards_of_a_fused_weight_are_stored_as_its_parts(tmp_path: Path, shards: int) -> None:
     """Tensor parallel 2, and each rank's fused block cut into flat ranges; loaded whole, unfused, in one process."""
-    blocks, states = [torch.randn(6, 5) for _ in range(2)], []
+    blocks = [torch.randn(6, 5) for _ in range(2)]
+    states = []
     for rank, block in enumerate(blocks):
         for shard in range(shards):
             a, b = (30 * (shard + k) // shards for k in (0, 1))
@@ -184,7 +186,8 @@ def test_a_function_that_cuts_columns_stays_a_function() -> None:
 
 
 def test_a_block_twice_on_one_rank_is_saved_once_if_its_values_are_equal(tmp_path: Path) -> None:
-    first, second = sharded_like("w", torch.ones(3)), sharded_like("w", torch.ones(3))
+    first = sharded_like("w", torch.ones(3))
+    second = sharded_like("w", torch.ones(3))
     save({"chunk0": {"w": first}, "chunk1": {"w": second}}, tmp_path / "equal")
     targets = [torch.zeros(3), torch.zeros(3)]
     load({str(i): sharded_like("w", t) for i, t in enumerate(targets)}, tmp_path / "equal")
@@ -207,7 +210,8 @@ def test_a_wider_parameter_is_read_from_its_mains_and_mains_from_a_wider_paramet
     assert torch.equal(wide.data, exact)
     assert report.missing == ()
     save({"w": sharded_like("w", exact)}, tmp_path / "fp32")
-    narrow, main = sharded_like("w", torch.zeros(5).bfloat16()), sharded_like(mains, torch.zeros(5))
+    narrow = sharded_like("w", torch.zeros(5).bfloat16())
+    main = sharded_like(mains, torch.zeros(5))
     narrow.has_mains = True
     load({"w": narrow, "m": main}, tmp_path / "fp32")
     assert torch.equal(main.data, exact)

@@ -138,7 +138,8 @@ def test_groups_with_several_tensors_are_read_or_refused_but_never_lost(tmp_path
         for group in optimizer.param_groups:
             group["betas"] = kind((torch.tensor(0.5), torch.tensor(0.75)))
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        path, state = tmp_path / kind.__name__, {"optimizer": get_state_dict(model, optimizer, options=options)[1]}
+        path = tmp_path / kind.__name__
+        state = {"optimizer": get_state_dict(model, optimizer, options=options)[1]}
         save(state, path) if ours else dcp_save(state, checkpoint_id=path)
         again, other = trained(0)
         if kind is list and not ours:

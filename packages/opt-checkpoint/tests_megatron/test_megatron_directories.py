@@ -90,7 +90,8 @@ def written(request: pytest.FixtureRequest, folder_of: object, tmp_path: Path) -
 
 @pytest.mark.parametrize("world", [*NEW, World(2, 1, "buckets"), World(2, 1, "experts")], ids=str)
 def test_buckets_are_converted_by_the_layout_of_the_run(folder_of: object, tmp_path: Path, world: World) -> None:
-    folder, target = folder_of(world), tmp_path / "ours"  # type: ignore[operator]
+    folder = folder_of(world)  # type: ignore[operator]
+    target = tmp_path / "ours"
     index = read_index(folder / "dp_reshardable")
     assert verify_checkpoint(index.path) == []
     assert read_step(index, read_common(index)) == STEPS
@@ -107,7 +108,9 @@ def test_buckets_are_converted_by_the_layout_of_the_run(folder_of: object, tmp_p
 @pytest.mark.parametrize("kind", ["plain", "fp32", "fp16", "fp16-zero", "experts", "chain"])
 def test_every_kind_is_converted_whole(folder_of: object, tmp_path: Path, kind: str) -> None:
     folder = folder_of(World(2 if kind in ("experts", "chain") else 1, 1, kind))  # type: ignore[operator]
-    source, target, truth = folder / "fully_reshardable", tmp_path / "ours", truth_of(folder)
+    source = folder / "fully_reshardable"
+    target = tmp_path / "ours"
+    truth = truth_of(folder)
     assert verify_checkpoint(source) == []
     assert main(["convert", str(source), str(target), "--from", "megatron"]) == 0
     if kind == "fp32":  # its main weights are the weights
@@ -122,7 +125,8 @@ def test_every_kind_is_converted_whole(folder_of: object, tmp_path: Path, kind: 
 
 def test_states_of_several_buckets_are_refused(folder_of: object, tmp_path: Path) -> None:
     folder = folder_of(World(2, 1, "buckets"))  # type: ignore[operator]
-    path, truth = folder / "fully_reshardable", truth_of(folder)
+    path = folder / "fully_reshardable"
+    truth = truth_of(folder)
     (finding,) = verify_checkpoint(path)
     wrong = {key.replace("state.param", "state.fp32_param") for key in finding.keys}
     assert wrong == {key for key in truth if "fp32_param" in key and "output_layer" not in key}

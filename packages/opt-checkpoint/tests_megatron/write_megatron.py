@@ -132,7 +132,8 @@ def train(tensor_parallel: int, kind: Kind, *, package: Any = None, steps: int =
         vocab_size=63 if kind.bucket_size else 64,
         max_sequence_length=8,
     )
-    wrappers, optimizers = package or distributed, package or optimizers
+    wrappers = package or distributed
+    optimizers = package or optimizers
     ddp_config = wrappers.DistributedDataParallelConfig(
         use_distributed_optimizer=kind.is_distributed, bucket_size=kind.bucket_size or 5000, grad_reduce_in_fp32=True,
         overlap_grad_reduce=kind.bucket_size is not None,
@@ -181,7 +182,8 @@ def _pieces(model: Any) -> dict[int, list[_Piece]]:
             blocks = [value]
         else:
             continue
-        first, own = 0, []
+        first = 0
+        own = []
         for block in blocks:
             shape = (1,) * block.prepend_axis_num + tuple(block.local_shape)
             own.append(_Piece(block.key, tuple(block.global_shape), tuple(block.global_offset), shape, first))

@@ -18,7 +18,9 @@ from opt_config import (
     WholeParams,
 )
 
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+FP16 = torch.float16
+BF16 = torch.bfloat16
+FP32 = torch.float32
 PLAIN = Precision(params=FP32, grads=FP32, mains=FP32, exp_avg=FP32, exp_avg_sq=FP32, remainder=False)
 
 AWARE = {"use_precision_aware_optimizer": True}
@@ -43,8 +45,10 @@ def test_precision_follows_the_flags(given, expected):
     assert OptimizerConfig(**given).precision == dataclasses.replace(PLAIN, **expected)
 
 
-FLAT, WHOLE = {"use_distributed_optimizer": True}, {"use_layer_wise_distributed_optimizer": True}
-OVERLAP, WITH_STEP = {"overlap_param_gather": True}, {"overlap_param_gather_with_optimizer_step": True}
+FLAT = {"use_distributed_optimizer": True}
+WHOLE = {"use_layer_wise_distributed_optimizer": True}
+OVERLAP = {"overlap_param_gather": True}
+WITH_STEP = {"overlap_param_gather_with_optimizer_step": True}
 FP16_NUMBERS = {
     "fp16": True, "initial_loss_scale": 2**16, "min_loss_scale": 4.0, "loss_scale_window": 50, "hysteresis": 3,
 }  # fmt: skip

@@ -29,7 +29,8 @@ DEFAULTS = {
 UNSUPPORTED = {name: DEFAULTS[name] for name in UNSUPPORTED_DATA_PARALLEL_FIELDS}
 
 OWNER = "DistributedDataParallelConfig: "
-PATTERNS, FP32_SUMS = "param_name_patterns_for_fp32_local_accumulation", "reduce_scatter_with_fp32_accumulation"
+PATTERNS = "param_name_patterns_for_fp32_local_accumulation"
+FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
 SHARDED_SUMS = {FP32_SUMS: True, "use_distributed_optimizer": True}
 INSTANCES = {"num_distributed_optimizer_instances": 2}
 REFUSED = [

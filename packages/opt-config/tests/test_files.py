@@ -87,7 +87,8 @@ def test_a_callable_is_described_and_refused_on_the_way_back():
 
 
 def test_toml_is_read_from_a_section_and_json_from_a_file(tmp_path):
-    toml, json_file = tmp_path / "run.toml", tmp_path / "run.json"
+    toml = tmp_path / "run.toml"
+    json_file = tmp_path / "run.json"
     toml.write_text(TOML)
     json_file.write_text(FULL.to_json())
     assert load_config(toml, section="train.optimizer") == load_config(str(json_file)) == FULL
@@ -132,7 +133,8 @@ def test_a_float_that_is_too_large_is_refused(form):
     """Symptom: grad_norm_skip_threshold = 1e400 became infinite, which never skips a step."""
     if form == "yaml":
         pytest.importorskip("yaml", reason="the yaml extra is not installed")
-    read, written = getattr(OptimizerConfig, f"from_{form}"), ASSIGNED[form]
+    read = getattr(OptimizerConfig, f"from_{form}")
+    written = ASSIGNED[form]
     for value in ("1.0e+400", "-1.0e+400"):
         with pytest.raises(ConfigError, match=r"no float is as large as -?1.0e\+400"):
             read(written.format("grad_norm_skip_threshold", value))

@@ -46,7 +46,9 @@ def test_a_key_matches_by_any_of_its_fields(key, param, name, expected):
 
 @pytest.mark.parametrize("kind", [ParamPredicate, ParamWithNamePredicate])
 def test_predicates_are_equal_by_name_alone(kind):
-    first, same, other = kind("a", lambda *_: True), kind("a", lambda *_: False), kind("b", lambda *_: True)
+    first = kind("a", lambda *_: True)
+    same = kind("a", lambda *_: False)
+    other = kind("b", lambda *_: True)
     assert first == same != other
     assert {first, same} == {first}
     name = "predicate" if kind is ParamPredicate else "with_name_predicate"

@@ -39,7 +39,8 @@ def seconds(call: Callable[[], object]) -> float:
 def overhead(params: int, numel: int, rounds: int) -> None:
     """Print the medians of both steps on the same list of parameters, and their ratio."""
     config = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
-    ours, theirs = model_of(params, numel), model_of(params, numel)
+    ours = model_of(params, numel)
+    theirs = model_of(params, numel)
     optimizer = get_optimizer(config, [ours], {})
     fused = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 

@@ -50,7 +50,8 @@ def of_axes(axes: Axes, everyone: Comm) -> Roles:
 
 def grid() -> Callable[[int], Axes]:
     """Rank r of 4 as shard r % 2 of optimizer instance r // 2; call the result once on each rank."""
-    rows, columns = [World(2) for _ in range(2)], [World(2) for _ in range(2)]
+    rows = [World(2) for _ in range(2)]
+    columns = [World(2) for _ in range(2)]
 
     def axes(rank: int) -> Axes:
         instance, shard = divmod(rank, 2)

@@ -78,7 +78,8 @@ def test_what_is_uploaded_is_pinned_and_copied_without_waiting_but_not_while_a_g
 def test_a_copy_to_the_host_is_pinned_and_waits_for_its_event_once(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_, event = Tensor.copy_, SimpleNamespace(synchronize=calls.note("synchronize", lambda: None))
+    copy_ = Tensor.copy_
+    event = SimpleNamespace(synchronize=calls.note("synchronize", lambda: None))
     calls.current = SimpleNamespace(record_event=calls.note("record", lambda: event))
     monkeypatch.setattr(torch, "empty_like", calls.note("empty", lambda tensor, **how: torch.zeros(tensor.shape)))
     monkeypatch.setattr(Tensor, "copy_", calls.note("copy", lambda to, of, **how: copy_(to, of)))
@@ -152,7 +153,8 @@ def test_cuda_devices_have_one_accelerator_each_and_others_no_graphs() -> None:
 
 
 def test_a_bounded_wait_ends_with_the_event_the_time_or_the_device_and_asks_nothing_in_a_capture(calls: Calls) -> None:
-    device, query = Accelerator(CUDA), Mock(side_effect=[False, False, True])
+    device = Accelerator(CUDA)
+    query = Mock(side_effect=[False, False, True])
     event = SimpleNamespace(query=query)
     assert not device.reaches(event, within=0.0)
     assert device.reaches(event, within=60.0)

@@ -75,7 +75,8 @@ def test_forced_all_reduce_gives_every_rank_whole_gradients_of_all_chunks(fields
     expected = expected_grads(partial(loss_of, tokens=tokens))
 
     def rank_main(comm: ThreadComm) -> None:
-        recording, config = RecordingComm(comm), replace(SHARDED, **fields)
+        recording = RecordingComm(comm)
+        config = replace(SHARDED, **fields)
         chunks = [DistributedDataParallel(config, Net(), groups=over(recording), chunk=number) for number in range(2)]
         share_launch_order(chunks)
         for everywhere in (False, True, False):

@@ -135,7 +135,8 @@ def test_a_broadcast_that_only_some_ranks_ask_for_is_refused_on_every_rank() -> 
     assert errors_of(2, rank_main) == [refused] * 2
 
 
-INSTANCES, AVERAGED = replace(SHARDED, num_distributed_optimizer_instances=2), Config(average_in_collective=True)
+INSTANCES = replace(SHARDED, num_distributed_optimizer_instances=2)
+AVERAGED = Config(average_in_collective=True)
 REFUSALS: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     "instances=2, but the groups make up 1; pass an inter_dist_opt group": (ValueError, lambda: wrap(INSTANCES)),
     "average_in_collective=True averages, calc": (ValueError, lambda: wrap(AVERAGED, per_token=True)),

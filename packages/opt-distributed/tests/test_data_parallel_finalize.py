@@ -69,7 +69,8 @@ def test_gradients_are_divided_by_the_tokens_of_all_replicas_as_the_last_stage_c
 def test_tokens_of_all_optimizer_instances_are_counted() -> None:
     """Two instances of two shards: gradients are sums over all four ranks, so the tokens must be, too. They may be
     numbers, and groups the third argument. A batch without tokens divides by one."""
-    config, worlds = Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2), grid()
+    config = Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    worlds = grid()
 
     def rank_main(comm: ThreadComm) -> list[set[float]]:
         model = nn.Linear(200, 1, bias=False)

@@ -33,7 +33,8 @@ def descend(ddp: DistributedDataParallel) -> None:
 def largest_difference(config: Config, groups: ProcessGroups | None = None) -> float:
     """Between weights trained here and weights that one process trains on the joined batch."""
     size = dist.get_world_size()
-    alone, model = Net(), Net()
+    alone = Net()
+    model = Net()
     ddp = DistributedDataParallel(config, model, groups=groups)
     for iteration in range(NUM_ITERATIONS):
         tokens = batch(iteration, 2 * size)
@@ -51,10 +52,12 @@ def largest_difference(config: Config, groups: ProcessGroups | None = None) -> f
 
 def trains() -> dict[str, bool]:
     """Every way of reducing, over all ranks and over a grid of two instances."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
+    rank = dist.get_rank()
     rows = [dist.new_group([2 * i, 2 * i + 1]) for i in range(size // 2)]
     columns = [dist.new_group(list(range(j, size, 2))) for j in range(2)]
-    world, row = dist.group.WORLD, rows[rank // 2]
+    world = dist.group.WORLD
+    row = rows[rank // 2]
     groups = ProcessGroups(
         dp=world, expt_dp=world, mp=None, tp_ep_pp=None, intra_dp_cp=row, intra_expt_dp=row, intra_dist_opt=row,
         inter_dist_opt=columns[rank % 2],

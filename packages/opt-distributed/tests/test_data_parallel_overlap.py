@@ -19,7 +19,8 @@ from opt_distributed.comm.threads import ThreadComm
 
 WIDTH = 16
 NUM_LAYERS = 12
-FORWARD, BACKWARD = 1.0, 2.0
+FORWARD = 1.0
+BACKWARD = 2.0
 X = torch.ones(1, WIDTH, requires_grad=True)
 COMPUTE = NUM_LAYERS * (FORWARD + BACKWARD)
 CONFIG = Config(

@@ -128,7 +128,8 @@ PROGRAMS: dict[str, Program] = {  # of two optimizer instances if its name says 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_order_of_queued_work_gives_the_same_bits(name: str) -> None:
-    program, instances = PROGRAMS[name], 2 if "instances" in name else 1
+    program = PROGRAMS[name]
+    instances = 2 if "instances" in name else 1
     expected = in_order(program, instances=instances)
     for seed in range(NUM_ORDERS):
         assert are_equal(in_some_order(program, seed=seed, instances=instances), expected), f"seed {seed}"
@@ -174,7 +175,8 @@ def scratch_of_another_stream(kind: type[SumInFp32] | type[SumToOwners]) -> Patc
     """It is given back to the compute stream, whose next work may take it while the side stream still reads it."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        stages, empty_like = kind.stages, torch.empty_like
+        stages = kind.stages
+        empty_like = torch.empty_like
 
         def with_scratch(wire: Any, full: Tensor, shard: Tensor) -> Iterator[Pending]:
             device = devices.device_of(full.device)

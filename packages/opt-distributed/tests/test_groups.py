@@ -59,7 +59,9 @@ def test_experts_and_dense_parameters_have_tensor_parallel_groups_of_their_own()
         made = groups(dp=[0, 2], expt_dp=[0, 1, 2, 3], mp=[0, 1], tp_ep_pp=None, tp=[0, 1], expt_tp=None)
         roles = roles_of(made, sharded=False)
         assert (ranks(roles.dense.tp), ranks(roles.expert.tp), ranks(roles.totals)) == ([0, 1], [], [0, 1, 2, 3])
-        made.expt_tp, made.tp, made.intra_dist_opt = made.tp, None, made.mp
+        made.expt_tp = made.tp
+        made.tp = None
+        made.intra_dist_opt = made.mp
         roles = roles_of(made, sharded=False)
         assert (ranks(roles.dense.tp), ranks(roles.expert.tp), ranks(roles.totals)) == ([], [0, 1], [0, 1])
 
@@ -75,7 +77,8 @@ def test_a_shard_group_of_none_is_one_rank_in_a_larger_data_parallel_group() -> 
             assert (ranks(axes.inter), axes.num_replicas) == ([0, 1], 2)
 
 
-ALONE, PAIR = {"mp": None, "tp_ep_pp": None}, [0, 1]
+ALONE = {"mp": None, "tp_ep_pp": None}
+PAIR = [0, 1]
 REFUSALS: dict[str, dict[str, Any]] = {  # the groups, by role
     "dp_cp of 1 ranks, but dp of 2": {"dp": PAIR, "dp_cp": None, "cp": None, "expt_dp": PAIR, **ALONE},
     "dp_cp or dp of 2 ranks, but intra_dp_cp of 1": {

@@ -305,7 +305,8 @@ def test_a_model_that_one_rank_keeps_disturbs_no_dropped_iteration() -> None:
     """Only the rank that had dropped the other model launched reductions early; the next iteration met these."""
 
     def rank_main(comm: ThreadComm) -> None:
-        ddp, other = wrap(comm), wrap(comm)
+        ddp = wrap(comm)
+        other = wrap(comm)
         kept = [other] if comm.rank == 0 else []
         del other
         comm.gather_objects(None)  # a collection while another thread collects does nothing

@@ -111,7 +111,8 @@ Case = tuple[list[ParamShape], Layout, int]
 def layouts(draw: st.DrawFn) -> Case:
     """Any planner, any sizes, any world."""
     params = vectors(*draw(SIZES), shared=draw(st.lists(st.integers(0, 30), max_size=2)))
-    num_shards, bucket_size = draw(WORLDS), draw(BUCKETS)
+    num_shards = draw(WORLDS)
+    bucket_size = draw(BUCKETS)
     plan = draw(st.sampled_from([flat_layout, whole_layout, None]))
     if plan is None:
         return params, replicated_layout(params, bucket_size=bucket_size), 1
@@ -130,7 +131,8 @@ def test_every_element_has_exactly_one_owner(case: Case) -> None:
         for index, piece in layout.owned(rank):
             for element in range(piece.of_param.start, piece.of_param.stop):
                 owners[piece.id][element] += 1
-            shard, start = layout.buckets[index].shard(rank, layout.num_shards), slots[piece.id].start
+            shard = layout.buckets[index].shard(rank, layout.num_shards)
+            start = slots[piece.id].start
             assert start + piece.of_param.start == shard.start + piece.of_shard.start
             assert start + piece.of_param.stop == shard.start + piece.of_shard.stop <= shard.stop
             assert piece.of_param.start % multiple == piece.of_shard.start % multiple == 0
@@ -207,7 +209,8 @@ LLAMA_405B_TP1 = matrices(*[(18432, 16384), (16384, 16384), (106496, 16384), (16
 def test_whole_layouts_of_large_models_take_no_more_than_the_model(params: list[ParamShape], world: int) -> None:
     """Padded to the longest shard, these took 1.1 to 16 times the model from 32 ranks on, in one bucket."""
     layout = whole_layout(params, num_shards=world, bucket_size=default_bucket_size(world))
-    numel, largest = sum(param.numel for param in params), max(param.numel for param in params)
+    numel = sum(param.numel for param in params)
+    largest = max(param.numel for param in params)
     assert layout.params_numel == numel
     assert layout.numel <= 1.01 * numel
     assert longest_shard(layout) <= 1.01 * numel / world + largest

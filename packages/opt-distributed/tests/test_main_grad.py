@@ -116,7 +116,8 @@ def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out:
     config = replace(SHARDED, grad_reduce_in_fp32=True)
     ddp = DistributedDataParallel(config, nn.Linear(3, 1, bias=False, dtype=torch.bfloat16), groups=over(Alone()))
     weight: Any = ddp.module.weight
-    weight.grad_added_to_main_grad, weight.zero_out_wgrad = added, zero_out
+    weight.grad_added_to_main_grad = added
+    weight.zero_out_wgrad = zero_out
     backward(ddp(torch.full((1, 3), 0.5, dtype=torch.bfloat16)).sum())
     assert (weight.main_grad.tolist(), weight.main_grad.dtype, weight.grad) == ([[expected] * 3], torch.float32, None)
     weight.grad = torch.ones_like(weight)

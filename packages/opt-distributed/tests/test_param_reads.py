@@ -179,7 +179,8 @@ COMPILED: dict[str, Callable[[Model], Any]] = {
 def test_compiled_code_reads_what_has_arrived(name: str) -> None:
     """The first call of a compiled wrapper failed: hooks changed what they were compiled for."""
     torch._dynamo.reset()
-    reference, ddp = Model(), COMPILED[name](Model())
+    reference = Model()
+    ddp = COMPILED[name](Model())
     for value in (0.25, 0.125, 0.0625, 0.03125):
         for param in reference.parameters():
             param.data.fill_(value)

@@ -14,21 +14,28 @@ from opt_distributed.step import Limits, StepResult, scaler_of
 from opt_distributed.step.verdict import Report, clip_coefficients, decide
 
 RULE = DynamicScale(initial=16.0, minimum=4.0, window=2, hysteresis=2, growth=2.0, backoff=0.5)
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def scales_by_hand(overflows: tuple[bool, ...]) -> list[float]:
     """Megatron-Core's state machine, in Python."""
-    scale, clean, forgiven, found = RULE.initial, 0, RULE.hysteresis, []
+    scale = RULE.initial
+    clean = 0
+    forgiven = RULE.hysteresis
+    found = []
     for overflow in overflows:
         if overflow:
-            clean, forgiven = 0, forgiven - 1
+            clean = 0
+            forgiven = forgiven - 1
             if forgiven <= 0:
                 scale = max(scale * RULE.backoff, RULE.minimum)
         else:
             clean += 1
             if clean == RULE.window:
-                scale, clean, forgiven = scale * RULE.growth, 0, RULE.hysteresis
+                scale = scale * RULE.growth
+                clean = 0
+                forgiven = RULE.hysteresis
         found.append(scale)
     return found
 
@@ -36,7 +43,8 @@ def scales_by_hand(overflows: tuple[bool, ...]) -> list[float]:
 @pytest.mark.parametrize("on_device", [False, True], ids=["bool", "tensor"])
 def test_the_loss_scale_follows_every_sequence_of_overflows_but_stays_where_a_step_is_an_error(on_device: bool) -> None:
     for overflows in itertools.product((False, True), repeat=6):
-        scaler, found = scaler_of(RULE), []
+        scaler = scaler_of(RULE)
+        found = []
         for overflow in overflows:
             scaler.update(torch.tensor(overflow) if on_device else overflow)
             scaler.update(torch.tensor(True), unless=torch.tensor(True)) if on_device else None

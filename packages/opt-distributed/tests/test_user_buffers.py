@@ -151,7 +151,8 @@ def test_only_backends_that_allocate_and_register_memory_on_cuda_are_accepted() 
     """A real gloo group of one rank, and stand-ins for NCCL's."""
     cuda = torch.device("cuda")
     with world_of_one() as gloo:
-        comm, allocating = TorchComm(gloo), TorchComm(gloo, allocate=lambda n, **how: torch.zeros(n, **how))
+        comm = TorchComm(gloo)
+        allocating = TorchComm(gloo, allocate=lambda n, **how: torch.zeros(n, **how))
         for other, device, message in (
             (comm, torch.device("cpu"), "parameters are on cpu and this group uses gloo; set nccl_ub=False"),
             (comm, cuda, "backend 'nccl', but this group uses gloo; set nccl_ub=False"),

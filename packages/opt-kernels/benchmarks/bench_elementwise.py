@@ -21,8 +21,15 @@ from torch import Tensor
 from opt_kernels.backends import grad_stats
 from opt_kernels.optim import AdamW, Lion
 
-NUM_LAYERS, WIDTH, HIDDEN, VOCABULARY = 32, 352, 960, 6000
-LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+NUM_LAYERS = 32
+WIDTH = 352
+HIDDEN = 960
+VOCABULARY = 6000
+LR = 1e-3
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+MAX_NORM = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,9 +36,12 @@ from opt_kernels.optim import AdamW, Muon
 from opt_kernels.rules import Adam
 from opt_kernels.works import Batch, Hyper, Work, Works
 
-NUM_TENSORS, NUMEL = 290, 4096
-NUM_SMALL, SMALL_NUMEL = 2000, 64
-GOAL, GOAL_SMALL = 0.3, 0.4
+NUM_TENSORS = 290
+NUMEL = 4096
+NUM_SMALL = 2000
+SMALL_NUMEL = 64
+GOAL = 0.3
+GOAL_SMALL = 0.4
 SMALL = "host, 2,000 small parameters on a CPU"
 
 

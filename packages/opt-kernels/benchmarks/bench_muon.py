@@ -62,7 +62,8 @@ def plain(x: Tensor, steps: Schedule, dtype: torch.dtype) -> Tensor:
 def orthogonalisation(precision: str, shape: tuple[int, int, int]) -> Comparison:
     """Five quintic steps. Both process one matrix at a time, which is faster for both at these sizes."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).unbind()
-    steps, dtype = schedule(CoefficientType.QUINTIC, num_steps=5), DTYPES[precision]
+    steps = schedule(CoefficientType.QUINTIC, num_steps=5)
+    dtype = DTYPES[precision]
     segments = cut(steps, rows=shape[1], cols=shape[2], dtype=dtype, symmetric=True)
     return Comparison(
         ours=lambda: [newton_schulz(matrix[None], segments=segments, dtype=dtype)[0] for matrix in matrices],
@@ -81,7 +82,8 @@ def whole_step(shape: tuple[int, int, int]) -> Comparison:
             param.grad = torch.randn(param.shape, generator=generator)
         return list(params)
 
-    ours, peer = Muon(parameters(), lr=1e-3), torch.optim.Muon(parameters(), lr=1e-3)
+    ours = Muon(parameters(), lr=1e-3)
+    peer = torch.optim.Muon(parameters(), lr=1e-3)
     return Comparison(ours=lambda: _nothing(ours.step), peer=lambda: _nothing(peer.step))
 
 
@@ -122,7 +124,8 @@ def singular_values(made: list[Tensor]) -> tuple[float, float] | None:
 def compare(name: str, *, num_pairs: int) -> Figure:
     """Measure ours and the peer alternately, after a warm-up of each."""
     comparison = comparisons()[name]()
-    ours_made, peer_made = comparison.ours(), comparison.peer()
+    ours_made = comparison.ours()
+    peer_made = comparison.peer()
     pairs = [(milliseconds(comparison.ours), milliseconds(comparison.peer)) for _ in range(num_pairs)]
     return Figure(
         name=name,

@@ -46,7 +46,8 @@ def at_ties(*, count: int) -> Tensor:
 
 def split(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The halves of `main`, with a remainder of this dtype."""
-    weight, rest = torch.empty_like(main, dtype=torch.bfloat16), torch.empty_like(main, dtype=dtype)
+    weight = torch.empty_like(main, dtype=torch.bfloat16)
+    rest = torch.empty_like(main, dtype=dtype)
     split_(weight, rest, main)
     return weight, rest
 
@@ -67,7 +68,8 @@ def single_ties(groups: int, *, signed: bool) -> Tensor:
 
     A sweep that decides for many elements at a time whether to round exactly must see each of them.
     """
-    generator, largest = torch.Generator().manual_seed(0), 127 if signed else 255
+    generator = torch.Generator().manual_seed(0)
+    largest = 127 if signed else 255
     tie = (largest - 0.5 - torch.randint(60, (groups, 4), generator=generator)) / (2 * largest if signed else largest)
     share = tie / (1 - tie) if signed else tie
     units = torch.randint(-3, 4, (groups, 4), generator=generator)

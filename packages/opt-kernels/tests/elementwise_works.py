@@ -90,7 +90,9 @@ def on(*backends: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("backend", [pytest.param(name, marks=MARKS.get(name, ())) for name in backends])
 
 
-ON_FAST, ON_BACKENDS, COMPILED = on(*FAST), on(*BACKENDS), on("cpp", "triton")
+ON_FAST = on(*FAST)
+ON_BACKENDS = on(*BACKENDS)
+COMPILED = on("cpp", "triton")
 
 
 def in_another_process(script: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
@@ -156,7 +158,8 @@ def shifted(work: Work, offset: int = 3) -> Work:
 def assert_same(one: Work, other: Work) -> None:
     """Check that all that a rule may write has the same bits, except for the payloads of NaNs."""
     for a, b in zip(written(one), written(other), strict=True):
-        a, b = a.cpu(), b.cpu()
+        a = a.cpu()
+        b = b.cpu()
         assert a.dtype is b.dtype
         assert torch.equal(a.isnan(), b.isnan())
         same = a.reshape(-1, 1).view(torch.uint8) == b.reshape(-1, 1).view(torch.uint8)  # (elements, bytes)

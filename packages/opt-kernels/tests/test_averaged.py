@@ -32,7 +32,8 @@ def build(*, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor
 
 @ON_KINDS
 def test_evaluation_leaves_no_trace(kind: dict[str, Any]) -> None:
-    (a, plain), (b, evaluated) = build(**kind), build(**kind)
+    (a, plain) = build(**kind)
+    (b, evaluated) = build(**kind)
     for seed in range(6):
         step(plain, seed)
         step(evaluated, seed)
@@ -42,7 +43,8 @@ def test_evaluation_leaves_no_trace(kind: dict[str, Any]) -> None:
     assert torch.equal(a, b)
     evaluated.train(False)
     assert not torch.equal(a, b)
-    z, y = evaluated.state[b]["z"], a.detach()
+    z = evaluated.state[b]["z"]
+    y = a.detach()
     if "mains" not in kind:
         expected = y.double() + (1 - 1 / 0.9) * (z.double() - y.double())
         torch.testing.assert_close(b.double(), expected, rtol=2 * torch.finfo(b.dtype).eps, atol=1e-7)
@@ -51,11 +53,13 @@ def test_evaluation_leaves_no_trace(kind: dict[str, Any]) -> None:
 @ON_KINDS
 @pytest.mark.parametrize("evaluating", [False, True], ids=["saved in training", "saved in evaluation"])
 def test_a_run_resumed_from_either_mode_is_the_run_that_was_not_stopped(kind: dict[str, Any], evaluating: bool) -> None:
-    (a, first), (b, second) = build(**kind), build(**kind)
+    (a, first) = build(**kind)
+    (b, second) = build(**kind)
     step(first, 0, 1, 2)
     if evaluating:
         first.eval()
-    saved, weights = pickle.loads(pickle.dumps(first.state_dict())), a.detach().clone()
+    saved = pickle.loads(pickle.dumps(first.state_dict()))
+    weights = a.detach().clone()
     assert saved["param_groups"][0]["train_mode"] is not evaluating
     with torch.no_grad():
         b.copy_(weights)  # as a model's checkpoint of that mode has them
@@ -71,7 +75,8 @@ def test_a_run_resumed_from_either_mode_is_the_run_that_was_not_stopped(kind: di
 
 
 def test_trained_weights_follow_from_the_average_where_only_that_was_saved() -> None:
-    (a, first), (b, second) = build(), build()
+    (a, first) = build()
+    (b, second) = build()
     step(first, 0, 1, 2)
     trained = a.detach().clone()
     first.eval()

@@ -64,7 +64,8 @@ GROUPS = ["numbers", "hooks"]
 
 def disturb(what, optimizer, params):
     first, second, third = params
-    groups, state = optimizer.param_groups, optimizer.state[first]
+    groups = optimizer.param_groups
+    state = optimizer.state[first]
     name = "momentum_buffer" if isinstance(optimizer, Muon) else "exp_avg"
     saved = optimizer.state_dict()["state"].values()
     match what:
@@ -75,7 +76,8 @@ def disturb(what, optimizer, params):
         case "grad transposed":
             first.grad.data = first.grad.t()  # the same address
         case "grads of other dtypes":
-            first.grad.data, second.grad.data = first.grad.half(), second.grad.double().float()
+            first.grad.data = first.grad.half()
+            second.grad.data = second.grad.double().float()
         case "grad gone":
             third.grad = None
             third.requires_grad_(False)
@@ -109,7 +111,8 @@ def disturb(what, optimizer, params):
             for param in params:
                 optimizer.state[param]["step"].data.fill_(40)
         case "numbers":
-            groups[0]["lr"], groups[1]["betas"] = 0.03, (0.5, 0.9)
+            groups[0]["lr"] = 0.03
+            groups[1]["betas"] = (0.5, 0.9)
         case "hooks":
             groups[0]["hooks"] = (CautiousUpdate(),)
 

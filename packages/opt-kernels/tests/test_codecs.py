@@ -52,14 +52,18 @@ def test_a_float_code_is_the_number_rounded(name: str) -> None:
 
 @pytest.mark.parametrize("numel", SIZES[1:])
 def test_8_bit_means_are_denser_near_zero_and_8_bit_squares_are_rounded_roots(numel: int) -> None:
-    x, (codec, _) = sample(numel, signed=True), CODECS["8-bit-signed"]
-    n, back = x / largest_of_block(x), read(codec, stored(codec, x)) / largest_of_block(x)
+    x = sample(numel, signed=True)
+    (codec, _) = CODECS["8-bit-signed"]
+    n = x / largest_of_block(x)
+    back = read(codec, stored(codec, x)) / largest_of_block(x)
     # y = 2n / (1 + |n|) is rounded to half of 1/127; dn/dy = (1 + |n|)^2 / 2, at most 2, and 1/2 at zero.
     slope = (1 + torch.maximum(n.abs(), back.abs())).square() / 2
     assert ((back - n).abs() <= slope * (0.5 / 127) + 1e-6).all()
-    x, (codec, _) = sample(numel, signed=False), CODECS["8-bit-square"]
+    x = sample(numel, signed=False)
+    (codec, _) = CODECS["8-bit-square"]
     largest = largest_of_block(x).sqrt()
-    root, back = x.sqrt() / largest, read(codec, stored(codec, x)).sqrt() / largest
+    root = x.sqrt() / largest
+    back = read(codec, stored(codec, x)).sqrt() / largest
     lifted = (x > 0) & (root < 0.5 / 255)
     assert ((back - root).abs()[~lifted] <= 0.5 / 255 + 1e-6).all()
     assert torch.allclose(back[lifted], torch.tensor(1 / 255), rtol=1e-5)
@@ -73,7 +77,8 @@ def test_only_zeros_are_stored_as_zeros_and_blocks_of_any_size_survive(codec: St
         assert not read(codec, stored(codec, values))[values == 0].any()
     assert signed or (read(codec, stored(codec, torch.logspace(-30, 0, 256))) > 0).all()
     if not signed and codec.dtype.is_floating_point:  # the smallest number that the dtype has
-        codes, dtype = stored(codec, torch.tensor([1.0, 1e-30]))["x"], torch.finfo(codec.dtype)
+        codes = stored(codec, torch.tensor([1.0, 1e-30]))["x"]
+        dtype = torch.finfo(codec.dtype)
         assert codes[1].item() == dtype.tiny * dtype.eps
     for size in (1e-45, 1e-38, 1e-30, 1e30, 2.9e38):  # e5m2 rounds the root of 3e38 up to 2^64
         back = read(codec, stored(codec, torch.full((128,), size)))
@@ -98,7 +103,8 @@ def test_states_survive_a_checkpoint_bit_for_bit(codec: StateCodec, signed: bool
 
 
 def test_the_16_bit_remainder_loses_nothing_and_keeps_nan() -> None:
-    main, nan = EVERY_UPPER_HALF, EVERY_UPPER_HALF.isnan()
+    main = EVERY_UPPER_HALF
+    nan = EVERY_UPPER_HALF.isnan()
     weight, rest = split(main, torch.int16)
     back = join(weight, rest)
     assert torch.equal(back.view(torch.int32)[~nan], main.view(torch.int32)[~nan])
@@ -124,7 +130,8 @@ def test_the_8_bit_remainder_keeps_24_bits() -> None:
     assert torch.equal(again.view(torch.int16), weight.view(torch.int16))
     assert torch.equal(bits_again, bits)
     keeps = weight.isfinite() & main.isfinite()  # the weight is the nearest bfloat16 number
-    off, unit = (weight.float() - value)[keeps].abs(), torch.frexp(weight[keeps].float())[1] - 8
+    off = (weight.float() - value)[keeps].abs()
+    unit = torch.frexp(weight[keeps].float())[1] - 8
     assert (off <= torch.ldexp(torch.tensor(0.5), unit.clamp(min=-133))).all()
     weight, bits = split(torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan]), torch.int8)
     assert weight[:2].tolist() == [torch.inf, -torch.inf]
@@ -139,7 +146,8 @@ def test_stochastic_rounding_is_unbiased_and_casts_what_is_not_finite() -> None:
         narrow.round_(found, x, first=0, step=1)
         return found
 
-    numel, fraction = 1 << 16, 0x3000 / 0x10000
+    numel = 1 << 16
+    fraction = 0x3000 / 0x10000
     found = rounded(torch.full((numel,), 1.0) + fraction * 2.0**-7)
     assert set(found.tolist()) == {1.0, 1.0078125}
     # Four standard deviations of the binomial share.

@@ -102,7 +102,8 @@ def test_every_code_is_read_as_by_the_reference(
 
 def of_size(size: float, *, signed: bool) -> Tensor:
     """Values over six decades below `size`, a seventh of them zero, the first a negative zero."""
-    numel, generator = 128 * 40 + 37, torch.Generator().manual_seed(0)
+    numel = 128 * 40 + 37
+    generator = torch.Generator().manual_seed(0)
     x = torch.rand(numel, generator=generator) * 10 ** (-6 * torch.rand(numel, generator=generator))
     x[::7] = 0.0
     x[1::2] *= -1 if signed else 1
@@ -157,10 +158,12 @@ def test_weights_and_remainders_have_the_bits_of_their_definition(
             expected, bits_of_rest = split(values + 0.0, dtype)  # 0 - 0 is +0
             work = Work(grad=-values.to(device), main=None, out=out, remainder=rest, state={})
         else:
-            out, expected = torch.empty_like(values, dtype=dtype, device=device), (values + 0.0).to(dtype)
+            out = torch.empty_like(values, dtype=dtype, device=device)
+            expected = (values + 0.0).to(dtype)
             work = Work(grad=-values.to(device), main=torch.zeros_like(values, device=device), out=out, state={})
         SGD(backend=backend, momentum_buffer=False).update_([Batch(HYPER, [work])])
-        out, nan = out.cpu(), expected.isnan()
+        out = out.cpu()
+        nan = expected.isnan()
         assert out[nan].isnan().all()
         assert torch.equal(bits(out[~nan]), bits(expected[~nan]))
         if work.remainder is not None:
@@ -189,7 +192,8 @@ def at_the_end_of_memory(numel: int, dtype: torch.dtype) -> Tensor:
     """Zeros that end where a page begins that may not be read."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
-    page, num_bytes = mmap.PAGESIZE, numel * dtype.itemsize
+    page = mmap.PAGESIZE
+    num_bytes = numel * dtype.itemsize
     size = -(-num_bytes // page) * page
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     whole = libc.mmap(None, ctypes.c_size_t(size + page), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)

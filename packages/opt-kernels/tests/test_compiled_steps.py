@@ -10,7 +10,8 @@ from opt_kernels.optim import AdamW
 
 def run(*, is_compiled: bool) -> list[Tensor]:
     """Weights and states after steps, with changes before and within the function, which sees what the step wrote."""
-    params, found = [parameter(*shape, dtype=torch.bfloat16) for shape in ((4, 6), (5,))], []
+    params = [parameter(*shape, dtype=torch.bfloat16) for shape in ((4, 6), (5,))]
+    found = []
     optimizer = AdamW(params, lr=0.1, mains="remainder", max_norm=0.5)
 
     def step() -> Tensor:

@@ -23,7 +23,8 @@ from opt_kernels.backends.dispatch import _available, _chosen
 from opt_kernels.rules import Adam, Lion
 from opt_kernels.works import Batch
 
-Patch, Log = pytest.MonkeyPatch, pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
+Log = pytest.LogCaptureFixture
 
 
 @pytest.fixture
@@ -67,13 +68,16 @@ def test_a_library_is_compiled_once_and_found_again(fresh: Path, monkeypatch: Pa
 
 @needs_compiler
 def test_a_library_is_synced_before_it_has_its_name_and_lost_when_cut_short(fresh: Path, monkeypatch: Patch) -> None:
-    events, fsync, replaced = [], os.fsync, Path.replace
+    events = []
+    fsync = os.fsync
+    replaced = Path.replace
     monkeypatch.setattr(os, "fsync", lambda file: (events.append("fsync"), fsync(file)))
     monkeypatch.setattr(Path, "replace", lambda path, to: (events.append("rename"), replaced(path, to))[1])
     assert usable()
     assert events == ["fsync", "rename"]
     [made] = fresh.iterdir()
-    stem, content = made.name.rsplit("-", 1)[0], made.read_bytes()
+    stem = made.name.rsplit("-", 1)[0]
+    content = made.read_bytes()
     assert compiler.find_cached(stem) == made
     for percent in (0, 25, 75, 99):
         made.unlink()  # this process has loaded the file, and would end with SIGBUS if it were cut in place
@@ -137,7 +141,8 @@ def test_the_folder_is_never_in_the_working_directory(fresh: Path, monkeypatch: 
 def test_another_compiler_or_processor_has_separate_libraries_and_fast_math_is_undone(
     monkeypatch: Patch,
 ) -> None:
-    plain, digests = compiler._compiler(), {compiler._digest("", {})}
+    plain = compiler._compiler()
+    digests = {compiler._digest("", {})}
     assert plain is not None
     for part in ("_compiler_version", "_processor"):
         with monkeypatch.context() as changed:

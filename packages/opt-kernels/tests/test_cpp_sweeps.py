@@ -25,7 +25,8 @@ NUMEL = 3 * threads.SHARES_PER_THREAD * (1 << 15) + 37
 @pytest.mark.parametrize("rule", [Adam(backend="cpp"), Adam(backend="cpp", order="te"), Lion(backend="cpp")])
 def test_neither_threads_nor_cuts_change_a_bit(rule: ElementwiseRule, monkeypatch: pytest.MonkeyPatch) -> None:
     torchs, alone, pythons, pieces = (work_of(rule, NUMEL) for _ in range(4))
-    before, calls = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    calls = []
 
     def team(work: object, task: int, threads_asked: int) -> None:
         calls.append(threads_asked)

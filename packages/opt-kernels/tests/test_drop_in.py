@@ -48,7 +48,8 @@ def test_keys_of_schedulers_trainers_and_of_the_caller_are_taken_and_saved(name)
     for key, value in TOLERATED.items():
         group = {"params": [("w", parameter())]} if key == "param_names" else {"params": [parameter()], key: value}
         assert key in build([group]).param_groups[0]
-    first, second = build([parameter()]), build([parameter()])
+    first = build([parameter()])
+    second = build([parameter()])
     first.param_groups[0]["anything"] = object
     saved = first.state_dict()
     saved["param_groups"][0]["of_a_trainer"] = 1
@@ -78,7 +79,8 @@ def test_learning_rates_may_be_tensors_and_schedulers_drive_them():
 
 
 def test_groups_may_be_added_later_and_keep_their_own_numbers_and_steps():
-    early, late = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+    early = nn.Parameter(torch.ones(5))
+    late = nn.Parameter(torch.ones(5))
     optimizer = optim.AdamW([early], lr=0.1, weight_decay=0.0)
     early.grad = torch.ones(5)
     optimizer.step()
@@ -142,7 +144,8 @@ def test_float64_parameters_of_rules_that_torch_lacks_have_float64_states(name):
 
 @pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("SGD", {"momentum": 0.9, "nesterov": True})])
 def test_clipping_within_the_update_is_clip_grad_norm_and_skips_steps_that_are_not_finite(name, options):
-    params, plain = pair(), pair()
+    params = pair()
+    plain = pair()
     optimizer = getattr(optim, name)(params, lr=1e-2, max_norm=0.05, **options)
     unclipped = getattr(optim, name)(plain, lr=1e-2, **options)
     for _ in range(3):
@@ -166,8 +169,10 @@ def test_clipping_within_the_update_is_clip_grad_norm_and_skips_steps_that_are_n
 @pytest.mark.parametrize("max_norm", [1e-6, 1.0, torch.inf])
 def test_tiny_gradients_are_clipped_as_torch_clips_them(max_norm):
     # torch divides by the norm + 1e-6, which norms of this size show. Those below the limit are not enlarged.
-    param, plain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-    param.grad, plain.grad = torch.full((4,), 1e-6), torch.full((4,), 1e-6)
+    param = nn.Parameter(torch.zeros(4))
+    plain = nn.Parameter(torch.zeros(4))
+    param.grad = torch.full((4,), 1e-6)
+    plain.grad = torch.full((4,), 1e-6)
     nn.utils.clip_grad_norm_([plain], max_norm)
     optimizer = optim.SGD([param], lr=1.0, max_norm=max_norm)
     optimizer.step()
@@ -177,7 +182,9 @@ def test_tiny_gradients_are_clipped_as_torch_clips_them(max_norm):
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_the_grad_scaler_folds_its_scale_into_the_update_and_skips_overflows(max_norm):
-    ours, theirs, options = pair(), pair(), {"lr": 0.1, "momentum": 0.9}
+    ours = pair()
+    theirs = pair()
+    options = {"lr": 0.1, "momentum": 0.9}
     optimizers = optim.SGD(ours, max_norm=max_norm, **options), torch.optim.SGD(theirs, **options)
     for params, optimizer in zip((ours, theirs), optimizers):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -192,7 +199,8 @@ def test_the_grad_scaler_folds_its_scale_into_the_update_and_skips_overflows(max
             scaler.update()
         assert scaler.get_scale() == 512.0
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    optimizers[0].found_inf, optimizers[0].grad_scale = torch.ones(()), torch.ones(())
+    optimizers[0].found_inf = torch.ones(())
+    optimizers[0].grad_scale = torch.ones(())
     before = [param.detach().clone() for param in ours]
     optimizers[0].step()  # the local gradients are finite
     assert same(before, ours)
@@ -224,7 +232,8 @@ class Counting(optim.AdamW):
 
 
 def test_step_hooks_run_around_steps_and_a_profiler_sees_them():
-    optimizer, seen = Counting([parameter(3)], lr=0.1), []
+    optimizer = Counting([parameter(3)], lr=0.1)
+    seen = []
     see = lambda stepping, args, options: seen.append(stepping.param_groups[0]["params"][0].clone())
     handles = [register_optimizer_step_pre_hook(see), optimizer.register_step_post_hook(see)]
     with torch.profiler.profile() as profiler:
@@ -277,7 +286,8 @@ def test_a_run_that_is_resumed_or_copied_goes_on_bit_for_bit(name, narrow, backe
         [nn.Parameter(param.to(device_of(backend)).clone(memory_format=order)) for param in pair(seed, dtype)]
         for seed in range(2)
     )
-    optimizer, resumed = built(name, params, **options), built(name, others, **options)
+    optimizer = built(name, params, **options)
+    resumed = built(name, others, **options)
     for param, value in zip(others, step(optimizer, 0, 1, in_place=True)):
         param.data.copy_(value)
     resumed.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
@@ -315,7 +325,8 @@ def test_state_dicts_of_other_options_groups_and_rules_are_refused():
         (optim.NAdam(param, decoupled_weight_decay=True), optim.AdamW, r"\['mu_product'\] are unknown to rule 'adam'"),
     ):
         step(saved_by, 0)
-        saved, loading = copy.deepcopy(saved_by.state_dict()), loaded_by([parameter(3, 3)])
+        saved = copy.deepcopy(saved_by.state_dict())
+        loading = loaded_by([parameter(3, 3)])
         step(loading, 0)
         saved["param_groups"][0]["betas"] = loading.param_groups[0]["betas"]
         refused_state_dict(loading, saved, message)
@@ -338,7 +349,8 @@ def test_a_state_dict_that_is_refused_late_has_changed_nothing():
 
 
 def test_a_momentum_that_was_switched_off_does_not_keep_a_state_from_loading():
-    optimizer, other = optim.SGD([parameter(3)], momentum=0.9), optim.SGD([parameter(3)])
+    optimizer = optim.SGD([parameter(3)], momentum=0.9)
+    other = optim.SGD([parameter(3)])
     step(optimizer, 0)
     optimizer.param_groups[0]["momentum"] = 0.0
     step(optimizer, 1)
@@ -367,7 +379,8 @@ def momenta(optimizer):
 @pytest.mark.parametrize("saved_by", [torch.optim.AdamW, optim.AdamW], ids=["torch", "ours"])
 def test_states_follow_names_in_another_order(saved_by, caplog):
     """Symptom: q and k, saved in this order, were swapped where they are k and q, and were then called q and k."""
-    saving, loading = saved_by([named("q", "k", "v")]), optim.AdamW([named("v", "q", "k")])
+    saving = saved_by([named("q", "k", "v")])
+    loading = optim.AdamW([named("v", "q", "k")])
     step(saving, 0)
     with caplog.at_level("INFO", logger="opt_kernels"):
         loading.load_state_dict(saving.state_dict())
@@ -382,7 +395,8 @@ def test_states_follow_names_in_another_order(saved_by, caplog):
 
 
 def test_numbers_follow_the_names_of_their_group():
-    first, second = named("q", weight_decay=0.5), named("k", "v", weight_decay=0.0)
+    first = named("q", weight_decay=0.5)
+    second = named("k", "v", weight_decay=0.0)
     saving = optim.AdamW([first, second])
     step(saving, 0)
     loading = optim.AdamW([named("v", "k"), named("q")])
@@ -435,7 +449,8 @@ def test_pre_hooks_decide_the_order_before_anything_is_read(mode):
 
 def test_load_hooks_change_what_is_loaded_and_see_it():
     param = parameter(2)
-    optimizer, seen = optim.SGD([param], lr=1.0, momentum=0.9), []
+    optimizer = optim.SGD([param], lr=1.0, momentum=0.9)
+    seen = []
     step(optimizer, 0)
     saved = optimizer.state_dict()
     replaced = {0: saved["state"][0] | {"momentum_buffer": torch.full((2,), 2.0)}}

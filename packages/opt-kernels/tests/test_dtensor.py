@@ -49,7 +49,8 @@ def _check_stochastic_rounding(mesh: DeviceMesh) -> None:
     """Shards are rounded to the bits of the whole: elements were numbered by shard, and the second half differed."""
     torch.manual_seed(1)
     for shape, dim in (((64, 6, 64), 1), ((1, 64), 0), ((64, 256), 0), ((64, 256), 1), ((65, 64), 0), ((192, 128), 1)):
-        start, grads = torch.randn(shape).bfloat16(), list(torch.randn(3, *shape).bfloat16())
+        start = torch.randn(shape).bfloat16()
+        grads = list(torch.randn(3, *shape).bfloat16())
         found = [
             _steps(optim.AdamW([param], lr=1e-2, stochastic_rounding=True), param, grads)
             for param in (torch.nn.Parameter(start.clone()), _sharded(start, mesh, Shard(dim)))
@@ -61,13 +62,15 @@ def _check_stochastic_rounding(mesh: DeviceMesh) -> None:
 
 def _check_hooks(mesh: DeviceMesh) -> None:
     """What needs a norm or a row that spans ranks is refused; replicas have the step of the whole."""
-    start, grad = torch.randn(64, 6), torch.randn(64, 6)
+    start = torch.randn(64, 6)
+    grad = torch.randn(64, 6)
     for hook in (ClipUpdateRms(), CautiousUpdate(), CentralizeGradient()):
         options: dict[str, Any] = {"hooks": (hook,), "backend": "torch"}
         for placement in (Shard(0), Shard(1)):
             with pytest.raises(HookError, match=r"span.* ranks, and this optimizer does not communicate"):
                 optim.AdamW([_sharded(start, mesh, placement)], **options)
-        whole, replica = torch.nn.Parameter(start.clone()), _sharded(start, mesh, Replicate())
+        whole = torch.nn.Parameter(start.clone())
+        replica = _sharded(start, mesh, Replicate())
         assert torch.equal(*(_steps(optim.AdamW([param], **options), param, [grad]) for param in (whole, replica)))
 
 
@@ -88,11 +91,13 @@ def _check_matrices(mesh: DeviceMesh) -> None:
 
 def _check_resuming(mesh: DeviceMesh) -> None:
     # 256 rows of 5: rank shards of 640 elements, a multiple of 64 and of a block.
-    start, grads = torch.randn(256, 5), list(torch.randn(3, 256, 5))
+    start = torch.randn(256, 5)
+    grads = list(torch.randn(3, 256, 5))
     narrow = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
     choices: list[dict[str, Any]] = [{}, narrow, {"hooks": (CautiousDecay(),), "backend": "torch"}]
     for options in choices:
-        whole, param = torch.nn.Parameter(start.clone()), _sharded(start, mesh, Shard(0))
+        whole = torch.nn.Parameter(start.clone())
+        param = _sharded(start, mesh, Shard(0))
         optimizer = optim.AdamW([param], **options)
         _steps(optimizer, param, grads[:2])
         saved = optimizer.state_dict()

@@ -64,7 +64,8 @@ def test_gradients_and_neighbours_are_never_written(make: Make, kept: Kept, back
 
 @on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)
 def test_a_skip_flag_leaves_every_byte_unchanged(make: Make, kept: Kept, backend: str) -> None:
-    rule, device = make(backend=backend), device_of(backend)
+    rule = make(backend=backend)
+    device = device_of(backend)
     lost = torch.full((130,), torch.nan, dtype=kept.grad, device=device)
     work = replace(run(rule, kept.work(rule, start_of((130,), backend))), grad=lost)
     before = [bits(tensor) for tensor in written(work)]
@@ -104,14 +105,16 @@ def test_coded_states_are_cut_at_blocks_without_a_trace(
 
 
 def test_stochastic_rounding_goes_on_counting_from_piece_to_piece() -> None:
-    rule, size = Adam(stochastic_rounding=True, backend="torch"), PIECE_NUMEL + 128
+    rule = Adam(stochastic_rounding=True, backend="torch")
+    size = PIECE_NUMEL + 128
     stepped_in_pieces(rule, KEPT["bf16"], size, [0, 64, size])
 
 
 @ON_FAST
 def test_works_of_any_dtypes_go_together_in_one_call(backend: str) -> None:
     kinds = [kept for name, kept in KEPT.items() if (backend, name) != ("triton", "fp64")]
-    rule, hypers = Adam(backend=backend), [HYPER] * 5 + [replace(HYPER, lr=0.5)] * (len(kinds) - 5)
+    rule = Adam(backend=backend)
+    hypers = [HYPER] * 5 + [replace(HYPER, lr=0.5)] * (len(kinds) - 5)
     together, alone = (
         [
             replace(kept.work(rule, start_of((200,), backend)), grad=gradients((200,), kept.grad)[0].to(device))
@@ -130,7 +133,8 @@ def test_works_of_any_dtypes_go_together_in_one_call(backend: str) -> None:
 @ON_BACKENDS
 def test_numbers_may_be_tensors(backend: str) -> None:
     for name, make in RULES.items():
-        rule, device = make(backend=backend), device_of(backend)
+        rule = make(backend=backend)
+        device = device_of(backend)
         plain, tensors = (work_of(rule, 70, "fp32", backend) for _ in range(2))
         rule.update_([Batch(HYPER, [plain])], grad_scale=0.25)
         lr, decay, scale = torch.tensor([1e-2, 0.1, 0.25], dtype=torch.float64, device=device)
@@ -143,7 +147,8 @@ def test_numbers_may_be_tensors(backend: str) -> None:
 def test_a_tensor_may_hold_a_momentum_of_zero(backend: str) -> None:
     found = []
     for name in ("reference", backend):
-        rule, device = SGD(backend=name), device_of(name)
+        rule = SGD(backend=name)
+        device = device_of(name)
         work = replace(work_of(rule, 100, "fp32", name), grad=torch.ones(100, device=device))
         for step, momentum in enumerate((0.9, torch.zeros((), device=device), 0.9), start=1):
             rule.update_([Batch(replace(HYPER, step=step, momentum=momentum), [work])])
@@ -205,7 +210,8 @@ def test_tensors_that_a_sweep_would_misread_are_refused(backend: str) -> None:
     rule = Lion(backend=backend)
     for tensors, message in REFUSED_TENSORS:
         with torch.device(device_of(backend)):
-            given, ones = tensors(), torch.ones(3, 4)
+            given = tensors()
+            ones = torch.ones(3, 4)
         state = rule.init_state(ones) | {key: given.pop(key) for key in ("exp_avg",) if key in given}
         with pytest.raises(LayoutError, match=message):
             rule.update_([Batch(HYPER, [Work(state=state, **{"grad": ones, "main": ones.clone(), **given})])])
@@ -239,9 +245,11 @@ def test_an_outlier_loses_its_own_states_only(
     chosen = {f"{state.name}_dtype": dtypes[f"{state.name}_dtype"] for state in formula.states}
     rule = elementwise(formula, **chosen, backend=backend)
     sizes = [torch.inf, -torch.inf, torch.nan] + [1e30] * (kept.grad is not torch.float16)
-    at, found = [1 + 70 * index for index in range(len(sizes))], []
+    at = [1 + 70 * index for index in range(len(sizes))]
+    found = []
     for bad in (torch.zeros(len(sizes)), torch.tensor(sizes)):
-        grads, start = gradients((300,), kept.grad), start_of((300,), backend)
+        grads = gradients((300,), kept.grad)
+        start = start_of((300,), backend)
         start[at] = 0.0
         for grad in grads:
             grad[at] = 0.0

@@ -38,7 +38,8 @@ def moved(formula, backend, numbers):
     rule = elementwise(formula, backend=backend, **{k: v for k, v in numbers.items() if k.endswith("_dtype")})
     own = {k: v for k, v in numbers.items() if not k.endswith("_dtype")}
     main = torch.randn(130, generator=generator)
-    state, found = rule.init_state(main), []
+    state = rule.init_state(main)
+    found = []
     for step in range(1, 6):
         grad = torch.randn(130, generator=generator)
         given = grad.clone()
@@ -73,7 +74,9 @@ def powers(p, g, *, a, b, c, d, e):
     return p - a * g - b * g * g - c - d * g - e
 
 
-KNEE, SLOPE, KIND = 0.75, np.float64(-0.5), "soft"
+KNEE = 0.75
+SLOPE = np.float64(-0.5)
+KIND = "soft"
 
 
 def bent(x, y):
@@ -233,7 +236,8 @@ def test_a_backend_that_lacks_a_function_names_it(monkeypatch):
 
 def test_one_thread_parses_at_a_time(monkeypatch):
     """CPython 3.11 raises SystemError if two do and the garbage collector lets them take turns."""
-    parse, parsing = ast.parse, Lock()
+    parse = ast.parse
+    parsing = Lock()
 
     def alone(*args, **kwargs):
         assert parsing.acquire(blocking=False), "two threads parse"

@@ -40,7 +40,8 @@ def check(stats: GradStats, grads: list[Tensor], norm_type: float = 2.0, rtol: f
 @ON_BACKENDS
 @pytest.mark.parametrize("numel", SIZES)
 def test_sums_and_zeros_are_those_of_float64_for_any_dtypes_and_norm(backend: str, numel: int) -> None:
-    numel, every = min(numel, 5000) if backend == "triton" else numel, []  # an interpreter takes its time
+    numel = min(numel, 5000) if backend == "triton" else numel  # an interpreter takes its time
+    every = []
     for dtype in dtypes_of(backend):
         grads = [gradient(numel, dtype, backend), gradient(numel + 5, dtype, backend).view(1, -1, 1)]
         before = [grad.clone() for grad in grads]
@@ -55,7 +56,8 @@ def test_sums_and_zeros_are_those_of_float64_for_any_dtypes_and_norm(backend: st
 @ON_BACKENDS
 def test_no_elements_have_no_norm_and_zeros_are_counted_only_within_a_tensor_and_if_requested(backend: str) -> None:
     device = device_of(backend)
-    zeros, ones = torch.zeros(9, device=device), torch.ones(3, device=device)
+    zeros = torch.zeros(9, device=device)
+    ones = torch.ones(3, device=device)
     assert grad_stats([zeros, ones], count_zeros=False, backend=backend).zeros == 0
     for grads, expected in (([zeros, ones], 9), ([zeros], 9), ([ones], 0)):
         assert grad_stats(grads, backend=backend).zeros == expected
@@ -101,7 +103,8 @@ def test_gradients_may_be_views_without_alignment_or_order(backend: str) -> None
 def test_the_sum_is_as_exact_as_its_docstring_says_and_the_same_on_any_number_of_threads(backend: str) -> None:
     sizes = SIZES if backend == "triton" else [*SIZES, *PIECES]
     grads = [gradient(numel, dtype, backend) for dtype in dtypes_of(backend) for numel in sizes]
-    before, sums = torch.get_num_threads(), set()
+    before = torch.get_num_threads()
+    sums = set()
     for threads in (1,) if backend == "triton" else (1, 2, 3):
         torch.set_num_threads(threads)
         stats = grad_stats(grads, backend=backend)

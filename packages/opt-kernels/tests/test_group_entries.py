@@ -93,7 +93,8 @@ def test_what_is_removed_or_no_step_supports_is_refused_later_too(name):
         del group["a_key_of_others"]
         group[entry] = value
     for betas in ((0.9,), (0.5, 0.6, 0.7, 0.8), 0.9, (0.9, 1.5)) if "betas" in group else ():
-        present, group["betas"] = group["betas"], betas
+        present = group["betas"]
+        group["betas"] = betas
         with pytest.raises(ValueError, match="betas="):
             step(optimizer, 3)
         group["betas"] = present
@@ -125,7 +126,8 @@ def test_an_impossible_rate_or_decay_is_refused_in_every_step(name):
 
 
 def test_a_matrix_may_become_none_before_its_first_step_only():
-    optimizer, adam = built("Muon"), built("Adam", decoupled_weight_decay=True)
+    optimizer = built("Muon")
+    adam = built("Adam", decoupled_weight_decay=True)
     optimizer.param_groups[0] |= {"use_matrix_rule": False, "weight_decay": 0.0}
     assert_equal(step(optimizer, 2), step(adam, 2))
     optimizer.param_groups[0]["use_matrix_rule"] = None
@@ -143,7 +145,9 @@ def test_a_group_that_was_appended_without_its_entries_is_refused(name):
 
 
 def test_hooks_that_change_in_place_take_effect():
-    hooks, optimizer, cautious = [], built("AdamW", weight_decay=0.5), built("AdamW", weight_decay=0.5)
+    hooks = []
+    optimizer = built("AdamW", weight_decay=0.5)
+    cautious = built("AdamW", weight_decay=0.5)
     optimizer.param_groups[0][HOOKS] = hooks
     assert_equal(step(optimizer, 2), step(cautious, 2))
     hooks.append(CautiousDecay())

@@ -40,7 +40,8 @@ OF_ADAM = [(CautiousDecay(), ClipUpdateRms(0.5)), (RelativeUpdate(),), (Cautious
 
 @pytest.mark.parametrize("hooks", OF_ADAM, ids=repr)
 def test_a_drop_in_moves_each_parameter_as_its_hooked_rule_does_alone(hooks):
-    net, rule = layers(8, 16, 4), hooked(AdamRule(), hooks)
+    net = layers(8, 16, 4)
+    rule = hooked(AdamRule(), hooks)
     groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[1].parameters(), "lr": 0.02}]
     optimizer = AdamW(groups, weight_decay=0.1, hooks=hooks)
     before = copy.deepcopy(net)
@@ -85,7 +86,8 @@ def saved(optimizer):
 
 
 def test_a_state_dict_records_hooks_and_loading_keeps_those_of_the_optimizer_and_names_others(caplog):
-    hooks, net = (CautiousDecay(), ClipUpdateRms(0.5)), layers(8, 16, 4)
+    hooks = (CautiousDecay(), ClipUpdateRms(0.5))
+    net = layers(8, 16, 4)
     optimizer = AdamW(
         [{"params": [net[0].weight], "hooks": (ClipUpdateRms(),)}, {"params": [net[1].weight]}], hooks=hooks
     )

@@ -28,9 +28,12 @@ from opt_kernels.rules import SGD, Adam, AdaptiveMuonRule, Lion, MuonRule, eleme
 from opt_kernels.works import Batch, Work
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-LR, WD, MAX_LR = 0.02, 0.1, 0.05
+LR = 0.02
+WD = 0.1
+MAX_LR = 0.05
 NUMBERS = {"lr": LR, "weight_decay": WD}
-HYPER, SHAPE = replace(OTHER, **NUMBERS), (24, 40)
+HYPER = replace(OTHER, **NUMBERS)
+SHAPE = (24, 40)
 RULES = {
     "adamw": Adam,
     "adam-l2": lambda **options: Adam(decoupled=False, **options),
@@ -171,14 +174,16 @@ def test_a_skipped_step_changes_no_byte(name):
 
 @pytest.mark.parametrize("name", ["cautious-decay", "clip"])
 def test_a_rule_that_rounds_stochastically_still_does(name):
-    subject, ones = hooked(Adam(stochastic_rounding=True, backend="torch"), made(HOOKS[name])), torch.ones(64, 64)
+    subject = hooked(Adam(stochastic_rounding=True, backend="torch"), made(HOOKS[name]))
+    ones = torch.ones(64, 64)
     found = main_of(run(subject, Kept(main=torch.bfloat16).work(subject, ones.double()), [ones]))
     assert len(found.unique()) == 2
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_many_works_and_groups_are_updated_as_each_alone(name):
-    subject, hypers = hooked(Adam(backend="torch"), made(HOOKS[name])), [HYPER, replace(HYPER, lr=0.01)]
+    subject = hooked(Adam(backend="torch"), made(HOOKS[name]))
+    hypers = [HYPER, replace(HYPER, lr=0.01)]
     together, alone = (
         [
             replace(Kept().work(subject, start_of(shape)), grad=gradients(shape, 1)[0].float())

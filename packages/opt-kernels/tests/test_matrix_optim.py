@@ -49,7 +49,8 @@ def test_options_of_a_drop_in_are_those_of_its_rule(cls, options, rule):
     ("name", "peer"), [("adam", lambda *params, **o: Adam(*params, decoupled_weight_decay=True, **o)), ("lion", Lion)]
 )
 def test_what_is_no_matrix_moves_by_the_scalar_optimizer(name, peer):
-    net, other = layers(8, 24, 4), layers(8, 24, 4)
+    net = layers(8, 24, 4)
+    other = layers(8, 24, 4)
     options = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
     optimizer = Muon(net.parameters(), scalar_optimizer=name, **options)
     vectors = [p for p in other.parameters() if p.dim() == 1]
@@ -103,7 +104,8 @@ def test_a_state_dict_of_soap_goes_on_with_the_same_split_and_is_refused_with_an
     def built(**group):
         return SOAP([{"params": [parameter(12, 7)], **group}], lr=0.1)
 
-    optimizer, resumed = built(split_rows=(4, 1, 1)), built(split_rows=[4, 1, 1])
+    optimizer = built(split_rows=(4, 1, 1))
+    resumed = built(split_rows=[4, 1, 1])
     (weight,) = step(optimizer, 0, 1, 2)
     saved = copy.deepcopy(optimizer.state_dict())
     resumed.load_state_dict(saved)
@@ -146,7 +148,8 @@ def test_an_infinite_weight_stays_infinite_as_torchs(backend):
 class Tagger(nn.Module):
     def __init__(self, *, tied=False):
         super().__init__()
-        self.wte, self.hidden = nn.Embedding(9, 4), nn.Linear(4, 4)
+        self.wte = nn.Embedding(9, 4)
+        self.hidden = nn.Linear(4, 4)
         self.lm_head = nn.Linear(4, 9, bias=False)
         if tied:
             self.lm_head.weight = self.wte.weight
@@ -182,7 +185,9 @@ class Hybrid(nn.Module):
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
-        self.A_log, self.dt_bias, self.marked = parameter(4, 3, dtype=dtype), parameter(4), parameter(4, 5)
+        self.A_log = parameter(4, 3, dtype=dtype)
+        self.dt_bias = parameter(4)
+        self.marked = parameter(4, 5)
         self.gate_up_proj_bias = parameter(2, 4, seed=1, dtype=dtype)
         self.fc = nn.Linear(4, 4).to(dtype)
         self.q_norm = nn.LayerNorm((2, 3))
@@ -229,7 +234,8 @@ def test_a_state_from_before_stacks_of_vectors_were_known_loads(cls, mains, capl
     """In the groups of that release, Muon(model) kept matrices, and all other parameters after them."""
     options = {"scalar_optimizer": "adam", "weight_decay": 0.1, "mains": mains}
     dtype = torch.bfloat16 if mains == "float32" else torch.float32
-    net, other = Hybrid(dtype), Hybrid(dtype)
+    net = Hybrid(dtype)
+    other = Hybrid(dtype)
     matrices = [net.A_log, net.gate_up_proj_bias, net.fc.weight]
     rest = [net.dt_bias, net.fc.bias]
     for module in (net, other):
@@ -257,7 +263,8 @@ def test_a_state_from_before_stacks_of_vectors_were_known_loads(cls, mains, capl
 def test_entries_of_former_groups_bring_no_decay_back():
     """A checkpoint by parameters gives a group the entries that its parameter was saved with."""
     net = nn.Module()
-    net.fc, net.A_log = nn.Linear(4, 4, bias=False), parameter(4, 3)
+    net.fc = nn.Linear(4, 4, bias=False)
+    net.A_log = parameter(4, 3)
     saving = Muon([net.A_log, net.fc.weight], weight_decay=0.1)
     step(saving, 0)
     loading = Muon(net, scalar_optimizer="adam", weight_decay=0.1)

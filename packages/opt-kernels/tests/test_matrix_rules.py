@@ -41,7 +41,8 @@ RULES = {
     "soap, megatron": SOAPRule(order=Order.MEGATRON),
     "soap_muon": SOAPMuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST),
 }
-INT8, SCALES = RULES["muon, int8"], "momentum_buffer_scale"
+INT8 = RULES["muon, int8"]
+SCALES = "momentum_buffer_scale"
 CODED = [
     pytest.param(INT8, id="muon"),
     pytest.param(replace(INT8, backend="reference"), id="muon, reference"),
@@ -55,7 +56,8 @@ on_rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_a_stack_of_matrices_is_so_many_matrices(rule):
     if rule.name == "muon" and rule.momentum_buffer_dtype is torch.int8:
         rule = EXACT  # codes of neighbouring matrices share scales
-    main, grads = tensor(3, 6, 8), grads_of(3, 6, 8)
+    main = tensor(3, 6, 8)
+    grads = grads_of(3, 6, 8)
     # Square factors: null spaces of the first ones are bases of rounding, which batches round in another order.
     alone = torch.stack([moved(rule, main[i], *(grad[i] for grad in grads)) for i in range(3)])
     tolerance = 2e-2 if rule.name.startswith("soap") else 1e-4
@@ -104,7 +106,8 @@ def test_company_makes_no_difference(rule):
             stepped(rule, [tensor(*work.grad.shape, seed=9)], work)
         return [replace(work, grad=0.5 * tensor(*work.grad.shape, seed=9)) for work in made]
 
-    together, alone = works(), works()
+    together = works()
+    alone = works()
     rule.update_([Batch(hypers[0], together[::2]), Batch(hypers[1], together[1::2])])
     for index, work in enumerate(alone):
         rule.update_([Batch(hypers[index % 2], [work])])
@@ -114,10 +117,12 @@ def test_company_makes_no_difference(rule):
 
 @on_rules
 def test_mains_of_every_kind_are_updated_equally_and_gradients_only_read(rule):
-    main, grads = tensor(8, 12), grads_of(8, 12)
+    main = tensor(8, 12)
+    grads = grads_of(8, 12)
     before = [grad.clone() for grad in grads]
     expected = moved(rule, main, *(0.5 * grad for grad in grads))
-    out, remainder = torch.empty(8, 12, dtype=torch.bfloat16), torch.empty(8, 12, dtype=torch.int16)
+    out = torch.empty(8, 12, dtype=torch.bfloat16)
+    remainder = torch.empty(8, 12, dtype=torch.int16)
     split_(out, remainder, main)
     halves = replace(work_of(rule, main), main=None, out=out, remainder=remainder)
     with_copy = work_of(rule, main.clone(), out=torch.zeros(8, 12, dtype=torch.bfloat16))
@@ -149,7 +154,8 @@ def test_a_skipped_step_leaves_every_byte(rule):
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan, -1e30])
 def test_an_outlier_loses_its_own_momentum_only(rule, bad):
     """Symptom: one infinite, NaN or huge element lost the momenta of the 127 next to it."""
-    works, grads = [], grads_of(24, 40, steps=2)
+    works = []
+    grads = grads_of(24, 40, steps=2)
     for value in (0.0, bad):
         grads[0][3, 7] = grads[1][3, 7] = value
         works.append(work_of(rule, tensor(24, 40).to(device_of(getattr(rule, "backend", None)))))
@@ -196,7 +202,8 @@ def test_what_is_no_matrix_is_refused(rule):
 
 
 def test_state_of_another_split_is_refused():
-    rule, main = SOAPRule(), tensor(6, 6)
+    rule = SOAPRule()
+    main = tensor(6, 6)
     matrix = MatrixSpec(split_rows=(2,), by_group=True)
     work = Work(grad=main, main=main, state=rule.init_state(main), matrix=matrix)
     with pytest.raises(MatrixError, match=r"state 'L' has shape \(6, 6\), but for rows split as '2-each' its shape is"):
@@ -222,7 +229,8 @@ SPLIT = MatrixSpec(split_rows=(4, 1, 1))
 @pytest.mark.parametrize("rule", IN_PHASES.values(), ids=IN_PHASES)
 def test_parts_move_as_the_whole_does(rule, cuts):
     """To the bit, however rows are cut: also those of q, k and v, which have scales of their own, in groups of 6."""
-    main, state = tensor(24, 24), init_state(rule, tensor(24, 24), SPLIT)
+    main = tensor(24, 24)
+    state = init_state(rule, tensor(24, 24), SPLIT)
     whole = {spec.name for spec in rule.state_specs if spec.whole}
     of_whole = {name: value.clone() for name, value in state.items() if name in whole}
     parts = []
@@ -232,9 +240,11 @@ def test_parts_move_as_the_whole_does(rule, cuts):
         spec = replace(SPLIT, part=MatrixPart("w", (24, 24), first))
         parts.append((first, stop, Work(grad=rows, main=rows, state=kept, matrix=spec)))
     for step in range(1, 4):
-        grad, hyper = tensor(24, 24, seed=step), replace(HYPER, step=step)
+        grad = tensor(24, 24, seed=step)
+        hyper = replace(HYPER, step=step)
         rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state, matrix=SPLIT)])])
-        inputs, squares = [grad[first:stop].clone() for first, stop, _ in parts], torch.zeros((), dtype=torch.float64)
+        inputs = [grad[first:stop].clone() for first, stop, _ in parts]
+        squares = torch.zeros((), dtype=torch.float64)
         for rows, (_, _, work) in zip(inputs, parts):
             squares += squares_in_float64(rows)
             rule.prepare_(Task(hyper, replace(work, grad=rows)), rows, None)

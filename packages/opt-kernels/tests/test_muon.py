@@ -28,9 +28,12 @@ def polar(x):
 
 
 def check_steps(shape, steps, *, decay=Decay.DECOUPLED, nesterov=False, backend=None):
-    main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in range(1, steps + 1)]
+    main = tensor(*shape)
+    grads = [tensor(*shape, seed=seed) for seed in range(1, steps + 1)]
     device = device_of(backend)
-    expected, momentum, scale = main.double(), torch.zeros(shape, dtype=torch.float64), max(shape[-2:]) ** 0.5
+    expected = main.double()
+    momentum = torch.zeros(shape, dtype=torch.float64)
+    scale = max(shape[-2:]) ** 0.5
     for grad in grads:
         g = grad.double() + (0.3 * expected if decay is Decay.L2 else 0.0)
         momentum = 0.9 * momentum + 0.1 * g
@@ -73,7 +76,8 @@ def test_an_update_has_the_scale_of_its_mode_times_the_extra_factor(mode, shape,
 def test_gradients_are_read_in_any_dtype_and_scaled():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for scale in (1.0, 2.0**-12, torch.tensor(0.25)):
-            grad, main = tensor(24, 40, dtype=dtype), torch.zeros(24, 40)
+            grad = tensor(24, 40, dtype=dtype)
+            main = torch.zeros(24, 40)
             state = POLAR_EXACT.init_state(main)
             POLAR_EXACT.update_([Batch(HYPER, [Work(grad=grad, main=main, state=state)])], grad_scale=scale)
             torch.testing.assert_close(state["momentum_buffer"], 0.1 * float(scale) * grad.float())
@@ -89,7 +93,8 @@ def test_16_bit_products_have_the_dtype_that_suits_the_device(device, dtype):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
 def test_momentum_with_scales_follows_the_memory_order_of_its_parameter(dtype):
     rule = replace(POLAR, momentum_buffer_dtype=dtype)
-    main, grads = tensor(6, 10), [tensor(6, 10, seed=seed) for seed in (1, 2, 3)]
+    main = tensor(6, 10)
+    grads = [tensor(6, 10, seed=seed) for seed in (1, 2, 3)]
     transposed = moved(rule, main.t().contiguous().t(), *grads)
     torch.testing.assert_close(transposed, moved(rule, main, *grads), rtol=0, atol=0)  # one block has one scale
 
@@ -99,7 +104,8 @@ def test_momentum_with_scales_follows_the_memory_order_of_its_parameter(dtype):
 ADAPTIVE = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.0, 0.95), eps=1e-8)
 EXACT = MuonRule(backend="reference", fp32_matmul_prec=MatmulPrecision.HIGHEST)
 OF_ADAPTIVE = [(1, 7), (24, 24), (40, 24), (24, 40)]
-NORMUON, NAMO = SecondMoment.NORMUON, SecondMoment.NAMO
+NORMUON = SecondMoment.NORMUON
+NAMO = SecondMoment.NAMO
 
 
 def orthogonalised(x):
@@ -111,7 +117,9 @@ def orthogonalised(x):
 
 def by_formula(method, main, *grads, extra=1.0, lines=Lines.ROWS, nesterov=False):
     """The docstring of the rule, line by line."""
-    p, m, v = main.double(), torch.zeros_like(main, dtype=torch.float64), 0.0
+    p = main.double()
+    m = torch.zeros_like(main, dtype=torch.float64)
+    v = 0.0
     for grad in grads:
         m = m + 0.1 * (grad.double() - m)
         u = grad.double() + 0.9 * (m - grad.double()) if nesterov else m
@@ -140,10 +148,12 @@ CASES = [*((method, Lines.ROWS) for method in SecondMoment), (NORMUON, Lines.COL
 @pytest.mark.parametrize(("method", "lines"), CASES)
 @pytest.mark.parametrize("shape", OF_ADAPTIVE, ids=str)
 def test_steps_follow_the_formula(method, lines, shape, backend):
-    main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
+    main = tensor(*shape)
+    grads = [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
     for extra, nesterov in ((1.0, False), (0.2, True)):
         muon = replace(EXACT, extra_scale_factor=extra, nesterov=nesterov, backend=backend)
-        rule, device = AdaptiveMuonRule(muon=muon, second_moment=method, lines=lines), device_of(backend)
+        rule = AdaptiveMuonRule(muon=muon, second_moment=method, lines=lines)
+        device = device_of(backend)
         expected = by_formula(method, main, *grads, extra=extra, lines=lines, nesterov=nesterov)
         found = moved(rule, main.to(device), *(grad.to(device) for grad in grads), hyper=ADAPTIVE)
         # fp32 states: 6e-8 of updates that AdaMuon makes sqrt(20) x lr x scale = 3 large, relatively more for small O.
@@ -151,7 +161,8 @@ def test_steps_follow_the_formula(method, lines, shape, backend):
 
 
 def test_an_unequal_part_of_a_matrix_is_refused_by_namo():
-    rule, main = AdaptiveMuonRule(second_moment=NAMO), tensor(5, 8)
+    rule = AdaptiveMuonRule(second_moment=NAMO)
+    main = tensor(5, 8)
     matrix = MatrixSpec(part=MatrixPart("w", (8, 8), 0))
     work = Work(grad=main.clone(), main=main, state=rule.init_state(main), matrix=matrix)
     with pytest.raises(MatrixError, match=r"NAMO with an unequal part of a matrix \(8, 8\)"):

@@ -96,7 +96,8 @@ SPECTRA = {
 def test_segments_are_about_as_accurate_as_single_steps(dtype: torch.dtype, kind: CoefficientType) -> None:
     # In fp32 one segment of five steps erred up to 160 times as much as five of one; on Gaussian matrices ten times.
     # Late steps cancel in aI + bR + cR² with eigenvalues of R at 1, but not in R - I.
-    steps, is_aol = steps_of(kind), kind is CoefficientType.AOL
+    steps = steps_of(kind)
+    is_aol = kind is CoefficientType.AOL
     segments = cut(steps, rows=64, cols=512, dtype=dtype, symmetric=True)
     assert len(segments) < len(steps)
     for name, spectrum in SPECTRA.items():
@@ -111,7 +112,8 @@ def test_segments_are_about_as_accurate_as_single_steps(dtype: torch.dtype, kind
 
 
 def test_the_size_of_a_gradient_does_not_matter() -> None:
-    x, steps = matrix(16, 64).float(), steps_of(CoefficientType.QUINTIC)
+    x = matrix(16, 64).float()
+    steps = steps_of(CoefficientType.QUINTIC)
     expected = newton_schulz(x, segments=(steps,))
     for scale in (1e-13, 1e-6, 1e6, 1e15, 1e25, 1e36):  # above 1.8e19 squares overflow, and the direction was zero
         torch.testing.assert_close(newton_schulz(x * scale, segments=(steps,)), expected, rtol=0, atol=1e-4)
@@ -150,7 +152,8 @@ def of_every_rank(kind: CoefficientType) -> list[Tensor]:
 def test_sixteen_bits_keep_the_documented_range(kind: CoefficientType, dtype: torch.dtype) -> None:
     """In bf16 cubic5 made (1, n) matrices 0.08 long, and polar_express lifted singular values to 1.95."""
     *_, low, high = PUBLISHED[kind]
-    is_aol, steps = kind is CoefficientType.AOL, narrow_steps(steps_of(kind)) or steps_of(kind)
+    is_aol = kind is CoefficientType.AOL
+    steps = narrow_steps(steps_of(kind)) or steps_of(kind)
     for x in of_every_rank(kind):
         wide = x.mT if x.shape[-2] > x.shape[-1] else x
         wide = wide / wide.norm()
@@ -205,7 +208,8 @@ AOL_MATRICES = {
 
 @pytest.mark.parametrize("name", AOL_MATRICES)
 def test_aol_rescales_rows_and_orthogonalises_what_it_made(name: str) -> None:
-    x, steps = AOL_MATRICES[name], steps_of(CoefficientType.AOL)
+    x = AOL_MATRICES[name]
+    steps = steps_of(CoefficientType.AOL)
     x = x / x.norm()
     u, s, v = torch.linalg.svd(row_scales(x @ x.mT) * x, full_matrices=False)
     assert float(s.max()) <= AOL_RANGE * (1 + 1e-12)
@@ -238,8 +242,10 @@ def test_choleskys_basis_is_householders_whatever_the_condition_of_what_it_follo
 
 
 def test_columns_that_are_nearly_dependent_are_left_to_householder() -> None:
-    easy, ones = normal(9, 9, seed=3), torch.ones(9, 9, dtype=torch.float64)
-    zero_column, nearly_parallel = normal(9, 9).index_fill(1, torch.tensor([4]), 0.0), ones + 1e-6 * normal(9, 9)
+    easy = normal(9, 9, seed=3)
+    ones = torch.ones(9, 9, dtype=torch.float64)
+    zero_column = normal(9, 9).index_fill(1, torch.tensor([4]), 0.0)
+    nearly_parallel = ones + 1e-6 * normal(9, 9)
     for hard in (0 * ones, ones, zero_column, nearly_parallel):
         got = cholesky(torch.stack([easy, hard]).float())
         assert identity_error(got) < 1e-5

@@ -57,7 +57,8 @@ LowRankOptimizer = drop_in(LowRank, lr=0.1, rank=2)
 
 
 def test_a_drop_in_takes_the_steps_of_its_equation():
-    trained, plain = layers(6, 5, 4), layers(6, 5, 4)
+    trained = layers(6, 5, 4)
+    plain = layers(6, 5, 4)
     optimizer = LowRankOptimizer(trained, gain=1.5, weight_decay=0.1, scalar_optimizer="adam", betas=(0.8, 0.9))
     others = torch.optim.AdamW([p for p in plain.parameters() if p.dim() == 1], 0.1, (0.8, 0.9), weight_decay=0.1)
     states = {}
@@ -79,7 +80,8 @@ def test_a_drop_in_takes_the_steps_of_its_equation():
 
 
 def test_it_is_copied_saved_and_resumed():
-    trained, resumed = layers(6, 5, 4), layers(6, 5, 4)
+    trained = layers(6, 5, 4)
+    resumed = layers(6, 5, 4)
     optimizer, other = (LowRankOptimizer(of, scalar_optimizer="lion") for of in (trained, resumed))
     step(optimizer, 1, 2, 3)
     resumed.load_state_dict(trained.state_dict())
@@ -130,7 +132,8 @@ def test_a_wrong_state_is_refused_by_the_name_of_its_parameter():
 
 
 def test_a_wrong_state_is_refused_where_it_enters_later():
-    rule, main = LowRank(), torch.randn(5, 6)
+    rule = LowRank()
+    main = torch.randn(5, 6)
     state = {**rule.init_state(main), "right": torch.zeros(3, 6)}
     with pytest.raises(RuleStateError, match=r"'right' of a parameter of shape \(5, 6\) has shape \(3, 6\)"):
         rule.update_([Batch(Hyper(lr=0.1), [Work(grad=main, main=main, state=state)])])

@@ -96,7 +96,8 @@ def test_a_setting_that_was_inherited_still_follows_the_user_afterwards() -> Non
 
 def test_threads_that_want_another_precision_wait_and_the_users_setting_survives_both() -> None:
     torch.set_float32_matmul_precision("high")
-    inside, seen = threading.Event(), []
+    inside = threading.Event()
+    seen = []
 
     def want_highest() -> None:
         inside.wait(60)
@@ -115,7 +116,8 @@ def test_threads_that_want_another_precision_wait_and_the_users_setting_survives
 
 
 def test_an_error_within_leaves_the_users_setting_and_a_nested_block_of_another_precision_is_refused() -> None:
-    before, highest = settings(), MatmulPrecision.HIGHEST
+    before = settings()
+    highest = MatmulPrecision.HIGHEST
     with pytest.raises(ZeroDivisionError), fp32_products(MatmulPrecision.HIGH):
         raise ZeroDivisionError
     words = "products of precision 'high' inside a block of precision 'highest'"

@@ -32,7 +32,8 @@ def groups_of(recipe: str, shape: tuple[int, ...]) -> Tensor:
 
 def expected(values: Tensor, recipe: str) -> Tensor:
     """fp32 values of the codes, from the definition, in float64."""
-    flat, groups = values.reshape(-1).double(), groups_of(recipe, tuple(values.shape))
+    flat = values.reshape(-1).double()
+    groups = groups_of(recipe, tuple(values.shape))
     found = torch.empty_like(flat)
     for group in groups.unique():
         of_group = flat[groups == group]
@@ -69,8 +70,10 @@ def test_values_are_those_of_the_definition(recipe: str) -> None:
 @pytest.mark.parametrize("cuts", [(64,), (32, 1024), (64, 128, 192, 320, 12_800), (19_008,)], ids=str)
 def test_runs_of_elements_make_the_same_codes(recipe: str, cuts: tuple[int, ...]) -> None:
     values = normal(192, 160)
-    whole, parted = QuantizedTensor.of(values, recipe), QuantizedTensor.of(torch.zeros(192, 160), recipe)
-    flat, bounds = values.view(-1), [0, *cuts, values.numel()]
+    whole = QuantizedTensor.of(values, recipe)
+    parted = QuantizedTensor.of(torch.zeros(192, 160), recipe)
+    flat = values.view(-1)
+    bounds = [0, *cuts, values.numel()]
     largest = torch.full((parted.num_scales,), -1.0)
     for start, stop in pairwise(bounds):
         parted.largest_(largest, flat[start:stop], start)
@@ -148,11 +151,13 @@ def test_a_module_computes_and_differentiates_with_the_dequantised_weights(recip
 @ON_RECIPES
 def test_a_module_is_copied_saved_loaded_and_moved(recipe: str) -> None:
     model, _ = model_of(recipe)
-    weight, file = model[0].weight, io.BytesIO()
+    weight = model[0].weight
+    file = io.BytesIO()
     weight.mark = 7
     torch.save(model.state_dict(), file)
     file.seek(0)
-    copied, moved = copy.deepcopy(model)[0].weight, copy.deepcopy(model).to("meta")[0].weight
+    copied = copy.deepcopy(model)[0].weight
+    moved = copy.deepcopy(model).to("meta")[0].weight
     for made in (copied, moved):
         assert is_quantized(made)
         assert isinstance(made, nn.Parameter)
@@ -196,7 +201,8 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_every_way_of_writing_quantises_again(write: Callable[[Tensor], object]) -> None:
-    weight, wide = weight_of(normal(64, 64)), nn.Parameter(weight_of(normal(64, 64)).values())
+    weight = weight_of(normal(64, 64))
+    wide = nn.Parameter(weight_of(normal(64, 64)).values())
     with torch.no_grad():
         write(weight)
         write(wide)
@@ -277,7 +283,8 @@ VIEW_WRITES: dict[str, Callable[[Tensor], object]] = {
 def test_views_read_the_values_and_writes_through_them_are_refused(view: Callable[[Tensor], Tensor]) -> None:
     param = weight()
     before = param.values()
-    ours, dense = view(param.detach()), view(before)
+    ours = view(param.detach())
+    dense = view(before)
     assert (ours.shape, ours.stride()) == (dense.shape, dense.stride())
     assert type(ours * 2) is Tensor
     assert torch.equal(ours, dense)
@@ -304,7 +311,8 @@ def double_(x: Tensor) -> None:
     x.mul_(2)
 
 
-CONVERT, SHAPE = "convert the model first", r"would change the shape .* from \(64, 32\) to"
+CONVERT = "convert the model first"
+SHAPE = r"would change the shape .* from \(64, 32\) to"
 LOST: dict[str, tuple[Callable[[nn.Parameter], object], str]] = {
     "orthogonal_": (nn.init.orthogonal_, LOST_IN_A_VIEW),
     "resize_ of a view": (lambda p: p.detach()[0].resize_(1), LOST_IN_A_VIEW),
@@ -336,7 +344,8 @@ def test_an_array_of_a_view_cannot_be_written_and_copies_are_ordinary_tensors_th
         array[0] = 1.0
     with pytest.raises(RuntimeError, match="requires grad"):
         weight()[0].numpy()
-    view, file = weight().detach()[2], io.BytesIO()
+    view = weight().detach()[2]
+    file = io.BytesIO()
     torch.save(view, file)
     file.seek(0)
     for made in (view.clone(), view.double(), copy.deepcopy(view), torch.load(file, weights_only=True), view[[1, 2]]):
@@ -347,7 +356,8 @@ def test_an_array_of_a_view_cannot_be_written_and_copies_are_ordinary_tensors_th
 
 
 def test_gradients_pass_through_views() -> None:
-    param, dense = weight(), nn.Parameter(weight().values())
+    param = weight()
+    dense = nn.Parameter(weight().values())
     for one in (param, dense):
         (one[2:5].t() @ normal(3, 4) + one.view(-1)[7] + one.unbind()[3].view(4, 8).sum()).square().sum().backward()
     assert type(param.grad) is Tensor

@@ -54,7 +54,8 @@ def te_float8(quantizer: str, **numbers: float) -> Any:
 
 def updated(param: Any) -> Any:
     """The adapter after an update of two runs, as of two ranks."""
-    found, flat = quantized(param), VALUES.view(-1)
+    found = quantized(param)
+    flat = VALUES.view(-1)
     largest = torch.full((found.num_scales,), -1.0)
     found.largest_(largest, flat[:1000], 0)
     found.largest_(largest, flat[1000:], 1000)
@@ -67,7 +68,8 @@ def updated(param: Any) -> Any:
 
 def test_current_scaling_of_transformer_engine() -> None:
     param = nn.Parameter(te_float8("Float8CurrentScalingQuantizer"))
-    found, want = updated(param), QuantizedTensor.of(VALUES, "tensorwise")
+    found = updated(param)
+    want = QuantizedTensor.of(VALUES, "tensorwise")
     assert found.recipe.name == "tensorwise"
     assert torch.equal(param._data.view(-1), want.codes)
     assert torch.equal(param._scale_inv, want.scales)
@@ -112,7 +114,9 @@ def blockwise(**changes: Any) -> Any:
 
 
 def test_squares_of_transformer_engine() -> None:
-    param, renewed, want = nn.Parameter(blockwise()), [], QuantizedTensor.of(VALUES, "blockwise")
+    param = nn.Parameter(blockwise())
+    renewed = []
+    want = QuantizedTensor.of(VALUES, "blockwise")
     quantized(param).tensor._create_columnwise = lambda: renewed.append(1)
     updated(param)
     assert torch.equal(param._rowwise_data.view(-1), want.codes)
@@ -134,7 +138,8 @@ def test_mxfp8_of_transformer_engine_quantises_itself_and_only_whole() -> None:
 def test_tensors_of_torchao() -> None:
     want = QuantizedTensor.of(VALUES, "tensorwise")
     for kind, data, scales in ((AoTraining, "_data", "_scale"), (AoFloat8, "qdata", "scale")):
-        codes, scale = CODES["ao"].clone(), torch.ones(() if kind is AoTraining else (1, 1))
+        codes = CODES["ao"].clone()
+        scale = torch.ones(() if kind is AoTraining else (1, 1))
         found = updated(nn.Parameter(kind(SHAPE, **{data: codes, scales: scale})))
         assert torch.equal(codes.view(torch.uint8).view(-1), want.codes)
         factor = scale.reciprocal() if kind is AoTraining else scale

@@ -9,7 +9,8 @@ from torch import nn
 from opt_kernels import optim
 from opt_kernels.formulas import FORMULAS, q_pochhammer
 
-NUMEL, STEPS = 64, 12
+NUMEL = 64
+STEPS = 12
 
 
 def start():
@@ -23,29 +24,42 @@ def grads():
 
 def ademamix(theta, gs, *, eta, lam, alpha, warmup):
     """arXiv 2409.03137, algorithm 1 and section 3.1; both schedules over `warmup` steps."""
-    b1, b2, b3, eps = 0.9, 0.99, 0.999, 1e-8
+    b1 = 0.9
+    b2 = 0.99
+    b3 = 0.999
+    eps = 1e-8
     m1 = m2 = nu = torch.zeros_like(theta)
     for t, g in enumerate(gs, start=1):
         a = min(t * alpha / warmup, alpha) if warmup else alpha
         b = b3
         if warmup and t < warmup:
-            l1, l3 = math.log(b1), math.log(b3)
+            l1 = math.log(b1)
+            l3 = math.log(b3)
             b = min(math.exp(l1 * l3 / ((1 - t / warmup) * l3 + t / warmup * l1)), b3)
-        m1, m2, nu = b1 * m1 + (1 - b1) * g, b * m2 + (1 - b) * g, b2 * nu + (1 - b2) * g * g
-        m1_hat, nu_hat = m1 / (1 - b1**t), nu / (1 - b2**t)
+        m1 = b1 * m1 + (1 - b1) * g
+        m2 = b * m2 + (1 - b) * g
+        nu = b2 * nu + (1 - b2) * g * g
+        m1_hat = m1 / (1 - b1**t)
+        nu_hat = nu / (1 - b2**t)
         theta = theta - eta * ((m1_hat + a * m2) / (nu_hat.sqrt() + eps) + lam * theta)
     return theta
 
 
 def adan(theta, gs, *, eta, lam, prox):
     """arXiv 2208.06677, algorithm 1 (betas are the paper's: weights of the new), bias corrections of the code."""
-    b1, b2, b3, eps = 0.02, 0.08, 0.01, 1e-8
+    b1 = 0.02
+    b2 = 0.08
+    b3 = 0.01
+    eps = 1e-8
     m = v = n = torch.zeros_like(theta)
     before = gs[0]
     for k, g in enumerate(gs, start=1):
-        m, v = (1 - b1) * m + b1 * g, (1 - b2) * v + b2 * (g - before)
+        m = (1 - b1) * m + b1 * g
+        v = (1 - b2) * v + b2 * (g - before)
         n = (1 - b3) * n + b3 * (g + (1 - b2) * (g - before)) ** 2
-        m_hat, v_hat, n_hat = m / (1 - (1 - b1) ** k), v / (1 - (1 - b2) ** k), n / (1 - (1 - b3) ** k)
+        m_hat = m / (1 - (1 - b1) ** k)
+        v_hat = v / (1 - (1 - b2) ** k)
+        n_hat = n / (1 - (1 - b3) ** k)
         update = eta / (n_hat.sqrt() + eps) * (m_hat + (1 - b2) * v_hat)
         theta = (theta - update) / (1 + lam * eta) if prox else (1 - lam * eta) * theta - update
         before = g
@@ -54,7 +68,9 @@ def adan(theta, gs, *, eta, lam, prox):
 
 def laprop(theta, gs, *, eta, lam):
     """arXiv 2002.04839, algorithm 1."""
-    mu, nu, eps = 0.9, 0.99, 1e-8
+    mu = 0.9
+    nu = 0.99
+    eps = 1e-8
     n = m = torch.zeros_like(theta)
     for t, g in enumerate(gs, start=1):
         n = nu * n + (1 - nu) * g * g
@@ -87,21 +103,27 @@ def mars(x, gs, *, eta, lam, gamma, at_old_weights=None):
 
     Exact variant: `at_old_weights[t]` is the gradient of step t's data at the weights before the last step.
     """
-    b1, b2, eps = 0.95, 0.99, 1e-8
+    b1 = 0.95
+    b2 = 0.99
+    eps = 1e-8
     m = v = torch.zeros_like(x)
     before = [torch.zeros_like(x), *(at_old_weights[1:] if at_old_weights else gs)]
     for t, (g, old) in enumerate(zip(gs, before), start=1):
         c = g + gamma * b1 / (1 - b1) * (g - old)
-        m, v = b1 * m + (1 - b1) * c, b2 * v + (1 - b2) * c * c
+        m = b1 * m + (1 - b1) * c
+        v = b2 * v + (1 - b2) * c * c
         x = x - eta * (m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps) + lam * x)
     return x
 
 
 def schedule_free(y, gs, *, gamma, lam, warmup):
     """arXiv 2405.15682, algorithm 1, in its own terms x, y, z."""
-    b1, b2, eps = 0.9, 0.99, 1e-8
+    b1 = 0.9
+    b2 = 0.99
+    eps = 1e-8
     x = z = y
-    v, total = torch.zeros_like(y), 0.0
+    v = torch.zeros_like(y)
+    total = 0.0
     for t, g in enumerate(gs, start=1):
         gamma_t = gamma * min(1.0, t / warmup) if warmup else gamma
         y = (1 - b1) * z + b1 * x
@@ -113,7 +135,8 @@ def schedule_free(y, gs, *, gamma, lam, warmup):
     return (1 - b1) * z + b1 * x
 
 
-ADEMAMIX, ADAN = {"betas": (0.9, 0.99, 0.999), "alpha": 8.0}, {"betas": (0.98, 0.92, 0.99)}
+ADEMAMIX = {"betas": (0.9, 0.99, 0.999), "alpha": 8.0}
+ADAN = {"betas": (0.98, 0.92, 0.99)}
 PAPERS = [
     ("ademamix", ADEMAMIX, lambda x, gs: ademamix(x, gs, eta=0.01, lam=0.1, alpha=8.0, warmup=0)),
     ("ademamix", ADEMAMIX | {"alpha_steps": 7, "beta3_steps": 7},

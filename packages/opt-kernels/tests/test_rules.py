@@ -53,7 +53,9 @@ def values(seed, numel=NUMEL, *, special=False):
     x = torch.randn(numel, generator=generator) * 10 ** (-5 * torch.rand(numel, generator=generator))
     x[128:256] = 0.0
     if special:
-        x[300], x[500], x[513] = torch.inf, torch.nan, -torch.inf
+        x[300] = torch.inf
+        x[500] = torch.nan
+        x[513] = -torch.inf
     return x
 
 
@@ -143,14 +145,16 @@ def test_type_checkers_see_the_same_signatures(module):
     assert sorted(ast.literal_eval(names)) == sorted(stubs) == sorted(module.__all__)
     for name, stub in stubs.items():
         arguments = next(node for node in stub.body if isinstance(node, ast.FunctionDef)).args
-        positional, by_name = arguments.args[1:], arguments.kwonlyargs
+        positional = arguments.args[1:]
+        by_name = arguments.kwonlyargs
         required = [ast.Constant(...)] * (len(positional) - len(arguments.defaults))
         stubbed = [*zip(positional, required + arguments.defaults), *zip(by_name, arguments.kw_defaults)]
         expected = inspect.signature(getattr(module, name)).parameters.values()
         kinds = [(p.name, p.kind is p.KEYWORD_ONLY) for p in expected]
         assert [(arg.arg, arg in by_name) for arg, _ in stubbed] == kinds
         for (arg, value), parameter in zip(stubbed, expected, strict=True):
-            default, case = parameter.default, f"{name}: {arg.arg}"
+            default = parameter.default
+            case = f"{name}: {arg.arg}"
             is_literal = isinstance(default, bool | int | float | str | tuple | torch.dtype | None)
             assert ast.unparse(value) == (repr(default) if is_literal else "..."), case
             annotation = ast.unparse(arg.annotation) if arg.annotation else ""

@@ -16,7 +16,8 @@ from opt_kernels.rules import Order, SOAPMuonRule, SOAPRule
 from opt_kernels.rules.soap import Orthonormalization
 from opt_kernels.works import Batch, Hyper, Work
 
-PLAIN, KL = SOAPRule(use_kl_shampoo=False), SOAPRule()
+PLAIN = SOAPRule(use_kl_shampoo=False)
+KL = SOAPRule()
 MEGATRON = SOAPRule(order=Order.MEGATRON)
 
 
@@ -34,9 +35,12 @@ class ByFormula:
     factors whose eigenvalues are apart."""
 
     def __init__(self, rule, main):
-        self.rule, self.p, (m, n) = rule, main.double().clone(), main.shape
+        self.rule = rule
+        self.p = main.double().clone()
+        (m, n) = main.shape
         limit = rule.max_precond_dim or max(m, n)
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.p), torch.zeros_like(self.p)
+        self.exp_avg = torch.zeros_like(self.p)
+        self.exp_avg_sq = torch.zeros_like(self.p)
         # Of rows and of columns: whether there is a factor K, its basis Q, and its eigenvalues.
         self.has = [m <= limit and (not rule.one_sided or m <= n), n <= limit and (not rule.one_sided or n < m)]
         turned = [(signed_qr(tensor(size, size, seed=7).double()), torch.linspace(4.0, 1.0, size)) for size in (m, n)]
@@ -51,7 +55,8 @@ class ByFormula:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, **sides}
 
     def step(self, grad, t):
-        g, b = grad.double(), self.rule.shampoo_beta
+        g = grad.double()
+        b = self.rule.shampoo_beta
         if self.rule.order is Order.PAPER and t > 1:
             self._adam(g, t - 1)
         grams = [g @ g.mT, g.mT @ g]
@@ -119,7 +124,8 @@ RULES = {
 def test_steps_follow_the_formula(kind, shape):
     # From the middle of a training: the first factors of a matrix that is not square have a null space, whose basis is
     # left to rounding. All in float64, so that what differs is the formula.
-    rule, main = RULES[kind], tensor(*shape, seed=99).double()
+    rule = RULES[kind]
+    main = tensor(*shape, seed=99).double()
     formula = ByFormula(rule, main)
     state = {name: value.double().copy_(formula.states()[name]) for name, value in rule.init_state(main).items()}
     for step, grad in enumerate(grads_of(*shape, steps=9), start=2):
@@ -135,7 +141,8 @@ def test_steps_follow_the_formula(kind, shape):
 def test_the_order_of_megatron_follows_its_recorded_runs(recorded):
     run = torch.load(Path(__file__).parent / "data" / "soap_megatron_order.pt", weights_only=True)[recorded]
     hyper = Hyper(lr=run["lr"], weight_decay=run["weight_decay"], betas=tuple(run["betas"]), eps=run["eps"])
-    rule, main = replace(MEGATRON, use_kl_shampoo=run["kl"]), run["start"].clone()
+    rule = replace(MEGATRON, use_kl_shampoo=run["kl"])
+    main = run["start"].clone()
     state = rule.init_state(main)
     for step, (grad, expected) in enumerate(zip(run["grads"], run["params"]), start=1):
         rule.update_([Batch(replace(hyper, step=step), [Work(grad=grad, main=main, state=state)])])
@@ -153,7 +160,8 @@ def moved_by_scaled(rule, shape, scale, eps):
 @pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("shape", [(12, 7), (8, 8), (3, 20)], ids=str)
 def test_steps_have_adams_size_whatever_the_scale_of_gradients(shape, order):
-    plain, kl = replace(PLAIN, order=order), replace(KL, order=order)
+    plain = replace(PLAIN, order=order)
+    kl = replace(KL, order=order)
     for scale in (2.0**exponent for exponent in (-30, -20, 20, 40)):
         scaled = moved_by_scaled(plain, shape, scale, eps=1e-8 * scale)
         assert torch.equal(scaled, moved_by_scaled(plain, shape, 1.0, eps=1e-8)), scale
@@ -165,7 +173,8 @@ def test_steps_have_adams_size_whatever_the_scale_of_gradients(shape, order):
 
 @pytest.mark.parametrize("scale", [1e19, float("inf"), float("nan")])
 def test_a_factor_that_overflows_is_refused_before_anything_is_written(scale):
-    main, (grad, *_) = tensor(8, 12), grads_of(8, 12, steps=1)
+    main = tensor(8, 12)
+    (grad, *_) = grads_of(8, 12, steps=1)
     state = KL.init_state(main)
     advance(KL, main, state, grads_of(8, 12, steps=2))
     before = [t.clone() for t in (main, *state.values())]
@@ -184,7 +193,8 @@ def test_a_side_that_is_too_long_has_no_factor():
 
 def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors():
     # A step in the basis of its own gradient is rounding noise made as large as lr, and ruins the second moments.
-    grad, main = tensor(7, 12).double(), torch.ones(7, 12, dtype=torch.float64)
+    grad = tensor(7, 12).double()
+    main = torch.ones(7, 12, dtype=torch.float64)
     state = PLAIN.init_state(main)
     advance(PLAIN, main, state, [grad])
     assert torch.equal(main, torch.ones_like(main))
@@ -193,7 +203,8 @@ def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors()
     close = {"rtol": 0, "atol": 1e-5}
     torch.testing.assert_close(state["L"].double(), grad @ grad.mT, **close)
     torch.testing.assert_close(state["R"].double(), grad.mT @ grad, **close)
-    turned, values = state["Q_L"].double().mT @ grad @ state["Q_R"].double(), torch.linalg.svdvals(grad)
+    turned = state["Q_L"].double().mT @ grad @ state["Q_R"].double()
+    values = torch.linalg.svdvals(grad)
     torch.testing.assert_close(turned[:, :7].diagonal().abs(), values, **close)
     torch.testing.assert_close(turned.norm(), values.norm(), **close)
 
@@ -214,7 +225,9 @@ SOAP_MUON = SOAPMuonRule(
 def steps_of(rule, grads, **hyper):
     """By how much each step moves weights that begin at one; and the states after the first step."""
     main = torch.ones_like(grads[0])
-    state, moves, first = {name: value.to(main.dtype) for name, value in rule.init_state(main).items()}, [], None
+    state = {name: value.to(main.dtype) for name, value in rule.init_state(main).items()}
+    moves = []
+    first = None
     for step, grad in enumerate(grads, start=1):
         before = main.clone()
         rule.update_([Batch(replace(OF_MUON, step=step, **hyper), [Work(grad=grad, main=main, state=state)])])
@@ -233,10 +246,16 @@ def by_equations(grads, first, *, mode, b=0.9):
     """Minus lr s e O of each step, in the letters of N. Vyas's note. `first`: bases after the first step, of whose null
     space rounding chooses the vectors."""
     rows, cols = grads[0].shape
-    scale, mu, eps = 0.5 * scale_factor(mode, rows=rows, cols=cols), 0.8, 1e-8
-    m, v = torch.zeros_like(grads[0]), torch.zeros_like(grads[0])
-    left, right = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
-    q_l, q_r, moves = first["Q_L"], first["Q_R"], []
+    scale = 0.5 * scale_factor(mode, rows=rows, cols=cols)
+    mu = 0.8
+    eps = 1e-8
+    m = torch.zeros_like(grads[0])
+    v = torch.zeros_like(grads[0])
+    left = torch.zeros(rows, rows).double()
+    right = torch.zeros(cols, cols).double()
+    q_l = first["Q_L"]
+    q_r = first["Q_R"]
+    moves = []
     for t, g in enumerate(grads, start=1):
         m = mu * m + (1 - mu) * g
         u = (1 - mu) * g + mu * m
@@ -247,7 +266,8 @@ def by_equations(grads, first, *, mode, b=0.9):
             four = [torch.linalg.matrix_norm(x @ x.mT).sqrt() for x in (u, found)]  # Schatten-4 norms
             u = found * four[0] / four[1]
         moves.append(-0.1 * scale * reference_newton_schulz(u[None], segments=(4 * COEFFICIENTS,))[0])
-        left, right = b * left + (1 - b) * g @ g.mT, b * right + (1 - b) * g.mT @ g
+        left = b * left + (1 - b) * g @ g.mT
+        right = b * right + (1 - b) * g.mT @ g
         if t == 1:
             for q, factor in ((q_l, left), (q_r, right)):  # they are eigenvectors, in descending order
                 values = torch.linalg.eigvalsh(factor).flip(0)
@@ -271,7 +291,8 @@ def test_steps_of_soap_muon_follow_its_equations(shape, mode):
 
 @pytest.mark.parametrize("exponent", [-40, 40])
 def test_a_power_of_two_factors_out_of_soap_muon(exponent):
-    grads, scale = [tensor(6, 9, seed=seed) for seed in range(5)], 2.0**exponent
+    grads = [tensor(6, 9, seed=seed) for seed in range(5)]
+    scale = 2.0**exponent
     scaled, _ = steps_of(SOAP_MUON, [grad * scale for grad in grads], eps=1e-8 * scale)
     # The first step is Muon's, whose norm has a lower bound of 1e-7.
     start = 1 if exponent < 0 else 0

@@ -39,13 +39,15 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
 @on("torch", "cpp", "triton")
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_gram_matrix_equals_its_formula(size: tuple[int, int], backend: str, device: torch.device) -> None:
-    product, (m, k) = product_of(backend), size
+    product = product_of(backend)
+    (m, k) = size
     if backend == "triton" and not NIGHT:
         k = min(k, 130)  # an interpreter takes its time
     for dtype in DTYPES[1:] if backend == "triton" else DTYPES:  # float64 products are left to torch
         x, added = (matrices(m, cols, dtype).to(device) for cols in (k, m))
         added = ((added + added.mT) / 2).contiguous()
-        before, wide = (x.clone(), added.clone()), x.cpu().double()
+        before = (x.clone(), added.clone())
+        wide = x.cpu().double()
         found = product(x, x.mT)
         assert found.dtype is dtype
         assert_close(found, wide @ wide.mT)
@@ -80,7 +82,8 @@ def test_a_compiled_product_has_the_same_bits_on_any_number_of_threads_and_loses
     x = matrices(256, 384, torch.bfloat16)
     if not usable() or not cpp.takes(x, x.mT, None):
         pytest.skip("no C++ compiler here, or a processor that does not multiply bfloat16 itself")
-    before, found = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    found = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
         found.append(cpp.symmetric_product(x, x.mT))

@@ -25,7 +25,9 @@ Calls = list[list[str]]  # by rank, in order
 
 def threads_of(size: int) -> tuple[list[TensorParallel], Calls]:
     """What the rules of ranks that are threads are given, and a record of their calls, each a meeting of all."""
-    barrier, slots, calls = threading.Barrier(size), [torch.empty(0)] * size, [[] for _ in range(size)]
+    barrier = threading.Barrier(size)
+    slots = [torch.empty(0)] * size
+    calls = [[] for _ in range(size)]
 
     def met(rank: int, call: str, tensor: Tensor) -> list[Tensor]:
         calls[rank].append(f"{call} {tuple(tensor.shape)}")
@@ -128,7 +130,8 @@ def test_adaptive_updates_do_not_depend_on_the_number_of_ranks(
 @pytest.mark.parametrize("dim", [0, 1])
 def test_heads_do_not_depend_on_the_number_of_ranks(mode: TpMode, dim: int) -> None:
     # Twelve heads of four rows, whole on their ranks where rows are dealt: no rank asks for another's.
-    rule, spec = replace(MUON, tp_mode=mode), MatrixSpec(split_rows=(4,), by_group=True)
+    rule = replace(MUON, tp_mode=mode)
+    spec = MatrixSpec(split_rows=(4,), by_group=True)
     got, calls = cut_update(rule, MAINS, GRADS, Cut(2, dim, spec))
     assert dim == 1 or calls == [[], []]
     if dim == 0 or mode is not TpMode.BLOCKWISE:
@@ -150,7 +153,8 @@ def test_parts_that_cannot_be_updated_alone_are_refused() -> None:
 
 def test_blocks_are_orthogonalised_alone_but_scaled_as_the_whole() -> None:
     rule = replace(MUON, tp_mode=TpMode.BLOCKWISE, scale_mode=ScaleMode.SPECTRAL)
-    main, grad = MAINS[1], GRADS[0][1]
+    main = MAINS[1]
+    grad = GRADS[0][1]
     (got,), calls = cut_update(rule, [main], [[grad]], Cut(2, 1))
     assert calls == [[], []]
     # Half of 48 x 96 is square: alone its scale is sqrt(48), in the whole sqrt(96).
@@ -161,7 +165,8 @@ def test_blocks_are_orthogonalised_alone_but_scaled_as_the_whole() -> None:
 
 def test_stacks_of_matrices_are_cut_by_their_last_dims() -> None:
     """Dim 0 of a stack is not a dim of its matrices: experts that are dealt to ranks are whole."""
-    mains, grads = [tensor(4, 24, 16)], [[tensor(4, 24, 16, seed=1)]]
+    mains = [tensor(4, 24, 16)]
+    grads = [[tensor(4, 24, 16, seed=1)]]
     rule = replace(MUON, tp_mode=TpMode.DUPLICATED)
     for dim in range(3):
         got, calls = cut_update(rule, mains, grads, Cut(2, dim))

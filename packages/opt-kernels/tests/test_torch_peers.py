@@ -46,7 +46,12 @@ def both(name: str) -> tuple[Any, Any]:
 def test_a_drop_in_takes_torchs_steps(name: str, backend: str) -> None:
     cls, options = PEERS[name]
     ours, theirs = both(cls)
-    dtype, steps = (torch.float64, range(40)) if backend == "float64" else (torch.float32, range(12))
+    if backend == "float64":
+        dtype = torch.float64
+        steps = range(40)
+    else:
+        dtype = torch.float32
+        steps = range(12)
     made = {"backend": None if backend == "float64" else backend, **options}
     optimizer = ours([parameter(9, 7, dtype=dtype), parameter(5, dtype=dtype)], **made)
     has_bits = backend == "torch" and name == "AdamW"  # it runs torch's fused operations
@@ -119,7 +124,8 @@ DENSE: list[Callable[[Tensor], Tensor]] = [
 @ON_FAST
 def test_parameters_in_any_dense_order_move_as_torchs(backend: str) -> None:
     for name in PLAIN:
-        results, options = [], {"backend": backend}
+        results = []
+        options = {"backend": backend}
         for build in both(name):
             params = [nn.Parameter(arrange(parameter().data.clone().to(device_of(backend)))) for arrange in DENSE]
             results.append(step(build(params, **options), 0, 1, 2))
@@ -132,7 +138,8 @@ def test_groups_of_sgd_have_their_own_momenta_and_dampenings_also_when_set_later
     for build in both("SGD"):
         a, b, c = (parameter(seed=seed) for seed in range(3))
         groups = [{"params": [a]}, {"params": [b], "momentum": 0.8, "dampening": 0.5}, {"params": [c], "momentum": 0.0}]
-        optimizer, without = build(groups, lr=0.1, momentum=0.9, dampening=0.25), build([parameter(seed=3)], lr=0.1)
+        optimizer = build(groups, lr=0.1, momentum=0.9, dampening=0.25)
+        without = build([parameter(seed=3)], lr=0.1)
         for number, momentum in enumerate((0.0, 0.9, 0.0, 0.5)):
             if number == 2:
                 optimizer.param_groups[0]["dampening"] = 0.75
@@ -176,10 +183,12 @@ def test_a_step_at_equal_arguments_is_torchs(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_state_dicts_of_muon_are_exchanged_with_torchs(ours_first: bool) -> None:
     one, other = (build([parameter(24, 16)], lr=0.02) for build in both("Muon")[:: 1 if ours_first else -1])
-    (before,), _ = step(one, 3), step(other, 4)
+    (before,) = step(one, 3)
+    _ = step(other, 4)
     other.load_state_dict(copy.deepcopy(one.state_dict()))
     other.param_groups[0]["params"][0].data.copy_(before)
-    (first,), (second,) = step(one, 0), step(other, 0)
+    (first,) = step(one, 0)
+    (second,) = step(other, 0)
     assert float((first - second).norm() / (first - before).norm()) < 0.05
 
 

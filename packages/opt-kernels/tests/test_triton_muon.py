@@ -55,8 +55,11 @@ def works_of(
     name: str, device: torch.device, shapes: Sequence[tuple[int, ...]] = (*SHAPES, FUSED, CROOKED)
 ) -> list[Work]:
     """Works with random contents, the same at every call."""
-    generator, (kept, momentum) = torch.Generator().manual_seed(5), STORAGES[name]
-    codec, rule, works = codec_for("m", momentum, signed=True), MuonRule(momentum_buffer_dtype=momentum), []
+    generator = torch.Generator().manual_seed(5)
+    (kept, momentum) = STORAGES[name]
+    codec = codec_for("m", momentum, signed=True)
+    rule = MuonRule(momentum_buffer_dtype=momentum)
+    works = []
     for shape in shapes:
         if codec.block and shape in ((3, 24, 40), CROOKED):
             continue  # their matrices share blocks
@@ -70,7 +73,8 @@ def works_of(
 
 def momentum_of(work: Work, momentum: torch.dtype) -> Tensor:
     values = torch.empty(work.grad.shape, dtype=torch.float64, device=work.grad.device)
-    codes, scales = work.state["momentum_buffer"], work.state.get("momentum_buffer_scale")
+    codes = work.state["momentum_buffer"]
+    scales = work.state.get("momentum_buffer_scale")
     codec_for("m", momentum, signed=True).decode_(values.view(-1), codes.view(-1), scales)
     return values
 
@@ -107,12 +111,14 @@ def test_a_step_equals_its_reference_in_float64(name: str, kernel_device: torch.
         scale = torch.tensor(0.5, device=kernel_device)
         moved(replace(rule, backend="triton", momentum_buffer_dtype=momentum), works, grad_scale=scale)
         for work, true, old in zip(works, exact, before):
-            largest, error = (main_of(true) - old).abs().max(), (main_of(work) - main_of(true)).abs()
+            largest = (main_of(true) - old).abs().max()
+            error = (main_of(work) - main_of(true)).abs()
             allowed = 128 * HALF_UNIT * largest + stored * main_of(true).abs() + 4 * HALF_UNIT * old.abs() + 1e-37
             assert (error <= allowed).all(), (nesterov, decay)
             if work.out is not None and work.main is not None:
                 assert torch.equal(work.out, work.main.to(work.out.dtype))
-            found, expected = momentum_of(work, momentum).cpu(), true.state["momentum_buffer"]
+            found = momentum_of(work, momentum).cpu()
+            expected = true.state["momentum_buffer"]
             torch.testing.assert_close(found, expected, rtol=unit, atol=max(unit * 0.3, 1e-6))
 
 
@@ -129,7 +135,8 @@ def test_a_skip_flag_leaves_every_byte_and_gradients_are_never_written(name: str
 def test_alignment_rounds_company_and_order_make_no_difference(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, shapes = ("remainder", "bf16-grads-bf16-out"), ((25, 41), (7, 9), (0, 7), CROOKED)
+    names = ("remainder", "bf16-grads-bf16-out")
+    shapes = ((25, 41), (7, 9), (0, 7), CROOKED)
     usual, alone, unaligned, in_rounds, flagged, turned = (
         [work for name in names for work in works_of(name, kernel_device, shapes)] for _ in range(6)
     )
@@ -179,8 +186,10 @@ def test_a_round_has_inputs_of_one_kind_and_stacks_at_aligned_places() -> None:
 
 def test_what_cannot_be_swept_is_refused_with_a_way_on(kernel_device: torch.device) -> None:
     wide = torch.zeros(4, 6, dtype=torch.float64, device=kernel_device)
-    holes, odd = torch.zeros(6, 4, device=kernel_device).t(), torch.zeros(2, 3, 5, device=kernel_device)
-    plain, coded = MuonRule(backend="triton"), MuonRule(backend="triton", momentum_buffer_dtype=torch.int8)
+    holes = torch.zeros(6, 4, device=kernel_device).t()
+    odd = torch.zeros(2, 3, 5, device=kernel_device)
+    plain = MuonRule(backend="triton")
+    coded = MuonRule(backend="triton", momentum_buffer_dtype=torch.int8)
     for rule, main, reason in (
         (plain, wide, "backend='torch'"),
         (plain, holes, "contiguous"),

@@ -30,7 +30,8 @@ OF_LION = {"exp_avg": Plain()}
 def test_runs_without_alignment_give_the_same_bits(make: Callable[..., ElementwiseRule]) -> None:
     rule = make(backend="triton")
     for name in ("fp32", "fp32-out16", "remainder-g16"):
-        aligned, unaligned = work_of(rule, NUMEL, name, "triton"), shifted(work_of(rule, NUMEL, name, "triton"))
+        aligned = work_of(rule, NUMEL, name, "triton")
+        unaligned = shifted(work_of(rule, NUMEL, name, "triton"))
         for work in (aligned, unaligned):
             rule.update_([Batch(HYPER, [work])], grad_scale=0.5)
         assert all(map(torch.equal, written(aligned), written(unaligned))), name
@@ -71,7 +72,8 @@ def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: to
 
 
 def test_dtypes_and_codecs_that_kernels_would_misread_are_refused(kernel_device: torch.device) -> None:
-    ones, fp8 = torch.ones(300, device=kernel_device), (torch.float8_e4m3fn, torch.float8_e5m2)
+    ones = torch.ones(300, device=kernel_device)
+    fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
     cases = [(dtype, column) for dtype in (torch.float64, *fp8) for column in ("grad", "main", "out")]
     for dtype, column in (*cases, (torch.int8, "main")):  # a remainder has the place of a main
         tensors = {"grad": ones, "main": ones.clone(), column: ones.to(dtype)}

@@ -26,7 +26,8 @@ from opt_kernels.rules import SGD, Adam, MuonRule, Rule
 from opt_kernels.works import Batch, Hyper
 
 pytestmark = pytest.mark.needs_extra
-Patch, Capture = pytest.MonkeyPatch, Callable[[bool], None]
+Patch = pytest.MonkeyPatch
+Capture = Callable[[bool], None]
 
 CPU = torch.device("cpu")
 
@@ -59,7 +60,8 @@ def test_the_table_that_was_unused_longest_makes_room(tables: DeviceTables[Any])
 
 
 def test_what_a_graph_has_captured_is_kept_for_replays(tables: DeviceTables[Any], capture: Capture) -> None:
-    captured, others = [], []
+    captured = []
+    others = []
     for _ in range(2):
         tables.get("a", Table)
         capture(True)

@@ -71,7 +71,8 @@ def test_elements_that_are_moved_or_written_with_their_value_keep_the_low_bits_o
     step(optimizer, 2)
     step(undisturbed, 2)
     assert torch.equal(model.weight, other.weight)
-    state, wanted = optimizer.state[model.weight], undisturbed.state[other.weight]
+    state = optimizer.state[model.weight]
+    wanted = undisturbed.state[other.weight]
     assert all(map(torch.equal, state.values(), wanted.values()))
     if mains == "float32":
         with torch.no_grad():
@@ -116,7 +117,8 @@ def test_a_main_that_is_written_is_not_undone(backend, rule):
 @pytest.mark.parametrize("is_frozen_once", [False, True])
 def test_weights_at_the_same_address_in_other_memory_are_noticed(is_frozen_once):
     """Where an allocator gives new weights the memory of the old; also if the rows of a step are made anew."""
-    memory, (model, optimizer) = bytearray(128), trained()
+    memory = bytearray(128)
+    (model, optimizer) = trained()
     for value in (1.0, 3.0):
         model.weight.data = torch.frombuffer(memory, dtype=torch.bfloat16).fill_(value).view(8, 8)
         if is_frozen_once:
@@ -141,7 +143,8 @@ def test_a_load_of_both_continues_bit_for_bit(model_first):
 
 
 def test_a_parameter_that_is_not_updated_may_take_part_in_an_older_graph():
-    frozen, weight = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    weight = nn.Parameter(torch.ones(3))
     optimizer = optim.AdamW([frozen, weight], lr=1e-2)
     x = torch.ones(3, requires_grad=True)
     loss = (x * frozen).square().sum()

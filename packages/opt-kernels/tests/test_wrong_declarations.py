@@ -131,7 +131,8 @@ def test_values_that_numbers_and_choices_do_not_have_are_refused():
 
 def test_numbers_without_scalars_are_named():
     by_warmup = function_of("by_warmup(*, lr, warmup)", 'return {"lr": lr / warmup}')
-    rule, main = elementwise(declared(scalars=by_warmup, numbers=(Number("warmup", 1.0, low=0.0),))), torch.ones(3)
+    rule = elementwise(declared(scalars=by_warmup, numbers=(Number("warmup", 1.0, low=0.0),)))
+    main = torch.ones(3)
     work = Work(grad=main, main=main, state=rule.init_state(main))
     with pytest.raises(NumberError, match=r"'mine' cannot be computed from lr=0.1, warmup=0.0: .*division by zero"):
         rule.update_([Batch(Hyper(lr=0.1, own={"warmup": 0.0}), [work])])
@@ -158,7 +159,8 @@ def test_numbers_alone_have_the_bits_of_the_compiled_backends(backend, default):
         for lr in (0.1, 1.0):
             found = []
             for name in ("reference", backend):
-                rule, main = elementwise(formula, backend=name), torch.linspace(-1.0, 1.0, 130, dtype=torch.float32)
+                rule = elementwise(formula, backend=name)
+                main = torch.linspace(-1.0, 1.0, 130, dtype=torch.float32)
                 work = Work(grad=main.clone(), main=main, state=rule.init_state(main))
                 rule.update_([Batch(Hyper(lr=lr), [work])])
                 found.append(main)
@@ -178,7 +180,8 @@ def trained(p, m, *, lr):
 
 
 def test_an_evaluation_changes_neither_weights_nor_states():
-    p, m = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])
+    p = torch.tensor([1.0, 2.0])
+    m = torch.tensor([4.0, 8.0])
     formula = declared(evaluation=(averaged, trained))
     assert formula.evaluated(p, {"m": m}, Hyper(lr=0.5)).tolist() == [3.0, 6.0]
     assert formula.evaluated(p, {"m": m}, Hyper(lr=0.5), back=True).tolist() == [-1.0, -2.0]
@@ -196,7 +199,8 @@ def weight():
 
 def test_defaults_and_what_is_read_are_accepted():
     for options in ({}, {"weight_decay": 0.0}, {"betas": (0.5, 0.99)}, {"betas": [0.9, 0.99]}):
-        param, beta1 = weight(), options.get("betas", (0.9, 0.99))[0]
+        param = weight()
+        beta1 = options.get("betas", (0.9, 0.99))[0]
         optimizer = Undecayed([param], lr=0.5, **options)
         optimizer.step()
         torch.testing.assert_close(param.data, weight().data - 0.5 * (1 - beta1) * param.grad)
@@ -219,7 +223,8 @@ def test_a_number_without_effect_that_is_written_later_is_refused_by_the_next_st
 
 def test_hooks_that_decay_read_weight_decay_and_those_with_norms_do_not():
     for hook in (CautiousDecay(), LrDecoupledDecay(1.0), CoupledDecay()):
-        plain, decayed = weight(), weight()
+        plain = weight()
+        decayed = weight()
         Undecayed([plain], lr=0.5, hooks=(hook,)).step()
         Undecayed([decayed], lr=0.5, weight_decay=0.25, hooks=(hook,)).step()
         assert not torch.equal(plain, decayed)

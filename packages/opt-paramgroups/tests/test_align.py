@@ -28,7 +28,9 @@ STAGES = {
 def run(models, overrides, config=CONFIG):
     """The groups of each rank, or its error; ranks are threads. `overrides` may be a function of the rank."""
     size = len(models)
-    values, calls, barrier = [None] * size, [0] * size, threading.Barrier(size, timeout=30)
+    values = [None] * size
+    calls = [0] * size
+    barrier = threading.Barrier(size, timeout=30)
 
     def outcome(rank):
         def gather(value):
@@ -68,7 +70,8 @@ def test_ranks_with_different_parameters_end_with_identical_groups(size):
 
 
 def test_the_names_do_not_depend_on_who_holds_what():
-    one, two = run([Model(), Experts()], OVERRIDES), run([Experts(), Model()], OVERRIDES)
+    one = run([Model(), Experts()], OVERRIDES)
+    two = run([Experts(), Model()], OVERRIDES)
     assert list(map(identity, one[0])) == list(map(identity, two[0]))
 
 
@@ -105,7 +108,8 @@ CONTRADICTION = (
     "one of them only, or let them match different parameters"
 )
 DIFFERENT = "the same keys make different groups; give every rank the same overrides, and different predicates"
-BIAS, ROUTER = ParamKey(name="*.bias"), ParamKey(name="router.weight")
+BIAS = ParamKey(name="*.bias")
+ROUTER = ParamKey(name="router.weight")
 UNKNOWN = "config_overrides[*.bias]: wd_mul=0.0: unknown"
 ONE_BROKEN = ["rank 1: my predicate is wrong", "my predicate is wrong"]
 FAILING = {

@@ -58,7 +58,8 @@ def test_experts_are_apart_from_dense_parameters():
 
 
 def test_a_parameter_tied_over_chunks_belongs_to_the_first_and_frozen_ones_to_none():
-    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+    first = nn.Linear(3, 3, bias=False)
+    second = nn.Linear(3, 3)
     second.weight = first.weight
     (group,) = get_param_groups([first, second], CONFIG, {})
     assert group["param_ids"] == [ParamId(0, "weight"), ParamId(1, "bias")]
@@ -70,7 +71,8 @@ def test_a_parameter_tied_over_chunks_belongs_to_the_first_and_frozen_ones_to_no
 def test_the_callers_arguments_are_left_as_they_were():
     model = Model()
     overrides = {BIAS: {"wd_mult": 0.0}, VECTOR: dataclasses.replace(CONFIG, lr=1.0)}
-    before, config_before = copy.deepcopy(overrides), copy.deepcopy(CONFIG)
+    before = copy.deepcopy(overrides)
+    config_before = copy.deepcopy(CONFIG)
     groups = get_param_groups([model], CONFIG, overrides)
     groups[1]["wd_mult"] = 7.0
     assert overrides == before

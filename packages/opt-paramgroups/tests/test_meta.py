@@ -60,7 +60,8 @@ def test_megatron_cores_attributes_are_read(attributes, expected):
 def test_shapes_and_dtypes_are_the_tensors():
     model = nn.Linear(3, 5).to(torch.bfloat16)
     metas = describe([model])
-    weight, bias = metas[ParamId(0, "weight")], metas[ParamId(0, "bias")]
+    weight = metas[ParamId(0, "weight")]
+    bias = metas[ParamId(0, "bias")]
     assert (weight.shape, weight.local_shape, weight.numel, weight.dtype) == ((5, 3), (5, 3), 15, torch.bfloat16)
     assert (weight.moved_as_matrix, bias.moved_as_matrix) == (True, False)
     assert not weight.is_dtensor
@@ -98,7 +99,8 @@ def test_the_caller_may_know_better():
     assert (output.is_embedding_or_output, output.is_expert, output.moved_as_matrix) == (False, True, True)
 
 
-QKV, NORM = "qkv_split_shapes", "layers.0.norm.weight"
+QKV = "qkv_split_shapes"
+NORM = "layers.0.norm.weight"
 
 
 REFUSED = [
@@ -141,7 +143,8 @@ def test_placements_are_read_as_plain_values(mesh):
     model.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0), Shard(1)]))
     model.other = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0), Replicate()]))
     metas = describe([model])
-    weight, other = metas[ParamId(0, "weight")], metas[ParamId(0, "other")]
+    weight = metas[ParamId(0, "weight")]
+    other = metas[ParamId(0, "other")]
     assert weight.placements == (MeshPlacement("dp", 1, 0), MeshPlacement("tp", 1, 1))
     assert (weight.is_dtensor, weight.tensor_parallel, weight.partition_dim) == (True, True, 1)
     assert other.placements == (MeshPlacement("dp", 1, 0), MeshPlacement("tp", 1, None))

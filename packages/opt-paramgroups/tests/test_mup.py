@@ -27,7 +27,9 @@ def numbers(model, config, overrides):
     }
 
 
-WHOLE, SMALLER, LARGER = (1e-2, 1e-3, None), (1e-2 / 3, 1e-3 / 3, None), (1e-2 * 3, 1e-3 * 3, None)
+WHOLE = (1e-2, 1e-3, None)
+SMALLER = (1e-2 / 3, 1e-3 / 3, None)
+LARGER = (1e-2 * 3, 1e-3 * 3, None)
 SMALLER_EPS = (1e-2 / 3, 1e-3 / 3, 1e-8 / 3)
 
 
@@ -71,7 +73,8 @@ def test_what_cannot_be_scaled_is_refused():
 
 
 def test_by_shape_equals_by_width_if_all_dims_grow_equally():
-    base, wide = Model(width=4, num_layers=1), Model(width=12, num_layers=1)
+    base = Model(width=4, num_layers=1)
+    wide = Model(width=12, num_layers=1)
     for optimizer in ("adam", "sgd", "lion", "muon"):
         by_shape = get_mup_overrides_by_shape(CONFIG, [wide], shapes_of([base]), optimizer)
         by_width = get_mup_config_overrides(CONFIG, 3, optimizer)
@@ -88,7 +91,8 @@ def test_by_shape_each_parameter_has_its_own_width():
 
 
 def test_by_shape_without_a_base_is_refused():
-    base, wide = {ParamId(0, "weight"): (3,)}, nn.Linear(2, 2)
+    base = {ParamId(0, "weight"): (3,)}
+    wide = nn.Linear(2, 2)
     with pytest.raises(
         ConfigError, match=r"^base_shapes: parameter 'weight' of shape \(2, 2\) has base shape \(3,\); it m"
     ):

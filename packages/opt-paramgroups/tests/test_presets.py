@@ -157,7 +157,8 @@ def test_parameters_other_than_hidden_matrices_use_the_scalar_optimizer():
 
 def test_use_muon_has_an_effect_with_muon_only():
     for optimizer, expected in (("muon", "adam"), ("soap", "soap")):
-        model, config = Model(num_layers=1), OptimizerConfig(optimizer=optimizer)
+        model = Model(num_layers=1)
+        config = OptimizerConfig(optimizer=optimizer)
         mark(model.layers[0].attention.linear_proj.weight, use_muon=False)
         rules = entry_by_name(model, config, get_matrix_rule_overrides(config), "optimizer")
         assert rules["layers.0.attention.linear_proj.weight"] == expected

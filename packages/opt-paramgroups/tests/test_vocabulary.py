@@ -8,7 +8,8 @@ from torch import nn
 from opt_config import OptimizerConfig, ParamKey
 from opt_paramgroups import describe, get_matrix_rule_overrides, get_param_groups
 
-VOCAB, DIM = 11, 4
+VOCAB = 11
+DIM = 4
 
 
 class Layer(nn.Module):
@@ -16,7 +17,8 @@ class Layer(nn.Module):
 
     def __init__(self, hidden=16):
         super().__init__()
-        self.up, self.down = nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
+        self.up = nn.Linear(DIM, hidden)
+        self.down = nn.Linear(hidden, DIM)
 
 
 class GPT(nn.Module):
@@ -24,7 +26,8 @@ class GPT(nn.Module):
 
     def __init__(self, *, hidden=16, tied=False, head="readout"):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(16, DIM)
+        self.tokens = nn.Embedding(VOCAB, DIM)
+        self.positions = nn.Embedding(16, DIM)
         self.layers = nn.ModuleList([Layer(hidden)])
         self.norm = nn.LayerNorm(DIM)
         self.register_module(head, nn.Linear(DIM, VOCAB, bias=False))
@@ -67,7 +70,8 @@ def test_muon_moves_hidden_matrices_only_though_nothing_is_marked(wrap, device):
 
 
 def test_a_head_tied_to_an_embedding_of_another_chunk_is_recognised():
-    first, last = nn.Embedding(VOCAB, DIM), nn.ModuleDict({"up": Layer().up, "readout": nn.Linear(DIM, VOCAB)})
+    first = nn.Embedding(VOCAB, DIM)
+    last = nn.ModuleDict({"up": Layer().up, "readout": nn.Linear(DIM, VOCAB)})
     last["readout"].weight = first.weight
     assert moved_by_muon(first, last) == {"chunk 1: up.weight"}
 
@@ -81,7 +85,8 @@ def test_hidden_matrices_are_moved_whatever_their_shape_and_whether_the_head_is_
 class Named(nn.Module):
     def __init__(self):
         super().__init__()
-        self.pos_embed, self.weights = nn.Parameter(torch.zeros(16, DIM)), nn.Parameter(torch.zeros(16, DIM))
+        self.pos_embed = nn.Parameter(torch.zeros(16, DIM))
+        self.weights = nn.Parameter(torch.zeros(16, DIM))
 
 
 # the model, and the embeddings and outputs in it, each with whether it is a guess
@@ -113,7 +118,9 @@ def test_what_the_model_names_as_its_embeddings_is_taken_at_its_word():
     class HuggingFaceLike(nn.Module):
         def __init__(self):
             super().__init__()
-            self.table, self.layer, self.odd = nn.Linear(VOCAB, DIM), Layer(), nn.Linear(2 * DIM, VOCAB)
+            self.table = nn.Linear(VOCAB, DIM)
+            self.layer = Layer()
+            self.odd = nn.Linear(2 * DIM, VOCAB)
 
         def get_input_embeddings(self):
             return self.table

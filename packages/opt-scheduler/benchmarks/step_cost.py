@@ -37,17 +37,24 @@ def groups(overridden: bool) -> list[dict[str, Any]]:
 
 def by_hand(param_groups: list[dict[str, Any]]) -> Callable[[], None]:
     """Cosine and a linear ramp of the weight decay with the same five group keys, as one writes it: nothing checked."""
-    max_lr, min_lr, warmup, decay, start_wd, end_wd = 1e-3, 1e-4, 100, 10_000_000, 0.01, 0.1
+    max_lr = 1e-3
+    min_lr = 1e-4
+    warmup = 100
+    decay = 10_000_000
+    start_wd = 0.01
+    end_wd = 0.1
     n = 200
 
     def step() -> None:
         nonlocal n
         n += 1
         for group in param_groups:
-            high, low = group.get("max_lr", max_lr), group.get("min_lr", min_lr)
+            high = group.get("max_lr", max_lr)
+            low = group.get("min_lr", min_lr)
             r = (n - warmup) / (decay - warmup)
             group["lr"] = low + 0.5 * (math.cos(math.pi * r) + 1.0) * (high - low)
-            start, end = group.get("start_wd", start_wd), group.get("end_wd", end_wd)
+            start = group.get("start_wd", start_wd)
+            end = group.get("end_wd", end_wd)
             group["weight_decay"] = (start + n / decay * (end - start)) * group.get("wd_mult", 1.0)
 
     return step

@@ -15,7 +15,8 @@ PICTURE = Path(__file__).with_name("gallery.svg")
 STEPS = 120
 COLUMNS = 4
 # Readable on white and on a dark page: each has a contrast of at least 3.7 with #ffffff and with #0d1117.
-TEXT, CURVE = "#787878", "#4c74d9"
+TEXT = "#787878"
+CURVE = "#4c74d9"
 
 # The caption of a panel is the expression that draws it, so they cannot disagree.
 EXPRESSIONS = {

@@ -129,7 +129,10 @@ def test_what_a_file_gets_wrong_is_refused_in_its_own_words(arguments: dict[str,
 @pytest.mark.parametrize("shape", ["linear", "cosine", "minus_sqrt"])
 def test_wsd_has_torchtitans_rates_as_its_page_says(shape: str) -> None:
     """With W steps from 0 the first update had a rate of 0, and the warmup was one step late."""
-    steps, warmup_steps, decay_steps, low = 50, 8, 20, 0.1
+    steps = 50
+    warmup_steps = 8
+    decay_steps = 20
+    low = 0.1
     ours = get_schedule(
         "wsd", peak=1.0, steps=steps, warmup_steps=warmup_steps - 1, start=1.0 / warmup_steps, decay_steps=decay_steps,
         end=low, shape=shape,

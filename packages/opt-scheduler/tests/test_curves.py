@@ -53,7 +53,8 @@ MEGATRON = OptimizerParamScheduler(
     lr_decay_style="WSD", wsd_decay_steps=4, lr_wsd_decay_style="linear",
     start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
 )  # fmt: skip
-FALL, RISE = linear(1.0, 0.0, steps=4), piecewise_constant([1.0, 2.0], at=[5])
+FALL = linear(1.0, 0.0, steps=4)
+RISE = piecewise_constant([1.0, 2.0], at=[5])
 JUMP = cut(RISE, 5)
 # name: schedule, {step: value known from the formula, worked out by hand or with a calculator}
 KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
@@ -321,7 +322,9 @@ def test_a_step_that_is_no_number_is_refused(step: object) -> None:
 
 
 def test_the_bracketing_does_not_matter() -> None:
-    a, b, c = FALL, constant(2.0), linear(0.0, 1.0, steps=3)
+    a = FALL
+    b = constant(2.0)
+    c = linear(0.0, 1.0, steps=3)
     assert (a * b) * c == a * (b * c)
     assert (a + b) + c == a + (b + c)
     assert join(join(a, c), b) == join(a, join(c, b)) == join(a, c, b)

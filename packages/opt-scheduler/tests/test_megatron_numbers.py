@@ -87,7 +87,8 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
 @given(arguments(), st.lists(st.integers(0, 5_000), max_size=8))
 @settings(max_examples=100, deadline=None)
 def test_any_split_of_the_increments_is_the_same(a: dict[str, Any], increments: list[int]) -> None:
-    in_one, split = build(**a), build(**a)
+    in_one = build(**a)
+    split = build(**a)
     in_one.step(sum(increments))
     for increment in increments:
         split.step(increment)

@@ -97,7 +97,8 @@ def test_a_resumed_run_uses_the_values_of_one_never_stopped(stop: int) -> None:
 
     settings: dict[str, Any] = {"factor": 0.5, "patience": 2, "cooldown": 1}
     unbroken = run(build(**settings), 0, 40)
-    first, second = build(**settings), build(**settings)
+    first = build(**settings)
+    second = build(**settings)
     begun = run(first, 0, stop)
     state = json.loads(json.dumps(first.state_dict(), allow_nan=False))
     for _ in range(2):

@@ -78,7 +78,8 @@ def test_groups_are_read_anew_at_every_step() -> None:
 
 
 def test_several_optimizers_are_scheduled_together() -> None:
-    one, other = SimpleNamespace(param_groups=[{}]), SimpleNamespace(param_groups=[{"max_lr": 0.2}, {}])
+    one = SimpleNamespace(param_groups=[{}])
+    other = SimpleNamespace(param_groups=[{"max_lr": 0.2}, {}])
     scheduler = OptimizerParamScheduler([one, other], **BASE)
     scheduler.step(10)
     assert [group["lr"] for group in one.param_groups + other.param_groups] == [1.0, 0.2, 1.0]

@@ -124,7 +124,8 @@ class TestGroupsOnLoad:
     """Groups carry copies of max_lr and min_lr, and these come back with the optimizer's own checkpoint."""
 
     def test_copies_follow_and_overrides_stay(self) -> None:
-        copied, own = {"max_lr": 1.0, "min_lr": 0.1}, {"max_lr": 0.3, "min_lr": 0.1}
+        copied = {"max_lr": 1.0, "min_lr": 0.1}
+        own = {"max_lr": 0.3, "min_lr": 0.1}
         partly: dict[str, Any] = {"max_lr": 0.7}
         plain: dict[str, Any] = {}
         scheduler = build(copied, own, partly, plain, max_lr=2.0, min_lr=0.2, **KEEP)

@@ -43,7 +43,8 @@ def test_tensors_are_filled_in_place() -> None:
     # A captured graph or a compiled step reads from the address it saw first.
     optimizer = adamw(torch.tensor(1.0), weight_decay=0.0)
     for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = torch.tensor(1.0), torch.tensor(0.0)
+        group["lr"] = torch.tensor(1.0)
+        group["weight_decay"] = torch.tensor(0.0)
         group["betas"] = (torch.tensor(0.9), 0.99)
     before = [(group["lr"], group["weight_decay"], group["betas"][0]) for group in optimizer.param_groups]
     OptimizerParamScheduler(optimizer, **BASE).step(60)
@@ -131,7 +132,8 @@ def test_what_the_adapter_cannot_do_is_refused(act: Any, message: str) -> None:
 
 
 def test_groups_of_torch_s_one_cycle_are_refused_when_built_and_at_a_step() -> None:
-    early, late = adamw(), adamw()
+    early = adamw()
+    late = adamw()
     scheduler = OptimizerParamScheduler(late, **BASE)
     for optimizer in (early, late):
         torch_schedulers.OneCycleLR(optimizer, max_lr=1.0, total_steps=100)
@@ -164,7 +166,8 @@ class TestOneCall:
         def half_life(step: float) -> float:
             return float(0.5 ** (step / 3))
 
-        ours, theirs = adamw(), adamw()
+        ours = adamw()
+        theirs = adamw()
         for optimizer in (ours, theirs):
             optimizer.param_groups[1]["lr"] = 0.1  # a layer decay
         pair: Any = as_lr_scheduler(ours, half_life, relative=True), torch_schedulers.LambdaLR(theirs, half_life)
@@ -194,7 +197,9 @@ class TestOneCall:
 # --- as parts of torch's composed schedulers, against torch's LambdaLR with the same curves -------------------------
 
 STEPS = 12
-RISE, WAVE, DOWN = linear(0.0, 1.0, steps=4), cosine(1.0, 0.1, steps=6), linear(0.8, 0.2, steps=8)
+RISE = linear(0.0, 1.0, steps=4)
+WAVE = cosine(1.0, 0.1, steps=6)
+DOWN = linear(0.8, 0.2, steps=8)
 MEGATRON = {**BASE, "lr_warmup_steps": 3, "lr_decay_steps": 9}
 
 
@@ -215,12 +220,11 @@ def megatron(optimizer: Any, part: Any) -> Any:
 
 
 GROUPS: tuple[dict[str, Any], ...] = ({}, {"max_lr": 0.5})
-sequential, chained = torch_schedulers.SequentialLR, torch_schedulers.ChainedScheduler
-constant_lr, exponential_lr, linear_lr = (
-    torch_schedulers.ConstantLR,
-    torch_schedulers.ExponentialLR,
-    torch_schedulers.LinearLR,
-)
+sequential = torch_schedulers.SequentialLR
+chained = torch_schedulers.ChainedScheduler
+constant_lr = torch_schedulers.ConstantLR
+exponential_lr = torch_schedulers.ExponentialLR
+linear_lr = torch_schedulers.LinearLR
 COMPOSED: dict[str, Any] = {
     "two of ours": lambda o, part: sequential(o, [part(o, RISE), part(o, WAVE)], [4]),
     "three of ours": lambda o, part: sequential(o, [part(o, RISE), part(o, WAVE), part(o, DOWN)], [3, 7]),

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from opt_config import OptimizerConfig
 from opt_stack import Optimizer, get_optimizer
 
-FEATURES, HIDDEN = 5, 7
+FEATURES = 5
+HIDDEN = 7
 over = roles_over
 _SEEDED = threading.Lock()  # ranks that are threads share torch's generator
 

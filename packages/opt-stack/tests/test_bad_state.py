@@ -79,7 +79,8 @@ def test_state_of_another_rule_with_the_same_names_is_refused(saved_by: str, loa
 
 def test_what_is_not_broken_loads_unless_the_source_of_main_values_is_misspelt() -> None:
     """It was taken for "parameters", which starts a 16-bit run from rounded values."""
-    optimizer, state_dict = built(), edited(lambda d: d["grad_scaler"].update(scale=4.0))
+    optimizer = built()
+    state_dict = edited(lambda d: d["grad_scaler"].update(scale=4.0))
     assert_refused(optimizer, state_dict, "main_values='paramters'", main_values="paramters")
     optimizer.load_state_dict(state_dict)
     for part in ("state", "grad_scaler"):
@@ -96,7 +97,8 @@ def test_a_loaded_tensor_is_the_optimizers_own() -> None:
 
 
 def test_torchs_hooks_run() -> None:
-    optimizer, seen = built(), []
+    optimizer = built()
+    seen = []
     optimizer.register_state_dict_pre_hook(lambda opt: seen.append("save"))
     optimizer.register_state_dict_post_hook(lambda opt, state_dict: {**state_dict, "note": 1})
     optimizer.register_load_state_dict_pre_hook(lambda opt, state_dict: seen.append("load"))

@@ -21,7 +21,9 @@ from opt_stack.planning.report import compute_lines
 
 BLOCKWISE, DUPLICATED, DISTRIBUTED = (MuonRule(tp_mode=mode) for mode in TpMode)
 NAMO = AdaptiveMuonRule(second_moment=SecondMoment.NAMO)
-FSDP, TP, LAST_FSDP = MeshPlacement("dp", 4, 0), MeshPlacement("tp", 2, 0), MeshPlacement("dp", 4, 0, True)
+FSDP = MeshPlacement("dp", 4, 0)
+TP = MeshPlacement("tp", 2, 0)
+LAST_FSDP = MeshPlacement("dp", 4, 0, True)
 COLUMNS = MeshPlacement("tp", 2, 1)
 
 

@@ -160,7 +160,8 @@ def test_hooks_are_recorded_and_state_dict_hooks_are_called() -> None:
 
 
 def test_a_method_that_a_trainer_replaced_stays_that_of_the_deferred_optimizer() -> None:
-    model, saved = make_model(), []
+    model = make_model()
+    saved = []
     optimizer = DeferredOptimizer(config(), model)
     state_dict = optimizer.state_dict
     optimizer.state_dict = lambda: saved.append("saved") or state_dict()  # type: ignore[func-returns-value, method-assign]
@@ -187,7 +188,8 @@ def test_placeholders_later_replacements_copies_and_new_groups_are_refused() -> 
     model = make_model()
     optimizer = DeferredOptimizer(config(), model)
     params = optimizer.param_groups[0]["params"]
-    first, params[0] = params[0], torch.empty(1)
+    first = params[0]
+    params[0] = torch.empty(1)
     with pytest.raises(ConfigError, match="not a trainable parameter"):
         optimizer.step()
     params[0] = first

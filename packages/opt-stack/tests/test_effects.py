@@ -50,7 +50,8 @@ def test_ranks_agree_on_whether_a_precision_has_an_effect(last: torch.dtype) -> 
     """A rank without a bf16 parameter, such as a pipeline stage, is accepted if another rank has some."""
 
     def rank_main(comm: ThreadComm) -> str:
-        model, roles = make_model(last if comm.rank else torch.float32), over(Alone(), everyone=comm)
+        model = make_model(last if comm.rank else torch.float32)
+        roles = over(Alone(), everyone=comm)
         return refusal(lambda: get_optimizer(OptimizerConfig(lr=1e-3, bf16=True), [model], pg_collection=roles))
 
     first, second = run_threads(2, rank_main)

@@ -142,7 +142,8 @@ def powered(model: nn.Module, overrides: Any = None, **hyper: Any) -> Optimizer:
 
 def test_a_rule_reads_a_number_that_it_declares_and_an_override_reaches_it() -> None:
     plain = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, lr=0.5, weight_decay=0.0, clip_grad=0.0)
-    model, other = make_model(), make_model()
+    model = make_model()
+    other = make_model()
     start = weights(model)
     optimizer = powered(model, {BIAS: {"alpha": 4.0}}, alpha=2.0)
     assert [group["alpha"] for group in optimizer.param_groups] == [2.0, 4.0]
@@ -306,7 +307,8 @@ def test_a_rule_of_ones_own_may_read_any_field(caplog: pytest.LogCaptureFixture)
         make=lambda config: Powered(formula=SGD(momentum_buffer=False).formula),
         hyper=lambda config: {"alpha": 1.0},
     )
-    model, config = make_model(), OptimizerConfig(optimizer="mine", lr=0.1, **OTHERS)
+    model = make_model()
+    config = OptimizerConfig(optimizer="mine", lr=0.1, **OTHERS)
     get_optimizer(config, [model], {}, rules=Registry().with_rule(entry))
     assert fields_warned_of(caplog) == []
     built(adam_beta2=0.5)  # a formula reads none
@@ -414,7 +416,8 @@ def test_a_changed_entry_takes_effect_or_is_refused_and_one_that_is_removed_is_r
     model, optimizer = built_rule(name)
     for seed in range(6):  # RAdam's first steps read no eps
         before = step(model, optimizer, seed=seed)
-    saved, group = copy.deepcopy(optimizer.state_dict()), optimizer.param_groups[0]
+    saved = copy.deepcopy(optimizer.state_dict())
+    group = optimizer.param_groups[0]
     unchanged = step(model, optimizer, seed=7)
     for entry in {*group, *ADDED}.difference(DESCRIBING):
         present = dict(group)
@@ -496,7 +499,8 @@ def test_impossible_numbers_of_groups_are_refused_in_every_step(rule: str) -> No
 def test_numbers_that_change_in_place_are_refused_too() -> None:
     model, optimizer = built_rule("adam")
     group = optimizer.param_groups[0]
-    betas, eps = [0.9, 0.99], torch.tensor(1e-8)
+    betas = [0.9, 0.99]
+    eps = torch.tensor(1e-8)
     group.update(lr=torch.tensor(0.1), betas=betas, eps=eps)
     before = step(model, optimizer, seed=2)
     for entry, write in [

@@ -65,7 +65,8 @@ def test_a_parameter_that_is_unfrozen_too_late_is_reported_once() -> None:
 
 
 def test_a_closure_runs_once_with_gradients_enabled_before_the_step() -> None:
-    model, other = make_model(), make_model()
+    model = make_model()
+    other = make_model()
     optimizer = get_optimizer(CONFIG, [model], {})
     calls = []
 
@@ -108,7 +109,8 @@ def test_a_closure_whose_loss_is_not_scaled_is_refused(read: str, loss_scale: fl
 
 
 def test_two_halves_are_a_step() -> None:
-    model, other = make_model(), make_model()
+    model = make_model()
+    other = make_model()
     optimizer = get_optimizer(CONFIG, [model], {})
     backward(model, 0)
     assert (optimizer.prepare_grads(), optimizer.step_with_ready_grads()) == (False, True)
@@ -156,7 +158,8 @@ def test_the_spans_have_megatron_cores_names() -> None:
 
 @pytest.mark.parametrize("rule", ["adam", "muon"])
 def test_sharding_on_one_rank_is_accepted(rule: str) -> None:
-    models, name = [make_model(), make_model()], {"adam": "", "muon": "layer_wise_"}[rule]
+    models = [make_model(), make_model()]
+    name = {"adam": "", "muon": "layer_wise_"}[rule]
     for model, fields in zip(models, ({}, {f"use_{name}distributed_optimizer": True})):
         train(model, get_optimizer(OptimizerConfig(optimizer=rule, lr=1e-2, **fields), [model]), range(2))
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
@@ -175,7 +178,8 @@ SCHEDULERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_torchs_schedulers_drive_it(scheduler: Any) -> None:
-    ours, theirs = make_model(), make_model()
+    ours = make_model()
+    theirs = make_model()
     adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
     optimizers = [get_optimizer(CONFIG, [ours], {}), adamw]
     schedulers = [scheduler(optimizer) for optimizer in optimizers]
@@ -199,8 +203,10 @@ def test_schedule_free_warns_of_a_warmup_outside_of_it() -> None:
 
 
 def test_a_learning_rate_may_be_a_tensor() -> None:
-    ours, theirs = make_model(), make_model()
-    optimizer, other = get_optimizer(CONFIG, [ours], {}), get_optimizer(CONFIG, [theirs], {})
+    ours = make_model()
+    theirs = make_model()
+    optimizer = get_optimizer(CONFIG, [ours], {})
+    other = get_optimizer(CONFIG, [theirs], {})
     rate = torch.tensor(1e-2)
     optimizer.param_groups[0]["lr"] = rate
     for step, lr in enumerate((1e-2, 4e-3, 2e-3)):

@@ -52,7 +52,9 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.hidden, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3, bias=False)
+        self.tokens = nn.Embedding(9, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3, bias=False)
         self.down_proj_bias = nn.Parameter(torch.zeros(2, 4))
 
 
@@ -102,7 +104,8 @@ def test_embeddings_and_heads_of_a_matrix_rule_are_named(
 
 def test_groups_of_get_param_groups_are_the_callers_choice(caplog: pytest.LogCaptureFixture) -> None:
     """An override that gives an embedding to Muon is not named by `get_optimizer` either."""
-    model, config = Tagger(), OptimizerConfig(optimizer="muon", lr=0.1)
+    model = Tagger()
+    config = OptimizerConfig(optimizer="muon", lr=0.1)
     overrides = {**get_matrix_rule_overrides(config), ParamKey(name="tokens.*"): {"optimizer": "muon"}}
     groups = get_param_groups([model], config, overrides)
     optimizer = get_optimizer_based_on_param_groups(config, [model], groups)
@@ -118,7 +121,8 @@ def test_it_trains_wrapped_chunks_with_their_buffers() -> None:
     def wrapped() -> Any:
         return DistributedDataParallel(DistributedDataParallelConfig(), make_model())
 
-    first, second = wrapped(), wrapped()
+    first = wrapped()
+    second = wrapped()
     groups, buffers = megatron._get_param_groups_and_buffers([first], 0, CONFIG, None, lambda g: True, "synced_buffers")
     assert list(buffers) == [0]
     optimizer = megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [first], groups, buffers)
@@ -162,7 +166,8 @@ def test_what_one_rank_cannot_do_is_refused_on_every_rank(monkeypatch: pytest.Mo
     def rank_main(comm: Comm) -> None:
         of_thread.comm = comm
         model = make_model()
-        groups, given = [{"params": list(model.parameters())}], {name: value} if comm.rank == 1 else {}
+        groups = [{"params": list(model.parameters())}]
+        given = {name: value} if comm.rank == 1 else {}
         with pytest.raises(ValueError, match=message):
             megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [model], groups, **given)
         overrides: Any = {"bias": {}} if comm.rank == 1 else {}

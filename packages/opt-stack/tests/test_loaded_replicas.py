@@ -128,7 +128,8 @@ def test_ranks_that_restore_what_they_wrote_go_on(
     layout: str, config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an evaluation of other weights, such as an average, on one rank or on both."""
-    compare, compared = Optimizer.compare_replicas, list[Optimizer]()
+    compare = Optimizer.compare_replicas
+    compared = list[Optimizer]()
 
     def counted(optimizer: Optimizer, written: Written) -> None:
         compared.append(optimizer)
@@ -190,7 +191,8 @@ def test_writes_on_some_tensor_parallel_ranks_are_refused(replicas: int) -> None
         replica, part = divmod(comm.rank, 2)
         dp = worlds[1][part][replica] if replicas > 1 else Alone()
         axes = Axes(dp=dp, tp=worlds[0][replica][part])
-        model, roles = make_model(), Roles(dense=axes, expert=axes, everyone=comm)
+        model = make_model()
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
         optimizer = get_optimizer(FP32, [model], {}, pg_collection=roles)
         for seed in range(2):
             step(model, optimizer, seed)
@@ -275,7 +277,8 @@ def test_a_16_bit_state_is_loaded_by_every_rank_or_if_one_refuses_by_none(layout
     def rank_main(comm: ThreadComm) -> None:
         trained, optimizer = stepped(comm, layout, 3, replace(FP32, bf16=True))
         model, other = build(comm, layout, replace(FP32, bf16=True))
-        drawn, state = weights(model), copy.deepcopy(optimizer.state_dict())
+        drawn = weights(model)
+        state = copy.deepcopy(optimizer.state_dict())
         spoilt = copy.deepcopy(state)
         if comm.rank == 1:
             spoilt["param_groups"][0]["lr"] = "fast"

@@ -57,7 +57,8 @@ def test_positional_parameters_are_megatron_cores(name: str) -> None:
 
 
 def test_a_key_matches_by_the_name_that_is_given() -> None:
-    param, key = nn.Parameter(torch.zeros(3)), megatron.ParamKey(name="*.bias")
+    param = nn.Parameter(torch.zeros(3))
+    key = megatron.ParamKey(name="*.bias")
     assert megatron._matches(param, "layers.0.bias", key)
     assert not megatron._matches(param, "layers.0.weight", key)
 
@@ -86,7 +87,8 @@ def test_a_script_for_megatron_core_runs_after_changing_its_imports() -> None:
             scheduler.step(increment=8)
         return norms
 
-    model, again = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    model = make_model(torch.bfloat16)
+    again = make_model(torch.bfloat16)
     optimizer, scheduler = setup(model)
     iterate(model, optimizer, scheduler, range(3))
     other, other_scheduler = setup(again)
@@ -110,7 +112,9 @@ ORDERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("wrap", ORDERS.values(), ids=ORDERS)
 def test_the_wrapper_takes_both_orders_and_trains(wrap: Any) -> None:
-    model, plain, config = make_model(), make_model(), DDP(bucket_size=10)
+    model = make_model()
+    plain = make_model()
+    config = DDP(bucket_size=10)
     chunk = wrap(model, config)
     assert isinstance(chunk, opt_stack.DistributedDataParallel)
     assert (chunk.module, chunk.ddp_config) == (model, config)
@@ -123,7 +127,8 @@ def test_the_wrapper_takes_both_orders_and_trains(wrap: Any) -> None:
 
 def test_schedules_find_the_configuration_of_the_transformer() -> None:
     """Megatron-Core's schedules read the first `config` from outside inwards; it was that of the wrapper."""
-    model, config = Attention(), SimpleNamespace(timers=None)
+    model = Attention()
+    config = SimpleNamespace(timers=None)
     given = WRAP(config, DDP(), Attention())
     assert given.config is config
     of_module = WRAP(DDP(), model)
@@ -161,7 +166,8 @@ def test_without_buckets_one_collective_reduces_the_chunk_and_the_callers_config
 
 
 def test_stages_of_a_virtual_pipeline_are_numbered_by_their_modules() -> None:
-    first, second = make_model(), make_model()
+    first = make_model()
+    second = make_model()
     second.vp_stage = 1  # type: ignore[assignment]
     chunks = [WRAP(SimpleNamespace(), DDP(), model) for model in (first, second)]
     optimizer = megatron.get_megatron_optimizer(megatron.OptimizerConfig(lr=0.1), chunks)
@@ -383,9 +389,11 @@ WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}
 @pytest.mark.parametrize("fields", [{}, {"bf16": True}, {"optimizer": "muon"}, WHOLE], ids=str)
 def test_the_step_reads_the_reduced_gradients(fields: dict[str, Any]) -> None:
     config = OptimizerConfig(lr=0.1, clip_grad=0.25, **fields)
-    model, plain = make_model(config.precision.params), make_model(config.precision.params)
+    model = make_model(config.precision.params)
+    plain = make_model(config.precision.params)
     chunk = DistributedDataParallel(model)
-    optimizer, expected = get_optimizer(config, [chunk]), get_optimizer(config, [plain])
+    optimizer = get_optimizer(config, [chunk])
+    expected = get_optimizer(config, [plain])
     for step in range(3):
         chunk.zero_grad_buffer()
         backward(chunk, step)
@@ -411,7 +419,9 @@ FLAT = {"use_distributed_optimizer": True}
 
 
 def test_what_the_wrapper_does_not_support_is_refused() -> None:
-    chunk, shards, plain = DistributedDataParallel(make_model()), DistributedDataParallel(make_model()), make_model()
+    chunk = DistributedDataParallel(make_model())
+    shards = DistributedDataParallel(make_model())
+    plain = make_model()
     shards.ddp_config.use_distributed_optimizer = True
     refused: list[tuple[dict[str, Any], list[nn.Module], str]] = [
         (FLAT, [chunk], "use_distributed_optimizer=True: model chunk 0 is in Megatron-Core's .* set it to False"),
@@ -451,7 +461,8 @@ def muon_of(model: nn.Module, build: Any, **fields: Any) -> Any:
 
 
 def test_fused_qkv_and_positions_are_moved_as_in_megatron_core() -> None:
-    found, marked = Attention(), Attention()
+    found = Attention()
+    marked = Attention()
     del marked.config
     marked.linear_qkv.weight.qkv_split_shapes = (4, 2, 2)
     marked.position_embeddings.weight.is_embedding_or_output_parameter = False
@@ -674,7 +685,8 @@ def test_the_script_may_wrap_a_step_for_graphs() -> None:
 @pytest.mark.parametrize("rule", ["lion", "laprop"])
 def test_some_rules_move_matrices_only_with_the_betas_of_adam(rule: str) -> None:
     """They moved everything, with betas of their own: weights differed by 7.5e-2 after six steps."""
-    found, wanted = Attention(), Attention()
+    found = Attention()
+    wanted = Attention()
     given = megatron.OptimizerConfig(lr=0.1, optimizer=rule, adam_beta1=0.8, adam_beta2=0.95)
     optimizer = megatron.get_megatron_optimizer(given, [found])
     config = OptimizerConfig(lr=0.1, optimizer=rule, adam_beta1=0.8, adam_beta2=0.95, lion_beta1=0.8, lion_beta2=0.95)

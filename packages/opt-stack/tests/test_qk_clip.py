@@ -18,8 +18,13 @@ from opt_kernels.quantized import quantize_linears_, quantized
 from opt_stack import DistributedDataParallel, Optimizer, QKClip, get_optimizer
 from opt_stack.qk_clip import Attention, fused_qkv, latent_attention, separate_qk
 
-IN, HEADS, GROUPS, DIM, VALUE = 5, 4, 2, 3, 2
-NOPE, ROPE = 3, 2
+IN = 5
+HEADS = 4
+GROUPS = 2
+DIM = 3
+VALUE = 2
+NOPE = 3
+ROPE = 2
 LOGITS = torch.tensor([400.0, 25.0, 99.0, 250.0])
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.5, "weight_decay": 0.0, "clip_grad": 0.0}
 
@@ -79,7 +84,11 @@ def factors(alpha: float, threshold: float = 100.0) -> dict[str, Tensor]:
     """What each row is multiplied by, in float64, written out head by head."""
     by_head = [min(1.0, threshold / logit) for logit in LOGITS.double().tolist()]
     by_group = [min(1.0, threshold / logit) for logit in BY_GROUP]
-    fused, query, key, query_up, key_value_up = [], [], [], [], []
+    fused = []
+    query = []
+    key = []
+    query_up = []
+    key_value_up = []
     for gamma in by_group:
         fused += [gamma**alpha] * (HEADS // GROUPS * DIM) + [gamma ** (1 - alpha)] * DIM + [1.0] * VALUE
         query += [gamma**alpha] * (HEADS // GROUPS * DIM)
@@ -250,7 +259,8 @@ def test_tensor_parallel_ranks_scale_their_own_heads(gives_all: bool) -> None:
             check_close(torch.cat(found), expected, name)
 
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 
 
 @pytest.mark.parametrize("given", [[100.0, -5.0, 0.0, 3.0], [NAN, 1.0, 1.0, 1.0], [INF, 1.0, 1.0, 1.0]])

@@ -19,7 +19,8 @@ from torch import nn
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_stack import DistributedDataParallel, ProcessGroups, get_optimizer, get_optimizer_based_on_param_groups
 
-BIAS, FIRST = ParamKey(name="*.bias"), ParamKey(name="0.*")
+BIAS = ParamKey(name="*.bias")
+FIRST = ParamKey(name="0.*")
 
 
 def build(*, model: Any = None, overrides: Any = None, pg: Any = None, **changes: Any) -> Any:
@@ -42,7 +43,8 @@ def wrapped(dtype: torch.dtype = torch.float32, num_chunks: int = 1, **changes: 
     return lambda: [DistributedDataParallel(config, make_model(dtype), chunk=n) for n in range(num_chunks)]
 
 
-BF16, AWARE = torch.bfloat16, {"use_precision_aware_optimizer": True}
+BF16 = torch.bfloat16
+AWARE = {"use_precision_aware_optimizer": True}
 GATHERS = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 SOAP, SOAP_MUON = ({"optimizer": rule, "decoupled_weight_decay": False} for rule in ("soap", "soap_muon"))
 PG = ProcessGroups(dp=None, mp=None, tp_ep_pp=None)
@@ -122,7 +124,9 @@ def test_a_step_without_a_learning_rate_says_where_to_set_it() -> None:
 # --- groups of one's own ----------------------------------------------------------------------------------------------
 
 MODEL = make_model()
-WEIGHT, BIAS_PARAM, STRANGER = MODEL[0].weight, MODEL[0].bias, nn.Parameter(torch.zeros(3))
+WEIGHT = MODEL[0].weight
+BIAS_PARAM = MODEL[0].bias
+STRANGER = nn.Parameter(torch.zeros(3))
 FROZEN = nn.Parameter(torch.zeros(3), requires_grad=False)
 TWICE = [{"params": [WEIGHT], "name": "a"}, {"params": [BIAS_PARAM], "name": "a"}]
 GROUPS: dict[str, tuple[list[Any], str]] = {
@@ -146,8 +150,11 @@ def test_groups_that_do_not_fit_the_model_are_refused(case: str) -> None:
 
 def test_arguments_of_other_types_and_fields_assigned_later_are_refused_in_a_sentence() -> None:
     """An AttributeError of the internals did not say what to pass."""
-    model, config, wrapper = make_model(), OptimizerConfig(lr=1e-2), DistributedDataParallelConfig()
-    config.adam_beta1, wrapper.bucket_size = 2.0, -1
+    model = make_model()
+    config = OptimizerConfig(lr=1e-2)
+    wrapper = DistributedDataParallelConfig()
+    config.adam_beta1 = 2.0
+    wrapper.bucket_size = -1
     build_any: Any = get_optimizer
     calls: list[tuple[Any, str]] = [
         (lambda: build_any({"lr": 0.1}, [model]), "config is a dict; pass opt_stack.OptimizerConfig"),

@@ -3,7 +3,7 @@
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,7 +73,9 @@ def test_an_installed_package_registers_its_rule_or_is_reported(install: Any, so
 
 
 class NoNeeds:
-    name, state_specs, codecs = "mine", (), {}
+    name = "mine"
+    state_specs = ()
+    codecs: ClassVar[dict[str, Any]] = {}
 
     def init_state(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
         return {}

@@ -82,7 +82,8 @@ def saved_before(rule: str, *, bf16: bool) -> dict[str, Any]:
         {**default, "params": [0, 1, 2], "param_names": names},
         {**undecayed, "params": [3], "param_names": ["fc.bias"]},
     ]
-    model, state = Hybrid(), {}
+    model = Hybrid()
+    state = {}
     for index, name in enumerate([*names, "fc.bias"]):
         like = model.get_parameter(name).detach()
         has_momentum = rule == "muon" and index < 3
@@ -97,7 +98,8 @@ def saved_before(rule: str, *, bf16: bool) -> dict[str, Any]:
 def test_a_state_saved_with_the_former_groups_loads(rule: str, bf16: bool, caplog: pytest.LogCaptureFixture) -> None:
     """State follows the parameter if its rule is the same; another rule starts anew, from the saved main values."""
     model = Hybrid(torch.bfloat16 if bf16 else torch.float32)
-    optimizer, saved = get_optimizer(config(rule, bf16=bf16), [model]), saved_before(rule, bf16=bf16)
+    optimizer = get_optimizer(config(rule, bf16=bf16), [model])
+    saved = saved_before(rule, bf16=bf16)
     before = copy.deepcopy(saved)
     optimizer.load_state_dict(saved)
     assert_equal(saved, before)
@@ -155,7 +157,8 @@ def test_a_checkpoint_of_the_other_routing_loads(
     assert placed(loading) == routed
     assert {group["lr"] for group in loading.param_groups} == {0.004}
     for name in (*VECTORS, "fc.weight"):
-        then, now = saving.state[model.get_parameter(name)], loading.state[other.get_parameter(name)]
+        then = saving.state[model.get_parameter(name)]
+        now = loading.state[other.get_parameter(name)]
         if rule == "adam" or name == "fc.weight":
             assert_equal(dict(now), dict(then))
         else:

@@ -46,7 +46,8 @@ def test_an_optimizer_refuses_to_undo_the_update_of_another(case: str) -> None:
 
 def test_an_optimizer_may_be_built_again() -> None:
     """As when a cell of a notebook runs again: the name still refers to the old one, which takes no more steps."""
-    model, alone = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    model = make_model(torch.bfloat16)
+    alone = make_model(torch.bfloat16)
     optimizer = built(model)
     train(model, optimizer, range(2))
     optimizer = built(model)
@@ -61,7 +62,8 @@ def test_an_optimizer_may_be_built_again() -> None:
 
 def test_main_values_of_the_other_optimizer_may_be_read_again() -> None:
     model = make_model(torch.bfloat16)
-    first, second = built(model), built(model)
+    first = built(model)
+    second = built(model)
     train(model, first, range(1))
     second.reload_model_params()
     train(model, second, range(1))

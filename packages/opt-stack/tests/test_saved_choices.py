@@ -97,7 +97,8 @@ def test_another_choice_of_a_formula_is_refused_by_name_on_every_rank(
 def test_other_options_of_a_matrix_rule_log_a_warning(
     before: dict[str, Any], after: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    state, (_, optimizer) = saved(before), built(after)
+    state = saved(before)
+    (_, optimizer) = built(after)
     with caplog.at_level(logging.WARNING):
         optimizer.load_state_dict(state)
     assert message in caplog.text
@@ -119,7 +120,8 @@ def cut(mode: str, tp: Comm, before: Mapping[str, Any] | None = None) -> dict[st
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.ones(4, 4)))
     vars(model.w).update(tensor_model_parallel=tp.size > 1, partition_dim=0)
-    axes, config = Axes(dp=Alone(), tp=tp), OptimizerConfig(lr=1e-2, optimizer="muon", muon_tp_mode=mode)
+    axes = Axes(dp=Alone(), tp=tp)
+    config = OptimizerConfig(lr=1e-2, optimizer="muon", muon_tp_mode=mode)
     optimizer = get_optimizer(config, [model], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=tp))
     if before is not None:
         optimizer.load_state_dict(before)

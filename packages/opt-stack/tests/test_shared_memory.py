@@ -23,7 +23,8 @@ SHARED = r"share memory; tie parameters by using one nn.Parameter twice"
 def tied(*, frozen: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     """Two layers whose weights are two parameters over the same memory."""
     torch.manual_seed(0)
-    first, second = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+    first = nn.Linear(5, 5, bias=False)
+    second = nn.Linear(5, 5, bias=False)
     second.weight = nn.Parameter(first.weight.data, requires_grad=not frozen)
     first.weight.data = second.weight.data = first.weight.data.to(dtype)
     return nn.Sequential(first, nn.Tanh(), second)
@@ -117,7 +118,8 @@ def step(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
 def test_channels_last_has_the_bits_of_contiguous_parameters(rule: str, numbers: dict[str, object]) -> None:
     """With copies in fp32, the first step raised LayoutError, on a model that the optimizer had been built for."""
     config = OptimizerConfig(lr=1e-2, optimizer=rule, **numbers)  # type: ignore[arg-type]
-    last, plain = built(config, torch.channels_last), built(config, torch.contiguous_format)
+    last = built(config, torch.channels_last)
+    plain = built(config, torch.contiguous_format)
     for seed in range(3):
         step(*last, seed)
         step(*plain, seed)

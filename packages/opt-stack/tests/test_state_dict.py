@@ -57,7 +57,8 @@ def test_a_run_resumed_from_a_file_is_the_run_never_stopped(config: OptimizerCon
 
 
 def test_the_state_of_torchs_own_adamw_loads() -> None:
-    theirs, ours = make_model(), make_model()
+    theirs = make_model()
+    ours = make_model()
     adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
     train(theirs, adamw, range(4))
     train(ours, torch.optim.AdamW(ours.parameters(), lr=1e-2, weight_decay=0.1), range(4))

@@ -136,7 +136,8 @@ def test_weights_written_before_a_refused_step_are_not_forgotten(reads: bool) ->
             optimizer.reload_model_params()
         seen = []
         for number in range(3):
-            model.weight.grad, model.bias.grad = torch.ones(16, 16), torch.ones(16)
+            model.weight.grad = torch.ones(16, 16)
+            model.bias.grad = torch.ones(16)
             if number == 0 and comm.rank == 1:
                 model.weight.grad = model.weight.grad.to_sparse()
             try:
@@ -186,7 +187,8 @@ def test_a_gradient_that_one_rank_cannot_use_is_refused_on_all(
         model, optimizer = made(Roles(dense=axes, expert=axes, everyone=comm))
         step(model, optimizer)
         before = model.weight.detach().clone()
-        model.weight.grad, model.bias.grad = torch.ones(16, 16), torch.ones(16)
+        model.weight.grad = torch.ones(16, 16)
+        model.bias.grad = torch.ones(16)
         if comm.rank == 1:
             spoil(model)
         with pytest.raises(error if comm.rank == 1 else UnusableGradientError, match=r"of this gradient|1 other rank"):

@@ -57,7 +57,8 @@ def test_it_trains_bit_for_bit_as_the_class_itself_also_when_its_state_is_loaded
     cls: Any, options: dict[str, Any]
 ) -> None:
     rules = registry(cls, **options)
-    ours, theirs = make_model(), make_model()
+    ours = make_model()
+    theirs = make_model()
     first = get_optimizer(config(), [ours], {}, rules=rules)
     train(ours, first, range(3))
     resumed = get_optimizer(config(), [ours], {}, rules=rules)
@@ -68,7 +69,8 @@ def test_it_trains_bit_for_bit_as_the_class_itself_also_when_its_state_is_loaded
 
 
 def test_16_bit_parameters_get_fp32_mains() -> None:
-    model, mains = make_model(torch.bfloat16), make_model(torch.bfloat16).float()
+    model = make_model(torch.bfloat16)
+    mains = make_model(torch.bfloat16).float()
     optimizer = get_optimizer(config(bf16=True), [model], {}, rules=registry(torch.optim.Adamax))
     theirs = torch.optim.Adamax(mains.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(4):
@@ -82,7 +84,8 @@ def test_16_bit_parameters_get_fp32_mains() -> None:
 
 
 def test_a_groups_numbers_reach_the_class_at_every_step() -> None:
-    ours, theirs = make_model(), make_model()
+    ours = make_model()
+    theirs = make_model()
     optimizer = get_optimizer(config(), [ours], {}, rules=registry(torch.optim.Adamax))
     other = torch.optim.Adamax(theirs.parameters(), lr=1e-2, weight_decay=0.1)
     for step, edit in enumerate([{}, {"lr": 1e-3}, {"betas": (0.5, 0.9)}, {"eps": 1e-4}, {"weight_decay": 0.0}]):
@@ -131,7 +134,9 @@ class KeepsMoreForMatrices(torch.optim.Adam):
         return loss
 
 
-Adafactor, SGD, NAdam = torch.optim.Adafactor, torch.optim.SGD, torch.optim.NAdam
+Adafactor = torch.optim.Adafactor
+SGD = torch.optim.SGD
+NAdam = torch.optim.NAdam
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (KeepsMoreForMatrices, {}, "KeepsMoreForMatrices keeps different state for vectors and matrices"),
     (torch.optim.LBFGS, {}, "LBFGS({}) cannot be stepped: "),

@@ -17,7 +17,9 @@ class Tagger(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.hidden, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.tokens = nn.Embedding(9, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.hidden(self.tokens(x)))

@@ -285,7 +285,9 @@ def test_writers_pass_the_numbers_on(tmp_path: Path) -> None:
         def log(self, values: dict[str, float], step: int) -> None:
             self.scalars |= {f"{name} {step}": value for name, value in values.items()}
 
-    board, run, model = Sink(), Sink(), make()
+    board = Sink()
+    run = Sink()
+    model = make()
     optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
     for writer in (TensorBoard(board), WeightsAndBiases(run), JsonLines(tmp_path / "run.jsonl")):
         optimizer.stats_every(1, writer)
@@ -323,7 +325,8 @@ def test_optimizers_that_share_a_directory_write_to_folders_of_their_own(tmp_pat
 
 
 def test_the_last_20_recordings_are_kept(tmp_path: Path) -> None:
-    folder, numbers = tmp_path / "recording", (1, 2, *range(100, 119))
+    folder = tmp_path / "recording"
+    numbers = (1, 2, *range(100, 119))
     for number in numbers:
         (folder / f"{number:04}").mkdir(parents=True)
         (folder / f"{number:04}" / "rank0.jsonl").touch()
@@ -347,7 +350,8 @@ def test_records_of_one_file_may_be_of_two_models(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_killed_process_left_unfinished_is_not_read(tmp_path: Path) -> None:
-    file, model = tmp_path / "run.jsonl", make()
+    file = tmp_path / "run.jsonl"
+    model = make()
     for expected in (3, 5):  # the second process goes on in the same file
         optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
         optimizer.stats_every(1, JsonLines(file))

@@ -55,7 +55,8 @@ def test_one_optimizers_zero_grad_leaves_the_others_gradients(replaced: bool) ->
     """Unless it takes the place of the other, as when more of a model is frozen from some step on."""
     ddp = wrap(Alone(), use_distributed_optimizer=False)
     net: Any = ddp.module
-    of_first, of_second = [net.first.weight, net.norm.weight], [net.last.weight, net.norm.bias]
+    of_first = [net.first.weight, net.norm.weight]
+    of_second = [net.last.weight, net.norm.bias]
     first, second = (
         get_optimizer_based_on_param_groups(
             sgd(use_distributed_optimizer=False), [ddp], groups_of(params), pg_collection=over(Alone())

@@ -26,7 +26,9 @@ from opt_checkpoint.state.tensors import DTYPE_NAMES
 from opt_checkpoint.store import Location, location_of, store_at
 from opt_checkpoint.store.directory import is_leftover
 
-FINE, FOUND, WRONG_USE = 0, 1, 2
+FINE = 0
+FOUND = 1
+WRONG_USE = 2
 _UNROUNDED = "they have no 16-bit weights, to which main weights would round"
 # Formats that `convert` reads and writes, and the options of each.
 _FROM = {"torch": ("names",), "safetensors": ("map", "prefix"), "megatron": ("slots", "step", "moments")}
@@ -207,7 +209,9 @@ def _convert(options: argparse.Namespace) -> int:
         if name not in own and getattr(options, name) is not None:
             form = f"--from {options.from_}" if options.from_ else f"--to {options.to}"
             raise CheckpointValueError(f"--{name} does nothing with {form}, which takes --{', --'.join(own)}")
-    source, target, prefix = options.source, options.target, options.prefix or ""
+    source = options.source
+    target = options.target
+    prefix = options.prefix or ""
     at = ("optimizer",) if options.at is None else tuple(options.at.split("."))
     rules = name_rules.SAME_NAMES if options.map is None else name_rules.read_name_rules(options.map)
     written = [target]
@@ -258,7 +262,8 @@ def _extract(options: argparse.Namespace) -> int:
 
 def _gc(options: argparse.Namespace) -> int:
     """List leftovers of interrupted saves, ask, and delete them. Keep directories that a running save may still use."""
-    store, dead = store_at(location_of(options.path)), []
+    store = store_at(location_of(options.path))
+    dead = []
     for left in store.leftovers():
         kept = "" if left.writer is None else f": kept, {left.writer} may still write to it"
         print(f"{store.path(left.folder)}{kept}")

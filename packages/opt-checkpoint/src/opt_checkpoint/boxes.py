@@ -84,13 +84,15 @@ def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     Yields:
         Boxes in row-major order, never empty, at most `max(1, 2 * len(shape) - 1)` of them.
     """
-    strides, position = row_major_strides(shape), start
+    strides = row_major_strides(shape)
+    position = start
     if not shape and start < stop:
         yield Box((), ())
         return
     while position < stop:
         axis = next(d for d, s in enumerate(strides) if position % s == 0 and position + s <= stop)
-        stride, index = strides[axis], tuple(position // s % n for s, n in zip(strides, shape))
+        stride = strides[axis]
+        index = tuple(position // s % n for s, n in zip(strides, shape))
         rows = min((stop - position) // stride, shape[axis] - index[axis])
         offsets = index[: axis + 1] + (0,) * (len(shape) - axis - 1)
         yield Box(offsets, (1,) * axis + (rows,) + shape[axis + 1 :])
@@ -107,7 +109,8 @@ def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
         if numel := math.prod(box.sizes):
             yield FlatBox(box, 0, numel)
         return
-    prepended, position = (1,) * shard.prepend_axis_num, 0
+    prepended = (1,) * shard.prepend_axis_num
+    position = 0
     for local in cut_flat_range(shard.local_shape, *flat_bounds(shard.flattened_range)):
         whole = Box((0,) * shard.prepend_axis_num + local.offsets, prepended + local.sizes)
         yield FlatBox(whole.moved(shard.global_offset), position, position + whole.numel)
@@ -129,7 +132,8 @@ def split_rows(box: Box, parts: int) -> Iterator[Box]:
 
 def columns_of(boxes: Sequence[Box], axes: int) -> tuple[Array, Array]:
     """Offsets and sizes of boxes, (n, axes) each; axes that a box lacks have offset 0 and size 1."""
-    zeros, ones = (0,) * axes, (1,) * axes
+    zeros = (0,) * axes
+    ones = (1,) * axes
     numbers = chain.from_iterable((o + zeros)[:axes] + (s + ones)[:axes] for o, s in boxes)
     both = np.fromiter(numbers, np.int64, 2 * axes * len(boxes)).reshape(len(boxes), 2 * axes)
     return both[:, :axes], both[:, axes:]
@@ -152,17 +156,21 @@ def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[t
     extent = np.zeros((int(tensor.max()) + 1, offsets.shape[1]))
     np.maximum.at(extent, tensor, offsets + sizes)
     length = np.stack([np.bincount(tensor, weights=sizes[:, d]) for d in range(offsets.shape[1])], axis=1)
-    axis, rows = np.argmin(length / np.maximum(extent, 1), axis=1)[tensor], np.arange(len(tensor))
+    axis = np.argmin(length / np.maximum(extent, 1), axis=1)[tensor]
+    rows = np.arange(len(tensor))
     start = offsets[rows, axis]
     order = np.lexsort((start, tensor))
     tensor, start, stop = tensor[order], start[order], (start + sizes[rows, axis])[order]
-    low, high = offsets[order], (offsets + sizes)[order]
-    left, distance = rows, 1
+    low = offsets[order]
+    high = (offsets + sizes)[order]
+    left = rows
+    distance = 1
     while len(left):
         left = left[left + distance < len(rows)]
         right = left + distance
         near = (tensor[right] == tensor[left]) & (start[right] < stop[left])
-        left, right = left[near], right[near]
+        left = left[near]
+        right = right[near]
         shared = ((low[right] < high[left]) & (low[left] < high[right])).all(axis=1)
         if shared.any():
             yield order[left[shared]], order[right[shared]]

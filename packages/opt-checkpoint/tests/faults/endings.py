@@ -23,7 +23,8 @@ from states import state_at
 
 from opt_checkpoint import AsyncSaver, CheckpointManager, TieredCheckpointManager, async_save
 
-has_ended, start = threading.Event(), threading.Thread.start
+has_ended = threading.Event()
+start = threading.Thread.start
 
 
 def start_before_the_end(thread: threading.Thread) -> None:

@@ -13,7 +13,9 @@ from states import state_at
 
 from opt_checkpoint import CheckpointManager, async_save
 
-folder, how, has_ended = Path(sys.argv[1]), sys.argv[3], threading.Event()
+folder = Path(sys.argv[1])
+how = sys.argv[3]
+has_ended = threading.Event()
 
 
 def wait_for_the_end(name: str, key: str) -> None:

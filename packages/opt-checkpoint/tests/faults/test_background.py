@@ -36,7 +36,9 @@ from opt_checkpoint.run.save_load import save_as
 
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     """A snapshot that held the tensors of `model.state_dict()` would store what training writes during the save."""
-    gate, model, saver = threading.Event(), torch.nn.Linear(3, 2), AsyncSaver()
+    gate = threading.Event()
+    model = torch.nn.Linear(3, 2)
+    saver = AsyncSaver()
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     parts = [sharded_like(f"part.{n}", torch.full((3,), float(n))) for n in range(4)]
     # Paths of equal text once shared a buffer: one value was lost.
@@ -146,7 +148,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_script_that_ends_finishes_its_saves(ended: tuple[Path, dict[str, int]], name: str) -> None:
     """Python 3.12.0 to 3.12.2 lost them, since no thread can be started then; and a failure was told nowhere."""
-    (folder, statuses), ending = ended, ENDINGS[name]
+    (folder, statuses) = ended
+    ending = ENDINGS[name]
     errors = (folder / f"{name}.err").read_text()
     assert statuses[name] == ending.status, errors
     found = {str(path.parent.relative_to(folder / name)) for path in (folder / name).rglob("manifest.bin")}
@@ -181,7 +184,9 @@ def test_ranks_whose_scripts_end_finish_their_saves(tmp_path: Path, how: str) ->
 
 
 def test_memory_of_a_snapshot_is_used_again_or_freed_and_a_small_view_is_staged_alone(tmp_path: Path) -> None:
-    saver, bucket, seen = AsyncSaver(), torch.zeros(1 << 20), []
+    saver = AsyncSaver()
+    bucket = torch.zeros(1 << 20)
+    seen = []
     for step in (1, 2, 3):
         state = state_at(step, 0, 1)
         state["b"].data = bucket[:5]
@@ -196,7 +201,9 @@ def test_memory_of_a_snapshot_is_used_again_or_freed_and_a_small_view_is_staged_
 
 def close_before_the_thread_runs(rank: int, size: int, folder: str, kind: str) -> None:
     """Ctrl-C ends the wait in `close` while the thread of a save has not begun."""
-    gate, run, late = threading.Event(), threading.Thread.run, list[threading.Thread]()
+    gate = threading.Event()
+    run = threading.Thread.run
+    late = list[threading.Thread]()
 
     def run_late(thread: threading.Thread) -> None:
         if thread.name.startswith("opt-checkpoint /"):

@@ -34,11 +34,13 @@ def test_every_corruption_is_found_and_never_loaded(tmp_path: Path) -> None:
     good = tmp_path / "good"
     save_as_ranks([state_at(1, rank, SIZE) for rank in range(SIZE)], good)
     for seed in range(1000 if NIGHT else 60):
-        folder, wanted = tmp_path / str(seed), state_at(0, 0, 1, filled=False)
+        folder = tmp_path / str(seed)
+        wanted = state_at(0, 0, 1, filled=False)
         shutil.copytree(good, folder)
         rng = random.Random(seed)
         path = rng.choice(sorted(folder.iterdir()))
-        before, after = path.read_bytes(), damaged(path.read_bytes(), rng)
+        before = path.read_bytes()
+        after = damaged(path.read_bytes(), rng)
         if rng.random() < 0.1:
             path.unlink()
         elif after != before:
@@ -109,7 +111,8 @@ def test_a_default_load_compares_what_it_reads_and_reads_no_more_pieces_than_it_
     whole = torch.randn(64, 25_000)
     save({"w": sharded_like("w", whole)}, tmp_path / "x")
     place = read_index(tmp_path / "x").tensors["w"].chunks[0].place
-    file, row = tmp_path / "x" / place.file, 25_000 * 4
+    file = tmp_path / "x" / place.file
+    row = 25_000 * 4
 
     def load_rows() -> LoadReport:
         part = torch.zeros(rows[1] - rows[0], 25_000)
@@ -118,7 +121,8 @@ def test_a_default_load_compares_what_it_reads_and_reads_no_more_pieces_than_it_
         assert torch.equal(part, whole[rows[0] : rows[1]])
         return report
 
-    first, last = rows[0] * row // PIECE, -(-rows[1] * row // PIECE)
+    first = rows[0] * row // PIECE
+    last = -(-rows[1] * row // PIECE)
     report = load_rows()
     assert report.bytes_read == min(last * PIECE, place.nbytes) - first * PIECE
     for at in {rows[0] * row, (rows[0] + rows[1]) * row // 2, rows[1] * row - 1}:

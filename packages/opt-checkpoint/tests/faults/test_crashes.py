@@ -30,7 +30,8 @@ def test_losing_power_at_any_call_leaves_the_newest_committed_checkpoint_whole(
     with Calls() as counting:
         save_as_ranks(states(1), tmp_path / "counted")
     for call in range(1, len(counting.made) + 2):
-        folder, possible = tmp_path / str(call), ([1], [1, 2])
+        folder = tmp_path / str(call)
+        possible = ([1], [1, 2])
         save_as_ranks(states(1), folder / step_name(1))
         calls = LossyCalls(call, rename_lasts=rename_lasts)
         with suppress(PowerLoss), calls:
@@ -55,7 +56,8 @@ def test_the_directories_above_a_first_checkpoint_survive_a_loss_of_power(tmp_pa
 def check_restart(place: Path | ObjectPath) -> int:
     """Every committed step is whole and equals what was saved; a restart resumes from the newest, and clears up when
     it saves."""
-    steps, folder = committed_steps(place), place if isinstance(place, Path) else Path("/") / place.key
+    steps = committed_steps(place)
+    folder = place if isinstance(place, Path) else Path("/") / place.key
     for step in steps:
         assert verify_checkpoint(place / step_name(step)) == []
     manager = CheckpointManager(place, keep=10_000, in_background=False)

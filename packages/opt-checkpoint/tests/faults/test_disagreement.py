@@ -26,7 +26,8 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.dcp.layout import fingerprint, weighted_sum
 
-SHAPE, HALF = (ROWS, COLUMNS), ROWS * COLUMNS // 2
+SHAPE = (ROWS, COLUMNS)
+HALF = ROWS * COLUMNS // 2
 
 
 def flat_w(data: torch.Tensor, start: int) -> dict[str, Any]:

@@ -27,7 +27,8 @@ def test_an_error_at_any_call_before_the_commit_commits_nothing_and_leaks_nothin
     save(state_at(1, 0, 1), tmp_path / "good")
     with Calls() as counting:
         save(state_at(2, 0, 1), tmp_path / "counted")
-    fds, threads = open_descriptors(), threading.active_count()
+    fds = open_descriptors()
+    threads = threading.active_count()
     for call in range(1, len(counting.made) + 1):
         for error in ERRORS if NIGHT else ERRORS[:1]:
             what = rf"^saving \S+ failed: OSError: \[Errno {error}\]"
@@ -52,7 +53,8 @@ def test_an_error_at_any_call_before_the_commit_commits_nothing_and_leaks_nothin
 
 
 def test_short_and_interrupted_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, count = os.write, [0]
+    write = os.write
+    count = [0]
 
     def short(fd: int, data: memoryview) -> int:
         count[0] += 1
@@ -78,7 +80,8 @@ def test_a_disk_that_accepts_nothing_is_an_error_and_no_endless_loop(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the hint is one to Linux")
 def test_the_disk_is_handed_whole_pieces_that_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    piece, handed = 4 << 20, []
+    piece = 4 << 20
+    handed = []
     monkeypatch.setattr(
         os, "posix_fadvise", lambda fd, start, size, advice: handed.append((start, size, os.fstat(fd).st_size))
     )

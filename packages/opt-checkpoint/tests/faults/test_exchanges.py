@@ -160,7 +160,8 @@ def test_an_error_shows_the_tracebacks_of_four_ranks() -> None:
 
 
 def test_threads_on_one_group_take_turns_in_the_order_of_rank_zero() -> None:
-    of_rank_zero, order = [*"10011010"], list[str]()
+    of_rank_zero = [*"10011010"]
+    order = list[str]()
     turns = Turns(lambda proposed: of_rank_zero[len(order)])
 
     def take(thread: Any) -> None:
@@ -215,10 +216,12 @@ def interrupts(act: Callable[[Any], object], rank: int) -> Iterator[bool]:
 
     numbers = [0]
     for at in numbers:
-        calls, started = 0, time.monotonic()
+        calls = 0
+        started = time.monotonic()
         results = on_threads(2, work)
         assert time.monotonic() - started < 20, f"call {at}: a rank waited"
-        own, other = results[rank], results[1 - rank]
+        own = results[rank]
+        other = results[1 - rank]
         if is_raised := isinstance(own, KeyboardInterrupt):
             assert isinstance(other, CheckpointFailedError), f"call {at}: {other!r}"
             assert f"rank {rank}: KeyboardInterrupt" in str(other)
@@ -286,7 +289,8 @@ def test_a_merge_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: Path
 
 def save_without_the_other(rank: int, size: int, folder: str) -> None:
     dist.barrier()  # making the group has the timeout too
-    saver, started = AsyncSaver(timeout_s=3), time.monotonic()
+    saver = AsyncSaver(timeout_s=3)
+    started = time.monotonic()
     if rank == 0:
         with pytest.raises(CheckpointFailedError, match="a rank did not answer"):
             saver.save(state_at(1, rank, size), Path(folder) / "x")

@@ -36,11 +36,13 @@ class Param(NamedTuple):
 
 def random_params(rng: random.Random) -> list[Param]:
     """A few parameters of 0 to 4 axes; 12 is divisible by every number of tensor-parallel ranks."""
-    generator, params = torch.Generator().manual_seed(rng.randrange(1 << 30)), []
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    params = []
     for number in range(rng.randint(1, 5)):
         shape = [rng.choice([1, 2, 4, 6, 12]) for _ in range(rng.choice([0, 1, 1, 2, 2, 2, 3, 4]))]
         axes = [axis for axis, rows in enumerate(shape) if rows == 12]
-        cut_axis, stack = rng.choice(axes) if axes and rng.random() < 0.7 else None, rng.choice([0, 0, 4])
+        cut_axis = rng.choice(axes) if axes and rng.random() < 0.7 else None
+        stack = rng.choice([0, 0, 4])
         whole = torch.randint(-100, 100, [stack, *shape] if stack else shape, generator=generator)
         params.append(Param(f"p{number}", cut_axis, stack, whole.to(rng.choice(DTYPES))))
     return params
@@ -49,7 +51,9 @@ def random_params(rng: random.Random) -> list[Param]:
 def random_states(params: list[Param], rng: random.Random, *, filled: bool) -> list[list[dict[str, Any]]]:
     """What each rank of a random grid holds: layers by pipeline stage, cuts by tensor parallelism, flat ranges by data
     parallelism. Each piece comes with its expected values."""
-    pp, tp, dp = rng.choice([1, 2, 4]), rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
+    pp = rng.choice([1, 2, 4])
+    tp = rng.choice([1, 2, 3])
+    dp = rng.choice([1, 2, 3])
     by_rank: list[list[dict[str, Any]]] = [[] for _ in range(pp * tp * dp)]
     for number, param in enumerate(params):
         for layer in range(param.stack) if param.stack else [None]:
@@ -68,11 +72,18 @@ def random_states(params: list[Param], rng: random.Random, *, filled: bool) -> l
 
 def block_of(param: Param, layer: int | None, cut: int, tp: int) -> tuple[ShardedTensor, Tensor]:
     """What one tensor-parallel rank has of a layer, and its values."""
-    local, prepended = (param.whole, ()) if layer is None else (param.whole[layer], (layer,))
-    offset, replica = [0] * local.ndim, cut
+    if layer is None:
+        local = param.whole
+        prepended = ()
+    else:
+        local = param.whole[layer]
+        prepended = (layer,)
+    offset = [0] * local.ndim
+    replica = cut
     if param.cut_axis is not None:
         rows = local.shape[param.cut_axis] // tp
-        local, replica = local.narrow(param.cut_axis, cut * rows, rows), 0
+        local = local.narrow(param.cut_axis, cut * rows, rows)
+        replica = 0
         offset[param.cut_axis] = cut * rows
     block = ShardedTensor(
         param.key, None, local.dtype, tuple(local.shape), tuple(param.whole.shape), (*prepended, *offset), None,
@@ -95,7 +106,8 @@ def states_of(pieces: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_every_element_survives_any_change_of_grid(tmp_path: Path) -> None:
     for seed in range(1000 if NIGHT else 40):
-        rng, folder = random.Random(seed), tmp_path / str(seed)
+        rng = random.Random(seed)
+        folder = tmp_path / str(seed)
         params = random_params(rng)
         save_as_ranks([states_of(pieces) for pieces in random_states(params, rng, filled=True)], folder)
         assert verify_checkpoint(folder) == []

@@ -61,7 +61,8 @@ def nothing_happens() -> Iterator[None]:
     try:
         yield
     finally:
-        seen, _watched = _watched, None
+        seen = _watched
+        _watched = None
     assert seen == []
 
 
@@ -113,7 +114,8 @@ class Call:
     """Its pickle calls a function."""
 
     def __init__(self, function: Callable[..., Any], argument: str) -> None:
-        self.function, self.argument = function, argument
+        self.function = function
+        self.argument = argument
 
     def __reduce__(self) -> Any:
         return self.function, (self.argument,), {"a": 1}
@@ -121,7 +123,8 @@ class Call:
 
 def forge(path: Path, lie: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
     """Change a manifest, and give it the checksum of the changed bytes."""
-    manifest, first_line = path / "manifest.bin", b"opt-checkpoint manifest 2\n"
+    manifest = path / "manifest.bin"
+    first_line = b"opt-checkpoint manifest 2\n"
     header, columns = decode_columns(first_line, manifest.read_bytes(), "manifest")
     lie(header, columns)
     manifest.write_bytes(encode_columns(first_line, header, columns))
@@ -130,7 +133,8 @@ def forge(path: Path, lie: Callable[[dict[str, Any], dict[str, Any]], None]) -> 
 def test_a_hostile_object_is_refused(tmp_path: Path, ours: Path) -> None:
     stream = io.BytesIO()
     torch.save([Call(os.system, f"touch {tmp_path}/ran")], stream)
-    raw, file = stream.getvalue(), ours / "__0_0.distcp"
+    raw = stream.getvalue()
+    file = ours / "__0_0.distcp"
     place = [file.name, file.stat().st_size, len(raw), crc32(raw)]
     file.write_bytes(file.read_bytes() + raw)
 
@@ -195,7 +199,8 @@ def test_a_small_archive_of_much_is_refused_without_unpacking_it(stock: Path, wa
     plain = pickle.loads((stock / ".metadata").read_bytes())
     for info in plain.storage_data.values():
         if info.offset == place.start:
-            info.offset, info.length = len(whole), len(bomb)
+            info.offset = len(whole)
+            info.length = len(bomb)
     file.write_bytes(whole + bomb)
     (stock / ".metadata").write_bytes(pickle.dumps(plain))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -207,8 +212,14 @@ def test_a_small_archive_of_much_is_refused_without_unpacking_it(stock: Path, wa
 
 @pytest.mark.parametrize("name", ["manifest.bin", "__0_0.distcp", ".metadata", "stock __0_0.distcp"])
 def test_what_is_not_a_regular_file_is_refused(ours: Path, stock: Path, tmp_path: Path, name: str) -> None:
-    is_ours, moved = name in ("manifest.bin", "__0_0.distcp"), tmp_path / "moved"
-    path, wanted = (ours, state_at(0, 0, 1, filled=False)) if is_ours else (stock, wanted_w())
+    is_ours = name in ("manifest.bin", "__0_0.distcp")
+    moved = tmp_path / "moved"
+    if is_ours:
+        path = ours
+        wanted = state_at(0, 0, 1, filled=False)
+    else:
+        path = stock
+        wanted = wanted_w()
     file = path / name.split()[-1]
     file.rename(moved)
     makes = [lambda: file.symlink_to(moved), lambda: os.mkfifo(file), file.mkdir]
@@ -278,7 +289,9 @@ def test_manifests_that_lie_are_refused_before_any_file_is_opened(
     ours = tmp_path / "ours"
     save_as_ranks([state_at(1, 0, 1)], ours)
     (tmp_path / "secret").write_bytes((ours / "__0_0.distcp").read_bytes())
-    manifest, opened, os_open = (ours / "manifest.bin").read_bytes(), list[str](), os.open
+    manifest = (ours / "manifest.bin").read_bytes()
+    opened = list[str]()
+    os_open = os.open
     monkeypatch.setattr(os, "open", lambda path, *a, **k: opened.append(str(path)) or os_open(path, *a, **k))
     for name, lie in LIES.items():
         (ours / "manifest.bin").write_bytes(manifest)
@@ -366,7 +379,8 @@ def test_every_damage_to_any_file_ends_in_an_error_of_ours(
     source: str, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good: Path = request.getfixturevalue(source.partition(",")[0])
-    victim, is_forged = tmp_path / "folder" / "victim", "checksum" in source
+    victim = tmp_path / "folder" / "victim"
+    is_forged = "checksum" in source
     names = ["manifest.bin"] if is_forged else sorted(path.name for path in good.iterdir())
     shutil.copytree(good, victim)
     for seed in range(4000 if NIGHT else 80):

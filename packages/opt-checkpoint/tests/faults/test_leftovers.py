@@ -87,7 +87,8 @@ def test_an_error_of_the_file_system_is_not_an_absence(
     """Else a run would silently start again from an older step, or from nothing."""
     for step in (1, 2):
         save(state_at(step, 0, 1), tmp_path / step_name(step))
-    victim, failed = tmp_path if name == "the directory" else tmp_path / step_name(2) / name, []
+    victim = tmp_path if name == "the directory" else tmp_path / step_name(2) / name
+    failed = []
 
     def failing_for_victim(act: Callable[..., Any]) -> Callable[..., Any]:
         def fail(path: Any, *arguments: Any, **options: Any) -> Any:
@@ -130,7 +131,8 @@ HOLDERS = {  # of a lease, and the minutes without a change after which it count
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_lease_counts_while_its_process_runs_or_else_by_its_age(tmp_path: Path, holder: str) -> None:
     """In another container a process has a number that here belongs to nobody, or to somebody else."""
-    live, (process, expires) = tmp_path / f".opt-checkpoint-tmp-{TOKEN}", HOLDERS[holder]
+    live = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
+    (process, expires) = HOLDERS[holder]
     live.mkdir()
     (live / LEASE).write_text(json.dumps({"target": "x", **process._asdict()}))
     for minutes in (0, 9, 11):
@@ -156,7 +158,9 @@ IN_BUCKET = pytest.mark.parametrize(
 @IN_BUCKET
 def test_saves_of_one_process_leave_each_others_files_alone(tmp_path: Path, in_bucket: bool) -> None:
     """The folder of a running save looked dead before its lease was renewed by a thread, and during its commit."""
-    place, dead, looking = (bucket_in if in_bucket else Path)(tmp_path), list[str](), list[str]()
+    place = (bucket_in if in_bucket else Path)(tmp_path)
+    dead = list[str]()
+    looking = list[str]()
 
     def look(name: str, key: str) -> None:
         if not looking:
@@ -205,7 +209,8 @@ def test_a_lease_is_renewed_until_it_is_released(tmp_path: Path, monkeypatch: py
     }
     for store, when in changed.items():
         store.begin("x", TOKEN)
-        lease, deadline = f"{store.folder('x', TOKEN)}/{LEASE}", time.monotonic() + 20
+        lease = f"{store.folder('x', TOKEN)}/{LEASE}"
+        deadline = time.monotonic() + 20
         first = when(lease)
         while when(lease) == first:
             assert time.monotonic() < deadline
@@ -226,7 +231,8 @@ def test_opening_loading_and_closing_a_manager_changes_nothing(tmp_path: Path, i
     litter(tmp_path)
     if in_bucket:
         (tmp_path / "loop").unlink()  # buckets have no links
-    before, place = contents(tmp_path), (bucket_in if in_bucket else Path)(tmp_path)
+    before = contents(tmp_path)
+    place = (bucket_in if in_bucket else Path)(tmp_path)
     with Calls() as calls:
         for background in (False, True):
             evaluator = CheckpointManager(place, keep=1, in_background=background)
@@ -266,7 +272,8 @@ def test_all_ranks_load_the_newest_good_step_that_rank_zero_sees(
     save_as_ranks([state_at(4, rank, 2) for rank in range(2)], tmp_path / step_name(4))
     save_as_ranks([state_at(5, rank, 2) for rank in range(2)], tmp_path / step_name(5))
     flip_bit(tmp_path / step_name(5) / "__0_0.distcp")  # which rank 1 verifies
-    here, listed = threading.local(), series_module.named_steps
+    here = threading.local()
+    listed = series_module.named_steps
     monkeypatch.setattr(series_module, "named_steps", lambda store: listed(store)[: -1 if here.rank else None])
 
     def act(ranks: Any) -> None:

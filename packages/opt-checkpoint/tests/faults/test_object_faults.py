@@ -69,7 +69,8 @@ def test_a_request_that_fails_once_is_made_again(bucket: ObjectPath) -> None:
 def test_an_upload_is_read_again_from_its_start(bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a file was sent when obstore gave up and closed the generator of its parts: the bytes and checksums of
     the last attempt count."""
-    real, broken = bucket_module.obstore.put, list[bytes]()
+    real = bucket_module.obstore.put
+    broken = list[bytes]()
 
     def put_or_break(store: Any, key: str, parts: Any, **options: Any) -> Any:
         if options.get("use_multipart") and len(broken) < 2:
@@ -91,7 +92,10 @@ def test_an_upload_is_read_again_from_its_start(bucket: ObjectPath, monkeypatch:
 
 def test_a_save_survives_one_failure_in_ten_thousand_requests_at_4096_files(bucket: ObjectPath) -> None:
     """Simulated: each file is uploaded in 40 requests. Without a repeated upload, all but one in 10^7 saves failed."""
-    rng, store, save_id, failed = random.Random(0), store_at(bucket), uuid.uuid4().hex, []
+    rng = random.Random(0)
+    store = store_at(bucket)
+    save_id = uuid.uuid4().hex
+    failed = []
 
     def fail(name: str, key: str) -> None:
         if any(rng.random() < 1e-4 for _ in range(40 if name == "upload" else 1)):
@@ -100,7 +104,8 @@ def test_a_save_survives_one_failure_in_ten_thousand_requests_at_4096_files(buck
 
     with Calls(fail):
         store.begin("x", save_id)
-        folder, sizes = store.folder("x", save_id), {}
+        folder = store.folder("x", save_id)
+        sizes = {}
         for rank in range(4096):
             name = f"__{rank}_0.distcp"
             store.write(f"{folder}/{name}", lambda rank=rank: [b"rank", str(rank).encode()])
@@ -217,7 +222,8 @@ def test_retention_removes_no_save_of_another_trainer(bucket: ObjectPath) -> Non
 
 def test_objects_of_others_below_a_step_are_not_left_by_a_save(bucket: ObjectPath) -> None:
     """They would be removed by the next save of the step."""
-    dead, of_others = uuid.uuid4().hex, ("notes.txt", "plots/loss.png", uuid.uuid4().hex)
+    dead = uuid.uuid4().hex
+    of_others = ("notes.txt", "plots/loss.png", uuid.uuid4().hex)
     for name in (f"{dead}/__0_0.distcp", *of_others):
         put(bucket / step_name(1) / name, b"content")
     assert [left.folder for left in store_at(bucket).leftovers([step_name(1)])] == [f"{step_name(1)}/{dead}"]
@@ -245,7 +251,8 @@ def test_a_damaged_commit_is_damage_and_removes_nothing_and_is_replaced_by_anoth
 
 
 def test_a_rank_that_cannot_open_a_url_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, model = threading.local(), torch.nn.Linear(2, 2)
+    here = threading.local()
+    model = torch.nn.Linear(2, 2)
     monkeypatch.setattr(paths, "_has_obstore", lambda: here.rank != 1)
     calls: tuple[Callable[..., object], ...] = (
         lambda url, **group: save(state_at(1, 0, 2), url, **group),

@@ -183,7 +183,8 @@ def test_two_saves_at_once_with_one_cache_do_not_take_each_others_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second began once the first had agreed to use the cached plan: values went under the other's keys."""
-    cache, accept = PlanCache(), ShardedSavePlanner.accept
+    cache = PlanCache()
+    accept = ShardedSavePlanner.accept
     save(rows_of("w", wholes(1), [], 0), tmp_path / "1", plans=cache)
 
     def interrupted(planner: ShardedSavePlanner, offers: Any) -> None:

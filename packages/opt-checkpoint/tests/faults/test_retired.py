@@ -60,7 +60,8 @@ def trainer_at(
         trainer.wait()
 
     save(1)
-    made, busy = list[str](), list[int]()
+    made = list[str]()
+    busy = list[int]()
 
     def note(name: str, key: str) -> None:
         if "run" in str(key) and not busy:
@@ -103,7 +104,8 @@ def load_newest_optimizer(place: Any) -> int:
 
 
 def load_model_and_optimizer(place: Any) -> int:
-    manager, optimizer = CheckpointManager(place), torch.optim.Adam(MODEL.parameters())
+    manager = CheckpointManager(place)
+    optimizer = torch.optim.Adam(MODEL.parameters())
     step = manager.load(empty()).state["step"]
     manager.load_optimizer(MODEL, optimizer)
     assert steps_of(optimizer) == {step}
@@ -196,7 +198,8 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], An
 
 def answers(read: Callable[[Any], int | None], places: Callable[[int], Any], trainer: Callable[..., Any]) -> set[Any]:
     """What a reader is told, if the trainer saves before any of its calls; by default, before some of them."""
-    found, numbers = set[Any](), [0]
+    found = set[Any]()
+    numbers = [0]
     for number in numbers:
         with trainer(number, places(number)) as calls:
             try:

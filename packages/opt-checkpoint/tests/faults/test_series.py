@@ -110,7 +110,8 @@ def die() -> None:
 
 
 def test_a_crash_at_any_call_of_a_rollback_leaves_the_old_or_the_new_newest_step(tmp_path: Path) -> None:
-    seen, numbers = set(), [0]
+    seen = set()
+    numbers = [0]
     for number in numbers:
         place = saved(tmp_path / str(number), 100, 120)
         manager = CheckpointManager(place, keep=9, in_background=False)
@@ -141,7 +142,8 @@ def test_failed_saves_do_not_make_the_record_of_rollbacks_grow(tmp_path: Path) -
 
 
 def test_a_step_that_is_a_link_is_removed_without_what_it_leads_to(tmp_path: Path) -> None:
-    moved, run = tmp_path / "moved", saved(tmp_path / "run", 1)
+    moved = tmp_path / "moved"
+    run = saved(tmp_path / "run", 1)
     (run / step_name(1)).rename(moved)
     (run / step_name(1)).symlink_to(moved)
     with CheckpointManager(run, keep=1) as manager:
@@ -278,7 +280,8 @@ def test_tiers_skip_damaged_durable_steps_too(tmp_path: Path, damaged: int) -> N
         assert_is_step(tiers.load(empty()).state, 121, 0, 1)
 
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 BEST = {  # how many to keep and which are better, the metrics of steps 1, 2, ..., and the steps that are left
     "lower is better": (KeepBest(2, "min"), [0.5, 0.1, 0.3, 0.9, 0.8], [2, 3, 5]),
     "higher is better": (KeepBest(1, "max"), [0.5, 0.1, 0.9, 0.2, 0.8], [3, 5]),
@@ -375,7 +378,8 @@ def test_the_durable_tier_keeps_its_best_steps(tmp_path: Path) -> None:
 
 def test_two_trainers_of_one_series_are_refused(place: Any) -> None:
     saved(place, 10)
-    first, second = CheckpointManager(place, in_background=False), CheckpointManager(place, in_background=False)
+    first = CheckpointManager(place, in_background=False)
+    second = CheckpointManager(place, in_background=False)
     for manager in (first, second):
         manager.load(empty())
     first.save(20, state_at(20, 0, 1))
@@ -394,7 +398,8 @@ def test_two_trainers_of_one_series_are_refused(place: Any) -> None:
 @contextlib.contextmanager
 def until_it_is_waited_for(*, fails: bool = False) -> Iterator[None]:
     """Saves in the background make their first call when somebody waits for them."""
-    waited, wait = threading.Event(), AsyncSaver.wait
+    waited = threading.Event()
+    wait = AsyncSaver.wait
 
     def note_and_wait(saver: AsyncSaver) -> None:
         if saver._last is not None:
@@ -532,7 +537,8 @@ def test_an_interrupt_between_the_renames_of_a_replacing_commit_keeps_the_old_st
 
 
 def test_of_two_saves_of_one_step_one_is_committed_and_the_other_leaves_nothing(place: Any) -> None:
-    target, raced = (place / "x" if isinstance(place, Path) else f"{place}/x"), list[str]()
+    target = place / "x" if isinstance(place, Path) else f"{place}/x"
+    raced = list[str]()
 
     def race(name: str, key: str) -> None:
         if not raced and name == ("rename" if isinstance(place, Path) else "create"):

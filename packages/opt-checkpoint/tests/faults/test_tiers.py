@@ -141,7 +141,8 @@ def test_on_one_node_there_are_no_copies(tmp_path: Path) -> None:
 
 
 def train_on_two_nodes(rank: int, size: int, folder: str) -> None:
-    (model, optimizer), other = trained(), network(2)
+    (model, optimizer) = trained()
+    other = network(2)
     again = grouped(other)
     with tiers(folder, rank) as manager:
         manager.save(1, {"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer), "step": 1})
@@ -162,7 +163,8 @@ def test_a_model_and_its_optimizer_go_on_after_a_node_is_lost(tmp_path: Path) ->
 
 def save_to_both(rank: int, size: int, folder: str) -> int:
     """Save to both tiers at the same time, whose threads run in another order on each rank; how many groups it took."""
-    made, new_group = [], dist.new_group
+    made = []
+    new_group = dist.new_group
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "new_group", lambda *given, **options: made.append(rank) or new_group(*given, **options))
         save_steps(rank, size, folder, [*range(1, 9)], {"durable_every": 1})
@@ -180,7 +182,8 @@ def test_the_background_saves_of_both_tiers_share_one_process_group(tmp_path: Pa
 
 def damage_a_copy_on_its_way(rank: int, size: int, folder: str) -> None:
     """Rank 1's part is damaged after it was written, or between the nodes: the copy must not count."""
-    send, sent = dist.isend, list[int]()
+    send = dist.isend
+    sent = list[int]()
 
     def flip(chunk: torch.Tensor, *args: object, **options: object) -> object:
         if bytes(chunk[: len(FILE_MARK)].tolist()) == FILE_MARK:  # not the manifest, which has a checksum of its own
@@ -239,7 +242,9 @@ def test_where_copies_broke_off_own_parts_or_the_step_before_are_resumed(tmp_pat
     run_ranks(2, break_copies_off, str(tmp_path))
     for node in (0, 1):
         (part,) = parts_of(tmp_path, node, 2)
-        run, left = part.parent.parent, "a" * 32  # by a rank that was killed in a copy, and in a removal
+        # by a rank that was killed in a copy, and in a removal
+        run = part.parent.parent
+        left = "a" * 32
         part.with_name(f".opt-checkpoint-tmp-{left}").mkdir()
         shutil.copytree(part, run / f".opt-checkpoint-deleting-{left}")
     assert resumed(2, tmp_path) == Resume(2, "local", (0, 1), ())

@@ -45,7 +45,8 @@ def golden_state(rank: int, size: int) -> dict[str, Any]:
     """Flat shards of all tensors; a step, scales, an object and common values."""
     state: dict[str, Any] = {}
     for key, value in golden_values().items():
-        start, stop = 24 * rank // size, 24 * (rank + 1) // size
+        start = 24 * rank // size
+        stop = 24 * (rank + 1) // size
         whole = ShardedTensor(key, None, value.dtype, (6, 4), (6, 4), (0, 0), None)
         state[key] = whole.flat(value.reshape(-1)[start:stop].clone(), start, stop)
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, rank, size))

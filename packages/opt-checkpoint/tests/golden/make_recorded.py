@@ -72,7 +72,9 @@ class Run:
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig | None = None) -> None:
-        self.model, self.config, generator = model, config, torch.Generator().manual_seed(3)
+        self.model = model
+        self.config = config
+        generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for param in model.parameters():
                 param.copy_(torch.randn(param.shape, generator=generator))
@@ -139,7 +141,8 @@ RUNS: dict[str, tuple[int, Callable[[], Run]]] = {  # ranks, and the run
 def record(kind: str, path: str) -> None:
     """Train, and save what a second run has half-way."""
     make = RUNS[kind][1]
-    whole, half = make(), make()
+    whole = make()
+    half = make()
     whole.train(0)
     losses = whole.train(STEPS)
     half.train(0)

@@ -284,10 +284,12 @@ def _loss_scale(config: "OptimizerConfig") -> Iterator[Problem]:
 
 
 def _learning_rates(config: "OptimizerConfig") -> Iterator[Problem]:
-    lr, low = config.lr, config.min_lr
+    lr = config.lr
+    low = config.min_lr
     if lr is not None and low is not None and low > lr:
         yield Problem("min_lr", low, f"must not be above lr={lr!r}")
-    lr, low = config.decoupled_lr, config.decoupled_min_lr
+    lr = config.decoupled_lr
+    low = config.decoupled_min_lr
     if lr is not None and low is not None and low > lr:
         yield Problem("decoupled_min_lr", low, f"must not be above decoupled_lr={lr!r}")
     if lr is not None and low is None and config.min_lr is not None and config.min_lr > lr:
@@ -353,7 +355,8 @@ def _fp8(config: "OptimizerConfig") -> Iterator[Problem]:
 
 
 def _shards(config: "OptimizerConfig") -> Iterator[Problem]:
-    flat, whole = config.use_distributed_optimizer, config.use_layer_wise_distributed_optimizer
+    flat = config.use_distributed_optimizer
+    whole = config.use_layer_wise_distributed_optimizer
     if flat and whole:
         reason = "excludes use_layer_wise_distributed_optimizer, which also shards the state; set only one of them"
         yield Problem("use_distributed_optimizer", True, reason)

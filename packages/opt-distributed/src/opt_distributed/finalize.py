@@ -111,7 +111,8 @@ def _finalize(
     for chunk in incomplete:
         chunk.num_finalized = len(chunks)
     replicas = [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
-    comms, is_first = [peers.get("tp", ALONE), *replicas], any(chunk.grad_sync.iteration == 1 for chunk in chunks)
+    comms = [peers.get("tp", ALONE), *replicas]
+    is_first = any(chunk.grad_sync.iteration == 1 for chunk in chunks)
     update_router_biases_(chunks, rate=router_bias_update_rate, comms=comms, compares=is_first)
     unscaled = [chunk for chunk in chunks if not chunk.is_scaled]
     if num_tokens is None or not unscaled:
@@ -135,7 +136,8 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
     """
     for chunk in chunks:
         for meta in chunk.marked if chunk.num_finalized < len(chunks) else ():
-            qk, num_chunks = chunk.qk_layernorm, len(chunks)
+            qk = chunk.qk_layernorm
+            num_chunks = len(chunks)
             marks = [marks_of(meta, of, qk_layernorm=qk, num_chunks=num_chunks) for of in (roles, chunk.roles)]
             mark = next(iter(marks[0] or marks[1]), None)
             if mark is not None and (not chunk.num_finalized or meta.pipeline_parallel):
@@ -187,7 +189,8 @@ def update_router_biases_(
     """
     routers = []
     for inner in (inner for module in modules for inner in module.modules()):
-        bias, tokens = getattr(inner, "expert_bias", None), getattr(inner, "local_tokens_per_expert", None)
+        bias = getattr(inner, "expert_bias", None)
+        tokens = getattr(inner, "local_tokens_per_expert", None)
         if isinstance(bias, Tensor) and isinstance(tokens, Tensor):  # the bias of a router may be None
             routers.append((bias, tokens))
     rates = {rate}

@@ -94,7 +94,8 @@ def kept_states(unit: Unit, piece: OwnedPiece) -> Iterator[StateSpec]:
 
 def decoded(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
     """The values of one state: its own memory, or a new fp32 tensor if it is stored as codes."""
-    codec, codes = _codec(unit, spec.name), piece.state[spec.name]
+    codec = _codec(unit, spec.name)
+    codes = piece.state[spec.name]
     return codes if codec is None else values_of(codec, codes, piece.state[scale_name(spec.name)])
 
 
@@ -139,7 +140,8 @@ def _set_(
         return
     piece.step = step
     for name, value in state.items():
-        target, codec = piece.state[name], _codec(unit, name) if is_decoded else None
+        target = piece.state[name]
+        codec = _codec(unit, name) if is_decoded else None
         if codec is None:
             target.copy_(value.view(target.shape))
         else:
@@ -271,7 +273,8 @@ def _values(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> dict[str
         key = _key(piece, spec, saved)
         if key is None:
             continue
-        where, value = f"{key} of {piece.id.name!r}", saved[key]
+        where = f"{key} of {piece.id.name!r}"
+        value = saved[key]
         if not isinstance(value, Tensor):
             raise StateError(f"{where} is a {type(value).__name__}; a tensor is needed")
         shape = piece.main.shape if spec is _OF_MAIN else piece.state[spec.name].shape
@@ -315,9 +318,11 @@ def sharded_piece(
     parameter itself.
     """
     if piece.replica is not None:  # by convention (pipeline, tensor, data); a shard has no replicas in its instance
-        id, at = param.replica_id, piece.replica
+        id = param.replica_id
+        at = piece.replica
         param = replace(param, replica_id=(*id[:-1], at) if isinstance(id, tuple) else at)
-    part, whole = param, _whole(param, piece, rows)
+    part = param
+    whole = _whole(param, piece, rows)
     # SOAP's moments are in bases of the matrix with the rows in this order, so that no other order may load them.
     has_bases = any(spec.kind in (StateKind.MATRIX, StateKind.SHAPED) for spec in unit.rule.state_specs)
     if isinstance(whole, ShardedTensorFactory) and has_bases and not _is_in_order(whole):
@@ -331,7 +336,8 @@ def sharded_piece(
     described = {STEP: make_sharded_state(part, step, STEP, PerParam())}
     for spec in kept_states(unit, piece):
         key = spec.name + (SPLIT_MARK + piece.matrix.split_name if _is_by_part(spec, piece) else "")
-        of, saved_spec = part, _saved_spec(spec, piece)
+        of = part
+        saved_spec = _saved_spec(spec, piece)
         if spec.whole and piece.stage is not None:
             if whole is not None:
                 of = whole

@@ -110,7 +110,9 @@ def spans(tensor: Tensor) -> tuple[Span, ...] | None:
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call, unused-ignore]
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(shard.shape) or not shard.is_contiguous():
         return None
-    sizes, offsets, whole = tuple(shard.shape), tuple(chunks[0].offsets), tuple(tensor.shape)
+    sizes = tuple(shard.shape)
+    offsets = tuple(chunks[0].offsets)
+    whole = tuple(tensor.shape)
     strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
     # After the last sharded dim, rows are whole and consecutive.
     last_cut = max((dim for dim in range(len(whole)) if sizes[dim] != whole[dim]), default=0)

@@ -39,8 +39,10 @@ class HyperTable:
         """The entries of these names by group. Numbers are 0-d float64 views of the table."""
         self.frozen: Hashable = None
         """Unchanged between two refreshes if nothing changed that a capture freezes."""
-        self._names, self._choosing = tuple(names), frozenset(choosing)
-        self._device, self._upload = device, upload
+        self._names = tuple(names)
+        self._choosing = frozenset(choosing)
+        self._device = device
+        self._upload = upload
         self._table = torch.empty(0, dtype=torch.float64, device=device)
         self._numbers: list[float] | None = None  # contents of the table
 

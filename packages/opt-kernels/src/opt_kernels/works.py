@@ -205,7 +205,8 @@ class StateSpec:
 
     def shape_for(self, param: Sequence[int]) -> tuple[int, ...] | None:
         """The shape of the state of a parameter of this shape; None if its rule decides it."""
-        batch, sizes = tuple(param[:-2]), dict(zip("nm", reversed(param)))
+        batch = tuple(param[:-2])
+        sizes = dict(zip("nm", reversed(param)))
         match self.kind:
             case StateKind.LIKE_PARAM:
                 return tuple(param)

@@ -249,7 +249,8 @@ def get_param_groups(
         if report.error:
             raise ConfigError(f"rank {rank}: {report.error}")
     seen_anywhere = frozenset[Seen]().union(*(report.seen for report in reports))
-    names, labels = group_names(seen_anywhere), frozenset[str]().union(*(labels for labels, _ in seen_anywhere))
+    names = group_names(seen_anywhere)
+    labels = frozenset[str]().union(*(labels for labels, _ in seen_anywhere))
     frozen = {label: name for report in reversed(reports) for label, name in report.frozen.items()}
     warn_of_frozen(overrides, labels, frozen)
     check_qk_norms(config, frozenset[bool]().union(*(report.qk_norms for report in reports)))

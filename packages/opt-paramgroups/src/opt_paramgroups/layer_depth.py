@@ -75,7 +75,8 @@ def _place(name: str) -> _Place | None:
     found = _STAGE.search(name)
     if found is None:
         return None
-    container, inner = found["container"], name[found.end() :]
+    container = found["container"]
+    inner = name[found.end() :]
     stage = int(found[2] or found[3])
     if container == "downsample_layers":
         return _Place(name[: found.start()], stage, None, is_before=True)

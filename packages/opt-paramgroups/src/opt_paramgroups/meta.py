@@ -173,7 +173,8 @@ class ParamMeta:
     codes: torch.dtype | None = None  # dtype of stored codes with scales; None: values of `dtype` are stored
 
     def __post_init__(self) -> None:
-        dim, rows = self.partition_dim, sum(self.qkv_split_shapes)
+        dim = self.partition_dim
+        rows = sum(self.qkv_split_shapes)
         self._check_split()
         if dim is not None and not 0 <= dim < len(self.shape):
             raise ConfigError(
@@ -302,7 +303,8 @@ def describe(
     known = vocabulary_roles(models) if by_name else {}
     qkv_rows = fused_qkv_rows(models)
     for param_id, param in params.items():
-        role, read = known.get(id(param)), roles[param_id]
+        role = known.get(id(param))
+        read = roles[param_id]
         if role is not None and not read.keys() & {"is_embedding_or_output", "is_embedding"}:
             read |= {"is_embedding_or_output": True, "is_embedding": role.is_embedding, "guess": role.guess}
         if id(param) in qkv_rows and not read.keys() & _SPLITS:  # is_qkv is False on all matrices of Megatron-Core

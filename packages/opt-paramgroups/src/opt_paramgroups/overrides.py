@@ -131,7 +131,8 @@ def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKe
     per_key = _entries(override)
     entries: dict[str, Any] = {}
     for field in dataclasses.fields(OptimizerConfig):
-        value, common = getattr(override, field.name), getattr(config, field.name)
+        value = getattr(override, field.name)
+        common = getattr(config, field.name)
         if value == common or (field.name in ("lr", "min_lr") and value is None):
             continue
         if field.name not in per_key:

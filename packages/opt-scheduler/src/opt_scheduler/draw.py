@@ -45,7 +45,8 @@ def svg_plot(curves: Sequence[Curve], *, steps: float, width: int = 560, height:
     columns = [steps * x / (points - 1) for x in range(points)]
     samples = [[curve(step) for step in columns] for curve in curves]
     low, high = _limits(samples)
-    left, bottom = 64, height - 24
+    left = 64
+    bottom = height - 24
 
     def path(values: Sequence[float]) -> str:
         xs = (left + (width - left - 12) * x / (points - 1) for x in range(points))
@@ -69,7 +70,8 @@ def svg_plot(curves: Sequence[Curve], *, steps: float, width: int = 560, height:
 
 def _limits(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return the lowest and highest value to draw, never equal; 0 is included if it is not far below."""
-    low, high = min(map(min, samples)), max(map(max, samples))
+    low = min(map(min, samples))
+    high = max(map(max, samples))
     if 0 < low < high / 2 or low == high > 0:
         low = 0.0
     return (low, high) if high > low else (low, low + 1.0)

@@ -101,7 +101,8 @@ class FieldScheduler(GroupScheduler):
         num_steps = state_dict["num_steps"]
         if not 0 <= num_steps < math.inf:
             raise ScheduleError(f"FieldScheduler: num_steps={num_steps!r} must be at least 0 and finite")
-        groups, initial = self.param_groups, state_dict.get("initial")
+        groups = self.param_groups
+        initial = state_dict.get("initial")
         if initial is not None and len(initial) != len(groups):
             raise ScheduleError(
                 f"FieldScheduler: the state has {len(initial)} groups and the optimizer {len(groups)}; build the "

@@ -26,7 +26,8 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
     Raises:
         ScheduleError: the overrides of a group are invalid together with the settings that it does not override.
     """
-    lr_of, wd_of = settings.lr_formula(step), settings.wd_formula(step)
+    lr_of = settings.lr_formula(step)
+    wd_of = settings.wd_formula(step)
     values: list[tuple[float, float]] = []
     last = None
     for i, group in enumerate(groups):
@@ -36,7 +37,8 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
                 overrides = {name: group[name] for name in Bounds._fields if group.get(name) is not None}
                 raise ScheduleError(f"group {i} with {overrides or 'no overrides'}: {problem}")
             lr = lr_of(bounds.max_lr, bounds.min_lr)
-            pair, last = (lr, wd_of(bounds.start_wd, bounds.end_wd) * bounds.wd_mult), bounds
+            pair = (lr, wd_of(bounds.start_wd, bounds.end_wd) * bounds.wd_mult)
+            last = bounds
         values.append(pair)
     return values
 
@@ -52,7 +54,9 @@ def refuse_one_cycle(groups: Sequence[Mapping[str, Any]]) -> None:
     """
     if not groups or "initial_lr" not in (group := groups[0]):
         return
-    low, initial, high = group.get("min_lr"), group["initial_lr"], group.get("max_lr")
+    low = group.get("min_lr")
+    initial = group["initial_lr"]
+    high = group.get("max_lr")
     if low is not None and high is not None and low < initial < high:
         raise ScheduleError(
             f"group 0 has max_lr={high!r}, min_lr={low!r} and initial_lr={initial!r}, as torch's OneCycleLR "

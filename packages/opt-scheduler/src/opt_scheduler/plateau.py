@@ -76,8 +76,12 @@ class Plateau(GroupScheduler):
             raise ScheduleError("Plateau: the scheduler sets the learning rate of no group; add a schedule for 'lr'")
         self.scheduler = scheduler
         self.num_steps = scheduler.num_steps
-        self.factor, self.patience, self.threshold = factor, patience, threshold
-        self.mode, self.cooldown, self.min_scale = mode, cooldown, min_scale
+        self.factor = factor
+        self.patience = patience
+        self.threshold = threshold
+        self.mode = mode
+        self.cooldown = cooldown
+        self.min_scale = min_scale
         self.scale = 1.0
         self.best: float | None = None
         self.num_bad = 0
@@ -95,7 +99,8 @@ class Plateau(GroupScheduler):
             raise ScheduleError(f"Plateau: metric={metric!r} must be one number") from error
         self._check_in_step()
         if self._improves(value):
-            self.best, self.num_bad = value, 0
+            self.best = value
+            self.num_bad = 0
         else:
             self.num_bad += 1
         if self.cooldown_left > 0:
@@ -103,7 +108,8 @@ class Plateau(GroupScheduler):
             self.num_bad = 0
         if self.num_bad <= self.patience:
             return False
-        self.num_bad, self.cooldown_left = 0, self.cooldown
+        self.num_bad = 0
+        self.cooldown_left = self.cooldown
         lowered = max(self.scale * self.factor, self.min_scale)
         if lowered == self.scale:
             return False

@@ -34,7 +34,8 @@ class Restarts(Schedule):
 
     def start_of(self, period: int) -> float:
         """Return the step at which a period begins; the first period has the number 0."""
-        first, m = self.schedule.length, self.t_mult
+        first = self.schedule.length
+        m = self.t_mult
         return first * period if m == 1 else first * (m**period - 1) / (m - 1)
 
     @cached_property

@@ -149,7 +149,8 @@ class OptimizerParamScheduler(GroupScheduler):
         for group, (lr, weight_decay) in zip(groups, values, strict=True):
             # The usual case of `set_`, inlined: a step spends its time in this loop.
             if type(group.get("lr")) is float and type(group.get("weight_decay")) is float:
-                group["lr"], group["weight_decay"] = lr, weight_decay
+                group["lr"] = lr
+                group["weight_decay"] = weight_decay
             else:
                 set_(group, "lr", lr, filled)
                 set_(group, "weight_decay", weight_decay, filled)
@@ -198,7 +199,8 @@ class OptimizerParamScheduler(GroupScheduler):
         values = group_values(settings, changed, saved.num_steps)
         self._log_differences(given, saved.fields, chosen)
 
-        self.settings, self.num_steps = settings, saved.num_steps
+        self.settings = settings
+        self.num_steps = saved.num_steps
         for group, change in zip(groups, changes, strict=True):
             group.update(change)
         self._write_values(groups, values)

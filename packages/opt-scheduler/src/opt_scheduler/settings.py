@@ -72,7 +72,9 @@ class Settings(Schedule):
 
     def lr_formula(self, step: Any, xp: Any = NUMBERS) -> Callable[[float, float], Any]:
         """Return the learning rate at `step` as a function of (max_lr, min_lr), which a group may override."""
-        warmup, init, decayed = self.lr_warmup_steps, self.init_lr, self._after_warmup(step, xp)
+        warmup = self.lr_warmup_steps
+        init = self.init_lr
+        decayed = self._after_warmup(step, xp)
         if warmup <= 0 or (xp is NUMBERS and step > warmup):
             return decayed
         done = xp.minimum(step + self._warmup_lead, warmup)

@@ -42,7 +42,8 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
         group_of = {id: group for group in groups for id in group["param_ids"]}
         unit_of = {id: unit for unit in plan.units for id in unit.ids}
         for id, meta in describe([model]).items():
-            group, unit = group_of[id], unit_of[id]
+            group = group_of[id]
+            unit = unit_of[id]
             num_bytes = main_bytes(unit.numbers[dtype], meta.numel) + sum(kept_bytes(unit.rule, meta.shape).values())
             lr = "-" if group["lr"] is None else f"{group['lr']:g}"
             state = ", ".join(f"{spec.name} {short(spec.dtype)}" for spec in unit.rule.state_specs) or "none"

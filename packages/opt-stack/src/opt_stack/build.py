@@ -66,7 +66,10 @@ NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatro
 @torch.inference_mode(False)  # steps outside of inference mode must be able to write what is made here, too
 def build_stepper(draft: Draft) -> Stepper:
     """Build the stepper of the plan of `draft`, with tensors on its device."""
-    plan, roles, config, device = draft.plan, draft.roles, draft.config, draft.device
+    plan = draft.plan
+    roles = draft.roles
+    config = draft.config
+    device = draft.device
     assert device is not None
     refuse(check_graphs(draft, device))
     if config.barrier_with_L1_time and config.timers is None:
@@ -83,7 +86,8 @@ def build_stepper(draft: Draft) -> Stepper:
             codes = {shape.id: q for shape in buffer.params if (q := quantized(draft.params[shape.id])) is not None}
             sharing = draft.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone()
             fp8[buffer.name] = QuantizedSource(own[buffer.name], codes, sharing)
-    slots, timers = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms))), config.timers  # equal on all ranks
+    slots = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms)))  # equal on all ranks
+    timers = config.timers
     units = list(_units(draft, device, own, fp8, slots))
     for param in draft.params.values():
         if (found := quantized(param)) is not None:
@@ -122,7 +126,9 @@ def _units(
 
     Units on the device come first, so that it works while the host, which has to wait for the verdict, updates its own.
     """
-    plan, roles, placement = draft.plan, draft.roles, draft.config.placement
+    plan = draft.plan
+    roles = draft.roles
+    placement = draft.config.placement
     sides = [(unit, side) for side in ((False, True) if plan.hosted else (False,)) for unit in plan.units]
     # By buffer, the last unit that writes to it; the same on all ranks.
     last = {
@@ -191,7 +197,9 @@ def _source(
 ) -> Source:
     """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
     params = {shape.id: draft.params[shape.id] for shape in buffer.params}
-    axes, replicas, identities = draft.axes_of(buffer), draft.roles.dense.num_replicas, set(map(id, params.values()))
+    axes = draft.axes_of(buffer)
+    replicas = draft.roles.dense.num_replicas
+    identities = set(map(id, params.values()))
     is_reduced = identities <= reduced
     if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
         check_marks(params, draft.metas, draft.roles, qk_layernorm=draft.qk_layernorm)
@@ -231,7 +239,8 @@ def _averaged_by_torch(draft: Draft) -> set[int]:
     others, some were frozen or unfrozen since: the step reduces all of these, which leaves averaged gradients as they
     are.
     """
-    axes, averaged = draft.roles.dense, set[int]()
+    axes = draft.roles.dense
+    averaged = set[int]()
     for wrapper in (module for chunk in draft.chunks for module in chunk.modules()):
         if not isinstance(wrapper, TorchWrapper) or axes.inter.size > 1:
             continue
@@ -281,15 +290,20 @@ def _pieces(
     away: devices.Device | None,  # if main values and states are copied to the host from there
 ) -> Iterator[OwnedPiece]:
     """Yield the pieces of a unit on this rank, with main values and the rule's state before the first step."""
-    plan, rule = draft.plan, unit.rule_of(on_host=on_host)
+    plan = draft.plan
+    rule = unit.rule_of(on_host=on_host)
     keeps_norm = any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(unit.rule))
     for buffer in plan.buffers:
-        axes, is_sharded = draft.axes_of(buffer), buffer.layout.num_shards > 1
+        axes = draft.axes_of(buffer)
+        is_sharded = buffer.layout.num_shards > 1
         rank = axes.dp.rank if is_sharded else 0
         for number, (id, of_param) in enumerate(buffer.runs(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
-            param, meta, group, at = draft.params[id], draft.metas[id], draft.group_of[id], placed[id]
+            param = draft.params[id]
+            meta = draft.metas[id]
+            group = draft.group_of[id]
+            at = placed[id]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
             main: Main
@@ -338,7 +352,9 @@ def _pieces(
 
 def _is_counted(draft: Draft, buffer: BufferPlan, id: ParamId) -> bool:
     """Return whether norms and zero counts include this rank's copy of a gradient that it inspects."""
-    meta, param, axes = draft.metas[id], draft.params[id], draft.axes_of(buffer)
+    meta = draft.metas[id]
+    param = draft.params[id]
+    axes = draft.axes_of(buffer)
     if meta.shared or (axes.inter.rank > 0 and draft.roles.instance is None):
         return False
     if buffer.kind is AS_IT_CAME:
@@ -401,7 +417,8 @@ def _cuts(buffer: BufferPlan, id: ParamId, draft: Draft, from_dim: int) -> Seque
 
 def _tensor_cuts(buffer: BufferPlan, id: ParamId, draft: Draft, from_dim: int) -> tuple[Comm, ...]:
     """The tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
-    meta, peers = draft.metas[id], draft.axes_of(buffer).tp
+    meta = draft.metas[id]
+    peers = draft.axes_of(buffer).tp
     cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
     outside = buffer.kind is not AS_IT_CAME or is_outside(peers, mesh_of(draft.params[id]))
     return (peers,) if cuts and peers.size > 1 and outside else ()

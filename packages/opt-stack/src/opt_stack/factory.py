@@ -126,7 +126,9 @@ def build_optimizer(
     """`get_optimizer` without `use_gloo_process_groups`. `by_name`: as for `get_standard_config_overrides`, and whether
     settings without effect are errors or warned of. `kind`: the class of the optimizer."""
     draft = drafted(config, model_chunks, pg_collection, mesh, rules)
-    draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
+    draft.hooks = hooks
+    draft.broadcast_params = broadcast_params
+    draft.extra_group_keys = extra_group_keys
     draft.overrides = config_overrides
     draft.by_name = by_name
     dumps = dump_param_to_param_group_map is not None
@@ -171,7 +173,9 @@ def get_optimizer_based_on_param_groups(
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
     draft = drafted(config, model_chunks, pg_collection, mesh, rules)
-    draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
+    draft.hooks = hooks
+    draft.broadcast_params = broadcast_params
+    draft.extra_group_keys = extra_group_keys
     everyone = draft.roles.everyone
     draft.groups = agreed(everyone, lambda: complete_groups(param_groups, draft.config, draft.params, draft.metas))
     draft.has_own_groups = any("param_ids" not in group for group in param_groups)
@@ -184,7 +188,8 @@ def grouped(draft: Draft, *, allow_unmatched: bool, asked: Mapping[str, bool] = 
 
     `asked` is as for `check_same_config`. Raises ConfigError on every rank.
     """
-    config, everyone = draft.config, draft.roles.everyone
+    config = draft.config
+    everyone = draft.roles.everyone
 
     def described() -> tuple[Overrides, Mapping[ParamId, ParamMeta]]:
         return with_matrix_rule(config, draft.overrides, draft.registry, by_name=draft.by_name), draft.metas
@@ -296,8 +301,12 @@ def plan_of(draft: Draft) -> Plan:
 
 def _build(draft: Draft, *, part: str = "", kind: type[Optimizer] = Optimizer) -> Optimizer:
     """Build the optimizer from complete groups; both public functions end here."""
-    config, roles, params, metas = draft.config, draft.roles, draft.params, draft.metas
-    everyone, groups = roles.everyone, draft.groups
+    config = draft.config
+    roles = draft.roles
+    params = draft.params
+    metas = draft.metas
+    everyone = roles.everyone
+    groups = draft.groups
     plan = agreed(everyone, lambda: plan_of(draft))
     check_ranks(draft)
     check_peers(draft)

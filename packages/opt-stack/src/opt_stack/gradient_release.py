@@ -92,7 +92,8 @@ class GradientRelease:
         for param, (_, piece, _) in self._parts.items():
             if param not in self._updated:
                 check_unfused(piece.id, param)
-        norms, skip = self._squares.sqrt(), self._skip
+        norms = self._squares.sqrt()
+        skip = self._skip
         self._last_norms = norms
         if self._updated:
             self.optimizer.loaded_weights.accept_writes()
@@ -162,7 +163,8 @@ class GradientRelease:
             # Backward may still need the old value, for example through a detached view. The version makes that an
             # error.
             torch.autograd.graph.increment_version(param)
-            scales, skip = [1.0] * (1 + piece.norm_slot), None if self._device.type == "cpu" else self._skip
+            scales = [1.0] * (1 + piece.norm_slot)
+            skip = None if self._device.type == "cpu" else self._skip
             unit.update_(Update(Ready([piece], [grad]), self.optimizer.param_groups, scales, skip))
         param.grad = None
 

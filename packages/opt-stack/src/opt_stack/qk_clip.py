@@ -28,7 +28,8 @@ from opt_paramgroups import is_dtensor
 from opt_stack.optimizer import Optimizer
 
 Role = tuple[float, float]  # what the output of a row is used for: (a, b) if it is scaled by gamma^(a * alpha + b)
-QUERY, KEY = (1.0, 0.0), (-1.0, 1.0)
+QUERY = (1.0, 0.0)
+KEY = (-1.0, 1.0)
 ROTARY_QUERY = (0.0, 1.0)  # multiplied by a key that all heads share
 OTHER = (0.0, 0.0)  # values, gates
 
@@ -94,7 +95,8 @@ def latent_attention(
     value_dim: int,
 ) -> Attention:
     """Describe multi-head latent attention by the up-projections of queries, and of non-rotary keys and values."""
-    queries, keys = nope_dim * (QUERY,) + rope_dim * (ROTARY_QUERY,), nope_dim * (KEY,) + value_dim * (OTHER,)
+    queries = nope_dim * (QUERY,) + rope_dim * (ROTARY_QUERY,)
+    keys = nope_dim * (KEY,) + value_dim * (OTHER,)
     rows = (*_alike(queries, query_up), *_alike(keys, key_value_up))
     return Attention(num_heads=num_heads, num_query_groups=num_heads, rows=rows)
 
@@ -129,8 +131,10 @@ class QKClip:
     def __init__(
         self, optimizer: Optimizer, layers: Sequence[Attention], *, threshold: float = 100.0, alpha: float = 0.5
     ):
-        self.optimizer, self.layers = optimizer, tuple(layers)
-        self.threshold, self.alpha = threshold, alpha
+        self.optimizer = optimizer
+        self.layers = tuple(layers)
+        self.threshold = threshold
+        self.alpha = alpha
         self._roles: Roles = optimizer.roles
         self._names = {
             id(param): str(id_)
@@ -239,7 +243,8 @@ class QKClip:
 
     def _difference(self) -> ConfigError | None:
         """Return an error if ranks that share layers have different settings; else None. Collective."""
-        axes, layers = self._roles.dense, [[self._names[id(r.param)] for r in layer.rows] for layer in self.layers]
+        axes = self._roles.dense
+        layers = [[self._names[id(r.param)] for r in layer.rows] for layer in self.layers]
         own = (self.threshold, self.alpha, layers, [(one.num_heads, one.num_query_groups) for one in self.layers])
         for per_rank in [comm.gather_objects(own) for comm in (axes.tp, axes.dp, axes.inter)]:
             if any(other != per_rank[0] for other in per_rank):
@@ -254,12 +259,14 @@ class QKClip:
             yield f"threshold={self.threshold}; it must be above 0"
         if not 0 <= self.alpha <= 1:
             yield f"alpha={self.alpha}; the query's share of the correction must be from 0 to 1"
-        seen, tp = set[int](), self._roles.dense.tp.size
+        seen = set[int]()
+        tp = self._roles.dense.tp.size
         for layer in self.layers:
             if layer.num_query_groups < 1 or layer.num_heads % layer.num_query_groups:
                 yield f"{layer.num_heads} heads do not divide into {layer.num_query_groups} query groups"
             for rows in layer.rows:
-                shape, name = tuple(rows.param.shape), self._names.get(id(rows.param), "")
+                shape = tuple(rows.param.shape)
+                name = self._names.get(id(rows.param), "")
                 if not name:
                     yield f"the optimizer does not train a parameter of shape {shape}; leave its layer out"
                 if id(rows.param) in seen:
@@ -283,7 +290,8 @@ class QKClip:
 
 def _scale_(piece: OwnedPiece, factors: Tensor) -> None:
     """Multiply the main values of a piece, and with them the parameter, by `factors` on the device."""
-    main, value = piece.main, piece.main.value()
+    main = piece.main
+    value = piece.main.value()
     if not isinstance(main, HostMain) or value is main.target:
         main.set_(value.float() * factors.float())
         return
@@ -302,6 +310,7 @@ def _of_piece(factors: Tensor, piece: OwnedPiece) -> Tensor:
     if piece.is_whole:
         return factors.view(-1, *[1] * (len(shape) - 1))
     width = shape[1:].numel()
-    first, last = piece.of_param.start // width, -(-piece.of_param.stop // width)
+    first = piece.of_param.start // width
+    last = -(-piece.of_param.stop // width)
     flat = factors[first:last].repeat_interleave(width)
     return flat[piece.of_param.start - first * width :][: piece.of_param.stop - piece.of_param.start]

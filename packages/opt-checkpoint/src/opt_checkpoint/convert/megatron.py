@@ -32,7 +32,8 @@ from opt_checkpoint.state.sharded import Shape, ShardedObject, ShardedTensor, Sh
 from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath
 
-BUCKETS, _MAIN = "dp_reshardable", f"{PREFIX}fp32_param."
+BUCKETS = "dp_reshardable"
+_MAIN = f"{PREFIX}fp32_param."
 READABLE = frozenset({BUCKETS, "fully_reshardable", "fully_sharded_model_space"})
 _STACKED = re.compile(r"(?:.*\.)?layers\.(?!\d)")
 _EXPERT = re.compile(r"(?:.*\.)?experts\.")
@@ -107,7 +108,8 @@ def megatron_to_checkpoint(
 
 def _converted_key(key: str) -> str:
     """The key of a tensor without the number of an optimizer in a chain, with the name of main weights that we use."""
-    main, key = f"{PREFIX}param.", _CHAINED.sub("", key)
+    main = f"{PREFIX}param."
+    key = _CHAINED.sub("", key)
     return f"{_MAIN}{key.removeprefix(main)}" if key.startswith(main) else key
 
 
@@ -204,7 +206,8 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
         CheckpointingException: the directory holds no buckets, or remainders in place of main weights; slots do not fit
             its buckets, or two groups hold different values of one block.
     """
-    buckets, by_bucket = _buckets(index), defaultdict[_BucketId, list[BucketSlot]](list)
+    buckets = _buckets(index)
+    by_bucket = defaultdict[_BucketId, list[BucketSlot]](list)
     for slot in sorted(slots, key=lambda slot: slot.start):
         by_bucket[_BucketId(slot.optimizer, slot.group, slot.buffer, slot.bucket)].append(slot)
     if unknown := by_bucket.keys() - buckets.keys():
@@ -213,7 +216,8 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
             f"{'; '.join(map(str, sorted(buckets)))}"
         )
     for key, placed in [(key, by_bucket[bucket]) for bucket, states in buckets.items() for key in states.values()]:
-        end, numel = 0, math.prod(index.tensors[key].shape)
+        end = 0
+        numel = math.prod(index.tensors[key].shape)
         for slot in placed:
             if not end <= slot.start < end + _START_MULTIPLE or slot.stop > numel:
                 raise CheckpointValueError(

@@ -71,7 +71,9 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
     mapped = Mapped()
     claimed: dict[str, str] = {}  # for each tensor of the other side, one that it is made from
     for instance in sorted(_instances(rules, tensors, known), key=lambda i: i.rule.tied):
-        rule, sides, names = instance.rule, instance.sides, instance.names
+        rule = instance.rule
+        sides = instance.sides
+        names = instance.names
         sizes = _sizes_of(instance, tensors)
         stack = sides[known].stack
         made = {
@@ -79,7 +81,12 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
             for text, (pattern, _) in sides[1 - known].patterns.items()
             for index in itertools.product(*(range(sizes.stacks[name]) for name in stack))
         }
-        ours, theirs = (names, made) if known == 0 else (made, names)
+        if known == 0:
+            ours = names
+            theirs = made
+        else:
+            ours = made
+            theirs = names
         mapped.ours.update(sizes.described(0, sides, ours))
         if known == 1 or not rule.tied:
             source = next(iter(names.values()))
@@ -231,8 +238,10 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
         CheckpointKeyError: a tensor is missing.
         CheckpointMismatchError: shapes or dtypes do not fit each other or the rule.
     """
-    rule, names = instance.rule, instance.names
-    side, other = instance.sides[instance.known], instance.sides[1 - instance.known]
+    rule = instance.rule
+    names = instance.names
+    side = instance.sides[instance.known]
+    other = instance.sides[1 - instance.known]
     counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
     if math.prod(counts) * len(side.patterns) != len(names):  # they are distinct: if as many, none is missing
         every = itertools.product(side.patterns.items(), itertools.product(*map(range, counts)))
@@ -240,12 +249,14 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
         missing = pattern.filled({**instance.common, **dict(zip(other.stack, map(str, index)))})
         raise CheckpointKeyError(f"{missing} is missing; {next(iter(names.values()))} cannot be converted without it")
     (text, _), name = next(iter(names.items()))
-    first, depth = tensors[name], len(side.stack)
+    first = tensors[name]
+    depth = len(side.stack)
     if len(first.shape) < depth + (2 if rule.transposed else 0) or (
         (rule.parts > 1 or rule.rows is not None) and len(first.shape) - depth <= rule.dim
     ):
         raise CheckpointMismatchError(f"{name} has shape {list(first.shape)}, too few axes for {rule}")
-    block, shares = side.axes(first.shape[depth:]), rule.shares or (1,) * rule.parts
+    block = side.axes(first.shape[depth:])
+    shares = rule.shares or (1,) * rule.parts
     length = block[rule.dim] if rule.dim < len(block) else 1
     total = sum(shares[part] for part in side.patterns[text][1])
     groups = math.lcm(*(own.groups for own in instance.sides if len(own.patterns) < rule.parts))
@@ -285,14 +296,16 @@ class _Segment(NamedTuple):
 
 def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Iterator[tuple[str, Piece]]:
     """The boxes that both sides share, with our name of each."""
-    our_depth, their_depth = len(sides[0].stack), len(sides[1].stack)
+    our_depth = len(sides[0].stack)
+    their_depth = len(sides[1].stack)
     logical = tuple(range(our_depth, our_depth + len(sizes.block)))
     axes = ((None,) * their_depth) + sides[1].axes(logical)
     shapes = {text: own.shape for text, own in sizes.described(1, sides, {(t, ()): t for t in sides[1].patterns})}
     segments: list[dict[int, list[_Segment]]] = [defaultdict(list), defaultdict(list)]  # of each side, by part
     for side, lengths, found in zip(sides, sizes.lengths, segments, strict=True):
         for text, (_, parts) in side.patterns.items():
-            groups, position = side.groups if len(parts) > 1 else 1, 0
+            groups = side.groups if len(parts) > 1 else 1
+            position = 0
             for group, part in itertools.product(range(groups), parts):
                 length = lengths[part] // groups
                 found[part].append(_Segment(text, position, group * length, (group + 1) * length))
@@ -300,7 +313,8 @@ def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Itera
     runs: dict[tuple[str, str], list[tuple[Shape, Shape, Shape]]] = defaultdict(list)
     for part, of_part in segments[0].items():
         for own, other in itertools.product(of_part, segments[1][part]):
-            start, end = max(own.first, other.first), min(own.end, other.end)
+            start = max(own.first, other.first)
+            end = min(own.end, other.end)
             block = tuple(end - start if d == sizes.dim else n for d, n in enumerate(sizes.block))
             if start < end and 0 not in block:
                 at = [

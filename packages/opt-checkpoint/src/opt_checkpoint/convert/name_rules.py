@@ -24,7 +24,8 @@ from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(:path)?\}")
-_NUMBER, _TEXT = "(0|[1-9][0-9]*)", "(.+)"
+_NUMBER = "(0|[1-9][0-9]*)"
+_TEXT = "(.+)"
 
 
 class NamePattern:
@@ -36,7 +37,8 @@ class NamePattern:
 
     def __init__(self, text: str) -> None:
         found = _PLACEHOLDER.findall(text)
-        self.text, self._names = text, [name for name, _ in found]
+        self.text = text
+        self._names = [name for name, _ in found]
         if len(set(self._names)) != len(found) or set("{}") & set(_PLACEHOLDER.sub("", text)):
             raise CheckpointValueError(
                 f"name pattern {text!r}: placeholders are {{name}} for a number and {{name:path}} for text, each once"
@@ -176,7 +178,8 @@ def megatron_llama_names(
     groups = heads if query_groups is None else query_groups
     if groups < 1 or heads < 1 or heads % groups:
         raise CheckpointValueError(f"heads={heads} must be a multiple of query_groups={query_groups}")
-    ours, theirs = _layer(stacked), "model.layers.{layer}"
+    ours = _layer(stacked)
+    theirs = "model.layers.{layer}"
     parts = [
         _qkv(ours, tuple(f"{theirs}.self_attn.{p}_proj" for p in "qkv"), what, heads // groups, groups)
         for what in ("weight", *(["bias"] if qkv_bias else []))
@@ -190,7 +193,8 @@ def megatron_llama_names(
     if qk_norm:
         plain["self_attention.q_layernorm.weight"] = "self_attn.q_norm.weight"
         plain["self_attention.k_layernorm.weight"] = "self_attn.k_norm.weight"
-    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    embedding = "model.embed_tokens.weight"
+    output = "lm_head.weight"
     return (
         NameRule(ours="embedding.word_embeddings.weight", theirs=embedding, rows=vocab),
         NameRule(ours="output_layer.weight", theirs=embedding if tied else output, rows=vocab, tied=tied),
@@ -212,7 +216,8 @@ def megatron_gpt2_names(*, heads: int, vocab: int | None = None, stacked: bool =
         vocab: `vocab_size` if Megatron-Core pads it, else None.
         stacked: whether all layers are stacked in one tensor on our side.
     """
-    ours, theirs = _layer(stacked), "transformer.h.{layer}"
+    ours = _layer(stacked)
+    theirs = "transformer.h.{layer}"
     linear = {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
     norms = {"self_attention.linear_qkv.layer_norm": "ln_1", "mlp.linear_fc1.layer_norm": "ln_2"}
     wte = "transformer.wte.weight"

@@ -104,7 +104,8 @@ def read_mapped(index: CheckpointIndex, stored: Mapping[str, StoredTensor], fold
         check_sizes(index)
     mapped = {}
     for number, (key, tensor) in enumerate(stored.items()):
-        file, nbytes = folder / str(number), tensor.nbytes
+        file = folder / str(number)
+        nbytes = tensor.nbytes
         with file.open("xb"):
             os.truncate(file, max(nbytes, 1))
         memory = torch.from_file(str(file), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
@@ -154,7 +155,8 @@ def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float 
         for file, problem in size_problems(index.path, index.files).items():
             yield Difference(file, f"damaged in the {which}: {problem}")
     for key in sorted(first.tensors.keys() | second.tensors.keys()):
-        a, b = first.tensors.get(key), second.tensors.get(key)
+        a = first.tensors.get(key)
+        b = second.tensors.get(key)
         if a is None or b is None:
             yield Difference(key, f"only in the {'second' if a is None else 'first'}")
         elif (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -173,10 +175,12 @@ def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float 
 
 
 def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str, rtol: float) -> Iterator[Difference]:
-    differing, largest = 0, 0.0
+    differing = 0
+    largest = 0.0
     nans = [0, 0]  # elements that are NaN in one checkpoint only
     stored = first.tensors[key]
-    rows, whole = -(-stored.nbytes // _PIECE_BYTES), Box((0,) * len(stored.shape), stored.shape)
+    rows = -(-stored.nbytes // _PIECE_BYTES)
+    whole = Box((0,) * len(stored.shape), stored.shape)
     for piece in split_rows(whole, rows) if rows else ():
         values = []
         for which, index in (("first", first), ("second", second)):
@@ -189,7 +193,8 @@ def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str
         differs = ~_same(a, b, rtol).reshape(a.shape)
         differing += int(differs.sum())
         wide = torch.complex128 if a.is_complex() else torch.float64
-        a, b = a[differs].to(wide), b[differs].to(wide)
+        a = a[differs].to(wide)
+        b = b[differs].to(wide)
         nans[0] += int((a.isnan() & ~b.isnan()).sum())
         nans[1] += int((b.isnan() & ~a.isnan()).sum())
         gaps = (a - b).abs()

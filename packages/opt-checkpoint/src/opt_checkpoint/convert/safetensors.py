@@ -54,6 +54,7 @@ from opt_checkpoint.store import AnyPath
 from opt_checkpoint.store.directory import Directory
 from opt_checkpoint.store.paths import local_path
 
+_SAVED = (Tensor, ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject, dict)
 _FOLDER = "a folder of safetensors files"  # in messages
 _COPY_BYTES = 64 << 20  # of a tensor that is converted, transposed, or on a device, at a time
 
@@ -90,11 +91,12 @@ def save_safetensors(
             different arguments.
         CheckpointFailedError: a rank failed for another reason.
     """
-    ranks, what = ranks_of(process_group), f"exporting to {folder}"
-    planner, held = ShardedSavePlanner(state), Tensor | ShardedTensor | ShardedTensorFactory | LocalNonpersistentObject
+    ranks = ranks_of(process_group)
+    what = f"exporting to {folder}"
+    planner = ShardedSavePlanner(state)
 
     def new_writer() -> _Writer:
-        if others := [path_text(path) for path, value in leaves(state) if not isinstance(value, held | dict)]:
+        if others := [path_text(path) for path, value in leaves(state) if not isinstance(value, _SAVED)]:
             raise CheckpointValueError(f"safetensors files hold tensors only; leave out {', '.join(others[:8])}")
         return _Writer(local_path(folder, _FOLDER), names, dtype, shard_bytes)
 
@@ -125,8 +127,12 @@ class _Writer:
     """Writes one export. Methods are those of `Writer`, arguments those of `save_safetensors`."""
 
     def __init__(self, path: Path, names: Sequence[NameRule], dtype: torch.dtype | None, shard_bytes: int) -> None:
-        self.path, self._names, self._dtype, self._shard_bytes = path, names, dtype, shard_bytes
-        self._store, self._save_id = Directory(path.parent), uuid.uuid4().hex  # rank 0's counts
+        self.path = path
+        self._names = names
+        self._dtype = dtype
+        self._shard_bytes = shard_bytes
+        self._store = Directory(path.parent)
+        self._save_id = uuid.uuid4().hex  # rank 0's counts
         self._layout = Layout({}, {})
         self._to: _WriteTo | None = None
 
@@ -136,7 +142,8 @@ class _Writer:
 
     def begin(self, planner: ShardedSavePlanner) -> list[_WriteTo]:
         """On the coordinator, assign every array to a file and create the files with their headers."""
-        plan, tensors = planner.plan, planner.plan.tensors
+        plan = planner.plan
+        tensors = planner.plan.tensors
         described: dict[str, Described] = {}
         columns = (tensors.key.tolist(), tensors.dtype.tolist(), tensors.ndim.tolist(), tensors.shape.tolist())
         for key, dtype, ndim, shape in zip(*columns, strict=True):
@@ -271,7 +278,8 @@ def load_safetensors(
         CheckpointMismatchError: shapes or dtypes do not fit.
         CheckpointingException: ranks were given different arguments.
     """
-    ranks, given = ranks_of(process_group), Path(str(folder)).absolute()
+    ranks = ranks_of(process_group)
+    given = Path(str(folder)).absolute()
     same_everywhere(ranks, "loading", folder=given, names=fingerprint(names), strict=strict, dtype=dtype)
     source = local_path(folder, _FOLDER)
     index = from_first(ranks, lambda: _index_of(source, names), f"loading {source}")
@@ -346,7 +354,8 @@ def checkpoint_to_safetensors(
     Raises:
         CheckpointingException: as `save_safetensors` and `load`.
     """
-    index, target = read_index(path), local_path(folder, _FOLDER)
+    index = read_index(path)
+    target = local_path(folder, _FOLDER)
     stored = {k: t for k, t in index.tensors.items() if fnmatch.fnmatchcase(k, select) and k.startswith(prefix)}
     if not stored:
         raise CheckpointValueError(f"{path} holds no tensor that matches {select!r} and begins with {prefix!r}")

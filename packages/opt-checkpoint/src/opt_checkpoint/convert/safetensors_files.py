@@ -34,7 +34,8 @@ _NAMES = MappingProxyType({
 _DTYPES = MappingProxyType({name: dtype for dtype, name in _NAMES.items()})
 _MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
-INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
@@ -100,7 +101,8 @@ def layout_of(tensors: Mapping[str, Described], *, dtype: torch.dtype | None, sh
         raise CheckpointValueError(f"shard_bytes={shard_bytes} must be at least 1")
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointValueError(f"dtype={dtype} must be a floating-point dtype, or None to keep each tensor's")
-    shards, size = [list[tuple[str, torch.dtype, Shape]]()], 0
+    shards = [list[tuple[str, torch.dtype, Shape]]()]
+    size = 0
     for name, (shape, own) in tensors.items():
         stored = dtype if dtype is not None and own.is_floating_point else own
         if stored not in _NAMES:
@@ -120,7 +122,8 @@ def layout_of(tensors: Mapping[str, Described], *, dtype: torch.dtype | None, sh
         end = 0
         shard.sort(key=lambda item: (-item[1].itemsize, item[0]))  # large elements first: all values are aligned
         for name, stored, shape in shard:
-            begin, end = end, end + math.prod(shape) * stored.itemsize
+            begin = end
+            end = end + math.prod(shape) * stored.itemsize
             entries[name] = {"dtype": _NAMES[stored], "shape": list(shape), "data_offsets": [begin, end]}
         raw = json.dumps(entries, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
@@ -168,7 +171,8 @@ def find_arrays(folder: Path) -> dict[str, Array]:
                 raise CheckpointCorruptError(f"{name} is in {found[name].file} and in {file} of {folder}")
             found[name] = array
     for name in () if listed is None else sorted(listed.keys() | found.keys()):
-        here, there = found[name].file if name in found else "no file", (listed or {}).get(name, "no file")
+        here = found[name].file if name in found else "no file"
+        there = (listed or {}).get(name, "no file")
         if here != there:
             raise CheckpointCorruptError(f"{name} is in {here} of {folder}, and {INDEX} says in {there}")
     return found
@@ -219,7 +223,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _array(file: str, name: str, entry: Any, first: int) -> Array:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointCorruptError(f"{name} must have dtype, shape and data_offsets, and has {entry!r:.200}")
-    shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
+    dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CheckpointCorruptError(f"{name} has dtype {dtype!r:.50}; known are {', '.join(sorted(_DTYPES))}")
     are_sizes = all(

@@ -52,7 +52,8 @@ def checkpoint_to_megatron(path: PathLike, folder: PathLike, *, is_distributed: 
         CheckpointKeyError: the checkpoint has no such optimizer, or lacks a weight.
         CheckpointValueError: its optimizer is not Adam, has parameters of experts, or different step counts.
     """
-    source, target = local_path(path, "a checkpoint whose files are to be linked"), local_path(folder, "a directory")
+    source = local_path(path, "a checkpoint whose files are to be linked")
+    target = local_path(folder, "a directory")
     opened = open_checkpoint(source)
     groups = lookup(opened.common, ("optimizer", "groups"))
     if opened.index.kind is not Kind.OURS or not isinstance(groups, dict) or "names" not in groups:

@@ -127,7 +127,8 @@ def checkpoint_to_torch_file(
         CheckpointKeyError: no optimizer of `sharded_optimizer` or opt-stack's `Optimizer` is stored there, or several
             of its parameters are stacked under one key.
     """
-    opened, target = open_checkpoint(path), local_path(file, "the .pt file")
+    opened = open_checkpoint(path)
+    target = local_path(file, "the .pt file")
     if os.path.lexists(target) and (target.is_dir() or not force):
         kind = "a directory" if target.is_dir() else "not replaced without --force (force=True)"
         raise CheckpointExistsError(f"{target} exists and is {kind}; choose another file")
@@ -169,10 +170,12 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
         CheckpointingException: `path` was not written by opt-checkpoint, or is in an object store.
     """
     source = local_path(path, "a checkpoint whose files are to be linked")
-    opened, target = open_checkpoint(source), local_path(folder, "a directory for dcp.load")
+    opened = open_checkpoint(source)
+    target = local_path(folder, "a directory for dcp.load")
     if opened.index.kind is not Kind.OURS:
         raise CheckpointValueError(f"{path} was written by {opened.index.kind.value}, not by opt-checkpoint")
-    saved, archives = find_optimizer(opened, at), read_dcp_index(source, store_at(source).sizes())
+    saved = find_optimizer(opened, at)
+    archives = read_dcp_index(source, store_at(source).sizes())
     name = name or ".".join(at)
     keys = {key: f"{name}.state.{p}.{state}" for p, states in saved.keys.items() for state, key in states.items()}
     tensors = {keys.get(key, key): tensor for key, tensor in archives.tensors.items()}

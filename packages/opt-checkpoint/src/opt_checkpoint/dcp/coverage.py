@@ -70,7 +70,8 @@ class TensorsOfRanks:
             layouts: by rank.
             only_first: whether the other ranks' copies of plain tensors may not be written, because they may differ.
         """
-        keys, dtypes = dict[str, int](), dict[str, int]()
+        keys = dict[str, int]()
+        dtypes = dict[str, int]()
         key = np.fromiter((keys.setdefault(k, len(keys)) for layout in layouts for k in layout.keys), np.int64)
         dtype = np.fromiter((dtypes.setdefault(n, len(dtypes)) for layout in layouts for n in layout.dtypes), np.int64)
         ndim = np.concatenate([layout.ndim for layout in layouts])
@@ -79,7 +80,8 @@ class TensorsOfRanks:
         plain = np.flatnonzero(flags & PLAIN)
         again = np.ones(len(plain), bool)
         again[np.unique(key[plain], return_index=True)[1]] = False
-        main, copies = flags & MAIN > 0, np.zeros(len(key), bool)
+        main = flags & MAIN > 0
+        copies = np.zeros(len(key), bool)
         main[plain[again]] = False
         copies[plain[again]] = only_first
         axes = max(1, int(ndim.max(initial=0)))
@@ -134,7 +136,8 @@ def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Seque
     for number, text in _tensor_problems(tensors):
         problems.setdefault(number, text)
     texts = [f"{tensors.keys[number]}: {text}" for number, text in sorted(problems.items())]
-    ranks, of_key = defaultdict[str, list[int]](list), dict[str, set[str]]()
+    ranks = defaultdict[str, list[int]](list)
+    of_key = dict[str, set[str]]()
     shapes = {item.key: item.global_shape for items in objects for item in items}
     for rank, items in enumerate(objects):
         for item in items:

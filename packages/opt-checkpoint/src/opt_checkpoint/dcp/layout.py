@@ -22,7 +22,10 @@ from opt_checkpoint.state.tree import FlatState, Path, path_text
 
 _SUMMED_BYTES = 1 << 20  # bytes that a sum converts to 64 bits at a time
 _ODD = 0x9E3779B1
-MAIN, MAY_REPEAT, PLAIN = 1, 2, 4  # flags of a tensor: a main replica; one with a digest; a plain tensor of the state
+# Flags of a tensor.
+MAIN = 1  # a main replica
+MAY_REPEAT = 2  # with a digest
+PLAIN = 4  # a plain tensor of the state
 Shards: TypeAlias = Sequence[tuple[ShardedTensor, Sequence[FlatBox]]]  # the tensors of a rank and their non-empty boxes
 
 
@@ -109,11 +112,14 @@ def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
             two different tensors have one key.
     """
     plain = {path: tensor for path, tensor in flat.plain.items() if not is_dtensor(tensor)}
-    first, mains = dict[ShardIdentity, Path](), set[ShardIdentity]()
-    flags, digests = [], []
+    first = dict[ShardIdentity, Path]()
+    mains = set[ShardIdentity]()
+    flags = []
+    digests = []
     for path, shard in flat.tensors.items():
         data = _storable(shard)
-        identity, flag = shard.identity, PLAIN if path in plain else 0
+        identity = shard.identity
+        flag = PLAIN if path in plain else 0
         copied = flat.tensors[first.setdefault(identity, path)].data
         if copied is not None and copied is not data and not are_equal(copied, data):
             raise CheckpointValueError(
@@ -164,7 +170,8 @@ def weighted_sum(tensor: Tensor) -> int:
 
 def _storable(shard: ShardedTensor) -> Tensor:
     """The values of a shard. Raises CheckpointingException if they cannot be stored."""
-    data, key = shard.data, shard.key
+    data = shard.data
+    key = shard.key
     if data is None:
         raise CheckpointValueError(f"{key} has no data to save")
     check_dense(key, data)

@@ -90,9 +90,14 @@ class ShardedLoadPlanner:
     ) -> None:
         if dtype not in ("exact", "cast"):
             raise ValueError(f"dtype={dtype!r}; allowed: exact, cast")
-        self._state, self.index, self._common = state, opened.index, opened.common
-        self._strict, self._casts, self._aliases = Strictness.parse(strict), dtype == "cast", aliases
-        self._safe_globals, self.files = safe_globals, DataFiles(opened.index)  # of objects
+        self._state = state
+        self.index = opened.index
+        self._common = opened.common
+        self._strict = Strictness.parse(strict)
+        self._casts = dtype == "cast"
+        self._aliases = aliases
+        self._safe_globals = safe_globals
+        self.files = DataFiles(opened.index)  # of objects
         self._loaded_objects: dict[str, Any] = {}
         self._plain: dict[Path, Any] = {}  # loaded plain values
         # Within plain values: tensors, in new memory, and of stock directories the keys of objects.
@@ -125,7 +130,8 @@ class ShardedLoadPlanner:
             CheckpointKeyError: keys are not stored, and `strict` does not allow that.
             CheckpointMismatchError: shape, dtype or coverage do not fit.
         """
-        index, where = self.index, str(self.index.path)
+        index = self.index
+        where = str(self.index.path)
         self.flat = flatten_state(self._state)
         self._names = stored_names(self.flat, index, self._aliases)
         self._find_plain()
@@ -185,7 +191,8 @@ class ShardedLoadPlanner:
 
         Both are `ABSENT` if nothing is stored there, the first one alone if there are tensors only.
         """
-        value, parts = lookup(self._common, path), self._find_within(path)
+        value = lookup(self._common, path)
+        parts = self._find_within(path)
         objects = [part for part in parts.values() if isinstance(part, str)]
         self._read_objects(objects)
         if value is ABSENT and not parts:
@@ -201,7 +208,8 @@ class ShardedLoadPlanner:
         return torch.empty(part.global_shape, dtype=part.dtype, device="meta")
 
     def _find_within(self, path: Path) -> dict[Path, ShardedTensor | str]:
-        tensors, parts = self.index.tensors, stored_under(path, self.index)
+        tensors = self.index.tensors
+        parts = stored_under(path, self.index)
         found = {inner: _described(key, tensors[key]) if key in tensors else key for inner, key in parts.items()}
         if found:
             self._within[path] = found
@@ -211,7 +219,8 @@ class ShardedLoadPlanner:
         """Let the tensors in the lists of a template be filled in place."""
         within = self._within.get(path, {})
         for inner, tensor in without_tensors(template)[1].items():
-            value, part = inner_value(path, inner, template, stored), within.get(inner)
+            value = inner_value(path, inner, template, stored)
+            part = within.get(inner)
             if isinstance(part, ShardedTensor):
                 within[inner] = sharded_like(part.key, tensor)
             else:
@@ -232,7 +241,8 @@ class ShardedLoadPlanner:
         self._to_copy.append((template, value))
 
     def _find_missing(self) -> None:
-        stored, objects = self.index.tensors, self.index.objects
+        stored = self.index.tensors
+        objects = self.index.objects
         absent = {p: t.key for p, t in self.flat.tensors.items() if self._names[p] not in stored}
         absent |= {p: o.unique_key for p, o in self.flat.objects.items() if self._names[p] not in objects}
         absent |= {p: path_text(p) for p in self.flat.common if p not in self._within}
@@ -255,7 +265,8 @@ class ShardedLoadPlanner:
         stored = self.index.tensors[key]
         offsets, sizes = columns_of([chunk.box for chunk in stored.chunks], len(stored.shape))
         for flat_box in boxes_of(shard):
-            low, high = np.array(flat_box.box.offsets), np.add(*flat_box.box)
+            low = np.array(flat_box.box.offsets)
+            high = np.add(*flat_box.box)
             near = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1)).tolist()
             shared = [(n, box) for n in near if (box := stored.chunks[n].box.overlap(flat_box.box)) is not None]
             found = sum(box.numel for _, box in shared)
@@ -278,10 +289,12 @@ class ShardedLoadPlanner:
             CheckpointMismatchError: they differ.
         """
         for (key, shard), (other_key, other) in self._sharing:
-            stored, other_stored = self.index.tensors[key], self.index.tensors[other_key]
+            stored = self.index.tensors[key]
+            other_stored = self.index.tensors[other_key]
             if are_stored_equal(stored, other_stored) or shard.data is None or other.data is None:
                 continue
-            values, other_values = torch.zeros_like(shard.data), torch.zeros_like(other.data)
+            values = torch.zeros_like(shard.data)
+            other_values = torch.zeros_like(other.data)
             copies = (key, replace(shard, data=values)), (other_key, replace(other, data=other_values))
             read([item for copied in copies for item in self._reads_of(*copied)])
             dtype = min(stored.dtype, other_stored.dtype, key=lambda dtype: dtype.itemsize)
@@ -318,7 +331,8 @@ class ShardedLoadPlanner:
         if shard.data is not None:
             _check_memory(shard.key, shard.data)
         if shard.dtype != stored.dtype:
-            has, wanted = stored.dtype.itemsize, shard.dtype.itemsize
+            has = stored.dtype.itemsize
+            wanted = shard.dtype.itemsize
             # To fp32 mains, or rounded where mains are exact.
             is_exact = ("fp32_param." in shard.key and wanted >= has) or (shard.has_mains and wanted < has)
             is_exact = is_exact and shard.dtype.is_floating_point and stored.dtype.is_floating_point
@@ -338,7 +352,8 @@ class ShardedLoadPlanner:
         Raises:
             CheckpointKeyError: there are some, and `strict` does not allow that.
         """
-        keys, where = self._stored_keys(), str(self.index.path)
+        keys = self._stored_keys()
+        where = str(self.index.path)
         asked = np.zeros(len(keys), dtype=np.uint8)
         for bits in per_rank:
             asked |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(keys))
@@ -380,7 +395,8 @@ def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:
     owner = np.repeat(np.arange(len(tensors)), [len(stored.chunks) for stored in tensors.values()])
     axes = max([1, *(len(stored.shape) for stored in tensors.values())])
     for left, right in overlapping_pairs(owner, *columns_of([box for _, box in chunks], axes)):
-        (key, box), (_, other) = chunks[left[0]], chunks[right[0]]
+        (key, box) = chunks[left[0]]
+        (_, other) = chunks[right[0]]
         raise CheckpointCorruptError(f"chunks {box} and {other} of {key} overlap")
 
 

@@ -96,7 +96,8 @@ class GlobalPlan:
         tensors = TensorsOfRanks.of(layouts, only_first=only_first)
         at = np.flatnonzero(tensors.may_repeat & tensors.main)
         bounds = np.searchsorted(tensors.owner, np.stack([at, at + 1], axis=1))
-        first, pairs = dict[tuple[int, bytes, bytes], int](), []  # tensors of the same boxes, on two ranks
+        first = dict[tuple[int, bytes, bytes], int]()
+        pairs = []  # tensors of the same boxes, on two ranks
         for number, (low, high) in zip(at.tolist(), bounds.tolist()):
             if low < high:
                 boxes = tensors.offsets[low:high].tobytes(), tensors.sizes[low:high].tobytes()
@@ -109,7 +110,8 @@ class GlobalPlan:
         validate_sharding_integrity(checked, [layout.objects for layout in layouts])
         parts = assign_parts(checked)
         first_box = np.searchsorted(tensors.rank[tensors.owner], np.arange(tensors.ranks))
-        local, ends = parts.box - first_box[parts.rank], np.searchsorted(parts.rank, np.arange(tensors.ranks + 1))
+        local = parts.box - first_box[parts.rank]
+        ends = np.searchsorted(parts.rank, np.arange(tensors.ranks + 1))
         objects = [[o.unique_key for o in layout.objects if is_main_replica(o.replica_id)] for layout in layouts]
         assigned = [
             AssignedParts(local[a:b], parts.offsets[a:b], parts.sizes[a:b], keys)
@@ -216,7 +218,9 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     group, offsets, sizes = map(np.concatenate, zip(*columns))
     nbytes = np.prod(sizes, axis=1) * itemsize[group]
     order = np.lexsort((-nbytes, groups.holders[group]))
-    group, offsets, sizes = group[order], offsets[order], sizes[order]
+    group = group[order]
+    offsets = offsets[order]
+    sizes = sizes[order]
     chosen = _least_loaded(tensors, groups, group, nbytes[order], [int(n) for n in load])
     box = np.concatenate([alone, chosen])
     rank = tensors.rank[tensors.owner[box]]
@@ -240,7 +244,8 @@ def _grouped(tensors: TensorsOfRanks) -> _Groups:
     # A rank may hold a box twice, as a shared parameter; of these the first counts.
     wanted = (np.diff(group, prepend=-1) > 0) | (np.diff(rank, prepend=-1) != 0)
     wanted &= main[group] >= 0
-    members, group = at[order][wanted], group[wanted]
+    members = at[order][wanted]
+    group = group[wanted]
     kept, start, count = np.unique(group, return_index=True, return_counts=True)
     in_order = np.argsort(members[start], kind="stable")  # as the ranks hold them
     return _Groups(members, start[in_order], count[in_order], main[kept][in_order])

@@ -52,7 +52,9 @@ class CheckpointReader:
     """
 
     def __init__(self, index: CheckpointIndex, *, threads: int = _MAX_THREADS, verify: Verify = "sizes") -> None:
-        self.index, self._threads, self._verify = index, threads, verify
+        self.index = index
+        self._threads = threads
+        self._verify = verify
         self._files = DataFiles(index)
         self.bytes_wanted = 0
         self._values: dict[StoredChunk, ByteRange | None] = {}
@@ -105,7 +107,8 @@ class CheckpointReader:
 
     def _read_of(self, item: TensorRead) -> _Read:
         """The run of bytes from the first value of an item to its last; for a small chunk, the whole chunk."""
-        place, values = item.chunk.place, self._values_of(item)
+        place = item.chunk.place
+        values = self._values_of(item)
         if values is None:
             return _Read(item, place.file, place.start, place.nbytes)
         is_checked = self._verify != "none" and len(values.sums) > 0
@@ -118,7 +121,8 @@ class CheckpointReader:
 
     def _values_of(self, item: TensorRead) -> ByteRange | None:
         """The bare values of a chunk; a stock archive is opened once to find them."""
-        chunk, size = item.chunk, item.dtype.itemsize
+        chunk = item.chunk
+        size = item.dtype.itemsize
         if not chunk.place.archive:
             return chunk.place
         if chunk not in self._values:
@@ -129,7 +133,8 @@ class CheckpointReader:
     @torch.inference_mode()  # there, memory made in inference mode can be written, too
     def _read_batch(self, batch: list[_Read]) -> None:
         """Read one run of a file, which several small items may share, and copy each item's values to its memory."""
-        first, start = batch[0].item, batch[0].start
+        first = batch[0].item
+        start = batch[0].start
         place = self._values_of(first)
         if place is not None and (len(batch) == 1 or batch[0].chunk is not None):  # one chunk, into its memory
             place = place.part(0, place.nbytes) if self._verify == "none" else place
@@ -148,13 +153,15 @@ class CheckpointReader:
         if self._verify != "none" and len(place.sums) == 1 and len(raw) == place.nbytes and crc32(raw) != place.sums[0]:
             raise damage_of(self._files, place, item.key)
         if place.archive and self._values[item.chunk] is None:
-            tensor, shape = load_object(bytes(raw)), item.chunk.archived or item.chunk.box.sizes
+            tensor = load_object(bytes(raw))
+            shape = item.chunk.archived or item.chunk.box.sizes
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != item.dtype:
                 raise CheckpointCorruptError(f"the archive at {place} does not hold {item.dtype} of shape {shape}")
             whole = tensor.reshape(-1)[item.chunk.first :][: item.chunk.box.numel].view(item.chunk.box.sizes)
             item.target.copy_(item.region.of_tensor(whole))
         else:
-            size, chunk = item.dtype.itemsize, item.chunk
+            size = item.dtype.itemsize
+            chunk = item.chunk
             is_complete = chunk.within is None and len(raw) == math.prod(chunk.box.sizes) * size
             values = raw[item.region.span[0] * size :] if is_complete else raw
             chunk.as_stored(item.target).copy_(item.region.of_bytes(values, item.dtype))
@@ -171,7 +178,8 @@ def _batches(reads: list[_Read], near_bytes: int) -> Iterator[list[_Read]]:
         is_near = is_near and read.start - end <= near_bytes
         if batch and not ((read.file, read.chunk) == (first.file, first.chunk) and (is_near or read.chunk is not None)):
             yield batch
-            batch, end = [], 0
+            batch = []
+            end = 0
         batch.append(read)
         end = max(end, read.start + read.nbytes)
     if batch:

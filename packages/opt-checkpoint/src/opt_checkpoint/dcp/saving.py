@@ -81,7 +81,9 @@ class ShardedSavePlanner:
     """
 
     def __init__(self, state: ShardedStateDict, *, common: str = "equal", cache: PlanCache | None = None) -> None:
-        self._state, self._policy, self._cache = state, common, cache
+        self._state = state
+        self._policy = common
+        self._cache = cache
         self._stock: dict[str, Any] = {}
 
     def describe(self, rank: int, arguments: dict[str, str]) -> Offer:
@@ -102,7 +104,8 @@ class ShardedSavePlanner:
         self._contents = local_contents(self.flat, self._held)
         assert self._contents.layout is not None
         common = "".join(sorted(map(repr, self._contents.common.items()))).encode("utf-8", "surrogatepass")
-        self.rank, cached = rank, CachedPlan() if self._cache is None else self._cache.plan
+        self.rank = rank
+        cached = CachedPlan() if self._cache is None else self._cache.plan
         # If two ranks with equal layouts swap their numbers, different plans have the same name.
         self._cached = cached if cached.rank == rank else CachedPlan()
         layout = self._contents.layout.fingerprint
@@ -332,7 +335,9 @@ def _stored(planner: ShardedSavePlanner, written: Sequence[WrittenFile]) -> tupl
     Raises:
         CheckpointingException: a rank has not written exactly what was planned.
     """
-    tensors, parts, assigned = planner.plan.tensors, planner.plan.parts, planner.plan.assigned
+    tensors = planner.plan.tensors
+    parts = planner.plan.parts
+    assigned = planner.plan.assigned
     nbytes = np.prod(parts.sizes, axis=1) * tensors.itemsize[tensors.owner[parts.box]]
     count = np.maximum(1, -(-nbytes // PIECE_BYTES))  # of the checksums of each part
     counts = np.bincount(parts.rank, weights=count, minlength=len(written)).tolist()

@@ -29,7 +29,8 @@ def check_form(path: Path, template: Any, stored: Any) -> None:
     """
     if template is None or stored is None:
         return
-    wanted, found = _form_of(template), _form_of(stored)
+    wanted = _form_of(template)
+    found = _form_of(stored)
     is_number = isinstance(template, numbers.Number) and isinstance(stored, Tensor) and stored.numel() == 1
     if wanted != found and not is_number:
         raise CheckpointMismatchError(f"{path_text(path)} is stored as {found}, asked for as {wanted}; {_AS_STORED}")
@@ -59,7 +60,8 @@ def value_for(path: Path, template: Tensor, stored: Any) -> Tensor:
     Raises:
         CheckpointMismatchError: it is not a number, the tensor has several elements, or its dtype cannot hold it.
     """
-    where, wanted = path_text(path), f"{template.dtype} {list(template.shape)}"
+    where = path_text(path)
+    wanted = f"{template.dtype} {list(template.shape)}"
     if not isinstance(stored, numbers.Number) or template.numel() != 1:
         raise CheckpointMismatchError(f"{where} is stored as {_form_of(stored)}, asked for as {wanted}; {_AS_STORED}")
     number = stored if isinstance(stored, bool | int | float | complex) else complex(stored)  # type: ignore[call-overload]

@@ -50,7 +50,9 @@ class _Slice(io.RawIOBase):
     """A run of a file as a separate file object."""
 
     def __init__(self, files: DataFiles, place: ByteRange) -> None:
-        self._files, self._place, self._position = files, place, 0
+        self._files = files
+        self._place = place
+        self._position = 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
         base = (0, self._position, self._place.nbytes)[whence]
@@ -107,7 +109,8 @@ def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: S
                 stream: Any = archive.fp
                 stream.seek(entry.header_offset + 26)
                 lengths = stream.read(4)  # of the name and the extra field, which torch pads in this header only
-        nbytes, header = math.prod(shape) * dtype.itemsize, 30 + sum(struct.unpack("<HH", lengths))
+        nbytes = math.prod(shape) * dtype.itemsize
+        header = 30 + sum(struct.unpack("<HH", lengths))
         start = place.start + entry.header_offset + header
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < nbytes:
             return None
@@ -131,7 +134,8 @@ def dump_object(value: object, name: str) -> bytes:
         torch.save([value], stream)
         torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:  # torch's message has many lines
-        found, first_line = re.search(r"GLOBAL (\S+)", str(error)), str(error).partition("\n")[0]
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        first_line = str(error).partition("\n")[0]
         raise CheckpointValueError(
             f"{name} is a {type(value).__name__} that could not be loaded again without running its pickle: "
             f"{f'it needs {found[1]}' if found else first_line}. Store plain values (numbers, text, lists, dicts, "
@@ -210,7 +214,8 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
 
 def not_loaded_in(value: Any) -> Iterator[str]:
     """Names of the classes that were not loaded, anywhere in a value. Its parts may be shared."""
-    seen, rest = set[int](), [value]
+    seen = set[int]()
+    rest = [value]
     while rest:
         part = rest.pop()
         if isinstance(part, NotLoaded):

@@ -155,7 +155,8 @@ def read_objects(
     Raises:
         CheckpointCorruptError: one is damaged, or would need code to be run.
     """
-    first, loaded = dict[bytes, Any](), dict[str, Any]()
+    first = dict[bytes, Any]()
+    loaded = dict[str, Any]()
     for key, raw in _objects_bytes(files or DataFiles(index), index, keys):
         if raw in first:
             loaded[key] = deepcopy(first[raw])
@@ -170,7 +171,8 @@ def _objects_bytes(files: DataFiles, index: CheckpointIndex, keys: Iterable[str]
     """The archives of stored objects, compared with their checksums. Those that are near each other are one read."""
     runs: list[tuple[ByteRange, list[str]]] = []
     for key in sorted(keys, key=lambda key: (index.objects[key].file, index.objects[key].start)):
-        place, (run, of_run) = index.objects[key], runs[-1] if runs else (index.objects[key], [])
+        place = index.objects[key]
+        (run, of_run) = runs[-1] if runs else (index.objects[key], [])
         nbytes = max(run.nbytes, place.start + place.nbytes - run.start)
         is_near = place.start - run.start - run.nbytes <= files.near_bytes and nbytes <= _BUFFER_BYTES
         if of_run and place.file == run.file and is_near:
@@ -196,7 +198,8 @@ def open_checkpoint(path: AnyPath, *, safe_globals: SafeGlobals = ()) -> Opened:
 
 
 _THREADS = 8  # opening thousands of files on a network file system takes long one by one
-_BUFFERS, _BUFFER_BYTES = 4, 16 << 20  # at most, of each
+_BUFFERS = 4  # at most
+_BUFFER_BYTES = 16 << 20  # each, at most
 _SMALL_BYTES = 4 << 10  # of objects that are loaded once if they are equal
 
 
@@ -289,7 +292,8 @@ def _integrity_problems(path: Location) -> Iterator[tuple[str, str]]:
         return
     try:
         recorded = json.loads(store.read(_INTEGRITY))
-        algorithm, files = recorded["algorithm"], dict(recorded["files"])
+        algorithm = recorded["algorithm"]
+        files = dict(recorded["files"])
         for name in files:
             check_file_name(name)
     except (CheckpointCorruptError, ValueError, TypeError, KeyError) as error:
@@ -345,7 +349,8 @@ def check_sizes(index: CheckpointIndex, *, headers: bool = True) -> None:
     """Raise `CheckpointCorruptError` if a file is missing, has another size, or, by its header, is of another save."""
     for name, problem in size_problems(index.path, index.files).items():
         raise CheckpointCorruptError(f"{index.path} is damaged: {name}: {problem}")
-    names, files = [name for name in index.files if headers and name.endswith(".distcp")], DataFiles(index)
+    names = [name for name in index.files if headers and name.endswith(".distcp")]
+    files = DataFiles(index)
     with ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(files.check_header, name) for name in names]:
             done.result()
@@ -357,7 +362,8 @@ def size_problems(path: Location, files: Mapping[str, StoredFile]) -> dict[str, 
     Raises:
         OSError: the sizes cannot be read.
     """
-    stored, problems = store_at(path).sizes(names=files), {}
+    stored = store_at(path).sizes(names=files)
+    problems = {}
     for name, file in files.items():
         size = stored.get(name)
         if size is None:
@@ -373,7 +379,8 @@ def _crc_of(store: Store, name: str, size: int) -> int:
     """The checksum of a file. One thread reads into a ring of buffers while another hashes the previous ones."""
     step = min(store.read_bytes, _BUFFER_BYTES)
     buffers = [memoryview(bytearray(min(step, size))) for _ in range(_BUFFERS)]
-    hashed, sums = list[Future[None]](), PieceSums()
+    hashed = list[Future[None]]()
+    sums = PieceSums()
     with hashing() as submit:
         for number, start in enumerate(range(0, size, step)):
             if number >= _BUFFERS:

@@ -45,11 +45,13 @@ def _multiply(a: int, b: int) -> int:
 @lru_cache(maxsize=256)
 def _shift_by_bytes(length: int) -> int:
     """x^(8 * length) modulo the polynomial: the factor by which `length` more bytes change a checksum."""
-    factor, power = _ONE, _ONE >> 8  # x^0 and x^8, which is squared for each bit of the length
+    factor = _ONE  # x^0
+    power = _ONE >> 8  # x^8, which is squared for each bit of the length
     while length:
         if length & 1:
             factor = _multiply(factor, power)
-        power, length = _multiply(power, power), length >> 1
+        power = _multiply(power, power)
+        length = length >> 1
     return factor
 
 
@@ -91,7 +93,8 @@ class PieceSums:
         """Add more bytes."""
         while len(view):
             filled = self.nbytes % PIECE_BYTES
-            part, view = view[: PIECE_BYTES - filled], view[PIECE_BYTES - filled :]
+            part = view[: PIECE_BYTES - filled]
+            view = view[PIECE_BYTES - filled :]
             if filled:
                 self.pieces[-1] = crc32(part, self.pieces[-1])
             else:
@@ -103,7 +106,8 @@ class PieceSums:
         """The CRC-32 of the whole run."""
         if len(self.pieces) <= 1:
             return self.pieces[0] if self.pieces else 0
-        crc, left = 0, self.nbytes
+        crc = 0
+        left = self.nbytes
         for piece in self.pieces:
             crc = crc32_combine(crc, piece, min(PIECE_BYTES, left))
             left -= PIECE_BYTES
@@ -175,8 +179,10 @@ class DataFiles:
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
-        self.path, self._store = index.path, store_at(index.path)
-        self.near_bytes, self.read_bytes = self._store.near_bytes, self._store.read_bytes
+        self.path = index.path
+        self._store = store_at(index.path)
+        self.near_bytes = self._store.near_bytes
+        self.read_bytes = self._store.read_bytes
         self._follow = index.kind is Kind.SAFETENSORS  # files in Hugging Face's cache are symbolic links
         self._header = b"" if index.save_id is None else file_header(index.save_id)
         self._checked = set[str]()
@@ -243,7 +249,9 @@ class CheckedValues:
     """
 
     def __init__(self, files: DataFiles, place: ByteRange, key: str) -> None:
-        self._files, self.place, self._key = files, place, key
+        self._files = files
+        self.place = place
+        self._key = key
         self.near_bytes = files.near_bytes
         self._kept: tuple[int, memoryview] | None = None
 
@@ -254,7 +262,8 @@ class CheckedValues:
             CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
             OSError: it cannot be read.
         """
-        file, start = self.place.file, self.place.start
+        file = self.place.file
+        start = self.place.start
         if not self.place.sums:
             self._files.read_into(file, start + offset, view)
             return
@@ -276,7 +285,8 @@ class CheckedValues:
                 kept = self._kept[1][skipped:][: len(view)]
                 count = len(kept)
                 view[:count] = kept
-            offset, view = offset + count, view[count:]
+            offset = offset + count
+            view = view[count:]
 
     def _check(self, number: int, piece: memoryview) -> None:
         if crc32(piece) != self.place.sums[number]:
@@ -294,7 +304,8 @@ def has_right_sums(files: DataFiles, place: ByteRange) -> bool:
     Raises:
         OSError: it cannot be read.
     """
-    sums, size = PieceSums(), files.read_bytes
+    sums = PieceSums()
+    size = files.read_bytes
     try:
         for start in range(0, place.nbytes, size):
             sums.add(memoryview(files.read(place.file, place.start + start, min(size, place.nbytes - start))))
@@ -316,7 +327,8 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: Chec
         values: of the chunk.
     """
     first, last = region.span
-    position, nbytes = first * dtype.itemsize, (last - first) * dtype.itemsize
+    position = first * dtype.itemsize
+    nbytes = (last - first) * dtype.itemsize
     is_run = last - first == math.prod(region.sizes)
     if is_run and target.dtype == dtype and is_plain_memory(target):
         values.read_into(position, bytes_view(target))

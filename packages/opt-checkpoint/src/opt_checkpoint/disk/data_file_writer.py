@@ -100,9 +100,11 @@ class DataFileWriter:
     def _tensor(self, submit: Callable[..., Future[None]], key: str, values: Tensor) -> Iterator[memoryview]:
         """The archive of a tensor, preceded by zeros that align its values."""
         framing = frame_tensor(values.dtype, tuple(values.shape))
-        position, is_plain = self._given + len(self._gathered), is_plain_memory(values)
+        position = self._given + len(self._gathered)
+        is_plain = is_plain_memory(values)
         gap = -(position + len(framing.before)) % ALIGNMENT
-        values_start, nbytes = position + gap + len(framing.before), values.numel() * values.element_size()
+        values_start = position + gap + len(framing.before)
+        nbytes = values.numel() * values.element_size()
         if nbytes <= _SMALL_BYTES:
             view = bytes_view(values if is_plain else contiguous(values))
             sums = [crc32(view)]
@@ -161,14 +163,21 @@ def frame_tensor(dtype: torch.dtype, shape: Shape) -> Framing:
         dtype: its dtype.
         shape: its shape.
     """
-    before, directory, nbytes = b"", b"", math.prod(shape) * dtype.itemsize
+    before = b""
+    directory = b""
+    nbytes = math.prod(shape) * dtype.itemsize
     files = {b"data.pkl": pickle_tensor(dtype, shape), b"byteorder": b"little", b"version": b"3\n"}
     for name, content in files.items():
         header, listed = _headers(name, len(content), zlib.crc32(content), len(before))
-        before, directory = before + header + content, directory + listed
+        before = before + header + content
+        directory = directory + listed
     header, listed = _headers(b"data/0", nbytes, 0, len(before))
-    before, directory = before + header, directory + listed
-    start, size, count, wide = len(before) + nbytes, len(directory), len(files) + 1, b""
+    before = before + header
+    directory = directory + listed
+    start = len(before) + nbytes
+    size = len(directory)
+    count = len(files) + 1
+    wide = b""
     if start >= _LIMIT_32:
         wide = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, start)
         wide += struct.pack("<IIQI", 0x07064B50, 0, start + size, 1)
@@ -179,8 +188,14 @@ def frame_tensor(dtype: torch.dtype, shape: Shape) -> Framing:
 def _headers(name: bytes, size: int, crc: int, position: int) -> tuple[bytes, bytes]:
     """The header of a file of a zip archive, stored uncompressed, that begins at `position`, and its entry in the
     directory at the end."""
-    name, is_wide = b"archive/" + name, size >= _LIMIT_32
-    stored, version = (_LIMIT_32, 45) if is_wide else (size, 20)
+    name = b"archive/" + name
+    is_wide = size >= _LIMIT_32
+    if is_wide:
+        stored = _LIMIT_32
+        version = 45
+    else:
+        stored = size
+        version = 20
     extra = struct.pack("<HHQQ", 1, 16, size, size) if is_wide else b""
     common = struct.pack("<HHHHHIIIHH", version, 0, 0, 0, _DOS_DATE, crc, stored, stored, len(name), len(extra))
     listed = struct.pack("<IH", 0x02014B50, version) + common + struct.pack("<HHHII", 0, 0, 0, 0, position)
@@ -189,11 +204,17 @@ def _headers(name: bytes, size: int, crc: int, position: int) -> tuple[bytes, by
 
 def pickle_tensor(dtype: torch.dtype, shape: Shape) -> bytes:
     """The pickle by which `torch.save` describes a contiguous tensor: protocol 2, storage 0, offset 0."""
-    numel, typed = math.prod(shape), STORAGE_CLASSES.get(dtype)
+    numel = math.prod(shape)
+    typed = STORAGE_CLASSES.get(dtype)
     if typed is not None:
-        rebuild, kind, stored, tail = b"_rebuild_tensor_v2", f"ctorch\n{typed}\n".encode(), numel, b""
+        rebuild = b"_rebuild_tensor_v2"
+        kind = f"ctorch\n{typed}\n".encode()
+        stored = numel
+        tail = b""
     else:
-        rebuild, kind, stored = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", numel * dtype.itemsize
+        rebuild = b"_rebuild_tensor_v3"
+        kind = b"ctorch.storage\nUntypedStorage\n"
+        stored = numel * dtype.itemsize
         tail = f"ctorch\n{DTYPE_NAMES[dtype]}\n".encode()
     storage = b"(" + _opcodes("storage") + kind + _opcodes("0") + _opcodes("cpu") + _opcodes(stored) + b"tQ"
     place = _opcodes(0) + _opcodes(shape) + _opcodes(row_major_strides(shape))

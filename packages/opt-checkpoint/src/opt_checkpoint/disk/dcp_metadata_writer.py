@@ -27,13 +27,17 @@ from opt_checkpoint.disk.index import ByteRange, StoredTensors
 from opt_checkpoint.state.tensors import dtype_from_name
 
 Buffer: TypeAlias = bytes | memoryview
-_NEW, _OPEN, _CLOSE = b")\x81", b"}(", b"ub"  # an object without arguments; its state, a dict
+_NEW = b")\x81"  # an object without arguments
+_OPEN = b"}("  # its state, a dict
+_CLOSE = b"ub"
 _CLASSES = (
     *(dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.MetadataIndex),
     *(_StorageInfo, Size),
 )
 _END_OF_TENSOR = b"e" + _CLOSE
-_INTEGER, _LONG, _REFERENCE = b"J", b"\x8a\x08", b"j"  # BININT of four bytes; LONG1 of eight; LONG_BINGET of four
+_INTEGER = b"J"  # BININT, of four bytes
+_LONG = b"\x8a\x08"  # LONG1, of eight
+_REFERENCE = b"j"  # LONG_BINGET, of four
 _SHORT_REFERENCE = b"h"  # BINGET of one byte
 _MEMOIZED = b"\x940"  # MEMOIZE, POP
 _TEXTS = (
@@ -67,7 +71,8 @@ class _Memo:
         """The numbers of many distinct strings, encoded as UTF-8."""
         texts = [b"X%b%b%b" % (len(raw).to_bytes(4, "little"), raw, _MEMOIZED) for raw in values]
         self.written.write(b"".join(texts))
-        first, self._count = self._count, self._count + len(texts)
+        first = self._count
+        self._count = self._count + len(texts)
         return np.arange(first, self._count, dtype="<u4")
 
     def get(self, value: Any) -> bytes:
@@ -87,7 +92,12 @@ class _Memo:
 def _integers(columns: Array) -> list[bytes | Array]:
     """Opcodes that push the integers of a row, from the columns of an array of int64 that are not negative."""
     is_short = int(columns.max(initial=0)) < 1 << 31
-    opcode, dtype = (_INTEGER, "<i4") if is_short else (_LONG, "<i8")
+    if is_short:
+        opcode = _INTEGER
+        dtype = "<i4"
+    else:
+        opcode = _LONG
+        dtype = "<i8"
     return [part for column in columns.T for part in (opcode, column.astype(dtype))]
 
 
@@ -121,17 +131,21 @@ def encode_dcp_metadata(
         archives: (chunks, 2) start and size of the archive of every chunk, in the order of `tensors`' columns.
         paths: paths of values in the nested state, by key; a value without an entry is at its key.
     """
-    memo, c = _Memo(), tensors.columns
+    memo = _Memo()
+    c = tensors.columns
     for constant in (*_CLASSES, *_TEXTS):
         memo.number(constant)
     properties = [memo.number(dcp.TensorProperties(dtype_from_name(n)), ("properties", n)) for n in tensors.dtypes]
     keys = memo.texts(key.encode("utf-8", "surrogatepass") for key in tensors)
     file_numbers = memo.texts(name.encode() for name in files)
     owner = np.repeat(np.arange(len(c["ndim"])), c["chunks"])
-    state, storage = list[Buffer](), list[Buffer]()
+    state = list[Buffer]()
+    storage = list[Buffer]()
     for axes in np.unique(c["ndim"]).tolist():  # their records have equal lengths
-        at, chunks = np.flatnonzero(c["ndim"] == axes), np.flatnonzero(c["ndim"][owner] == axes)
-        offsets, sizes = c["offsets"][chunks, :axes], c["sizes"][chunks, :axes]
+        at = np.flatnonzero(c["ndim"] == axes)
+        chunks = np.flatnonzero(c["ndim"][owner] == axes)
+        offsets = c["offsets"][chunks, :axes]
+        sizes = c["sizes"][chunks, :axes]
         heads = _records(
             len(at),
             [

@@ -56,7 +56,8 @@ class Made:
     __slots__ = ("args", "entries", "of", "state")
 
     def __init__(self, of: Any, args: Any) -> None:
-        self.of, self.args = of, args
+        self.of = of
+        self.args = args
         self.state: Any = None
         self.entries: dict[Any, Any] = {}
 
@@ -109,7 +110,8 @@ class _Reader(pickle._Unpickler):
 
     def __init__(self, raw: bytes, what: str, known: Callable[[Name], bool]) -> None:
         super().__init__(io.BytesIO(raw))
-        self._what, self._known = what, known
+        self._what = what
+        self._known = known
 
     def find_class(self, module: str, name: str) -> Any:
         found = Name(module, name)
@@ -123,11 +125,13 @@ class _Reader(pickle._Unpickler):
         return Made(None, (pid,))
 
     def _make(self) -> None:
-        args, of = self.stack.pop(), self.stack.pop()
+        args = self.stack.pop()
+        of = self.stack.pop()
         self.append(Made(of, args))
 
     def _build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
+        state = self.stack.pop()
+        target = self.stack[-1]
         if type(target) is not Made:
             raise CheckpointCorruptError(
                 f"{self._what} is damaged: it sets the state of a {type(target).__name__}; nothing was run"
@@ -212,7 +216,8 @@ def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
     if of != Name(_DCP, "Metadata") and not is_megatron:
         raise CheckpointCorruptError(f"{METADATA} holds something other than the metadata of a checkpoint")
     places = _places(_entries(metadata.attributes.get("storage_data") or {}, "storage_data"))
-    tensors, objects = {}, {}
+    tensors = {}
+    objects = {}
     for key, stored in _entries(metadata.attributes.get("state_dict_metadata"), "state_dict_metadata").items():
         if type(key) is not str:
             raise _damaged(f"a key is a {type(key).__name__}")
@@ -297,8 +302,11 @@ _Key: TypeAlias = "tuple[str, Shape | None]"
 def _places(storage: dict[Any, Any]) -> dict[_Key, ByteRange]:
     places = {}
     for index, stored in storage.items():
-        where, info = _attributes(index, "MetadataIndex"), _attributes(stored, "_StorageInfo")
-        key, offset, file = where.get("fqn"), where.get("offset"), info.get("relative_path")
+        where = _attributes(index, "MetadataIndex")
+        info = _attributes(stored, "_StorageInfo")
+        key = where.get("fqn")
+        offset = where.get("offset")
+        file = info.get("relative_path")
         if type(key) is not str or type(file) is not str:
             raise _damaged("a key or file name is not text")
         if info.get("transform_descriptors"):
@@ -319,7 +327,8 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
     chunks = []
     for chunk in listed:
         of_chunk = _attributes(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _integers(of_chunk.get("offsets"), key), _integers(of_chunk.get("sizes"), key)
+        offsets = _integers(of_chunk.get("offsets"), key)
+        sizes = _integers(of_chunk.get("sizes"), key)
         box = Box(offsets, sizes)
         place = places.get((key, offsets))
         if place is None and box.numel:
@@ -332,7 +341,8 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
         raise _damaged(f"{key} has no dtype")
     if type(state[1]) is not Made or state[1].args != ("torch.strided",):
         raise CheckpointCorruptError(f"{key} is stored in a sparse layout, which this version does not read")
-    shape, dtype = _integers(stored.attributes.get("size"), key), dtype_from_name(state[0].name)
+    shape = _integers(stored.attributes.get("size"), key)
+    dtype = dtype_from_name(state[0].name)
     return StoredTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
 
 
@@ -353,10 +363,12 @@ def unflattened(key: str, stored: StoredTensor, shape: Shape) -> StoredTensor:
         raise CheckpointCorruptError(
             f"{key} is stored as flattened blocks of shape {list(stored.shape)}, which do not fit {list(shape)}"
         )
-    block, chunks = tuple(n // b for n, b in zip(shape, blocks)), list[StoredChunk]()
+    block = tuple(n // b for n, b in zip(shape, blocks))
+    chunks = list[StoredChunk]()
     for chunk in stored.chunks:
         *position, start = chunk.box.offsets
-        corner, first = tuple(p * n for p, n in zip(position, block)), 0
+        corner = tuple(p * n for p, n in zip(position, block))
+        first = 0
         for box in cut_flat_range(block, start, start + chunk.box.sizes[-1]):
             box = box.moved(corner)
             chunks.append(StoredChunk(box=box, place=chunk.place, archived=chunk.box.sizes, first=first))

@@ -261,7 +261,8 @@ def _check_tensor(index: CheckpointIndex, key: str, tensor: StoredTensor) -> Non
         inside = len(chunk.box.offsets) == len(chunk.box.sizes) == len(tensor.shape) and (
             whole.overlap(chunk.box) == chunk.box
         )
-        expected, nbytes = chunk.box.numel * tensor.dtype.itemsize, chunk.place.nbytes
+        expected = chunk.box.numel * tensor.dtype.itemsize
+        nbytes = chunk.place.nbytes
         fits = nbytes >= expected if chunk.place.archive else nbytes == expected  # bare values have just this size
         if not inside or not fits:
             raise CheckpointCorruptError(
@@ -304,7 +305,9 @@ class StoredTensors(Mapping[str, StoredTensor]):
         for name, (dtype, ndim) in _COLUMNS.items():
             if name not in columns or columns[name].dtype.str != dtype or columns[name].ndim != ndim:
                 raise CheckpointCorruptError(f"the manifest has no column {name} of {dtype} with {ndim} axes")
-        self.columns, self.dtypes, self._files = {name: columns[name] for name in _COLUMNS}, tuple(dtypes), dict(files)
+        self.columns = {name: columns[name] for name in _COLUMNS}
+        self.dtypes = tuple(dtypes)
+        self._files = dict(files)
         self._check()
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -316,9 +319,12 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def _derive(self) -> None:
         """Keys, and for each chunk the index of its tensor, its bytes and the index of its first checksum."""
-        c, self._dtypes, self._file_names = self.columns, list(map(dtype_from_name, self.dtypes)), list(self._files)
+        c = self.columns
+        self._dtypes = list(map(dtype_from_name, self.dtypes))
+        self._file_names = list(self._files)
         self._made: dict[str, StoredTensor] = {}
-        blob, bounds = c["keys"].tobytes(), accumulate(c["key_bytes"].tolist(), initial=0)
+        blob = c["keys"].tobytes()
+        bounds = accumulate(c["key_bytes"].tolist(), initial=0)
         try:
             keys = [blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(bounds)]
         except UnicodeDecodeError as error:
@@ -331,7 +337,9 @@ class StoredTensors(Mapping[str, StoredTensor]):
         self._first_sum, self._first_chunk = (np.append(0, np.cumsum(n, dtype="<i8")) for n in (pieces, c["chunks"]))
 
     def _check(self) -> None:
-        c, tensors, chunks = self.columns, len(self.columns["ndim"]), len(self.columns["start"])
+        c = self.columns
+        tensors = len(self.columns["ndim"])
+        chunks = len(self.columns["start"])
         axes = c["shape"].shape[1]
         lengths = [len(c[name]) for name in ("key_bytes", "dtype", "shape", "chunks")]
         _require(all(n == tensors for n in lengths), "its columns of tensors differ in length")
@@ -362,7 +370,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def __getitem__(self, key: str) -> StoredTensor:
         if key not in self._made:
-            number, c = self._numbers[key], self.columns
+            number = self._numbers[key]
+            c = self.columns
             axes = int(c["ndim"][number])
             first, last = self._first_chunk[number : number + 2].tolist()
             columns = [c[name][first:last].tolist() for name in ("offsets", "sizes", "file", "start")]

@@ -64,10 +64,12 @@ def shifted_mains(index: CheckpointIndex, *, whole: bool) -> list[str]:
 
 def compare_end(key: str, main: Tensor, weight: Tensor) -> Compared:
     """Compare the last elements of main weights, 1-D, with the weights."""
-    main, weight = main[-_TAIL:], weight[-_TAIL:]
+    main = main[-_TAIL:]
+    weight = weight[-_TAIL:]
     if torch.equal(_rounded(main, weight), weight):
         return Compared(key, bool(weight.any()))
-    zeros, moved = _ends_with_zeros(main, weight), _is_moved(main, weight)
+    zeros = _ends_with_zeros(main, weight)
+    moved = _is_moved(main, weight)
     return Compared(key, is_exact=False, has_zeros=zeros, is_moved=moved, differs=True)
 
 
@@ -153,7 +155,8 @@ def _pairs(index: CheckpointIndex) -> Iterator[_Pair]:
         match = _STATE.fullmatch(key)
         if match is None or match[1] not in _MAINS or match[2] not in index.tensors:
             continue
-        main, weight = index.tensors[key], index.tensors[match[2]]
+        main = index.tensors[key]
+        weight = index.tensors[match[2]]
         by_box = {chunk.box: chunk for chunk in weight.chunks}
         for chunk in main.chunks:
             is_plain = chunk.archived is None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1

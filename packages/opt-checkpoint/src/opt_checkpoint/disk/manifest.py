@@ -75,7 +75,8 @@ def decode_columns(first_line: bytes, raw: bytes, what: str) -> tuple[dict[str, 
     return header, columns
 
 
-COUNTS, LENGTHS = "path_parts", "path_lengths"
+COUNTS = "path_parts"
+LENGTHS = "path_lengths"
 
 
 def decode_paths(keys: Sequence[str], columns: Mapping[str, Array]) -> dict[str, Path]:
@@ -87,12 +88,14 @@ def decode_paths(keys: Sequence[str], columns: Mapping[str, Array]) -> dict[str,
     """
     if COUNTS not in columns or LENGTHS not in columns:
         return {}
-    counts, rest = columns[COUNTS].tolist(), iter(columns[LENGTHS].tolist())
+    counts = columns[COUNTS].tolist()
+    rest = iter(columns[LENGTHS].tolist())
     if len(counts) != len(keys) or sum(counts) != len(columns[LENGTHS]):
         raise CheckpointCorruptError("the manifest contradicts itself: its paths do not add up")
     paths = dict[str, Path]()
     for key, count in zip(keys, counts):
-        parts, start = list[str | int](), 0
+        parts = list[str | int]()
+        start = 0
         try:
             for length in islice(rest, count):
                 text = key[start : start + length // 2]
@@ -158,7 +161,8 @@ def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
     header, columns = decode_columns(_FIRST_LINE % FORMAT, raw, what)
     try:
         files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
-        tensors, details = StoredTensors(columns, tuple(map(str, header["dtypes"])), files), dict(header["details"])
+        tensors = StoredTensors(columns, tuple(map(str, header["dtypes"])), files)
+        details = dict(header["details"])
         details[PATHS] = {**decode_paths(list(tensors), columns), **dict(details.get(PATHS) or {})}
         objects = {
             str(key): ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), sums=(int(crc),), archive=True)

@@ -160,7 +160,9 @@ class SaveHandle:
     """
 
     def __init__(self, path: Location, blocked_s: float, step: int | None = None) -> None:
-        self.path, self.blocked_s, self._step = path, blocked_s, step
+        self.path = path
+        self.blocked_s = blocked_s
+        self._step = step
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
@@ -217,10 +219,12 @@ class AsyncSaver:
             raise ValueError(f"timeout_s={timeout_s} must be positive")
         self._group = background_group(process_group, timeout_s)
         self._ranks = ranks_of(process_group if self._group is None else self._group)
-        self._staging, self._plans = Staging(), PlanCache()
+        self._staging = Staging()
+        self._plans = PlanCache()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
-        self._closed, self._once = False, once
+        self._closed = False
+        self._once = once
 
     def save(
         self,
@@ -289,7 +293,9 @@ class AsyncSaver:
             if self._ranks.rank == 0:
                 check()
             # The ranks of now: if `close` is interrupted, the thread may run after it.
-            place, snapshot, ranks = location_of(target), self._staging.snapshot(state), self._ranks
+            place = location_of(target)
+            snapshot = self._staging.snapshot(state)
+            ranks = self._ranks
             works.append(partial(write, snapshot, place, ranks))
             handles.append(SaveHandle(place, time.perf_counter() - started, step))
             return texts_of({"path": place, **arguments} if arguments else {})
@@ -321,7 +327,8 @@ class AsyncSaver:
         """
         if self._thread is not None:
             self._thread.join()
-        last, self._last = self._last, None  # only now: Ctrl-C may have ended the line before
+        last = self._last
+        self._last = None  # only now: Ctrl-C may have ended the line before
         if last is not None:
             last.wait()
 
@@ -338,7 +345,8 @@ class AsyncSaver:
 
     def _leave(self) -> None:
         self._closed = True
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         self._ranks = Ranks()  # the group's sockets are closed with the last reference to it
         if group is not None:
             leave(group)

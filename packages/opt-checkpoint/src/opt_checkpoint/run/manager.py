@@ -120,14 +120,18 @@ class CheckpointManager(Closing):
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
-        self._group, self._ranks = process_group, ranks_of(process_group)
+        self._group = process_group
+        self._ranks = ranks_of(process_group)
         arguments = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best, "in_background": in_background}
         self.directory = same_location(self._ranks, "opening", directory, **arguments)
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: both must be at least 1")
         if not isinstance(keep_best, KeepBest | None):
             raise CheckpointValueError(f"keep_best={keep_best!r} must be a KeepBest, as KeepBest(count=2, mode='min')")
-        self._keep, self._keep_every, self._keep_best, self._timeout_s = keep, keep_every, keep_best, timeout_s
+        self._keep = keep
+        self._keep_every = keep_every
+        self._keep_best = keep_best
+        self._timeout_s = timeout_s
         self._in_background = in_background
         self._plans = PlanCache()
         self.saver: AsyncSaver | None = None  # made by the first save: a reader needs none
@@ -383,7 +387,8 @@ class CheckpointManager(Closing):
         what = f"verifying step {step} of {self.directory}"
         problem, folder, save_id, files = from_first(self._ranks, opened, what)
         if problem is None and save_id not in self._verified:
-            path, share = reached_from(self.directory, folder), sorted(files.items())
+            path = reached_from(self.directory, folder)
+            share = sorted(files.items())
             of_rank = dict(share[self._ranks.rank :: self._ranks.size])
             problem = next(filter(None, from_all(self._ranks, lambda: first_damage(path, of_rank), what)), None)
         if problem is None:
@@ -400,7 +405,8 @@ class CheckpointManager(Closing):
         """The run continues from a step: it may save the later ones again."""
         self._loaded = step
         if self._ranks.rank == 0:
-            self._resumed, self._later = step, set()
+            self._resumed = step
+            self._later = set()
             self._known = self.series.committed()
             self._left = {known: {self.series.save_of(known)} for known in self._known if known > step}
 

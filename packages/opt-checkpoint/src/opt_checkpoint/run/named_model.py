@@ -60,7 +60,8 @@ def sharded_model(
         if isinstance(value, Tensor):
             is_compared = compared and isinstance(value, nn.Parameter) and not is_dtensor(value)
             entry = sharded_like(name, value, replica_id=0 if is_compared else ranks.rank)
-            entry.may_repeat, entry.marks = entry.may_repeat or is_compared, marks[name]
+            entry.may_repeat = entry.may_repeat or is_compared
+            entry.marks = marks[name]
             if id(value) in places:
                 entry.source = Source(partial(_tensor_now, model, places[id(value)], value), local_tensor(value))
             value = entry

@@ -106,10 +106,13 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
                 f"a parameter of shape {tuple(param.shape)} of the optimizer is not in the model; pass the model "
                 f"whose parameters the optimizer was built from"
             )
-        name, place = names[id(param)], placed.get(index)
-        current, shape = name, tuple(param.shape)
+        name = names[id(param)]
+        place = placed.get(index)
+        current = name
+        shape = tuple(param.shape)
         if place is not None:
-            current, shape = place.key, _whole_shape(place)
+            current = place.key
+            shape = _whole_shape(place)
         found.append(NamedParam(current, param, group, shape, marks[name], place))
     return found
 

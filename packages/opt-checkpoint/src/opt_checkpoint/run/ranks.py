@@ -338,7 +338,9 @@ class Turns:
     """
 
     def __init__(self, choose: Callable[[str], str]) -> None:
-        self._choose, self._choosing, self._changed = choose, Lock(), Condition()
+        self._choose = choose
+        self._choosing = Lock()
+        self._changed = Condition()
         self._waiting: list[str] = []
         self._turn: str | None = None
 

@@ -139,7 +139,8 @@ def save_as(
                     f"{error}; pass numbers, text, lists and dicts of Python, such as int(step)"
                 ) from error
         place = location_of(path)
-        replaces, recorded = ranks.rank == 0 and begin(), {"ranks": ranks.size, **details}
+        replaces = ranks.rank == 0 and begin()
+        recorded = {"ranks": ranks.size, **details}
         name = save_id or uuid.uuid4().hex
         return CheckpointWriter(place, save_id=name, details=recorded, target=target, replace=replaces)
 

@@ -83,12 +83,15 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     Raises:
         CheckpointKeyError: nothing is there that is an optimizer, or a state of it is incomplete.
     """
-    saved, index, prefix = lookup(opened.common, tuple(at)), opened.index, "".join(f"{key}." for key in at)
+    saved = lookup(opened.common, tuple(at))
+    index = opened.index
+    prefix = "".join(f"{key}." for key in at)
     groups = saved.get("groups") if isinstance(saved, dict) else None
     has_names = isinstance(groups, dict) and bool(groups.get("names"))  # none in converted checkpoints
     if isinstance(saved, dict) and ("state_names" in saved or has_names):
         return _ours(opened, saved, at)
-    keys, by_state = _by_param(index.tensors, f"{prefix}state."), _by_state(index.tensors, f"{prefix}state.")
+    keys = _by_param(index.tensors, f"{prefix}state.")
+    by_state = _by_state(index.tensors, f"{prefix}state.")
     known = {*names, *index.tensors}
     if known & by_state.keys() and not known & keys.keys():
         return _of_megatron(opened, by_state, names)
@@ -148,7 +151,8 @@ def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: 
 
 def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
     """The optimizer of `sharded_optimizer`; or of opt-stack, whose states are known by their keys."""
-    index, prefixes = opened.index, (f"{path_text(tuple(at))}.state." if at else PREFIX, PREFIX)
+    index = opened.index
+    prefixes = (f"{path_text(tuple(at))}.state." if at else PREFIX, PREFIX)
     groups = _stored_value((*at, "groups"), opened)
     if "state_names" not in saved:
         names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
@@ -162,10 +166,12 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
             state, _, name = key.removeprefix(prefix).partition(".")
             if key.startswith(prefix) and name in names:
                 names[name].append(state)
-        saved, groups = {**groups, "state_names": names, "plain_state": {}}, groups["groups"]
+        saved = {**groups, "state_names": names, "plain_state": {}}
+        groups = groups["groups"]
     elif any(saved["plain_state"].values()):
         saved = {**saved, "plain_state": _stored_value((*at, "plain_state"), opened)}
-    keys, lost = defaultdict[str, dict[str, str]](dict), []
+    keys = defaultdict[str, dict[str, str]](dict)
+    lost = []
     for name, states in saved["state_names"].items():
         plain = saved["plain_state"].get(name, {})
         for state in [state for state in states if state not in plain]:
@@ -214,7 +220,8 @@ def _by_state(stored: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
 def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str, dict[str, Any]]:
     """Values of the keys `<of><parameter or number>.<field>`: stored objects, tensors if they are of groups, and what
     our `save` stored of a flattened state dict."""
-    index, prefix = opened.index, "".join(f"{key}." for key in at)
+    index = opened.index
+    prefix = "".join(f"{key}." for key in at)
     values = read_objects(index, [key for key in index.objects if key.startswith(prefix + of)])
     for key, value in saved.items() if isinstance(saved, dict) else ():
         if str(key).startswith(of):  # a list may hold tensors

@@ -48,7 +48,8 @@ def committed_steps(directory: AnyPath) -> list[int]:
     """
     series = Series(location_of(directory))
     while True:
-        listed, gone = named_steps(series.store), series.abandoned()
+        listed = named_steps(series.store)
+        gone = series.abandoned()
         committed = [step for step in listed if series.is_committed(step) and not series.is_abandoned(step, gone)]
         whole = [step for step in committed if series.is_whole(step, headers=True)]
         if named_steps(series.store) == listed:  # else a trainer has removed some, and has saved others before
@@ -77,7 +78,8 @@ class Series:
     """
 
     def __init__(self, directory: Location) -> None:
-        self.directory, self.store = directory, store_at(directory)
+        self.directory = directory
+        self.store = store_at(directory)
         self._issued: set[str] = set()  # saves of this process that may still be committed
         # Committed steps, which need not be looked at again: whether manifest and sizes are right; None if unknown.
         self._whole: dict[int, bool | None] = {}
@@ -118,7 +120,9 @@ class Series:
             CheckpointCorruptError: without `at_most`: there are checkpoints, but all are damaged.
             OSError: as `is_committed`.
         """
-        listed, bad, gone = named_steps(self.store), [], self.abandoned()
+        listed = named_steps(self.store)
+        bad = []
+        gone = self.abandoned()
         for step in reversed(listed):
             if at_most is not None and step > at_most:
                 continue
@@ -177,7 +181,8 @@ class Series:
             OSError: a step cannot be read.
         """
         while True:
-            listed, gone = named_steps(self.store), self.abandoned()
+            listed = named_steps(self.store)
+            gone = self.abandoned()
             metrics: dict[int, float] = {}
             for step in listed:
                 if step not in damaged and not self.is_abandoned(step, gone) and self.is_whole(step):
@@ -204,7 +209,9 @@ class Series:
             damaged: steps that stay for inspection and do not count, as abandoned ones do.
             stays: steps that stay too; they count if they are among the newest.
         """
-        gone, kept, uncommitted = self.abandoned(), 0, []
+        gone = self.abandoned()
+        kept = 0
+        uncommitted = []
         for step in reversed(named_steps(self.store)):
             if step in damaged or self.is_abandoned(step, gone):
                 continue

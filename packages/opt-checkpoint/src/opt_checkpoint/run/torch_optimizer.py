@@ -358,7 +358,8 @@ def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Lo
 
 def _fresh_state(member: NamedParam, index: CheckpointIndex, saved: SavedOptimizer) -> dict[str, Tensor]:
     """New memory for the stored states of one parameter, in their stored dtypes, laid out like the parameter."""
-    then, now = saved.param_shapes.get(member.name), list(member.shape)
+    then = saved.param_shapes.get(member.name)
+    now = list(member.shape)
     if then is not None and saved.state_names.get(member.name) and list(then) != now:
         raise CheckpointMismatchError(f"{member.name} has shape {now}, but its state was saved for shape {list(then)}")
     fresh = {}

@@ -62,9 +62,13 @@ def read_source_(described: ShardedTensor | ShardedTensorFactory) -> None:
         return
     tensor = source.read()
     local = local_tensor(tensor)
-    dtype, shape, offset = source.local.dtype, tuple(source.local.shape), None
+    dtype = source.local.dtype
+    shape = tuple(source.local.shape)
+    offset = None
     if isinstance(described, ShardedTensor):  # the dtype of one tensor may have changed
-        dtype, shape, offset = described.dtype, described.local_shape, described.global_offset
+        dtype = described.dtype
+        shape = described.local_shape
+        offset = described.global_offset
     is_same_place = local is source.local or not is_dtensor(tensor) or offset is None
     is_same_place = is_same_place or sharded_like(described.key, tensor).global_offset == offset
     if (local.dtype, tuple(local.shape)) != (dtype, shape) or not is_same_place:
@@ -73,4 +77,5 @@ def read_source_(described: ShardedTensor | ShardedTensorFactory) -> None:
             f"{'' if is_same_place else ' of another place'} now; describe the state before each save or load, as "
             f"sharded_model(model) and sharded_optimizer(model, optimizer) do"
         )
-    described.data, described.source = local, source._replace(local=local)
+    described.data = local
+    described.source = source._replace(local=local)

@@ -115,18 +115,24 @@ class ShardedTensorFactory(ShardedBase):
             raise CheckpointValueError(f"factory {self.key} has no data to build from")
         if self.build_fn is not None:
             return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
-        data, built = self.data, []
+        data = self.data
+        built = []
         for segment in self.segments:
             local_shape = (segment.row_stop - segment.row_start, *self.local_shape[1:])
             if self.flattened_range is None:
-                part, flat = data[segment.row_start : segment.row_stop], None
+                part = data[segment.row_start : segment.row_stop]
+                flat = None
             else:
-                row_numel, (low, high) = math.prod(self.local_shape[1:]), flat_bounds(self.flattened_range)
+                row_numel = math.prod(self.local_shape[1:])
+                (low, high) = flat_bounds(self.flattened_range)
                 first = segment.row_start * row_numel
-                start, stop = max(low, first), min(high, segment.row_stop * row_numel)
-                part, flat = data[:0], slice(0, 0)
+                start = max(low, first)
+                stop = min(high, segment.row_stop * row_numel)
+                part = data[:0]
+                flat = slice(0, 0)
                 if start < stop:
-                    part, flat = data[start - low : stop - low], slice(start - first, stop - first)
+                    part = data[start - low : stop - low]
+                    flat = slice(start - first, stop - first)
             piece = ShardedTensor(
                 key=self.key + segment.suffix,
                 data=part,  # a view
@@ -190,7 +196,8 @@ def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_nume
     numbers = piece.data
     if numbers is None or not numbers.numel() or row_numel == 0:
         return None
-    start, count = int(numbers.view(-1)[0]) if numbers.is_contiguous() else -1, numbers.numel()
+    start = int(numbers.view(-1)[0]) if numbers.is_contiguous() else -1
+    count = numbers.numel()
     run = torch.arange(start, start + count, dtype=torch.int64, device="cpu")
     is_run = start >= 0 and torch.equal(numbers.reshape(-1), run)
     is_plain = (

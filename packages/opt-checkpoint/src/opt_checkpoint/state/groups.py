@@ -111,7 +111,9 @@ def apply_saved_groups(
             f"override of {', '.join(unknown)}: no group has this field; fields are {', '.join(fields)}"
         )
     where = {name: number for number, own in enumerate(saved["names"]) for name in own}
-    updates, kept, regrouped = [], {}, []
+    updates = []
+    kept = {}
+    regrouped = []
     for number, (group, own) in enumerate(zip(param_groups, names, strict=True)):
         first: dict[int, str] = {}  # of each saved group that parameters were in, the first of them
         for name in own:

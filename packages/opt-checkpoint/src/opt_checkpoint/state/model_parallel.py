@@ -112,7 +112,9 @@ def marks_of(modules: Iterable[NamedModule], values: Mapping[str, Any]) -> dict[
     marks = {}
     for name, tensor in values.items():
         if isinstance(tensor, Tensor):
-            dim, outer, length = getattr(tensor, "partition_dim", None), _before_number(name), 0
+            dim = getattr(tensor, "partition_dim", None)
+            outer = _before_number(name)
+            length = 0
             module = None if outer is None else by_name.get(f"{outer}." if outer else "")
             if module is not None:
                 numbers = {**module._modules, **module._parameters}  # of a ModuleList, Sequential, ParameterList
@@ -307,7 +309,8 @@ def _name_experts(ep: Axis, entries: Sequence[_Entry]) -> None:
     first = {name: _first_number([own.get(name, []) for own, _ in per_rank], ep.rank) for name in numbered}
     counts = Counter(name for _, names in per_rank for name in set(names))
     for entry in entries:
-        marks, expert = entry.marks, entry.expert
+        marks = entry.marks
+        expert = entry.expert
         start = None if expert is None else first[expert.list_name]
         if expert is not None and start is not None:
             low, high = expert.span
@@ -374,12 +377,19 @@ def _uneven_parts(tp: Axis, entries: Sequence[_Entry]) -> str | None:
 
 
 def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorFactory:
-    marks, tensor = entry.marks, entry.tensor
+    marks = entry.marks
+    tensor = entry.tensor
     if is_dtensor(marks.tensor):  # its mesh describes it, but not its experts or stages
         return replace(tensor, key=entry.key, marks=None)
     assert tensor.data is not None
-    tp, replica = (axes.expert_tp, axes.expert) if marks.is_expert else (axes.tp, axes.dense)
-    cuts, is_cut = list(entry.cuts), marks.is_cut and tp.size > 1
+    if marks.is_expert:
+        tp = axes.expert_tp
+        replica = axes.expert
+    else:
+        tp = axes.tp
+        replica = axes.dense
+    cuts = list(entry.cuts)
+    is_cut = marks.is_cut and tp.size > 1
     replica_id = (entry.copy, 0 if is_cut else tp.rank, replica.rank)
     options: dict[str, Any] = {"replica_id": replica_id, "has_mains": tensor.has_mains, "source": tensor.source}
     if is_cut:
@@ -391,7 +401,8 @@ def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorF
                 f"tensor_model_parallel=False if all ranks have the same values"
             )
         if marks.stride > 1:
-            segments, shape = _segments(entry, tp, marks.dim), tuple(tensor.data.shape)
+            segments = _segments(entry, tp, marks.dim)
+            shape = tuple(tensor.data.shape)
             return ShardedTensorFactory(entry.key, tensor.data, segments=segments, local_shape=shape, **options)
         cuts.append((marks.dim, tp.rank, tp.size))
     return ShardedTensor.from_rank_offsets(entry.key, tensor.data, *cuts, **options)
@@ -399,7 +410,8 @@ def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorF
 
 def _segments(entry: _Entry, tp: Axis, dim: int) -> tuple[Segment, ...]:
     """The runs of rows of the whole tensor that a part has, one below the other, as of a fused gate and value."""
-    marks, shape = entry.marks, entry.tensor.local_shape
+    marks = entry.marks
+    shape = entry.tensor.local_shape
     if dim != 0 or entry.cuts or shape[0] % marks.stride:
         raise CheckpointValueError(
             f"{marks.name} of shape {shape} has partition_stride={marks.stride} and partition_dim={dim}; a stride "

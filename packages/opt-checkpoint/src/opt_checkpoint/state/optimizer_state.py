@@ -219,15 +219,18 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
         return make_sharded_optimizer_tensor(model_param, value, prefix)
     if not isinstance(value, Tensor):
         raise CheckpointValueError(f"{key} is a {type(value).__name__}, not a tensor; store it as a ShardedObject")
-    block, tensor = _block_of(model_param), local_tensor(value)
+    block = _block_of(model_param)
+    tensor = local_tensor(value)
     if isinstance(spec, LayoutBound):
         place = ".".join(map(str, block.global_offset))
         flat = "" if block.flat is None else f"+{block.flat[0]}-{block.flat[1]}"
         name = f"{key}{LAYOUT_MARK}{spec.fingerprint}/{place}{flat}"
         return replace(sharded_like(name, tensor, replica_id=block.replica_id), may_repeat=block.may_repeat)
     # The first axes of the state are axes of the parameter, and are cut as these; the others are whole.
-    kept, shape = _kept_axes(block, tuple(tensor.shape), key, spec), tuple(tensor.shape)
-    axes, whole = [*range(block.prepended), *(block.prepended + axis for axis in kept)], shape[len(kept) :]
+    kept = _kept_axes(block, tuple(tensor.shape), key, spec)
+    shape = tuple(tensor.shape)
+    axes = [*range(block.prepended), *(block.prepended + axis for axis in kept)]
+    whole = shape[len(kept) :]
     begins = block.flat is None or (block.flat[0] == 0 and block.flat[1] > 0)
     is_first = begins and not any(offset for axis, offset in enumerate(block.global_offset) if axis not in axes)
     is_empty = not all(block.local_shape) and all(block.global_shape)  # such a block is never the main replica
@@ -292,12 +295,14 @@ def _block_of(param: ShardedParam) -> _Block:
 
 def _kept_axes(block: _Block, shape: Shape, key: str, spec: StateSpec) -> list[int]:
     """The axes of a parameter that are the first axes of a state."""
-    rank, kept = len(block.local_shape), list[int]()
+    rank = len(block.local_shape)
+    kept = list[int]()
     if isinstance(spec, PerMatrix):
         kept = list(range(rank - 2))
     elif isinstance(spec, Reduced):
         kept = sorted(set(range(rank)) - {dim % rank for dim in spec.dims})
-    expected, is_whole = tuple(block.local_shape[axis] for axis in kept), isinstance(spec, Reduced)
+    expected = tuple(block.local_shape[axis] for axis in kept)
+    is_whole = isinstance(spec, Reduced)
     if block.flat is not None and (kept or is_whole):
         raise CheckpointValueError(f"{key} is {spec}: its parameter may not be a flat range")
     if (shape if is_whole else shape[: len(kept)]) != expected or (isinstance(spec, PerMatrix) and rank < 2):

@@ -127,8 +127,13 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: dtype, shapes, offsets, fragmentation or flat range do not fit.
         """
-        data, flat, key, block = self.data, self.flattened_range, self.key, self.global_block_shape
-        local, whole, offset = self.local_shape, self.global_shape, self.global_offset
+        data = self.data
+        flat = self.flattened_range
+        key = self.key
+        block = self.global_block_shape
+        local = self.local_shape
+        whole = self.global_shape
+        offset = self.global_offset
         if data is not None and data.dtype != self.dtype:
             raise CheckpointValueError(f"Data dtype should match `dtype`: {data.dtype} is not {self.dtype} ({key})")
         if data is not None and flat is None and tuple(data.shape) != local:
@@ -212,7 +217,9 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: a triple is out of range, or an axis is given twice.
         """
         block = (1,) * prepend_axis_num + tuple(data.shape)
-        fragments, offset, seen = [1] * len(block), [0] * len(block), set[int]()
+        fragments = [1] * len(block)
+        offset = [0] * len(block)
+        seen = set[int]()
         for axis, index, count in rank_offsets:
             if not 0 <= axis < len(block) or index < 0 or count < 1 or index >= count:
                 raise CheckpointValueError(
@@ -222,7 +229,8 @@ class ShardedTensor(ShardedBase):
             if axis in seen:
                 raise CheckpointValueError(f"Invalid rank offsets: axis {axis} of {key} is given twice")
             seen.add(axis)
-            fragments[axis], offset[axis] = count, index * block[axis]
+            fragments[axis] = count
+            offset[axis] = index * block[axis]
         return cls(
             key=key,
             data=data,
@@ -247,7 +255,8 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: the axis does not exist or is not cut into equal blocks, or this is a flat range.
         """
-        axis, local = dim + self.prepend_axis_num, self.local_shape
+        axis = dim + self.prepend_axis_num
+        local = self.local_shape
         size = local[dim] if 0 <= dim < len(local) and self.flattened_range is None else 0
         if not (size and 0 <= start <= start + length <= size):
             raise CheckpointValueError(
@@ -262,7 +271,8 @@ class ShardedTensor(ShardedBase):
 
         data = None if self.data is None else self.data.narrow(dim, start, length)
         shape = tuple(length if d == dim else n for d, n in enumerate(self.local_shape))
-        whole, offset = scaled(self.global_shape), scaled(self.global_offset)
+        whole = scaled(self.global_shape)
+        offset = scaled(self.global_offset)
         return [dataclasses.replace(self, data=data, local_shape=shape, global_shape=whole, global_offset=offset)]
 
 
@@ -293,12 +303,14 @@ class ShardedObject(ShardedBase):
     replica_id: ReplicaId = 0
 
     def __post_init__(self) -> None:
-        self.global_shape, self.global_offset = tuple(self.global_shape), tuple(self.global_offset)
+        self.global_shape = tuple(self.global_shape)
+        self.global_offset = tuple(self.global_offset)
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
         """Raise `CheckpointingException` if shape and offset do not match. A size of -1 is unknown."""
-        shape, offset = self.global_shape, self.global_offset
+        shape = self.global_shape
+        offset = self.global_offset
         if len(shape) != len(offset):
             raise CheckpointValueError(f"Global shape {shape} and offset {offset} differ in length ({self.key})")
         if any(o < 0 or o >= n != -1 for o, n in zip(offset, shape)):

@@ -64,7 +64,8 @@ def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:
     if stored == wanted:
         return True
     if stored.is_floating_point and wanted.is_floating_point:
-        held, other = torch.finfo(stored), torch.finfo(wanted)
+        held = torch.finfo(stored)
+        other = torch.finfo(wanted)
         return held.eps >= other.eps and held.max <= other.max and held.smallest_normal >= other.smallest_normal
     if _is_integer(stored) and _is_integer(wanted):
         return torch.iinfo(stored).min >= torch.iinfo(wanted).min and torch.iinfo(stored).max <= torch.iinfo(wanted).max
@@ -102,10 +103,12 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
         CheckpointingException: the local values are not one block, or are partial sums. With FSDP2 and tensor
             parallelism on one axis (`_StridedShard`) they are one block, unless an uneven axis makes it ambiguous.
     """
-    shape, zeros = tuple(tensor.shape), (0,) * tensor.dim()
+    shape = tuple(tensor.shape)
+    zeros = (0,) * tensor.dim()
     if not is_dtensor(tensor):
         return ShardedTensor(key, tensor, tensor.dtype, shape, shape, zeros, (1,) * tensor.dim(), replica_id)
-    local, offset = local_tensor(tensor), _offset_of(key, tensor)
+    local = local_tensor(tensor)
+    offset = _offset_of(key, tensor)
     # A mesh that is a part of the world, such as `mesh["dp"]` of dp and tp, does not describe replicas outside it.
     replica = tuple(c for c, p in zip(_coordinate(tensor), tensor.placements) if p.is_replicate())
     return ShardedTensor(

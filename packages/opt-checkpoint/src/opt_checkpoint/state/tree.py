@@ -56,7 +56,8 @@ class ScopedState(dict[Any, Any]):
         check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(values)
-        self.replaces, self.check = replaces, check
+        self.replaces = replaces
+        self.check = check
 
     def like(self, values: Mapping[Any, Any]) -> ScopedState:
         """The same scope with other values, which are not compared with an object."""

@@ -38,7 +38,8 @@ _REQUEST_BYTES = 8 << 20  # a longer read is several requests at the same time
 _PART_BYTES = 32 << 20  # S3 allows 10,000 parts: files of up to 320 GB
 _PARTS_AT_ONCE = 8
 _COALESCED_BYTES = 1 << 20  # gap in bytes up to which two ranges are fetched by one request
-_ATTEMPTS, _FIRST_WAIT_S = 3, 0.5
+_ATTEMPTS = 3
+_FIRST_WAIT_S = 0.5
 
 
 class Bucket:
@@ -48,12 +49,14 @@ class Bucket:
         place: the common prefix of its keys.
     """
 
-    near_bytes, read_bytes = 1 << 20, 8 * _REQUEST_BYTES
+    near_bytes = 1 << 20
+    read_bytes = 8 * _REQUEST_BYTES
 
     def __init__(self, place: ObjectPath) -> None:
         if place.store is None:
             raise RuntimeError(f"{place} came from another process, without credentials")
-        self._place, self._store = place, place.store
+        self._place = place
+        self._store = place.store
         self._leases: dict[str, Lease] = {}
         self._unknown: set[str] = set()  # saves that may have been committed
 
@@ -121,7 +124,8 @@ class Bucket:
         Raises:
             OSError: the message says so if it is unknown whether the checkpoint was committed.
         """
-        folder, commit = self.folder(target, save_id), _joined(target, COMMIT)
+        folder = self.folder(target, save_id)
+        commit = _joined(target, COMMIT)
         stored = self.sizes(folder, sizes)  # another save may have removed files if the lease had expired
         wrong = [name for name, size in sizes.items() if stored.get(name) != size]
         if wrong:
@@ -339,7 +343,8 @@ class Bucket:
         ]
 
     def _writer_of(self, folder: str, files: Mapping[str, Meta], now: float) -> str | None:
-        lease, name = b"", _joined(folder, LEASE)
+        lease = b""
+        name = _joined(folder, LEASE)
         changes = [_time_of(meta) for meta in files.values()]
         with suppress(FileNotFoundError):  # never written, or removed by a save that is about to commit
             lease = self.read(name)

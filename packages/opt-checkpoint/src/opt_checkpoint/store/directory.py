@@ -25,7 +25,8 @@ from opt_checkpoint.store.lease import LEASE, Lease, holder_of
 from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there, call
 
 logger = logging.getLogger(__name__)
-_TEMPORARY, _DELETING = ".opt-checkpoint-tmp-", ".opt-checkpoint-deleting-"
+_TEMPORARY = ".opt-checkpoint-tmp-"
+_DELETING = ".opt-checkpoint-deleting-"
 _LEFTOVER = re.compile(rf"(?:{re.escape(_TEMPORARY)}|{re.escape(_DELETING)})[0-9a-f]{{32}}")
 _FILES = re.compile(
     r"__\d+_\d+\.distcp|manifest\.bin|metadata\.json|\.metadata|lease\.json|"
@@ -59,10 +60,12 @@ class Directory:
         sync: whether files must survive a power loss of this machine.
     """
 
-    near_bytes, read_bytes = 16 << 10, 4 << 20  # the second fits the processor's cache
+    near_bytes = 16 << 10
+    read_bytes = 4 << 20  # fits the processor's cache
 
     def __init__(self, root: Path, *, sync: bool = True) -> None:
-        self.root, self._sync = root, sync
+        self.root = root
+        self._sync = sync
         self._leases: dict[str, Lease] = {}
         # Closed with this object: the function does not refer to it.
         self._opened = lru_cache(_OPEN_FILES)(
@@ -82,7 +85,8 @@ class Directory:
             raise already_there(self.path(target))
 
     def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
-        path, folder = self.path(target), self.path(self.folder(target, save_id))
+        path = self.path(target)
+        folder = self.path(self.folder(target, save_id))
         if not replace:
             self.check_free(target)
         self.make_parents(path)
@@ -101,7 +105,9 @@ class Directory:
                 logger.warning("could not remove %s, which an interrupted save left: %s", left, error)
 
     def write(self, name: str, parts: Parts) -> None:
-        written, started, path = 0, 0, self.path(name)
+        written = 0
+        started = 0
+        path = self.path(name)
         with self._file(path) as fd:
             for part in parts():
                 _append(fd, path, part)
@@ -123,7 +129,8 @@ class Directory:
 
         If only the last step fails, the checkpoint stays: it is complete, and a reader may have opened it.
         """
-        path, folder = self.path(target), self.path(self.folder(target, save_id))
+        path = self.path(target)
+        folder = self.path(self.folder(target, save_id))
         self._leases[save_id].stop()
         self._remove_file(folder / LEASE)
         self.sync_dir(folder)
@@ -177,10 +184,12 @@ class Directory:
             count = os.preadv(opened.fd, [view[: 1 << 30]], start)
             if not count:
                 raise EOFError(f"it ends at byte {start}")
-            start, view = start + count, view[count:]
+            start = start + count
+            view = view[count:]
 
     def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
-        path, sizes = self.path(folder), {}
+        path = self.path(folder)
+        sizes = {}
         for name in [entry.name for entry in path.iterdir()] if names is None else names:
             with suppress(FileNotFoundError):
                 found = (path / name).lstat()
@@ -363,7 +372,8 @@ def _writer_of(directory: Path, now: float) -> str | None:
     """Who may still write to a temporary directory, at the time `now` by the clock of the file system."""
     if directory.name.startswith(_DELETING):
         return None
-    changes, lease = [directory.lstat().st_mtime], b""
+    changes = [directory.lstat().st_mtime]
+    lease = b""
     for entry in directory.iterdir():
         with suppress(FileNotFoundError):
             changes.append(entry.lstat().st_mtime)

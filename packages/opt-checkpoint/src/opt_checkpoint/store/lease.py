@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 LEASE = "lease.json"
-RENEW_S, EXPIRED_S = 30.0, 600.0
+RENEW_S = 30.0
+EXPIRED_S = 600.0
 
 
 class Process(NamedTuple):
@@ -77,7 +78,8 @@ class Lease:
         self, folder: str, target: str, create: Callable[[bytes], object], renew: Callable[[bytes], object]
     ) -> None:
         self._content = json.dumps({"target": target, **Process.this()._asdict()}).encode()
-        self._name, self._renew = _base_name(folder), renew
+        self._name = _base_name(folder)
+        self._renew = renew
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"opt-checkpoint lease {self._name}", daemon=True)
         _held.add(self._name)  # before there is a file: another save of this process may find it at once

@@ -73,7 +73,8 @@ class ObjectPath:
             raise CheckpointValueError(
                 "checkpoints in object stores need obstore, which cannot be imported: python -m pip install obstore"
             )
-        parts, root = urlsplit(url), url.rstrip("/")
+        parts = urlsplit(url)
+        root = url.rstrip("/")
         if parts.query or parts.fragment:
             raise CheckpointValueError(f"{url} has a query or fragment; pass options as arguments of ObjectPath.at")
         if parts.scheme == "memory":

@@ -79,14 +79,17 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
         run: parts of other runs are ignored.
         not_before: steps below this are ignored.
     """
-    world, reasons, unusable = len(inventories), list[str](), list[str]()
+    world = len(inventories)
+    reasons = list[str]()
+    unusable = list[str]()
     saves: dict[int, dict[str, set[PartName]]] = defaultdict(lambda: defaultdict(set))
     for part in (part for seen in inventories for part in seen if part.run == run and part.step >= not_before):
         saves[part.step][part.save].add(part)
     for step in sorted(saves, reverse=True):
         whole = []
         for save, parts in sorted(saves[step].items()):
-            saved, worlds = {part.rank for part in parts}, {part.world for part in parts}
+            saved = {part.rank for part in parts}
+            worlds = {part.world for part in parts}
             missing = sorted(set(range(world)) - saved)
             if worlds != {world}:
                 by = ", ".join(map(str, sorted(worlds)))
@@ -108,7 +111,8 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
 
 def this_node(environ: Mapping[str, str] = os.environ) -> str:
     """A name for this rank's node: its host name, and its index if `torchrun` sets the number of ranks per node."""
-    host, local = socket.gethostname(), environ.get("LOCAL_WORLD_SIZE")
+    host = socket.gethostname()
+    local = environ.get("LOCAL_WORLD_SIZE")
     return host if local is None or "RANK" not in environ else f"{host}/{int(environ['RANK']) // int(local)}"
 
 
@@ -148,8 +152,11 @@ class LocalTier:
     """
 
     def __init__(self, directory: Path, run: str, *, keep: int, keeper_of: Sequence[int] | None) -> None:
-        self.path, self._run, self._keep = directory / run, run, keep
-        self._keeper_of, self._store = list(enumerate(keeper_of or ())), Directory(self.path, sync=False)
+        self.path = directory / run
+        self._run = run
+        self._keep = keep
+        self._keeper_of = list(enumerate(keeper_of or ()))
+        self._store = Directory(self.path, sync=False)
 
     def place(self, step: int, rank: int) -> Path:
         """Path of a rank's part of a step on this node."""
@@ -249,7 +256,8 @@ class LocalTier:
 
     def _fetch(self, ranks: Ranks, choice: LocalChoice) -> list[str]:
         """Check the parts on their nodes, and fetch this rank's; return the damaged ones, which are removed."""
-        step, holders = choice.step, list(enumerate(choice.holders))
+        step = choice.step
+        holders = list(enumerate(choice.holders))
 
         def check() -> list[str]:
             damaged = []

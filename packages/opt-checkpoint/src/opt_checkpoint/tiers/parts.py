@@ -33,7 +33,9 @@ from opt_checkpoint.state.tree import ABSENT, flatten_state, selected
 from opt_checkpoint.store import Location, Target
 
 _DETAILS = "rank_part"
-_BOXES, _OBJECTS = "opt-checkpoint boxes", "opt-checkpoint objects"  # next to the plain values of the state
+# Stored next to the plain values of the state.
+_BOXES = "opt-checkpoint boxes"
+_OBJECTS = "opt-checkpoint objects"
 
 
 class PartName(NamedTuple):
@@ -66,7 +68,8 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
     boxes: dict[str, Any] = {}
     for shard in flat.tensors.values():
         for held in boxes_of(shard):
-            view, offsets = view_of(shard, held, held.box), list(held.box.offsets)
+            view = view_of(shard, held, held.box)
+            offsets = list(held.box.offsets)
             box = f"{shard.key}@{'.'.join(map(str, offsets))}"
             first = stored.setdefault(box, sharded_like(box, view)).data
             if first is not None and not are_equal(first, view):
@@ -140,7 +143,9 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner) -> bytes:
         CheckpointingException: as `load`.
     """
     index = planner.index
-    what, asked, errors = f"loading {index.path}", list[bytes](), list[Exception]()
+    what = f"loading {index.path}"
+    asked = list[bytes]()
+    errors = list[Exception]()
 
     def plan() -> list[str]:
         try:
@@ -180,7 +185,8 @@ def load_part(ranks: Ranks, planner: ShardedLoadPlanner) -> LoadReport:
         CheckpointMismatchError: as `plan_part`.
         CheckpointingException: as `load`.
     """
-    asked, unexpected = plan_part(ranks, planner), list[tuple[str, ...]]()
+    asked = plan_part(ranks, planner)
+    unexpected = list[tuple[str, ...]]()
     reader = CheckpointReader(planner.index)
 
     def check() -> None:

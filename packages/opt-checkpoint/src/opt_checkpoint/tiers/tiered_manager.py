@@ -103,7 +103,8 @@ class TieredCheckpointManager(Closing):
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
-        self._group, self._ranks = process_group, ranks_of(process_group)
+        self._group = process_group
+        self._ranks = ranks_of(process_group)
         same_everywhere(self._ranks, "opening", durable_every=durable_every, keep_local=keep_local)
         if durable_every < 1 or keep_local < 1:
             raise ValueError(f"durable_every={durable_every}, keep_local={keep_local}: both must be at least 1")
@@ -117,7 +118,9 @@ class TieredCheckpointManager(Closing):
 
         self._keepers = keepers(from_all(self._ranks, name_node, "opening the local tier"))
         self._local_path = places[0]
-        self._durable_every, self._keep_local, self._timeout_s = durable_every, keep_local, timeout_s
+        self._durable_every = durable_every
+        self._keep_local = keep_local
+        self._timeout_s = timeout_s
         if self._keepers is None and self._ranks.rank == 0:
             warnings.warn(
                 f"all {self._ranks.size} rank(s) are on one node: the local tier {self._local_path} survives the loss "
@@ -158,7 +161,8 @@ class TieredCheckpointManager(Closing):
             local, durable = in_turn(ranks_of(self._own_group or self._ranks), "local", "durable")
             self._saver = AsyncSaver(local, timeout_s=self._timeout_s)
             self._durable.saver = AsyncSaver(durable, timeout_s=self._timeout_s)
-        tier, saver = self._tier_of_run(may_write=True), self._saver
+        tier = self._tier_of_run(may_write=True)
+        saver = self._saver
         assert tier is not None  # naming a run gives it a name
         if self._last_durable is None:
             self._last_durable = self._durable.latest(at_most=step) or 0
@@ -169,12 +173,14 @@ class TieredCheckpointManager(Closing):
             self._last_durable = step
         write = lambda snapshot, _, ranks: self._write_local(ranks, tier, snapshot, step)
         saver.start(state, tier.place(step, self._ranks.rank), write, step=step)
-        self._resume, self._has_loaded = None, False
+        self._resume = None
+        self._has_loaded = False
         return is_due
 
     def _write_local(self, ranks: Ranks, tier: LocalTier, state: ShardedStateDict, step: int) -> None:
         """Save a step to the local tier. Later durable steps are abandoned once all ranks have their parts."""
-        series, save = self._durable.series, from_first(ranks, lambda: uuid.uuid4().hex, "naming a save")
+        series = self._durable.series
+        save = from_first(ranks, lambda: uuid.uuid4().hex, "naming a save")
         goes_back = from_first(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
         tier.write(ranks, state, step, save)
         if goes_back:
@@ -198,7 +204,8 @@ class TieredCheckpointManager(Closing):
                 self._saver.close()
 
     def _leave(self) -> None:
-        group, self._own_group = self._own_group, None
+        group = self._own_group
+        self._own_group = None
         if group is not None:
             self._saver = self._durable.saver = None  # sockets are closed with the last reference to the group
             leave(group)
@@ -255,7 +262,8 @@ class TieredCheckpointManager(Closing):
         except CheckpointCorruptError as error:  # the same on every rank
             damage = error
             reasons.append(f"the durable tier: {error}")
-        tier, verdict = self._tier_of_run(may_write=False), NOTHING
+        tier = self._tier_of_run(may_write=False)
+        verdict = NOTHING
         if tier is None:
             reasons.append(f"the local tier: {self._durable.directory} has no {RUN}, so no local part belongs to it")
         else:
@@ -364,7 +372,8 @@ class TieredCheckpointManager(Closing):
                 return read(find())
             except CheckpointNotFoundError:  # the same on every rank
                 was_found = self._resume is not None
-                self._resume, self._has_loaded = None, False
+                self._resume = None
+                self._has_loaded = False
                 if not left or not was_found:
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -384,7 +393,8 @@ class TieredCheckpointManager(Closing):
         """
         tier = self._tier_of_run(may_write=False)
         assert tier is not None  # a local step was found, so the run has a name
-        place, what = tier.place(step, self._ranks.rank), f"opening step {step} of the local tier"
+        place = tier.place(step, self._ranks.rank)
+        what = f"opening step {step} of the local tier"
         opened: list[Opened] = []
         try:
             from_all(self._ranks, lambda: opened.append(open_part(place)), what)

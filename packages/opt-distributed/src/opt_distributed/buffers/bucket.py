@@ -37,8 +37,11 @@ class GradChecks:
     """
 
     def __init__(self, bucket: "GradBucket", full: Tensor):
-        reduction, device, views = bucket.reduction, bucket.memory.queues, bucket.views
-        self._name, self._device = bucket.name, device
+        reduction = bucket.reduction
+        device = bucket.memory.queues
+        views = bucket.views
+        self._name = bucket.name
+        self._device = device
         self._ids = [id for id, view in views.items() if view.numel()] if reduction.check_for_nan else []
         self._flags = torch.zeros(1, dtype=torch.float64, device=full.device)  # of each parameter: not finite
         # On a CPU one reduction over the bucket is enough, unless a parameter must be named.
@@ -50,7 +53,8 @@ class GradChecks:
             norm = grad_stats([full], count_zeros=False).sum_of_squares.sqrt().nan_to_num(nan=0.0, posinf=0.0)
         self._largest = torch.stack([self._flags.amax(), norm])
         self._is_staged = reduction.axes.inter.size > 1
-        what, stages = f"check of {bucket.name}", self._stages(reduction.axes)
+        what = f"check of {bucket.name}"
+        stages = self._stages(reduction.axes)
         self._flight = InFlight(stages, what, device=device, is_staged=self._is_staged)
 
     def advance(self) -> None:
@@ -137,7 +141,9 @@ class GradBucket:
     def __init__(
         self, memory: ParamAndGradBuffer, index: int, reduction: Reduction, *, sums: Mapping[ParamId, Tensor] = _NO_SUMS
     ):
-        self.memory, self.index, self.reduction = memory, index, reduction
+        self.memory = memory
+        self.index = index
+        self.reduction = reduction
         self.ids = tuple(slot.id for slot in memory.layout.buckets[index].slots)
         self.views = {id: memory.grad_view(id) for id in self.ids}
         self.sums = {id: sums[id] for id in self.ids if id in sums}
@@ -327,7 +333,8 @@ class GradBucket:
             )
 
     def _land(self) -> None:
-        flight, self._flight = self._flight, None
+        flight = self._flight
+        self._flight = None
         if self.checks is not None:
             self.checks.finish()
         if flight is not None:

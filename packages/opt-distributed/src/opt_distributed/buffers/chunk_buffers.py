@@ -36,7 +36,10 @@ class SyncedBuffer:
     grad_scale = 1.0
 
     def __init__(self, plan: BufferPlan, memory: ParamAndGradBuffer, reduction: Reduction, sums: LocalSums):
-        self.plan, self.memory, self.reduction, self.sums = plan, memory, reduction, sums
+        self.plan = plan
+        self.memory = memory
+        self.reduction = reduction
+        self.sums = sums
         self.axes = reduction.axes
 
     def attach(
@@ -47,7 +50,9 @@ class SyncedBuffer:
         together: Sequence[ParamAndGradBuffer],  # the buffers that a step publishes, including this one
     ) -> None:
         """Let the step reduce and publish the buffer with the others of its chunk."""
-        self._finish, self._grad_sync, self._param_sync = finish, grad_sync, param_sync
+        self._finish = finish
+        self._grad_sync = grad_sync
+        self._param_sync = param_sync
         self._together = together
 
     @property
@@ -182,7 +187,8 @@ def make_buffers(spec: ChunkSpec) -> tuple[SyncedBuffer, ...]:
         planned = _plans(spec)
         if config.nccl_ub:  # one pool for each family and device, dense ones first: registering is collective
             for is_expert, name in sorted({(plan.is_expert, str(_device(spec, plan))) for plan in planned}):
-                axes, symmetric = _axes(spec, is_expert), not config.disable_symmetric_registration
+                axes = _axes(spec, is_expert)
+                symmetric = not config.disable_symmetric_registration
                 groups = [comm for comm in (axes.dp, axes.inter) if not isinstance(comm, Alone)]
                 if groups:
                     device = torch.device(name)
@@ -210,7 +216,8 @@ def make_buffers(spec: ChunkSpec) -> tuple[SyncedBuffer, ...]:
 
 def _check_config(spec: ChunkSpec) -> None:
     """Raise ValueError if a field of the configuration contradicts another one, the groups, or the loss."""
-    config, instances = spec.config, spec.roles.dense.inter.size
+    config = spec.config
+    instances = spec.roles.dense.inter.size
     config.validate()  # fields may have been assigned since it was built
     if config.num_distributed_optimizer_instances != instances:
         raise ValueError(
@@ -260,7 +267,9 @@ def _axes(spec: ChunkSpec, is_expert: bool) -> Axes:
 
 
 def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) -> SyncedBuffer:
-    config, axes, device = spec.config, _axes(spec, plan.is_expert), _device(spec, plan)
+    config = spec.config
+    axes = _axes(spec, plan.is_expert)
+    device = _device(spec, plan)
     memory = ParamAndGradBuffer(
         plan.layout,
         {shape.id: spec.params[shape.id] for shape in plan.params},

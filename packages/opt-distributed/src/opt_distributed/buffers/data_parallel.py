@@ -240,7 +240,8 @@ class DistributedDataParallel(nn.Module):
         self._wait_for_lent_grads()
         with self.telling():
             self.grad_sync.begin()
-        self.num_finalized, self.is_scaled = 0, False
+        self.num_finalized = 0
+        self.is_scaled = False
         self._zeroed.clear()
         for buffer in self.synced_buffers:
             buffer.memory.grads.zero_()

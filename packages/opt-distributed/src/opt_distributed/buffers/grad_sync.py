@@ -209,7 +209,8 @@ class GradSync:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate gradients inside: for all microbatches except the last."""
-        before, self.is_last_microbatch = self.is_last_microbatch, False
+        before = self.is_last_microbatch
+        self.is_last_microbatch = False
         try:
             yield
         finally:
@@ -308,7 +309,10 @@ class GradSync:
             self.buckets[index].begin()
         self.iteration += self._finished
         self._refused = []
-        self._completed, self._finished, self.has_run, self.is_started = {}, False, False, False
+        self._completed = {}
+        self._finished = False
+        self.has_run = False
+        self.is_started = False
 
     def _compare_dropped(self, axes: Axes) -> None:
         """Raise GradientError if the replicas of a family do not all drop this iteration. Collective."""

@@ -275,7 +275,8 @@ class _Wait:
 
     def __init__(self, sync: ParamSync, first: Collection[nn.Parameter], below: Collection[nn.Parameter]):
         self._sync = sync
-        self._first, self._below = first, below
+        self._first = first
+        self._below = below
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._sync.is_pending:

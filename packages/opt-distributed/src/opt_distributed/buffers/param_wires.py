@@ -58,7 +58,8 @@ def gather_part(layout: Layout, data: Tensor, index: int, comm: Comm, *, per: in
     Shards of unequal size are exchanged for equal chunks first. The host waits for this on a CPU: if the gather started
     later, where this rank first reads a parameter of the bucket, its order might differ between ranks.
     """
-    bucket, size = layout.buckets[index], layout.num_shards
+    bucket = layout.buckets[index]
+    size = layout.num_shards
     rank = comm.rank if size > 1 else 0
     full = data[bucket.start // per : bucket.stop // per]
     shard = bucket.shard(rank, size)

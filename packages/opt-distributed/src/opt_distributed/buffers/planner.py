@@ -74,7 +74,8 @@ class WorldSizes:
     @classmethod
     def of(cls, roles: Roles) -> "WorldSizes":
         """Return the sizes of the groups of `roles`."""
-        dense, expert = roles.dense, roles.expert
+        dense = roles.dense
+        expert = roles.expert
         return cls(dense=dense.dp.size, expert=expert.dp.size, dense_tp=dense.tp.size, expert_tp=expert.tp.size)
 
 

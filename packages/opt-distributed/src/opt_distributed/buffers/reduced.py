@@ -44,7 +44,8 @@ class ReducedGrads:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.layout, self.axes = layout, axes
+        self.layout = layout
+        self.axes = axes
         rank = axes.dp.rank if layout.num_shards > 1 else 0
         numels = [bucket.numel for bucket in layout.buckets]
         self._scratch: list[Tensor] = []
@@ -96,7 +97,8 @@ class ReducedGrads:
                     unreadable = error
                     _fill_(places, dict.fromkeys(places))
                 wire = to_owners(self._wire, self.layout.buckets[index], self.axes.dp)
-                stages, what = wire.stages(self._buckets[index], self._results[index]), f"gradient bucket {index}"
+                stages = wire.stages(self._buckets[index], self._results[index])
+                what = f"gradient bucket {index}"
                 flights.append(InFlight(stages, what, device=self._queues, is_staged=wire.is_staged))
             while flights:
                 flights.popleft().finish()
@@ -161,7 +163,8 @@ def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_laye
             for other in others:
                 other.copy_(first)
         for is_expert, role in ((False, "tp"), (True, "expt_tp")):
-            comm, of_family = peers.get(role, ALONE), [part for part in of_model if part.meta.is_expert == is_expert]
+            comm = peers.get(role, ALONE)
+            of_family = [part for part in of_model if part.meta.is_expert == is_expert]
             averaged = [value for meta, value in of_family if meta.average_gradients_across_tp]
             partial = [
                 value

@@ -97,7 +97,9 @@ class ParamAndGradBuffer:
     ):
         self.layout = layout
         self.params = dict(params)
-        self.param_dtype, self.grad_dtype, self.device = param_dtype, grad_dtype, device
+        self.param_dtype = param_dtype
+        self.grad_dtype = grad_dtype
+        self.device = device
         self.queues = devices.device_of(device)
         self._allocate = allocate  # a pool must live as long as its memory
         self._slot_of = {slot.id: slot for slot in layout.slots()}
@@ -197,7 +199,8 @@ class ParamAndGradBuffer:
 def _check(
     slots: Mapping[ParamId, Slot], params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    planned, given = {id: slot.numel for id, slot in slots.items()}, {id: p.numel() for id, p in params.items()}
+    planned = {id: slot.numel for id, slot in slots.items()}
+    given = {id: p.numel() for id, p in params.items()}
     if planned != given:
         differing = sorted(str(id) for id in planned.keys() | given.keys() if planned.get(id) != given.get(id))
         raise LayoutError(

@@ -25,7 +25,9 @@ from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, is
 CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd, as a signed 64-bit number
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DTYPE, _DEVICE, _STOP = attrgetter("dtype"), attrgetter("device"), attrgetter("stop")
+_DTYPE = attrgetter("dtype")
+_DEVICE = attrgetter("device")
+_STOP = attrgetter("stop")
 
 Params = Mapping[ParamId, nn.Parameter]
 Metas = Mapping[ParamId, ParamMeta]
@@ -145,7 +147,9 @@ class Moved:
     """Detects a parameter that was converted or moved since, or, if they are `fixed`, has left its address."""
 
     def __init__(self, params: Params, *, dtype: torch.dtype, device: torch.device, fixed: bool = False):
-        self._params, self._dtype, self._device = params, dtype, device
+        self._params = params
+        self._dtype = dtype
+        self._device = device
         self._addresses = [address(param) for param in params.values()] if fixed else None
 
     def first(self) -> ParamId | None:
@@ -320,7 +324,8 @@ def _comms(tensor: Tensor, meta: ParamMeta, roles: Roles) -> list[Comm]:
     axes = roles.expert if meta.is_expert else roles.dense
     comms = [axes.dp, axes.inter, *(() if meta.tensor_parallel else (axes.tp,))]
     if meta.is_dtensor:
-        mesh, placements = mesh_of(tensor), enumerate(meta.placements)
+        mesh = mesh_of(tensor)
+        placements = enumerate(meta.placements)
         comms = [TorchComm(mesh.get_group(number)) for number, placed in placements if placed.shard_dim is None]
         comms += replicas_outside(tensor, (axes.dp, axes.inter), name=str(meta.id))
         comms += tensor_peers_outside(tensor, axes.tp)
@@ -384,5 +389,7 @@ def _broadcast_(part: Tensor, comm: Comm) -> None:
     if comm.rank != 0:
         received = torch.view_as_complex(value) if part.is_complex() else value
         for dim in (dim for dim, stride in enumerate(part.stride()) if stride == 0 and part.shape[dim]):
-            part, received = part.narrow(dim, 0, 1), received.narrow(dim, 0, 1)  # an expanded tensor is written once
+            # An expanded tensor is written once.
+            part = part.narrow(dim, 0, 1)
+            received = received.narrow(dim, 0, 1)
         part.copy_(received)

@@ -110,7 +110,8 @@ class SumToOwners:
         Two stages, whatever `to_chunks` has: all reductions of a group start their last stage before the next one
         begins, so that no rank starts it in another order.
         """
-        rank, size = self.comm.rank, self.comm.size
+        rank = self.comm.rank
+        size = self.comm.size
         sizes = Sizes(self.bucket.of_shard(rank, size), self.bucket.of_chunk(rank, size))
         chunk = torch.empty_like(full[: full.numel() // size])
         sums = self.to_chunks.stages(full, chunk)

@@ -57,7 +57,8 @@ class _Started:
     under_way: ClassVar[set["_Started"]] = set()
 
     def __init__(self, work: Any, wait: Callable[[Any], object]):
-        self.work, self._wait = work, wait
+        self.work = work
+        self._wait = wait
         self.under_way.add(self)
 
     def wait(self) -> object:
@@ -80,7 +81,9 @@ class _Scattered:
     """An all-reduce of which this rank keeps a part."""
 
     def __init__(self, summed: "Pending", shard: Tensor, part: Tensor):
-        self._summed, self._shard, self._part = summed, shard, part
+        self._summed = summed
+        self._shard = shard
+        self._part = part
         self._is_complete = False
 
     def wait(self) -> None:
@@ -204,7 +207,8 @@ class TorchComm(Comm, Tells):
         self.allocates = allocate
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._board, self._members = board_of_world(), dist.get_process_group_ranks(group)
+        self._board = board_of_world()
+        self._members = dist.get_process_group_ranks(group)
         self._key = f"{group.group_name} of {crc32(repr(self._members).encode())}"
         self._board.launched.setdefault(self._key, 0)
         self._has_gloo = "cpu:gloo" in dist.get_backend_config(group)
@@ -228,7 +232,12 @@ class TorchComm(Comm, Tells):
         return self._start(f"all_gather {full.numel()}", full, async_op, _all_gather, full, shard)
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
-        received, sent = (None, None) if sizes is None else (list(sizes.received), list(sizes.sent))
+        if sizes is None:
+            received = None
+            sent = None
+        else:
+            received = list(sizes.received)
+            sent = list(sizes.sent)
         return self._start("all_to_all", x, async_op, dist.all_to_all_single, out, x, received, sent)
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
@@ -266,7 +275,8 @@ class TorchComm(Comm, Tells):
 
     def _start(self, kind: str, x: Tensor, async_op: bool, call: Callable[..., Any], *arguments: Any) -> Pending:
         """Start a collective; `kind` is equal on all ranks. Without `async_op`, complete it."""
-        launch, is_watched = self._board.launch(self._key, kind), self._is_gloo(x)
+        launch = self._board.launch(self._key, kind)
+        is_watched = self._is_gloo(x)
         work = call(*arguments, group=self.group, async_op=async_op or is_watched)
         if work is None:
             return DONE
@@ -357,8 +367,10 @@ class HostComm(Comm, Tells):
     """A `Comm` for host tensors: copies them to the device and results back. The host waits for every collective."""
 
     def __init__(self, comm: Comm, device: Device):
-        self.comm, self.device = comm, device
-        self.rank, self.size = comm.rank, comm.size
+        self.comm = comm
+        self.device = device
+        self.rank = comm.rank
+        self.size = comm.size
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
         there = self.device.upload(x)

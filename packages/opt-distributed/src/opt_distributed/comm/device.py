@@ -217,7 +217,8 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor, device: Device):
         self._event: Event | None = None
-        self._copy, self._device = tensor, device
+        self._copy = tensor
+        self._device = device
         if device.is_asynchronous:
             self._copy = device.pinned_like(tensor)
             self._copy.copy_(tensor, non_blocking=True)

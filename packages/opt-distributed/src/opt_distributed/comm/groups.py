@@ -189,7 +189,8 @@ def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> t
         return tuple(outside)
     # The groups along the data axes of the root over which the mesh does not extend.
     root = root_of(mesh)
-    left_out, names = _axes_outside(root, mesh), names_of(root)
+    left_out = _axes_outside(root, mesh)
+    names = names_of(root)
     unknown = [axis for axis in left_out if not names or names[axis] not in AXES]
     if unknown or root.size() != dist.get_world_size():
         raise ProcessGroupError(

@@ -115,7 +115,8 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
     _check_sizes(groups)
     inter = comm_of(groups.inter_dist_opt)
-    known, instance = peers_of(groups), None if groups.intra_dist_opt is None else comm_of(groups.intra_dist_opt)
+    known = peers_of(groups)
+    instance = None if groups.intra_dist_opt is None else comm_of(groups.intra_dist_opt)
     dense = Axes(dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")), tp=comm_of(groups.tp), inter=inter)
     if groups.intra_dist_opt is None:  # statistics are summed over a group that has every rank of the model once
         ranks = dense.num_replicas * _size(groups.mp)

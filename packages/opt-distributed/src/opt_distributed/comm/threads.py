@@ -37,7 +37,8 @@ class World:
         rank has raised out of `run_threads`, or the timeout has passed. From then on no rank can meet others.
         """
         with self._turn:
-            number, deadline = self._num_meetings, time.monotonic() + self.timeout_s
+            number = self._num_meetings
+            deadline = time.monotonic() + self.timeout_s
             self._num_here += 1
             if self._num_here == self.size and not self._is_broken:
                 self._num_here = 0

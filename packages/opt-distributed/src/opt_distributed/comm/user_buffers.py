@@ -31,7 +31,9 @@ class UserBuffers:
 
     def __init__(self, comms: Sequence[Comm], *, device: torch.device, symmetric: bool):
         self._backends = [nccl_backend(comm, device) for comm in comms]
-        self._comms, self._device, self._symmetric = comms, device, symmetric
+        self._comms = comms
+        self._device = device
+        self._symmetric = symmetric
         with torch.cuda.device(device):
             self._pool: Any = torch.cuda.MemPool(self._backends[0].mem_allocator)
 

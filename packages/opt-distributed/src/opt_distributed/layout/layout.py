@@ -178,7 +178,9 @@ class Layout:
     def __post_init__(self) -> None:
         end = 0
         for index, bucket in enumerate(self.buckets):
-            where, num_shards, cuts = f"bucket {index} [{bucket.start}, {bucket.stop})", self.num_shards, bucket.cuts
+            where = f"bucket {index} [{bucket.start}, {bucket.stop})"
+            num_shards = self.num_shards
+            cuts = bucket.cuts
             if bucket.start != end:
                 raise LayoutError(f"{where} must start at {end}, where the bucket before it ends")
             if bucket.numel % num_shards:
@@ -231,7 +233,8 @@ class Layout:
             for slot in (bucket.slots[at] for at in range(first, len(bucket.slots))):
                 if slot.start >= shard.stop:
                     break
-                low, high = max(slot.start, shard.start), min(slot.stop, shard.stop)
+                low = max(slot.start, shard.start)
+                high = min(slot.stop, shard.stop)
                 if low < high:
                     of_param = slice(low - slot.start, high - slot.start)
                     yield index, Piece(slot.id, of_param, slice(low - shard.start, high - shard.start))
@@ -340,7 +343,9 @@ def _in_order(
             unpadded = round_up(end - start, start_multiple) if at_aligned else end - start
             stop = round_up(end, end_multiple)
             buckets.append(Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded))
-            slots, start, end = [], stop, stop
+            slots = []
+            start = stop
+            end = stop
 
     for param in reversed(params):
         is_alone = isolates and param.shared_embedding

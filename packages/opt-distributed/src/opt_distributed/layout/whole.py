@@ -85,7 +85,9 @@ def whole_layout(
     multiple = start_multiple(shard_multiple)
     end_multiple = bucket_multiple(num_shards, shard_multiple=shard_multiple, pad_for_high_busbw=pad_for_high_busbw)
     share = sum(round_up(param.numel, multiple) for param in shapes) / num_shards
-    numels, costs = [0] * num_shards, [0] * num_shards  # of every rank, over the buckets so far
+    # Of every rank, over the buckets so far.
+    numels = [0] * num_shards
+    costs = [0] * num_shards
     cheapest = [(0, rank) for rank in range(num_shards)]  # a heap; ranks that own more than their share leave it
 
     def owner_of(param: ParamShape) -> int:
@@ -108,7 +110,8 @@ def whole_layout(
         order = sorted(chunk, key=lambda param: (update_cost(param.shape), param.numel), reverse=True)
         owners = [owner_of(param) for param in order]
         position = start = buckets[-1].stop if buckets else 0
-        slots, cuts = [], [start] * (num_shards + 1)
+        slots = []
+        cuts = [start] * (num_shards + 1)
         for index in sorted(range(len(order)), key=owners.__getitem__):
             slots.append(Slot(order[index].id, position, position + order[index].numel))
             position = round_up(slots[-1].stop, multiple)
@@ -130,13 +133,18 @@ def _chunks(params: Sequence[ParamShape], *, num_shards: int, bucket_size: int |
     for param in reversed(params):
         if chunk and param.shared_embedding:
             yield chunk
-            chunk, numel, largest = [], 0, 0
+            chunk = []
+            numel = 0
+            largest = 0
         chunk.append(param)
-        numel, largest = numel + param.numel, max(largest, param.numel)
+        numel = numel + param.numel
+        largest = max(largest, param.numel)
         is_full = bucket_size is not None and numel >= max(bucket_size, min(num_shards, MIN_LARGEST) * largest)
         if is_full or param.shared_embedding:
             yield chunk
-            chunk, numel, largest = [], 0, 0
+            chunk = []
+            numel = 0
+            largest = 0
     if chunk:
         yield chunk
 
@@ -194,10 +202,12 @@ class SplitMatrix:
 
         Sizes are those of `torch.chunk`: ``ceil(size / ranks)``, then a shorter one, then zeros.
         """
-        offset, shape = [0] * len(self.shape), list(self.shape)
+        offset = [0] * len(self.shape)
+        shape = list(self.shape)
         for dim, ranks, index in zip(self.dims, sizes, at):
             run = -(-shape[dim] // ranks)
-            start, stop = min(index * run, shape[dim]), min((index + 1) * run, shape[dim])
+            start = min(index * run, shape[dim])
+            stop = min((index + 1) * run, shape[dim])
             offset[dim] += start
             shape[dim] = stop - start
         return Block(tuple(offset), tuple(shape))

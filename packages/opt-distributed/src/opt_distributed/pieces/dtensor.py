@@ -76,7 +76,8 @@ def local_part(tensor: Tensor, param: Tensor) -> Tensor:
             "DTensor or the whole tensor, of that shape"
         )
     if not is_dtensor(tensor):
-        whole, shape = tensor.detach(), local(param).shape
+        whole = tensor.detach()
+        shape = local(param).shape
         if not shape.numel():
             return whole.new_empty(shape)
         offset = sharded_like("", param.detach()).global_offset if shape != whole.shape else ()
@@ -189,7 +190,8 @@ class _AveragedReplicas:
     """
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter], comms: Sequence[Comm], *, dtype: torch.dtype):
-        self.params, self.comms = params, comms
+        self.params = params
+        self.comms = comms
         shapes = [local(param).shape for param in params.values()]
         numels = [math.prod(shape) for shape in shapes]
         device = local(next(iter(params.values()))).device

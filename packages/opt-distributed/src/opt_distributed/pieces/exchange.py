@@ -62,7 +62,9 @@ class _Leg:
         self, comm: Comm, before: Mapping[ParamId, tuple[int, ...]], to: Sequence[int], after: Sequence[_Joined]
     ):
         """`before` has the shapes of this rank's parts, and `to` the ranks that they are sent to, in this order."""
-        self.comm, self.before, self.after = comm, before, after
+        self.comm = comm
+        self.before = before
+        self.after = after
         self.numels = list(map(prod, before.values()))
         sent = [0] * comm.size
         for rank, numel in zip(to, self.numels, strict=True):
@@ -71,7 +73,8 @@ class _Leg:
         self.pieces = [joined.numels[peer] for peer in range(comm.size) for joined in after]
         num = len(after)
         received = [sum(self.pieces[peer * num : (peer + 1) * num]) for peer in range(comm.size)]
-        self.to_owners, self.to_peers = Sizes(received=received, sent=sent), Sizes(received=sent, sent=received)
+        self.to_owners = Sizes(received=received, sent=sent)
+        self.to_peers = Sizes(received=sent, sent=received)
 
     def join(self, of_rank: Parts, like: Tensor) -> dict[ParamId, Tensor]:
         """Send this rank's parts to the owners, and join those that it owns."""
@@ -161,7 +164,8 @@ class ComputeStage:
 
     def gather(self, parts: Parts) -> dict[ParamId, Tensor]:
         """Gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""
-        blocks, like = dict(parts), next(iter(parts.values()))
+        blocks = dict(parts)
+        like = next(iter(parts.values()))
         for leg in self._legs(tuple(parts)):
             blocks = leg.join_everywhere(blocks) if self._every else leg.join(blocks, like)
         return blocks
@@ -171,7 +175,8 @@ class ComputeStage:
         if self._every:
             parts = {}
             for id, whole in wholes.items():
-                part, of = self._parts[id], self._wholes[id]
+                part = self._parts[id]
+                of = self._wholes[id]
                 for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
                     whole = whole.narrow(dim, start - base, length)
                 parts[id] = whole
@@ -194,7 +199,9 @@ class ComputeStage:
         """The exchanges that gather these matrices: along the last axis first."""
         legs = []
         for axis in range(len(self.comms) - 1, self.layout.kept - 1, -1):
-            comm, at, owners = self.comms[axis], self.at[:axis], {}
+            comm = self.comms[axis]
+            at = self.at[:axis]
+            owners = {}
             for id in ids:
                 owner = self._slots[id].owner
                 owners[id] = EVERYONE if owner is None else owner[axis - self.layout.kept]

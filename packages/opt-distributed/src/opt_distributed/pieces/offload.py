@@ -88,7 +88,8 @@ class HostSide:
     """Staging memory and copies of one unit. The `main` of every piece is a `HostMain`."""
 
     def __init__(self, pieces: Sequence[OwnedPiece], device: Device, placement: OnHost):
-        self.device, self._placement = device, placement
+        self.device = device
+        self._placement = placement
         self._arrived: Event | None = None
         self._grads: dict[tuple[ParamId, torch.dtype], Tensor] = {}  # allocated when they are first fetched
         staged = self._views([(piece, piece.main.target.dtype) for piece in pieces], pinned=placement.pin_params)
@@ -130,7 +131,8 @@ class HostSide:
         self._arrived.synchronize()
         skipped, *scales = update.on_host.wait().tolist()
         if skipped:
-            pieces, grads = (), ()
+            pieces = ()
+            grads = ()
         fetched = [self._grads[piece.id, grad.dtype] for piece, grad in zip(pieces, grads, strict=True)]
         return Update(Ready(pieces, fetched), self.numbers_of(update.groups), scales)
 

@@ -133,7 +133,8 @@ class CodedMain(Main):
     @classmethod
     def of(cls, target: Tensor) -> "CodedMain":
         """Create the main values of `target` from its present values."""
-        numel, device = target.numel(), target.device
+        numel = target.numel()
+        device = target.device
         made = cls(
             numbers=Numbers.FP16_SCALED,
             target=target,
@@ -162,7 +163,8 @@ class CodedMain(Main):
     def close_(self, *, skip: Tensor | None = None) -> None:
         """Store the updated values. Nothing changes if `skip`, 0-d bool on the device, is set."""
         assert self.copy is not None
-        values, self.copy = self.copy.reshape(-1), None
+        values = self.copy.reshape(-1)
+        self.copy = None
         memory = self.codes, self.scales, self.target
         before = None if skip is None else [tensor.clone() for tensor in memory]
         FP16.encode_(self.codes, self.scales, values)
@@ -261,7 +263,8 @@ class StepCount:
         """Keep the number on `device` only, from now on. Replays of a graph may then count without the host."""
         if not self._stays:
             self._on(device)
-            self.known, self._stays = None, True
+            self.known = None
+            self._stays = True
 
     def copy(self) -> "StepCount":
         """Return a separate count with the same number, for pieces that are updated separately from now on."""

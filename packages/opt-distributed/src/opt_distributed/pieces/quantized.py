@@ -57,7 +57,8 @@ class QuantizedMain(Main):
 
     def close_(self, *, skip: Tensor | None = None) -> None:
         """Note the update, which did nothing if `skip` is set: the parameter is written when its source publishes."""
-        self.is_updated, self.skip = True, skip
+        self.is_updated = True
+        self.skip = skip
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
@@ -93,7 +94,9 @@ class QuantizedSource:
     """
 
     def __init__(self, inner: Source, params: Mapping[ParamId, QuantizedParam], comm: Comm):
-        self.inner, self.params, self.comm = inner, params, comm
+        self.inner = inner
+        self.params = params
+        self.comm = comm
         self._reusing = inner if isinstance(inner, SyncedBuffer) and inner.through_grads is not None else None
         self._mains: list[QuantizedMain] = []  # of this rank's pieces
 
@@ -115,14 +118,17 @@ class QuantizedSource:
             self._reusing.lend_grads_()
             self._reusing.through_grads.stage_({main.id: (main.of_param.start, main.target) for main in self._mains})
             for main in self._mains:
-                main.is_updated, main.skip = False, None
+                main.is_updated = False
+                main.skip = None
         else:
             updated = [main for main in self._mains if main.is_updated]
             if not next(iter(self.params.values())).recipe.run:
                 self._rescale_(updated)
             for main in updated:
                 main.param.encode_(main.target.reshape(-1), main.of_param.start, skip=main.skip)
-                main.is_updated, main.keeps_scale, main.skip = False, False, None
+                main.is_updated = False
+                main.keeps_scale = False
+                main.skip = None
             for param in self.params.values() if self.comm.size == 1 else ():
                 param.finish_()
         self.inner.publish_()

@@ -70,7 +70,8 @@ class Settled:
     """Plain parameters whose gradients are final, and whose new values need not be sent."""
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter], *, grad_scale: float = 1.0):
-        self.params, self.grad_scale = params, grad_scale
+        self.params = params
+        self.grad_scale = grad_scale
         first = next(iter(params.values()))
         self._converted = Moved(params, dtype=stored_dtype(first), device=first.device)
 
@@ -103,7 +104,8 @@ class OwnGrads(Settled):
         comm: Comm = ALONE,  # the ranks that the gradients were reduced over, and that own the shards
     ):
         super().__init__(params, grad_scale=1.0 / num_replicas)
-        self.memory, self.comm = memory, comm
+        self.memory = memory
+        self.comm = comm
 
     def moved(self) -> ParamId | None:
         return super().moved() if self.memory is None else self.memory.moved()
@@ -201,7 +203,9 @@ class BufferedGrads:
     """
 
     def __init__(self, reduced: ReducedGrads, memory: ParamAndGradBuffer, axes: Axes, *, num_replicas: int):
-        self.reduced, self.memory, self.axes = reduced, memory, axes
+        self.reduced = reduced
+        self.memory = memory
+        self.axes = axes
         self.params = memory.params
         self.grad_scale = 1.0 / num_replicas
         self.ids = [slot.id for slot in memory.layout.slots()]
@@ -255,7 +259,8 @@ class PeerSums:
     def __init__(
         self, sources: Iterable[Source], metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool
     ):
-        self._peers, self._qk_layernorm = peers_of(roles), qk_layernorm
+        self._peers = peers_of(roles)
+        self._qk_layernorm = qk_layernorm
         self._marked: dict[BufferedGrads, list[ParamMeta]] = {}
         ids = marked_ids(metas, roles, qk_layernorm=qk_layernorm)
         for source in sources:
@@ -269,7 +274,8 @@ class PeerSums:
         """
         if not self._marked:
             return
-        parts, uses = [], []
+        parts = []
+        uses = []
         for source, marked in self._marked.items():
             layout = source.memory.layout
             runs = {

@@ -51,7 +51,8 @@ class CapturedWork(Generic[T]):
         if self._captured is not None and self._captured[0] == key:
             self._graph.replay()
             return self._captured[1]
-        is_known, self._last = self._last == key, key
+        is_known = self._last == key
+        self._last = key
         if not is_known:  # the first run compiles kernels and builds tables, which a capture must not do
             self._captured = None
             self._num_misses += 1
@@ -78,7 +79,9 @@ class CapturedStep:
 
     def __init__(self, units: Sequence[Unit], sources: Sequence[Source], *, scaler: Scaler, device: torch.device):
         """Raises GraphError if the device does not support graphs."""
-        self.units, self.device, self.scaler = units, device, scaler
+        self.units = units
+        self.device = device
+        self.scaler = scaler
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
         self._accelerator = devices.device_of(device)
         self._work: CapturedWork[Verdict] = CapturedWork(self._accelerator)
@@ -132,7 +135,8 @@ def _in_fixed_memory(ready: Ready, copies: dict[int, Tensor]) -> Ready:
         return ready
     grads = list(ready.grads)
     for at in moving:
-        copy, grad = copies.get(at), grads[at]
+        copy = copies.get(at)
+        grad = grads[at]
         if copy is None or copy.dtype is not grad.dtype or copy.shape != grad.shape:
             copies[at] = torch.empty_like(grad)
     torch._foreach_copy_([copies[at] for at in moving], [grads[at] for at in moving])

@@ -85,8 +85,10 @@ class Guards:
 
     def __init__(self, sources: Iterable[Source], rules: Mapping[int, Rule], everyone: Comm, instances: Comm):
         """`rules` are those that update this rank's parameters, by the indices of their groups."""
-        self._everyone, self._instances = everyone, instances
-        self._usable_grads, self.usable_groups = UsableGrads(self), UsableGroups(self, rules)
+        self._everyone = everyone
+        self._instances = instances
+        self._usable_grads = UsableGrads(self)
+        self.usable_groups = UsableGroups(self, rules)
         self.all: list[Guard] = [self._usable_grads, self.usable_groups, ParamsInPlace(sources)]
         self._equal: EqualGroups | None = None
 
@@ -110,7 +112,8 @@ class Guards:
                     "same guards on every rank, in one order, before the first step. Nothing was updated"
                 )
             self.agreed = tuple(self.all)
-        self.groups, self.refused = groups, None
+        self.groups = groups
+        self.refused = None
 
     def refuse(self, error: Exception | None) -> None:
         """Let every rank refuse the present step, if `error` is one."""
@@ -147,7 +150,8 @@ class Guards:
     def check_again(self, groups: Groups, max_norm: float) -> None:
         """Raise ValueError on every rank if one cannot use `groups`, or ranks would update with different numbers: both
         may have changed since `flags`. Collective: one small exchange."""
-        self.groups, error = groups, None
+        self.groups = groups
+        error = None
         flags: Sequence[float] = ()
         try:
             self.usable_groups.check(groups)
@@ -241,7 +245,8 @@ class UsableGroups(Refusal):
     numbers are read in every step, so that a change of another entry would have no effect."""
 
     def __init__(self, guards: Guards, rules: Mapping[int, Rule]):
-        self._guards, self.rules = guards, rules
+        self._guards = guards
+        self.rules = rules
         self.compare(())
 
     def compare(self, groups: Groups) -> None:
@@ -273,7 +278,8 @@ class UsableGroups(Refusal):
         fixed one that was changed or added, and for numbers of another form or out of the bounds of their rule.
         Unchanged groups cost one pass in C each, and the bounds of rate and decay."""
         for index, group in enumerate(groups if self._built else ()):
-            seen, present = self._seen[index], (len(group), *map(group.get, self._watched[index]))
+            seen = self._seen[index]
+            present = (len(group), *map(group.get, self._watched[index]))
             if len(seen) != len(present) or not all(map(is_, seen, present)):
                 for problem in self._problems(index, group):
                     raise GroupError(f"group {self._built[index].get('name', index)!r}: {problem}")
@@ -294,7 +300,8 @@ class UsableGroups(Refusal):
             raise GroupError(f"group {group.get('name', index)!r}: {error}. Nothing was updated") from None
 
     def _problems(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
-        built, changed = self._built[index], {}
+        built = self._built[index]
+        changed = {}
         for name in built:
             if name not in group:
                 yield f"it has no entry {name!r} any more; groups keep the entries that they were built with"
@@ -361,7 +368,8 @@ class EqualGroups:
 
     def __init__(self, guards: Guards, groups: Groups, *, own: Iterable[str], everyone: Comm):
         """Collective: all ranks of `everyone` call it."""
-        self._guards, local = guards, sorted(guards.usable_groups.rules)
+        self._guards = guards
+        local = sorted(guards.usable_groups.rules)
         self._entries = (*FIELDS, *FIXED, *sorted(set(own)))
         here = {(i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in local}
         values: dict[tuple[int, str], list[int]] = {}

@@ -33,9 +33,12 @@ class Outcome:
         self, verdict: Verdict, guards: Sequence[Guard], step: int, device: Device, *, owner: object, is_unread: bool
     ):
         """`owner` makes the steps; it is not kept alive."""
-        self._guards, self.step, self.owner = guards, step, ref(owner)
+        self._guards = guards
+        self.step = step
+        self.owner = ref(owner)
         self._num_slots = len(verdict.norms)
-        self._copy, self._device = HostCopy(verdict.report, device), device
+        self._copy = HostCopy(verdict.report, device)
+        self._device = device
         self._report: Report | None = None
         self.error: Exception | None = None  # of the first guard that refused the step, once the host knows the report
         self._is_reported = False

@@ -72,12 +72,16 @@ class Stepper:
         instances: Comm = ALONE,
     ):
         """With `graphs`, `step` is captured and replayed (`CapturedStep`); raises GraphError if the device has none."""
-        self.units, self.families = tuple(units), tuple(families)
+        self.units = tuple(units)
+        self.families = tuple(families)
         self.everyone = everyone  # all ranks of all units, of one optimizer instance
         self.instances = instances  # the ranks in the place of this rank in all instances
         self._has_others = everyone.size > 1 or instances.size > 1
         self.device = device  # of tensors that are sent between them
-        self.scaler, self.limits, self.spans, self.peer_sums = scaler, limits, spans, peer_sums
+        self.scaler = scaler
+        self.limits = limits
+        self.spans = spans
+        self.peer_sums = peer_sums
         self.num_begun = 0  # steps since construction, for errors
         self.empty_slots: frozenset[int] = frozenset()  # norm slots without parameters on any rank
         self.last: Outcome | None = None  # of the last step; None before the first, and after one that an error refused
@@ -162,7 +166,8 @@ class Stepper:
             raise RuntimeError(
                 "no gradients are ready: call prepare_grads first, and continue only if it returns False"
             )
-        prepared, self._prepared = self._prepared, None  # an update that raises half-way must not be made again
+        prepared = self._prepared
+        self._prepared = None  # an update that raises half-way must not be made again
         success = self._read().success
         with self._naming_the_step():
             if success:
@@ -177,7 +182,10 @@ class Stepper:
 
         Raises the errors of the step before, if nobody has read them.
         """
-        before, self._before, self.last, self._prepared = self._before, None, None, None
+        before = self._before
+        self._before = None
+        self.last = None
+        self._prepared = None
         for check in self.at_start:
             check(before)
         if before is not None and before.is_unread:
@@ -245,7 +253,8 @@ class Stepper:
             scales: Sequence[float | Tensor] = verdict.scales(max_norm, self.limits.clips)
         skip: Tensor | None = verdict.skip
         if not self._accelerator.is_asynchronous:
-            scales, skip = [float(scale) for scale in scales], None
+            scales = [float(scale) for scale in scales]
+            skip = None
         hosts = [unit.host for unit in self.units if unit.host is not None]
         on_host = hosts[0].fetch_numbers(verdict.skip, scales) if hosts else None
         updates = [Update(of_unit, groups, scales, skip, on_host) for of_unit in ready]

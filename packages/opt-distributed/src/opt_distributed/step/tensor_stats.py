@@ -185,12 +185,15 @@ class TensorSums:
     def begin(self, ready: Sequence[Ready], inverse: float | Tensor, *, updates: bool, spectrum: bool = False) -> None:
         """Add up gradients and main weights, before the update. `inverse` is 1 / loss scale; with `updates`, an update
         follows; with `spectrum`, singular values are computed of the matrices of matrix rules, in float32."""
-        self._entries, self._before, self._inverse = [], [], inverse
+        self._entries = []
+        self._before = []
+        self._inverse = inverse
         updated: set[int] = set()
         for of_unit in ready:
             for piece, grad in zip(of_unit.pieces, of_unit.grads, strict=True):
                 if piece.counted and grad.numel():
-                    found, at = verdict.grad_stats([grad]), 6 * self._row_of[piece.id]
+                    found = verdict.grad_stats([grad])
+                    at = 6 * self._row_of[piece.id]
                     self._entries += [(at + GRAD, found.sum_of_squares * piece.source.grad_scale**2)]
                     self._entries += [(at + ZEROS, found.zeros), (at + GRAD_NUMEL, grad.numel())]
                     updated.add(id(piece))
@@ -238,16 +241,19 @@ class TensorSums:
                 self._stepper.instances.all_reduce_(of_ranks)
                 sums[6 * len(self.names) : -2] = of_ranks
         inverse = torch.as_tensor(self._inverse, dtype=torch.float64, device=device).view(1)
-        self._entries, self._before = [], []
+        self._entries = []
+        self._before = []
         return Recorded(self, outcome, HostCopy(torch.cat([sums, inverse]), self._queues), max_norm)
 
     def _spreads(self) -> Iterator[tuple[int, Tensor]]:
         for unit in self._stepper.units:
             for piece in unit.pieces if unit.rule.needs is Needs.MATRICES else ():
-                value, is_counted = piece.main.value(), piece.counted
+                value = piece.main.value()
+                is_counted = piece.counted
                 if piece.stage is not None:
                     wholes = piece.stage.gather({piece.id: value})
-                    value, is_counted = wholes.get(piece.id, value), piece.stage.counts(piece.id)
+                    value = wholes.get(piece.id, value)
+                    is_counted = piece.stage.counts(piece.id)
                 if is_counted and piece.id in self._row_of and (piece.stage or not piece.matrix.tensor_parallel):
                     matrix = value.detach().float().reshape(-1, value.shape[-1])
                     # The decomposition raises for values that are not finite, on the ranks that have them.
@@ -261,7 +267,9 @@ class Recorded:
 
     def __init__(self, sums: TensorSums, outcome: Outcome, copy: HostCopy, max_norm: float):
         self.outcome = outcome
-        self._sums, self._copy, self._max_norm = sums, copy, max_norm
+        self._sums = sums
+        self._copy = copy
+        self._max_norm = max_norm
 
     def arrives(self, within: float) -> bool:
         """Wait at most `within` seconds for the sums. Return whether the host has them."""
@@ -270,7 +278,8 @@ class Recorded:
     def read(self) -> StepStats:
         """Return the numbers, for which the host waits."""
         *numbers, next_updates, num_counts, inverse = self._copy.wait().tolist()
-        sums, report = self._sums, self.outcome.report
+        sums = self._sums
+        report = self.outcome.report
         rows = [numbers[6 * at : 6 * at + 6] for at in range(len(sums.names))]
         numels = list(sums.numels.values())
         by_group: dict[str, list[int]] = {}
@@ -289,7 +298,8 @@ class Recorded:
             )
 
         of_ranks = iter(numbers[6 * len(rows) :])
-        norm, clip = report.norms[0], 1.0
+        norm = report.norms[0]
+        clip = 1.0
         if math.isfinite(norm) and self._max_norm > 0:
             clip = min(self._max_norm / (norm + 1e-6), 1.0)  # `clip_coefficients`, without the device
         return StepStats(

@@ -41,7 +41,9 @@ from opt_paramgroups import ParamId
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
 NO_MEANS: Mapping[ParamId, Tensor] = MappingProxyType({})
-_COUNT, _LAYOUT, _SOURCE = attrgetter("count"), attrgetter("layout"), attrgetter("source")
+_COUNT = attrgetter("count")
+_LAYOUT = attrgetter("layout")
+_SOURCE = attrgetter("source")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +106,8 @@ class Unit:
             self.host.fetch_(update)
         if not isinstance(self.rule, HookedUpdate):
             return None
-        begun, ids = [], []
+        begun = []
+        ids = []
         if self.host is not None:
             row_means = means_to_host(row_means, update.ready.pieces, self.host.device)
         with self._where_state_is(update) as here:
@@ -171,7 +174,8 @@ class Unit:
                 yield from ((scale, [run]) for run in runs)
 
     def _batches(self, runs: "Sequence[PieceRun]", update: Update) -> list[Batch]:
-        batches, own = [], getattr(self.rule, "hyper_names", ())
+        batches = []
+        own = getattr(self.rule, "hyper_names", ())
         for run in runs:
             works = run.works(update.ready.grads)
             hyper = read_hyper(update.groups[run.first.group], step=run.count.next(), own=own)
@@ -215,7 +219,9 @@ class PieceRun:
 
     def __init__(self, indices: Sequence[int], pieces: Sequence[OwnedPiece]):
         """`indices` are those of `pieces` among the pieces that are ready."""
-        self.indices, self.pieces, self.first = indices, pieces, pieces[0]
+        self.indices = indices
+        self.pieces = pieces
+        self.first = pieces[0]
         self.count = pieces[0].count.copy()  # shared by its pieces from now on
         for piece in pieces:
             piece.count = self.count

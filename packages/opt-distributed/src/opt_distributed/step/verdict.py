@@ -58,8 +58,12 @@ class Report(NamedTuple):
     def of(cls, numbers: list[float], guards: Sequence[Guard], *, num_slots: int) -> "Report":
         """Read the copy of `Verdict.report`."""
         rest = iter(numbers)
-        norms, overflow, refused = [next(rest) for _ in range(num_slots)], bool(next(rest)), bool(next(rest))
-        wrong, _, zeros = [bool(next(rest)) for _ in guards], next(rest), int(next(rest))
+        norms = [next(rest) for _ in range(num_slots)]
+        overflow = bool(next(rest))
+        refused = bool(next(rest))
+        wrong = [bool(next(rest)) for _ in guards]
+        _ = next(rest)
+        zeros = int(next(rest))
         return cls(norms, zeros, overflow, refused, wrong, [[next(rest) for _ in range(g.num_flags)] for g in guards])
 
 
@@ -192,7 +196,8 @@ def reduce_stats(
     except Exception as error:  # of any kind, such as a dtype that the device's kernels lack: the other ranks wait
         if refuse is None or instances.size > 1:
             raise
-        swept, of_guards = _swept([], device, limits), refuse(error, of_guards)
+        swept = _swept([], device, limits)
+        of_guards = refuse(error, of_guards)
     return _resolve_(joined, torch.cat([swept, of_guards]), [everyone])
 
 
@@ -254,7 +259,8 @@ class Prepared(NamedTuple):
         Raises:
             ValueError: `norm_type` is not above 0.
         """
-        local, is_largest = [], math.isinf(norm_type)
+        local = []
+        is_largest = math.isinf(norm_type)
         for source, of_slots in _by_source(self.ready).items():
             found = grad_stats(of_slots.get(0, []), count_zeros=False, norm_type=norm_type)
             scale = source.grad_scale if is_largest else source.grad_scale**norm_type
@@ -298,7 +304,8 @@ def _by_source(ready: Iterable[Ready]) -> Mapping[Source, Mapping[int, list[Tens
 
 def _by_kind(ready: Iterable[Ready]) -> Iterator[tuple[Kind, Sequence[Tensor]]]:
     for of_unit in ready:
-        grads, kinds = of_unit.grads, kinds_of(of_unit.pieces) if of_unit.kinds is None else of_unit.kinds
+        grads = of_unit.grads
+        kinds = kinds_of(of_unit.pieces) if of_unit.kinds is None else of_unit.kinds
         for kind, places in kinds.items():
             yield kind, grads if len(places) == len(grads) else [grads[place] for place in places]
 

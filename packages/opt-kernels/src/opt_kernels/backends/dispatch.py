@@ -80,7 +80,8 @@ def check_backend(name: str | None, op: str) -> None:
 
     An operation that is not in the table of versions is written in torch operations.
     """
-    chosen, versions = parse_backend(name), _VERSIONS.get(op, (Backend.REFERENCE, Backend.TORCH))
+    chosen = parse_backend(name)
+    versions = _VERSIONS.get(op, (Backend.REFERENCE, Backend.TORCH))
     if chosen is not None and chosen not in versions:
         allowed = ", ".join(repr(backend.value) for backend in versions)
         raise BackendError(

@@ -84,7 +84,8 @@ def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run
     """
     check_halves(work)
     # Fused sweeps traverse memory and ignore strides.
-    grad, state = work.grad, work.state
+    grad = work.grad
+    state = work.state
     shape = grad.shape
     if len(state) != len(codes) + len(scales):
         state = {name: state[name] for name in (*codes, *scales)}
@@ -310,7 +311,8 @@ def check_work(work: Work, codecs: Mapping[str, StateCodec], device: torch.devic
             continue
         if tensor.device != device or grad.device != device:
             raise LayoutError(f"{name} is on {tensor.device} and a gradient on {grad.device}; one sweep has one device")
-        expected, is_scale = math.ceil(grad.numel() / elements), elements > 1
+        expected = math.ceil(grad.numel() / elements)
+        is_scale = elements > 1
         if tensor.numel() != expected or (is_scale and tensor.dtype is not torch.float32):
             raise LayoutError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} with a "

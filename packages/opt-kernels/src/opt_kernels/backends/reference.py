@@ -80,7 +80,8 @@ def update_(
 
 def decoded(run: Run, codecs: Mapping[str, StateCodec], *, in_place: bool = False) -> dict[str, Tensor]:
     """The states of a run in its compute dtype: new tensors, or `in_place` the states that are stored in this dtype."""
-    dtype, values = compute_dtype(run), {}
+    dtype = compute_dtype(run)
+    values = {}
     for name, codec in codecs.items():
         codes = run.state[name]
         if in_place and isinstance(codec, Plain) and codes.dtype is dtype:

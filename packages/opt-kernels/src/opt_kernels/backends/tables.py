@@ -125,7 +125,10 @@ class DeviceTables(Generic[T]):
         room: int = 1 << 28,
         bytes_of: Callable[[T], int] = lambda table: 0,
     ) -> None:
-        self._device, self._capacity, self._room, self._bytes_of = device, capacity, room, bytes_of
+        self._device = device
+        self._capacity = capacity
+        self._room = room
+        self._bytes_of = bytes_of
         self._bytes = 0
         self._entries: OrderedDict[_Place, _CachedTable[T]] = OrderedDict()
         self._last: tuple[_Place | None, _CachedTable[T] | None] = (None, None)

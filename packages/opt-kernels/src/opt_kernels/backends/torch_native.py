@@ -26,7 +26,8 @@ FORMULA_NUMEL = 1 << 16
 # One thread sums a row in float32, and rows are summed in float64: the same bits for any number of threads.
 ROW_NUMEL = 1 << 12
 # Between these bounds, no float32 square that affects the sum has overflowed or underflowed.
-SMALLEST_SAFE, LARGEST_SAFE = 1e-24, 1e36
+SMALLEST_SAFE = 1e-24
+LARGEST_SAFE = 1e36
 
 # Updates mains and states, by name, from gradients: lists of tensors of one dtype.
 Update = Callable[[Sequence[Tensor], Sequence[Tensor], Mapping[str, Sequence[Tensor]]], None]
@@ -44,7 +45,8 @@ def update_(
     """Same as `reference.update_`, except for the last bits. Hyper-parameters are read on the host."""
     if elements.skipped(skip):
         return
-    scale, scales = float(grad_scale), [scale_name(name) for name, codec in codecs.items() if codec.block]
+    scale = float(grad_scale)
+    scales = [scale_name(name) for name, codec in codecs.items() if codec.block]
     for hyper, works in batches:
         fused = _fused(formula, hyper)
         update = fused or _by_formula(formula, formula.scalars_of(hyper))
@@ -141,7 +143,8 @@ def _fused(formula: Formula, hyper: Hyper) -> Update | None:
         return adam
     # With a buffer torch refuses a momentum of 0, which a tensor may hold.
     if formula.update is SGD.update and (float(hyper.momentum) or not constants["has_momentum"]):
-        dampening, has_momentum = float(number_of(hyper, "dampening", formula)), bool(constants["has_momentum"])
+        dampening = float(number_of(hyper, "dampening", formula))
+        has_momentum = bool(constants["has_momentum"])
 
         def sgd(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
             torch._fused_sgd_(
@@ -174,7 +177,8 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     ]
     if norm_type != 2.0 or not pieces:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-    norms, zeros = [], []
+    norms = []
+    zeros = []
     for piece in pieces:
         x = piece if piece.dtype is torch.float64 else piece.float()
         full = x.numel() // ROW_NUMEL * ROW_NUMEL

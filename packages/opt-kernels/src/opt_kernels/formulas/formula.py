@@ -34,7 +34,8 @@ from opt_kernels.formulas.syntax import FormulaError, body_of, for_host, for_tor
 from opt_kernels.formulas.translate import check, check_scalars
 from opt_kernels.works import Choice, Constant, Hyper, Number, NumberError, NumberValue, unknown
 
-LR, WEIGHT_DECAY = Number("lr", 1e-3), Number("weight_decay", 0.0)
+LR = Number("lr", 1e-3)
+WEIGHT_DECAY = Number("weight_decay", 0.0)
 # Numbers that are fields of `Hyper`. Others are in `Hyper.own`.
 OF_HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
@@ -159,7 +160,8 @@ class Formula:
 
     def _check_unread(self) -> None:
         """Raise FormulaError for what is declared, but has no effect."""
-        named, numbers = parameters_of(self.update)[1], self._read_numbers
+        named = parameters_of(self.update)[1]
+        numbers = self._read_numbers
         switches = {choice.off_at_zero for choice in self.choices} - {None}
         if "lr" not in numbers:
             raise FormulaError(

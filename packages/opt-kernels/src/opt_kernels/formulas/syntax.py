@@ -100,7 +100,10 @@ class _Expansion(ast.NodeTransformer):
         local: dict[str, ast.expr],  # the values of the variables of `function`
         callers: tuple[Callable[..., Any], ...] = (),
     ) -> None:
-        self.function, self.taken, self.local, self.callers = function, taken, local, callers
+        self.function = function
+        self.taken = taken
+        self.local = local
+        self.callers = callers
         # Assignments before the current statement; None in branches, where every value is part of the expression.
         self.before: list[ast.stmt] | None = None
         if shadowing := local.keys() & {*FUNCTIONS}:
@@ -112,7 +115,9 @@ class _Expansion(ast.NodeTransformer):
         result: list[ast.stmt] = []
         for statement in body:
             if isinstance(statement, ast.If):
-                test, yes, no = self.visit(statement.test), statement.body, statement.orelse
+                test = self.visit(statement.test)
+                yes = statement.body
+                no = statement.orelse
                 result.append(ast.If(test, self.statements(yes), self.statements(no)))
             else:
                 self.before = []
@@ -136,7 +141,8 @@ class _Expansion(ast.NodeTransformer):
         return ast.UnaryOp(ast.USub(), ast.Constant(size)) if value < 0 else ast.Constant(size)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        before, self.before = self.before, None
+        before = self.before
+        self.before = None
         self.generic_visit(node)
         self.before = before
         return node
@@ -254,7 +260,8 @@ def function_of(
     module = ast.fix_missing_locations(ast.Module([head], type_ignores=[]))
     exec(compile(module, f"<{like.__qualname__} of a formula>", "exec"), scope)
     made: Any = scope["made"]
-    made.__qualname__, made.statements = like.__qualname__, tuple(head.body)
+    made.__qualname__ = like.__qualname__
+    made.statements = tuple(head.body)
     return made  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,8 @@ from opt_kernels.works import Constant
 COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="
 }  # fmt: skip
-TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127  # the smallest and the largest float32 number
+TINY = 2.0**-149  # the smallest positive float32
+HUGE = (2 - 2**-23) * 2.0**127  # the largest float32
 OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
@@ -20,7 +21,10 @@ class Dialect:
     """The syntax of a target language: patterns, and how it writes and calls. Names of a formula get a prefix, so that
     none is a keyword there. The other defaults write nothing."""
 
-    BOTH, EITHER, NEGATION = "{} {}", "{} {}", "{}"  # of conditions
+    # Of conditions.
+    BOTH = "{} {}"
+    EITHER = "{} {}"
+    NEGATION = "{}"
     CHOICE = "{} {} {}"  # by a condition, of two values
     ASSIGNMENT = "{} {}"  # of a name and its value
 

@@ -53,7 +53,9 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
     statements, scalars = scalar_expressions(formula.scalars)
     values = {**dict(scalars), "hook_scalar": ast.Name("hook_scalar", ast.Load())}
     positional, named = parameters_of(formula.update)
-    before, body, added = list(parts.before), list(body_of(formula.update)), ["hook_scalar"]
+    before = list(parts.before)
+    body = list(body_of(formula.update))
+    added = ["hook_scalar"]
     if parts.kept is not None:
         values["hook_zero"] = ast.Constant(0.0)
         added.append("hook_zero")

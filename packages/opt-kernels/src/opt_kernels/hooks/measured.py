@@ -144,7 +144,8 @@ class HookedUpdate:
         sign = -1.0 if getattr(self.rule, "maximize", False) else 1.0
         changes = self.centralizes or adds_decay
         means = iter(row_means or repeat(None))
-        directions, updates = [], []
+        directions = []
+        updates = []
         for hyper, works in batches:
             decay = sign * hyper.weight_decay if adds_decay else 0.0
             inputs = list(works)

@@ -185,7 +185,8 @@ def _parts(x: Tensor, rows: SpannedRows, first: int) -> Iterator[tuple[slice, Te
     if x.dim() > 1:
         yield slice(0, rows.num), x, rows.dims
         return
-    begin, width = 0, rows.local_numel
+    begin = 0
+    width = rows.local_numel
     while begin < x.numel():
         row, column = divmod(first + begin, width)
         num = 1 if column else max(1, (x.numel() - begin) // width)  # one partial row, or all whole rows

@@ -18,7 +18,8 @@ from opt_kernels.works import Batch, MatrixSpec, Task, Work
 
 # Elements of a stack: enough that small matrices share calls. On a CPU a stack must fit in the cache: a matrix of
 # 512 x 2048 is faster alone than in a larger stack.
-STACK_NUMEL_ON_CPU, STACK_NUMEL_ELSEWHERE = 1 << 20, 1 << 26
+STACK_NUMEL_ON_CPU = 1 << 20
+STACK_NUMEL_ELSEWHERE = 1 << 26
 
 
 class MatrixError(ValueError):
@@ -60,7 +61,8 @@ def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
 
 def check(work: Work) -> None:
     """Raise MatrixError if the shape and the spec do not match."""
-    shape, spec = tuple(work.grad.shape), work.matrix
+    shape = tuple(work.grad.shape)
+    spec = work.matrix
     check_shape(shape)
     if spec.split_rows and (min(spec.split_rows) < 1 or shape[-2] % sum(spec.split_rows)):
         raise MatrixError(
@@ -131,7 +133,8 @@ def split(stack: Tensor, spec: MatrixSpec) -> list[Tensor]:
 
     (batch, groups * r, cols), or (batch * groups, r, cols) if groups are separate matrices.
     """
-    stack, rows = stack.reshape(-1, *stack.shape[-2:]), list(spec.split_rows)
+    stack = stack.reshape(-1, *stack.shape[-2:])
+    rows = list(spec.split_rows)
     if not rows:
         return [stack]
     grouped = stack.view(stack.shape[0], -1, sum(rows), stack.shape[-1])
@@ -183,7 +186,8 @@ def write_main_(work: Work, value: Tensor, skip: Tensor | None) -> None:
         return
     assert work.out is not None
     assert work.remainder is not None
-    upper, lower = torch.empty_like(work.out), torch.empty_like(work.remainder)
+    upper = torch.empty_like(work.out)
+    lower = torch.empty_like(work.remainder)
     narrow.split_(upper, lower, value)
     assign_([work.out, work.remainder], [upper, lower], skip)
 
@@ -199,7 +203,8 @@ def read_state(work: Work, name: str, codec: StateCodec) -> Tensor:
 def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip: Tensor | None) -> None:
     """Write the state `name`, and its block scales if the codec has any; zeros for outliers. Not if `skip`."""
     [values] = without_outliers([codec], [values])
-    codes, scales = work.state[name], work.state.get(scale_name(name))
+    codes = work.state[name]
+    scales = work.state.get(scale_name(name))
     if skip is None:
         codec.encode_(_run(codes, codes, codec), scales, _run(values, codes, codec))
         return
@@ -307,7 +312,8 @@ def _views(
     work: Work, elements: Sequence[str], parts: Sequence[Part], shapes: Sequence[Shapes], number: int
 ) -> dict[str, Tensor]:
     """Views of the work's states that belong to part `number`."""
-    views, part = {}, parts[number]
+    views = {}
+    part = parts[number]
     for name in elements:
         of_groups = torch.unflatten(work.state[name], -2, (-1, sum(part.num_rows for part in parts)))
         views[name] = of_groups.narrow(-2, part.first_row, part.num_rows)

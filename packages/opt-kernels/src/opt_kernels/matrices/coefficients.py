@@ -107,7 +107,8 @@ class Range(NamedTuple):
     high: float  # of all
 
 
-SMALLEST, GRID = 0.01, 2001
+SMALLEST = 0.01
+GRID = 2001
 CONVERGED = 0.65  # lower end of the range of steps that converge; other ranges depend on each rounding
 DAMPING = 1.01  # per degree, as in Polar Express: it leaves room for values that rounding lifts above the range
 DRIFT = 0.05  # of a range, if each step is off by two units of bf16
@@ -119,15 +120,18 @@ def range_of(steps: Schedule, *, unit: float = 0.0) -> Range:
     even = torch.linspace(0.0, 1.0, GRID, dtype=torch.float64, device="cpu")
     small = torch.logspace(-6.0, 0.0, GRID, dtype=torch.float64, device="cpu")  # steep steps lift these far
     start = torch.cat([even, small])
-    lower, upper = start * (1 - unit), start * (1 + unit)
+    lower = start * (1 - unit)
+    upper = start * (1 + unit)
     parts = torch.linspace(0.0, 1.0, 5, dtype=torch.float64, device="cpu").unsqueeze(-1)
     for a, b, c in steps:
         x = lower + parts * (upper - lower)
         squares = x * x
         values = x * (a + squares * (b + squares * c))
-        lower, upper = values.amin(0), values.amax(0)
+        lower = values.amin(0)
+        upper = values.amax(0)
         error = unit * torch.maximum(lower.abs(), upper.abs())
-        lower, upper = lower - error, upper + error
+        lower = lower - error
+        upper = upper + error
     return Range(float(lower[start >= SMALLEST].min()), float(upper.max()))
 
 

@@ -93,7 +93,8 @@ def row_scales(gram: Tensor) -> Tensor:
 GROWTH_LIMIT = 1.05
 # Also below the limit, each step of a segment multiplies the error of R's small eigenvalues. With these lengths the
 # error is at most five times that of one step at a time, for every set, and on Gaussian matrices about twice at most.
-LONGEST_NARROW, LONGEST = 3, 2
+LONGEST_NARROW = 3
+LONGEST = 2
 HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
 
 
@@ -162,9 +163,11 @@ def newton_schulz(
             gram = all_reduce(gram.to(torch.promote_types(dtype, torch.float32))).to(dtype)
         if rescale_rows and number == 0:
             scales = row_scales(gram)
-            x, gram = (x * scales).to(dtype), (scales * gram * scales.mT).to(dtype)
+            x = (x * scales).to(dtype)
+            gram = (scales * gram * scales.mT).to(dtype)
         factor = _factor(gram, segment, product, is_start=number == 0)
-        spare, before = torch.empty_like(x) if spare is None else spare, x
+        spare = torch.empty_like(x) if spare is None else spare
+        before = x
         x = torch.baddbmm(before, factor.rest, before, beta=factor.identity, out=spare)
         spare = None if before is given else before
     return x

@@ -353,7 +353,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._rows = self._new_rows()
             return
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
-        found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        loss_scale = getattr(self, "grad_scale", None)
         if self.capturable and self._on_device is None:
             self._on_device = GroupsOnDevice(self.rules)
         if self._on_device is not None:
@@ -364,7 +365,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         scale, skip, norm = scaling_of(params, found_inf=found_inf, loss_scale=loss_scale, max_norm=self.max_norm)
         self.grad_norm = norm
         if not self.capturable:
-            scale, skip, self.grad_norm = float(scale), None, None if norm is None else float(norm)
+            scale = float(scale)
+            skip = None
+            self.grad_norm = None if norm is None else float(norm)
             if self.grad_norm is not None and not self.grad_norm < math.inf:
                 return
         for sweep, batches in self._batches(made=None if skip is None else ~skip).items():
@@ -399,7 +402,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
         """The row entry of `param`, whose state is created if it has none."""
         of_group = self.param_groups[group]
-        rule, matrix = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param)
+        rule = self._hooked_rule_of(of_group, param)
+        matrix = self.matrix_of(of_group, param)
         state = self.state[param]
         if not state:
             state.update(init_state(rule, self.mains, param, matrix, of=self._named(of_group, param)))

@@ -28,7 +28,8 @@ from opt_kernels.rules.base import SGD as sgd_rule
 from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise
 from opt_kernels.works import Batch
 
-MU_PRODUCT, MOMENTUM = "mu_product", "momentum_buffer"
+MU_PRODUCT = "mu_product"
+MOMENTUM = "momentum_buffer"
 FLAGS = ("foreach", "capturable", "differentiable", "fused")  # arguments of torch.optim that choose an implementation
 
 
@@ -122,7 +123,8 @@ class MomentumOptimizer(FormulaOptimizer):
 
     def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
         """Add a buffer of zeros if the momentum of the group was set after the first step of the parameter."""
-        state, of_group = self.state[param], self.param_groups[group]
+        state = self.state[param]
+        of_group = self.param_groups[group]
         if state and of_group["momentum"] and MOMENTUM not in state:
             if of_group["dampening"] and float(state[STEP]):
                 raise ValueError(
@@ -197,14 +199,16 @@ class AveragedOptimizer(FormulaOptimizer):
 
     def _evaluated(self, group: ParamGroup, param: Tensor, *, back: bool) -> Tensor:
         """The averaged weights computed from the trained weights, or with `back` the reverse, in float32."""
-        shard, state = local(param).detach(), self.state[param]
+        shard = local(param).detach()
+        state = self.state[param]
         main = saved_main(shard, state)
         values = shard.to(torch.promote_types(shard.dtype, torch.float32)) if main is None else main
         rule = self.rule_of(group, param)
         states = {}
         for name, codec in codecs_of(rule).items():
             states[name] = torch.empty_like(values)
-            codes, scales = flat(state[name], shard, name), state.get(scale_name(name))
+            codes = flat(state[name], shard, name)
+            scales = state.get(scale_name(name))
             codec.decode_(flat(states[name], shard, name), codes, scales)
         return self.formula.evaluated(values, states, self._hyper(group, rule, float(state[STEP])), back=back)
 
@@ -229,7 +233,8 @@ class AveragedOptimizer(FormulaOptimizer):
         """Also restore the mode. After loading a state_dict of evaluation mode, the parameters hold the averaged
         weights and the optimizer keeps the trained weights."""
         super()._load(states, saved_groups)
-        self._trained, self._shown = {}, []
+        self._trained = {}
+        self._shown = []
         if self.is_training:
             return
         indices = [index for group in saved_groups for index in group["params"]]

@@ -190,7 +190,8 @@ def saved_in_order(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) ->
 
     Raises StateDictError if parameters that share a group now were saved in groups that differ.
     """
-    own_names, saved_names = _names_of(groups), _names_of(saved)
+    own_names = _names_of(groups)
+    saved_names = _names_of(saved)
     if own_names is None or saved_names is None:
         return saved
     if set(own_names) != set(saved_names) or len(set(own_names)) != len(own_names):
@@ -273,7 +274,8 @@ class GroupEntries:
 
     def __init__(self, names: Sequence[str], groups: Sequence[Group], *, scheduled: Sequence[str] = SCHEDULED) -> None:
         """`names` are the entries that every group must have; those in `scheduled` may become any number."""
-        self._names, self._free = tuple(names), {"params", *scheduled}
+        self._names = tuple(names)
+        self._free = {"params", *scheduled}
         self.accept(groups)
 
     def accept(self, groups: Sequence[Group]) -> None:
@@ -386,7 +388,8 @@ def warn_of_other_hooks(groups: Iterable[ParamGroup], saved: Iterable[Mapping[st
     """Log a warning for each group that was saved with other hooks: training continues differently. `of_all` are the
     hooks of groups without their own."""
     for number, (group, of_saved) in enumerate(zip(groups, saved)):
-        before, after = tuple(of_saved.get(HOOKS, ())), recorded(group.get(HOOKS, of_all))
+        before = tuple(of_saved.get(HOOKS, ()))
+        after = recorded(group.get(HOOKS, of_all))
         if before != after:
             logger.warning(
                 "group %d continues with hooks %s, but was saved with %s",

@@ -102,7 +102,9 @@ def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> str:
 
 def _coefficients(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The set of coefficients, and the steps of a custom set."""
-    single, kind, custom = given["ns_coefficients"], given["coefficient_type"], given["custom_coefficients"]
+    single = given["ns_coefficients"]
+    kind = given["coefficient_type"]
+    custom = given["custom_coefficients"]
     if kind is None and not custom:
         return {"coefficient_type": "custom", "custom_coefficients": (single,)}
     if tuple(single) != KELLER_JORDAN:

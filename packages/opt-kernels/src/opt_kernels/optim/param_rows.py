@@ -18,7 +18,9 @@ from opt_kernels.optim.state import MAIN, REMAINDER, STEP, FollowingMains
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Works
 
-_GRAD, _LAYOUT, _PARAMS = attrgetter("grad"), attrgetter("layout"), itemgetter("params")
+_GRAD = attrgetter("grad")
+_LAYOUT = attrgetter("layout")
+_PARAMS = itemgetter("params")
 
 
 class Sweep(NamedTuple):
@@ -76,7 +78,8 @@ class _Row:
     """Parameters of one sweep, group, step count and kind of mains."""
 
     def __init__(self, sweep: Sweep, members: Sequence[Member], *, step: float, on_device: bool) -> None:
-        self.sweep, self.group = sweep, members[0].group
+        self.sweep = sweep
+        self.group = members[0].group
         self.params = [member.param for member in members]
         self.positions = [member.position for member in members]
         self.states = [member.state for member in members]
@@ -101,7 +104,8 @@ class _Row:
         for grad in () if set(map(_LAYOUT, grads)) <= {torch.strided} else grads:
             _check(grad)
         if are_dtensors(params):
-            params, grads = list(map(local, params)), list(map(local, grads))
+            params = list(map(local, params))
+            grads = list(map(local, grads))
         if self._spans is not None:
             return self._works_by_span(params, grads, self._spans)
         mains = params if self.kind is None else [state[self.kind] for state in self.states]
@@ -158,7 +162,8 @@ class Rows:
                 if param.grad is not None:
                     _check(param.grad)
                     members.append(member_of(position, index, param, first))
-                position, first = position + 1, first + param.numel()
+                position = position + 1
+                first = first + param.numel()
         by_row: dict[tuple[Sweep, int, str | None, float], list[Member]] = {}
         for member in members:
             sweep = Sweep(member.rule, member.param.grad.device)  # type: ignore[union-attr]  # members have gradients
@@ -192,7 +197,8 @@ class Rows:
         """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
         `Hyper`; `made` is passed to `Steps.count`."""
         found: dict[Sweep, list[Batch]] = {}
-        grads, self._grads = self._grads or list(map(_GRAD, self._params)), []
+        grads = self._grads or list(map(_GRAD, self._params))
+        self._grads = []
         of_rows = [grads if len(r.positions) == len(grads) else [grads[i] for i in r.positions] for r in self._rows]
         all_works = [row.works(of_row) for row, of_row in zip(self._rows, of_rows)]  # raises before any step is counted
         for row, works in zip(self._rows, all_works, strict=True):

@@ -25,7 +25,9 @@ from opt_kernels.rules.base import Rule
 from opt_kernels.rules.base import init_state as state_of_rule
 from opt_kernels.works import MatrixSpec
 
-MAIN, REMAINDER = "main", "remainder"  # names in the state
+# Names in the state.
+MAIN = "main"
+REMAINDER = "remainder"
 CHUNK_NUMEL = 1 << 22  # elements that are compared at a time
 
 
@@ -138,7 +140,8 @@ class FollowingMains:
 @torch.no_grad()
 def follow_(main: Tensor, param: Tensor) -> None:
     """Copy each element of `param` to `main` unless it is the rounded main. NaNs are equal to NaNs."""
-    of_param, of_main = flat(param.detach(), param, "param"), flat(main, param, MAIN)
+    of_param = flat(param.detach(), param, "param")
+    of_main = flat(main, param, MAIN)
     for new, kept in zip(torch.split(of_param, CHUNK_NUMEL), torch.split(of_main, CHUNK_NUMEL), strict=True):
         rounded = kept.to(new.dtype)
         is_kept = (rounded == new) | (rounded.isnan() & new.isnan())
@@ -225,7 +228,8 @@ class Saved:
         state = init_state(self.rule, self.mains, self.param, self.matrix, of=self.of)
         state[STEP].fill_(_step(self.values))
         for name in self._kept(shard.to("meta")):
-            tensor, codec = self._fitting(name, state[name]), self.rule.codecs.get(name)
+            tensor = self._fitting(name, state[name])
+            codec = self.rule.codecs.get(name)
             if codec is not None and codec.block:
                 values = torch.empty_like(shard, dtype=torch.float32).copy_(tensor)
                 codec.encode_(flat(state[name], shard, name), state[scale_name(name)], flat(values, shard, name))

@@ -124,7 +124,8 @@ def adapted(tensor: Tensor) -> AdaptedTensor | None:
     Raises:
         QuantizationError: its codes are not float8_e4m3fn, or no recipe has its scaling.
     """
-    library, kind = type(tensor).__module__.partition(".")[0], type(tensor).__name__
+    library = type(tensor).__module__.partition(".")[0]
+    kind = type(tensor).__name__
     form = _FORMS.get((library, kind))
     if form is None:
         return None

@@ -92,7 +92,8 @@ def scales_of(largest: Tensor, recipe: Recipe) -> Tensor:
     return torch.where(largest > 0, scales, 1.0).masked_fill_(~largest.isfinite(), torch.nan)
 
 
-HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
+HISTORY = "fp8_amax_history"
+SCALE = "fp8_scale"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -147,7 +148,8 @@ class QuantizedParam:
             part.copy_(torch.maximum(part, of_runs))
         elif self.recipe.square:
             begin, rows, lead = self._squares(start, known.numel())
-            square, cols = self.recipe.square, as_matrix(self.shape)[1]
+            square = self.recipe.square
+            cols = as_matrix(self.shape)[1]
             table = pad(known.abs(), (lead, rows * square * cols - lead - known.numel())).view(-1, cols)
             table = pad(table, (0, -cols % square))
             of_squares = table.view(rows, square, -1, square).amax((1, 3)).view(-1)
@@ -245,7 +247,8 @@ class QuantizedParam:
             return scales.masked_fill_(exponents == _NAN_EXPONENT, torch.nan).repeat_interleave(run)
         if self.recipe.square:
             begin, rows, lead = self._squares(start, numel)
-            square, cols = self.recipe.square, as_matrix(self.shape)[1]
+            square = self.recipe.square
+            cols = as_matrix(self.shape)[1]
             table = self.scales[begin : begin + rows * -(-cols // square)].view(rows, -1)
             wide = table.repeat_interleave(square, 1)[:, :cols].repeat_interleave(square, 0)
             return wide.reshape(-1)[lead : lead + numel]

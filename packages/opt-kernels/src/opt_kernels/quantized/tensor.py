@@ -242,7 +242,8 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(scaled, dtype=dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shape, recipe = tuple(self.shape), self.scaled.recipe.name
+        shape = tuple(self.shape)
+        recipe = self.scaled.recipe.name
         return f"QuantizedTensor(shape={shape}, dtype={self.dtype}, recipe={recipe!r}, device={self.device})"
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -307,7 +308,8 @@ def _clone(x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
 
 def _to_copy(x: QuantizedTensor, **kwargs: Any) -> Tensor:
     """Copy: still quantised on another device, dequantised in another dtype."""
-    device, dtype = kwargs.get("device") or x.device, kwargs.get("dtype") or x.dtype
+    device = kwargs.get("device") or x.device
+    dtype = kwargs.get("dtype") or x.dtype
     if dtype != x.dtype:
         converted: Tensor = aten._to_copy.default(x.dequantize(), **kwargs)
         return converted

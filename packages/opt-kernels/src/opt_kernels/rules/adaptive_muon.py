@@ -179,7 +179,8 @@ class AdaptiveMuonRule(MatrixRule):
         squares: Sequence[Tensor],  # NAMO: ‖g‖² of the local matrices
         skip: Tensor | None,
     ) -> Tensor:
-        dtype, size = compute_dtype(tasks[0].work), access.whole_size(tasks[0].work)
+        dtype = compute_dtype(tasks[0].work)
+        size = access.whole_size(tasks[0].work)
         match self.second_moment:
             case SecondMoment.NAMO:
                 factors = [_factor(task, u, of_grad, skip) for task, u, of_grad in zip(tasks, inputs, squares)]

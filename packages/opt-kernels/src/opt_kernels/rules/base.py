@@ -145,7 +145,8 @@ def check_states(
     `shape` is that of the parameter, and `of` names it. States may be float64 instead of float32 if `wide`.
     """
     for spec in rule.state_specs:
-        state, wanted = states.get(spec.name), None if spec.by_part and matrix.split_rows else spec.shape_for(shape)
+        state = states.get(spec.name)
+        wanted = None if spec.by_part and matrix.split_rows else spec.shape_for(shape)
         if state is None and spec.optional:
             continue
         is_right = state is not None and (state.dtype is spec.dtype or (wide and state.dtype is torch.float64))
@@ -304,7 +305,8 @@ class ElementwiseRule:
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
-        codecs, scale = self.codecs, -grad_scale if self.maximize else grad_scale
+        codecs = self.codecs
+        scale = -grad_scale if self.maximize else grad_scale
         by_formula: dict[Formula, list[Batch]] = {}
         for batch in batches:
             by_formula.setdefault(self.formula_at(batch.hyper), []).append(batch)

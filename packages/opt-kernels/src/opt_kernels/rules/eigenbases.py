@@ -16,7 +16,8 @@ from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.base import WholeMatrices
 from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, StateKind, StateSpec, Task
 
-LEFT, RIGHT = "L", "R"
+LEFT = "L"
+RIGHT = "R"
 
 
 class Order(NamedChoice):
@@ -179,7 +180,8 @@ class EigenbasisRule(WholeMatrices):
 
     def factors(self, states: access.PartStates, grads: Tensor, hyper: Hyper) -> dict[str, Tensor]:
         """L and R after gradients (batch, m, n). Raises MatrixError if one is not finite; nothing is written."""
-        beta, eps = self.shampoo_beta, float(hyper.eps)
+        beta = self.shampoo_beta
+        eps = float(hyper.eps)
         weight = (1.0 - beta) / (1.0 - beta ** int(hyper.step) if self.corrects_bias else 1.0)
         updates = {side: self._of_grads(states, side, grads, eps) for side in self.sides(grads.shape)}
         factors = {side: states.load(side).lerp(update, weight) for side, update in updates.items()}
@@ -193,11 +195,17 @@ class EigenbasisRule(WholeMatrices):
 
     def _of_grads(self, states: access.PartStates, side: str, grads: Tensor, eps: float) -> Tensor:
         """What the gradients contribute to the factor of one side: GGᵀ, for KL with the other factor's inverse."""
-        seen, other = (grads, RIGHT) if side == LEFT else (grads.mT, LEFT)
+        if side == LEFT:
+            seen = grads
+            other = RIGHT
+        else:
+            seen = grads.mT
+            other = LEFT
         scale = 1.0 / seen.shape[-1] if self.use_kl_shampoo else 1.0
         if not self.use_kl_shampoo or other not in self.sides(grads.shape):
             return scale * (seen @ seen.mT)
-        basis, values = states.load(f"Q_{other}"), states.load(f"eigvals_{other}").clamp_min(eps)
+        basis = states.load(f"Q_{other}")
+        values = states.load(f"eigvals_{other}").clamp_min(eps)
         if self.order is Order.MEGATRON:
             # The order of its products: the first factors of a matrix that is not square have a null space, whose
             # basis follows from rounding errors.
@@ -242,7 +250,8 @@ class EigenbasisRule(WholeMatrices):
         values = ((vectors.mT @ factor) * vectors.mT).sum(-1)
         if not sorts_first:
             order = values.argsort(-1, descending=True)
-            values, vectors = values.gather(-1, order), _columns(vectors, order)
+            values = values.gather(-1, order)
+            vectors = _columns(vectors, order)
         return Eigenbasis(values, vectors), order
 
     def _orthonormalised(self, columns: Tensor) -> Tensor:

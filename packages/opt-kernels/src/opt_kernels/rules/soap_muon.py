@@ -59,7 +59,9 @@ class SOAPMuonRule(EigenbasisRule):
 
     def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """Q_L P Q_Rᵀ; U in the first step."""
-        step, mu, eps = int(hyper.step), float(hyper.momentum), float(hyper.eps)
+        step = int(hyper.step)
+        mu = float(hyper.momentum)
+        eps = float(hyper.eps)
         factors = self.factors(states, grads, hyper)  # raises before any write
         momentum = states.load(MOMENTUM).lerp_(grads, 1.0 - mu)
         states.store_(MOMENTUM, momentum)

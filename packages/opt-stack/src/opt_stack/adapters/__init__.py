@@ -75,7 +75,9 @@ class DeferredOptimizer(torch.optim.Optimizer):
         self._built: Optimizer | None = None
         self._state_expected = False  # whether the next `state_dict()` builds the optimizer, so that it includes state
         draft = drafted(config, model, None, mesh, rules)
-        draft.sizes, draft.hooks, draft.extra_group_keys = WorldSizes(), hooks, extra_group_keys
+        draft.sizes = WorldSizes()
+        draft.hooks = hooks
+        draft.extra_group_keys = extra_group_keys
         draft.overrides = config_overrides
         groups = draft.groups = grouped(draft, allow_unmatched=allow_unmatched)
         agreed(draft.roles.everyone, lambda: plan_of(draft))

@@ -124,7 +124,8 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
 
     def _saved_group(self, state_dict: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """The group with the values with which all of its parameters were saved."""
-        names, saved = [self._names[index] for index in group["params"]], dict(group)
+        names = [self._names[index] for index in group["params"]]
+        saved = dict(group)
         for key in (key for key, _ in _hyper(group) if names):
             values = [_saved(state_dict, f"param_groups.{name}.{key}") for name in names]
             for name, value in zip(names, values, strict=True):

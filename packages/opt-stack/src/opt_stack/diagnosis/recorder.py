@@ -29,7 +29,8 @@ from opt_distributed.step import Outcome, Recorded, StepStats, TensorStats, Tens
 from opt_paramgroups import ParamId
 
 FOLDER = "recording"
-NUM_KEPT, NUM_RUNS = 100, 20  # steps of a run, and recordings of a directory
+NUM_KEPT = 100  # steps of a run
+NUM_RUNS = 20  # recordings of a directory
 _INSIDE = ("contextlib", "opt_distributed", "opt_stack", "torch")  # modules that a warning does not point to
 WAIT_SECONDS = 5.0  # before a recording is written, for a device whose peers may be dead
 Callback = Callable[[StepStats], object]
@@ -87,9 +88,12 @@ class Recorder:
             raise ValueError(f"stats_every: ranks differ ({calls}); make the same call on every rank")
         if every < 0:
             raise ValueError(f"stats_every({every}): pass a number of steps, 1 or more, or 0 to stop")
-        self.every, self.callback, self.spectrum = every, callback, spectrum
+        self.every = every
+        self.callback = callback
+        self.spectrum = spectrum
         if directory is not None:
-            folder, rank = Path(directory).absolute() / FOLDER, self._everyone.rank
+            folder = Path(directory).absolute() / FOLDER
+            rank = self._everyone.rank
             runs = {int(run.name): run for run in folder.glob("*") if run.name.isdecimal()}
             number = max(self._everyone.gather_objects(max(runs, default=0))) + 1
             with suppress(OSError):  # runs that left no recording, and a folder of another program, do not count
@@ -114,7 +118,8 @@ class Recorder:
 
     def _sums_of_model(self) -> TensorSums:
         if self._sums is None:
-            stepper, groups = self._optimizer.stepper, self._optimizer.param_groups
+            stepper = self._optimizer.stepper
+            groups = self._optimizer.param_groups
             self._sums = TensorSums(stepper, groups, order=self._order, rank=self._everyone.rank)
         return self._sums
 
@@ -138,7 +143,8 @@ class Recorder:
             self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=spectrum)
 
     def after(self, outcome: Outcome, *, max_norm: float) -> None:
-        recorded, rates = None, {}
+        recorded = None
+        rates = {}
         if self._is_recording:
             recorded = self._sums_of_model().finish(outcome, max_norm=max_norm)
             of_groups = (
@@ -184,7 +190,9 @@ class Recorder:
                     self.callback(stats)
 
     def _explain(self, step: int, norm: float, overflow: bool, stats: StepStats | None) -> None:
-        config, where, ranks = self._optimizer.config, "", ""
+        config = self._optimizer.config
+        where = ""
+        ranks = ""
         norms = {"": norm}
         if stats is not None:
             norms = {name: of.grad_norm for name, of in stats.params.items() if of.grad_norm is not None}
@@ -198,19 +206,22 @@ class Recorder:
             at_fault = [r for r, local in stats.rank_norms.items() if local is not None and not math.isfinite(local)]
             ranks = f", on {of_ranks(at_fault)} before the mean over ranks" if overflow and at_fault else ""
         if overflow:
-            key, what = "overflow", "NaN" if any(map(math.isnan, norms.values())) else "infinite values"
+            key = "overflow"
+            what = "NaN" if any(map(math.isnan, norms.values())) else "infinite values"
             text = f"{what} in the gradient{where}{ranks}"
             if config.fp16 and config.loss_scale is None:
                 text += "; the loss scale is lowered, as expected in the first steps of a dynamic loss scale"
         else:
             limit = config.grad_norm_skip_threshold
-            key, text = "limit", f"the gradient norm {norm:.4g} is above grad_norm_skip_threshold={limit:g}"
+            key = "limit"
+            text = f"the gradient norm {norm:.4g} is above grad_norm_skip_threshold={limit:g}"
             text += f"; the largest is that{where}" if where else ""
         self._count(f"{key}{where}{ranks}", step, f"was skipped on every rank: {text}")
 
     def _count(self, key: str, step: int, text: str, *, warns: bool = True) -> None:
         cause = self._causes.setdefault(key, _Cause(text, step, step))
-        cause.count, cause.last = cause.count + 1, step
+        cause.count = cause.count + 1
+        cause.last = step
         if cause.count == 1 and warns:
             advice = "No weight or state has changed; optimizer.report() has the counts"
             warnings.warn(f"step {step} {text}. {advice}", SkippedStepWarning, stacklevel=caller_level())
@@ -281,9 +292,11 @@ def _write_records(file: Path, head: dict[str, int], records: deque[StepStats], 
 
 def caller_level() -> int:
     """The `stacklevel` with which a warning of the function that calls this one points to the user's code."""
-    level, frame = 1, sys._getframe(1)
+    level = 1
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     return level
 
 
@@ -296,7 +309,8 @@ def of_ranks(ranks: Iterable[int]) -> str:
 # --- one line for each step -------------------------------------------------------------------------------------------
 
 
-_PLAIN, _FLOATS = ("step", "updates", "success", "reason", "lr"), ("grad_norm", "clip", "loss_scale")
+_PLAIN = ("step", "updates", "success", "reason", "lr")
+_FLOATS = ("grad_norm", "clip", "loss_scale")
 
 
 def to_line(stats: StepStats) -> str:

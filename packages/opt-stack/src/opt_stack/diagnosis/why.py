@@ -17,7 +17,9 @@ JUMP = 5.0  # factor over the norms before, from which a norm has jumped
 APART = 3.0  # factor by which a rank's norm leaves that of its replicas
 LARGE_RATIO = 0.1  # update / weight
 NUM_BEFORE = 20  # records that give the usual norm
-SAME, OTHER = 1e-5, 1e-3  # relative differences of norms: equal weights, and different ones
+# Relative differences of norms.
+SAME = 1e-5  # at most: equal weights
+OTHER = 1e-3  # at least: different weights
 MAX_SHOWN = 20  # tensors of checkpoints that differ
 Run = Sequence[StepStats]
 
@@ -34,13 +36,15 @@ class Diagnosis:
     a drawing."""
 
     def __init__(self, head: str, findings: Sequence[Finding], run: Run = ()):
-        self.head, self.run = head, run
+        self.head = head
+        self.run = run
         self.findings = sorted(findings, key=lambda finding: finding.step)
 
     def __str__(self) -> str:
         lines = [self.head, *(fill(text, 100, subsequent_indent="  ") for text in self._sentences())]
         if self.run:
-            curve, width = _logarithm([stats.grad_norm for stats in self.run]), min(len(self.run) + 1, 72)
+            curve = _logarithm([stats.grad_norm for stats in self.run])
+            width = min(len(self.run) + 1, 72)
             plot = text_plot([curve], steps=max(len(self.run) - 1, 1), width=width, height=8)
             lines += ["", f"log10 of the gradient norm, steps {self.run[0].step} to {self.run[-1].step}:", plot]
         return "\n".join(lines)
@@ -57,7 +61,8 @@ class Diagnosis:
 
     def svg(self) -> str:
         """Draw the gradient norm (blue) and the model's update/weight (yellow) as base-10 logarithms."""
-        norms, ratios = [stats.grad_norm for stats in self.run], [_ratio(stats) for stats in self.run]
+        norms = [stats.grad_norm for stats in self.run]
+        ratios = [_ratio(stats) for stats in self.run]
         return svg_plot([_logarithm(norms), _logarithm(ratios)], steps=max(len(norms) - 1, 1)) if norms else ""
 
 
@@ -173,7 +178,8 @@ def _ranks_apart(run: Run) -> Iterator[Finding]:
         changes = {}
         for rank, ratio in apart[at].items():
             before = [of[rank] for of in apart[max(at - NUM_BEFORE, 0) : at] if rank in of] or [ratio]
-            now, then = run[at].rank_norms[rank], run[at - 1].rank_norms.get(rank)
+            now = run[at].rank_norms[rank]
+            then = run[at - 1].rank_norms.get(rank)
             # Two replicas leave each other: the one whose own norm changed most is named.
             own = abs(math.log(now / then)) if now and then and math.isfinite(then) else 0.0
             changes[rank] = max(math.log(ratio / max(before)), math.log(min(before) / ratio)), own
@@ -206,7 +212,8 @@ def _jump(run: Run) -> Iterator[Finding]:
     """The first gradient norm far above those before it, and whether it came back."""
     for at, stats in enumerate(run):
         before = [r for r in run[max(at - NUM_BEFORE, 0) : at] if math.isfinite(r.grad_norm)]
-        norms, after = [r.grad_norm for r in before], run[at + 1 :]
+        norms = [r.grad_norm for r in before]
+        after = run[at + 1 :]
         usual = median(norms) if len(norms) >= 3 else 0.0
         if not (usual and math.isfinite(stats.grad_norm) and stats.grad_norm > JUMP * usual):
             continue
@@ -248,7 +255,9 @@ def _growth(name: str, before: Run, stats: StepStats) -> float:
 
 def _between(first: Run, second: Run) -> Iterator[Finding]:
     """The first difference between two runs, matched by the number of updates."""
-    step, start, end = second[0].step, second[0].updates, first[-1].updates
+    step = second[0].step
+    start = second[0].updates
+    end = first[-1].updates
     matches = [stats.updates for stats in first if _weights_match(stats, second[0])]
     if matches and start not in matches:
         text = f"the second run begins after {start} updates with the weights that the first had after {matches[-1]}: "
@@ -268,7 +277,8 @@ def _between(first: Run, second: Run) -> Iterator[Finding]:
                 return
         for kind in ("weight_norm", "grad_norm", "update_norm"):
             for name in (name for name in stats.params if name in then.params):  # in the order of the model
-                old, new = getattr(then.params[name], kind), getattr(stats.params[name], kind)
+                old = getattr(then.params[name], kind)
+                new = getattr(stats.params[name], kind)
                 if None not in (old, new) and not math.isclose(old, new, rel_tol=OTHER, abs_tol=1e-12):
                     text = f"{where} the {kind.replace('_', ' ')} of {_place(name)} is {new:.4g}, and was {old:.4g}."
                     yield Finding(stats.step, text)
@@ -285,9 +295,11 @@ def _weights_match(one: StepStats, other: StepStats) -> bool:
 def _between_checkpoints(first: str | Path, second: str | Path) -> Diagnosis:
     from opt_checkpoint import differences  # imports `convert`, which training does not need
 
-    one, two = read_index(first), read_index(second)
+    one = read_index(first)
+    two = read_index(second)
     found = sorted(differences(one, two), key=lambda difference: "NaN" not in difference.text)
-    keys, num_nan = one.tensors.keys() | two.tensors.keys(), sum("NaN" in difference.text for difference in found)
+    keys = one.tensors.keys() | two.tensors.keys()
+    num_nan = sum("NaN" in difference.text for difference in found)
     head = f"{first} and {second}: {len(found)} of {len(keys)} tensors differ, {num_nan} of them in NaN"
     lines = [f"{key}: {text}" for key, text in found[:MAX_SHOWN]]
     more = [f"... and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []

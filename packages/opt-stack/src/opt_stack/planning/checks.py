@@ -49,7 +49,8 @@ def refuse(problems: Iterable[str]) -> None:
 def _check_params(draft: Draft) -> Iterator[str]:
     """Parameters without values, of dtypes that the configuration does not name, in fp8 without `fp8_recipe` or with a
     rule that has evaluation weights, and in norm groups that Megatron-Core does not have."""
-    config, metas = draft.config, draft.metas
+    config = draft.config
+    metas = draft.metas
     for chunk in draft.chunks if draft.sizes is None else ():  # a plan for another world needs no values
         for name, param in nn.Module.named_parameters(chunk):
             if param.is_meta:
@@ -124,7 +125,8 @@ def _check_memory(draft: Draft) -> Iterator[str]:
 def _check_chunks(draft: Draft) -> Iterator[str]:
     """Wrappers of another chunk, or with another value of a shared field than the optimizer's
     configuration; plain modules where a wrapper is needed; overlaps that the model does not support."""
-    config, chunks = draft.config, draft.chunks
+    config = draft.config
+    chunks = draft.chunks
     if config.overlap_param_gather_with_optimizer_step and len(chunks) == 1:
         yield (
             "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped, "
@@ -165,7 +167,8 @@ def check_same_groups(draft: Draft) -> Iterator[str]:
     """Wrappers that reduce over other groups than the optimizer's: their sum would pass for the mean."""
     families = {"data-parallel": "dense", "expert data-parallel": "expert"} if draft.sizes is None else {}
     for (index, chunk), (family, name) in product(draft.wrapped.items(), families.items()):
-        ours, theirs = getattr(draft.roles, name), getattr(chunk.roles, name)
+        ours = getattr(draft.roles, name)
+        theirs = getattr(chunk.roles, name)
         if not (_is_same(ours.dp, theirs.dp) and _is_same(ours.inter, theirs.inter)):
             yield (
                 f"model chunk {index} was wrapped with {family} groups of {_in_words(theirs)}, but the optimizer's "
@@ -181,7 +184,8 @@ def members(comm: Comm) -> list[int]:
 
 def _is_same(one: Comm, other: Comm) -> bool:
     """Return whether both span the same ranks; by size and rank only, if one has no process group."""
-    ours, theirs = members(one), members(other)
+    ours = members(one)
+    theirs = members(other)
     return (one.size, one.rank) == (other.size, other.rank) and (ours == theirs or not ours or not theirs)
 
 
@@ -191,7 +195,8 @@ def _in_words(axes: Axes) -> str:
 
 
 def _check_wrapper(draft: Draft, index: int, chunk: DistributedDataParallel) -> Iterator[str]:
-    config, wrapper = draft.config, f"model chunk {index} was wrapped with"
+    config = draft.config
+    wrapper = f"model chunk {index} was wrapped with"
     if any(id.chunk != index for id in chunk.metas):
         yield f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
     if chunk.ddp_config.check_for_large_grads and isinstance(config.loss_scaling, DynamicScale):
@@ -222,7 +227,8 @@ def _check_wrapper(draft: Draft, index: int, chunk: DistributedDataParallel) -> 
 
 def _check_megatron_wrapper(draft: Draft, index: int, chunk: nn.Module) -> Iterator[str]:
     """Chunks in different wrappers, and sharded state: Megatron-Core's wrapper lays shards out in its own way."""
-    config, wrapper = draft.config, f"model chunk {index} is in Megatron-Core's DistributedDataParallel"
+    config = draft.config
+    wrapper = f"model chunk {index} is in Megatron-Core's DistributedDataParallel"
     for at, other in enumerate(draft.chunks):
         if not is_megatron_wrapper(other):
             yield f"{wrapper} and model chunk {at} is a {type(other).__name__}; wrap all chunks in the same class"
@@ -271,7 +277,8 @@ def _check_units(draft: Draft) -> Iterator[str]:
     """Matrix rules on matrices that ranks cut or on other parameters, and hooks on layouts that they cannot see."""
     sharding = draft.config.sharding
     for unit in draft.plan.units:
-        name, buffer_of = f"optimizer={unit.rule.name!r}", {id: buffer for buffer, id in draft.placed(unit)}
+        name = f"optimizer={unit.rule.name!r}"
+        buffer_of = {id: buffer for buffer, id in draft.placed(unit)}
         needs_matrices = unit.rule.needs is Needs.MATRICES
         for id, buffer in buffer_of.items() if needs_matrices else ():
             if buffer.kind.cuts and isinstance(sharding, WholeParams):  # it came with a wrapped chunk
@@ -338,7 +345,9 @@ _GRAPH = "optimizer_cuda_graph=True"
 
 def check_graphs(draft: Draft, device: torch.device) -> Iterator[str]:
     """`optimizer_cuda_graph`, if the device, a rule or a group does not support capture."""
-    plan, roles, on_gpu = draft.plan, draft.roles, device.type == "cuda"
+    plan = draft.plan
+    roles = draft.roles
+    on_gpu = device.type == "cuda"
     if not plan.config.optimizer_cuda_graph:
         return
     try:

@@ -121,9 +121,11 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     computes = Computes.OWNER
     takes_parts = mode is TpMode.BLOCKWISE or not isinstance(rule, MatrixRule)  # the rule communicates itself
     if not sides or (by_mode and takes_parts):
-        kept, computes = cuts, Computes.PART
+        kept = cuts
+        computes = Computes.PART
     elif by_mode and mode is TpMode.DISTRIBUTED:
-        kept, computes = cuts, Computes.JOINT
+        kept = cuts
+        computes = Computes.JOINT
     elif by_mode and mode is TpMode.DUPLICATED:
         computes = Computes.EVERY
     listed = ", ".join(f"along dim {cut.dim} over {cut.axis.size} ranks ({cut.axis.name})" for cut in cuts)
@@ -162,9 +164,11 @@ def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, 
 
 def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: SplitMatrix) -> None:
     """Raise unless every block that the rule treats as one matrix contains whole groups of rows."""
-    sizes, words = tuple(axis.size for axis in arranged.axes), f"qkv_split_shapes={meta.qkv_split_shapes}: query groups"
+    sizes = tuple(axis.size for axis in arranged.axes)
+    words = f"qkv_split_shapes={meta.qkv_split_shapes}: query groups"
     if meta.head_rows or meta.split_sizes:
-        heads, parts = f"head_rows={meta.head_rows}: heads", f"split_sizes={meta.split_sizes}: matrices"
+        heads = f"head_rows={meta.head_rows}: heads"
+        parts = f"split_sizes={meta.split_sizes}: matrices"
         words = heads if meta.head_rows else parts
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
@@ -256,10 +260,14 @@ def _placed(
     group: TensorParallel | None,
 ) -> dict[ParamId, PlacedMatrix]:
     """The matrices of one plan that are cut over one grid of ranks."""
-    number, ranks, of_whole, of_part = plan.tensor_parallel_axis, 1 if group is None else group.size, {}, {}
+    number = plan.tensor_parallel_axis
+    ranks = 1 if group is None else group.size
+    of_whole = {}
+    of_part = {}
     for slot in slots:
         matrix = slot.matrix
-        block, local = plan.layout.block(slot, tuple(comm.rank for comm in comms)), metas[matrix.id].local_shape
+        block = plan.layout.block(slot, tuple(comm.rank for comm in comms))
+        local = metas[matrix.id].local_shape
         if block.shape != local:
             raise LayoutError(
                 f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {plan.layout.sizes} ranks, "
@@ -267,7 +275,8 @@ def _placed(
                 'parallelize_module do, or set "optimizer": "adam" for it, in an override or in its group'
             )
         dim = None if number is None else matrix.dims[number]
-        spec, part = splits[matrix.id], MatrixPart(matrix.id, matrix.shape, block.offset[-2])
+        spec = splits[matrix.id]
+        part = MatrixPart(matrix.id, matrix.shape, block.offset[-2])
         whole = of_whole[matrix.id] = replace(spec, partition_dim=dim, tensor_parallel=group)
         if plan.layout.computes.gathers:
             of_part[matrix.id] = replace(spec, part=part)

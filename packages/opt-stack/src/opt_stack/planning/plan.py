@@ -204,7 +204,10 @@ class Draft:
 
 def make_plan(draft: Draft) -> Plan:
     """Plan the buffers and units of the groups' parameters, without the ranks that compute matrices."""
-    config, rules, rule_of, sizes = draft.config, draft.rules, draft.rule_of, draft.sizes or WorldSizes.of(draft.roles)
+    config = draft.config
+    rules = draft.rules
+    rule_of = draft.rule_of
+    sizes = draft.sizes or WorldSizes.of(draft.roles)
     in_wrapper = {id for buffer in draft.wrapped_buffers for id in buffer.params}
     plain = plan_buffers(
         {id: meta for id, meta in draft.metas.items() if id in rule_of and id not in in_wrapper},
@@ -232,7 +235,9 @@ def _plan_units(draft: Draft) -> tuple[UnitPlan, ...]:
 
     Of several model chunks, later ones are separate units if the first is stepped and gathered before them.
     """
-    config, metas, rule_of = draft.config, draft.metas, draft.rule_of
+    config = draft.config
+    metas = draft.metas
+    rule_of = draft.rule_of
     first = min((id.chunk for id in rule_of), default=0) if config.overlap_param_gather_with_optimizer_step else None
     found: dict[tuple[bool, bool, str], list[ParamId]] = {}
     for id, meta in metas.items():
@@ -299,7 +304,9 @@ def with_compute(draft: Draft) -> Plan:
     Raises:
         ConfigError, LayoutError: see `plan_compute` and `torch_host_rule`.
     """
-    plan, sizes, units = draft.plan, draft.sizes or WorldSizes.of(draft.roles), []
+    plan = draft.plan
+    sizes = draft.sizes or WorldSizes.of(draft.roles)
+    units = []
     shard_of = {  # of parameters that are dealt whole
         piece.id: rank
         for buffer in plan.buffers

@@ -48,7 +48,8 @@ yields them: then every rank raises."""
 
 def check_ranks(draft: Draft, checks: Sequence[RankCheck] | None = None) -> None:
     """Run `checks`, by default `RANK_CHECKS`, in one exchange. Raises ConfigError on every rank."""
-    everyone, running = draft.roles.everyone, [check(draft) for check in checks or RANK_CHECKS]
+    everyone = draft.roles.everyone
+    running = [check(draft) for check in checks or RANK_CHECKS]
     per_rank = everyone.gather_objects(agreed(everyone, lambda: [next(check) for check in running]))
     for check, facts in zip(running, zip(*per_rank, strict=True), strict=True):
         try:
@@ -101,7 +102,9 @@ def check_effects(draft: Draft) -> Generator[Any, Any, None]:
     own = {param.dtype for param in params} | {meta.dtype for meta in draft.metas.values()}
     per_rank = yield own, {draft.metas[id].is_dtensor for id in draft.rule_of}
     dtypes, are_dtensors = (set().union(*facts) for facts in zip(*per_rank, strict=True))
-    config, wanted, problems = draft.config, draft.config.precision.params, []
+    config = draft.config
+    wanted = draft.config.precision.params
+    problems = []
     # fp16 scales the loss of a model in fp32 as well, under autocast.
     if wanted is not torch.float32 and not config.fp16 and dtypes and wanted not in dtypes:
         name = "bf16" if config.bf16 else "params_dtype"
@@ -309,7 +312,8 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int
         if name not in first or name not in other:
             return f"; {name} is trained on rank {rank if name in other else 0} only"
         for key in sorted({*first[name], *other[name]}):
-            ours, theirs = first[name].get(key), other[name].get(key)
+            ours = first[name].get(key)
+            theirs = other[name].get(key)
             if ours != theirs:
                 return f"; {key} of {name} is {ours} on rank 0 and {theirs} on rank {rank}"
     return ""
@@ -335,7 +339,8 @@ class ModelPart(NamedTuple):
 
 def model_part(metas: Mapping[ParamId, ParamMeta], roles: Roles) -> ModelPart:
     """Compare the parts of the model that ranks hold: tensor-parallel parts, pipeline stages, experts. Collective."""
-    texts, has_namesakes = [], False
+    texts = []
+    has_namesakes = False
     for axes, kind in ((roles.dense, "dense"), (roles.expert, "experts")):
         own = [meta for meta in metas.values() if meta.is_expert == (kind == "experts") and not meta.is_dtensor]
         first = min(axes.inter.gather_objects(min(axes.dp.gather_objects(roles.everyone.rank))))

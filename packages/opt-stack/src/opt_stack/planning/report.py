@@ -40,7 +40,8 @@ _MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in additi
 def unit_bytes(plan: "Plan", unit: "UnitPlan", *, rank: int, on_host: bool) -> int:
     """Return the bytes that `unit` keeps on data-parallel rank `rank`, on the host or on the device. State of matrices
     that one rank computes for its peers counts as equal shares."""
-    total, rule = 0, unit.rule_of(on_host=on_host)
+    total = 0
+    rule = unit.rule_of(on_host=on_host)
     wholes: dict[ParamId, tuple[tuple[int, ...], int]] = {}  # of gathered matrices: the shape, and how many ranks share
     for layout in (compute.layout for compute in unit.compute if compute.layout.computes.gathers):
         num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
@@ -87,7 +88,8 @@ def main_bytes(numbers: Numbers, numel: int) -> int:
 
 def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
     """Return the specs of the states that `rule` keeps for a parameter of `shape`, with the bytes of each."""
-    specs, numel = rule.state_specs, prod(shape)
+    specs = rule.state_specs
+    numel = prod(shape)
     if not any(spec.optional or spec.by_part for spec in specs):
         return {spec: spec_bytes(spec, shape, numel) for spec in specs}
     kept = init_state(rule, torch.empty(shape, dtype=torch.float32, device="meta"), matrix)
@@ -125,7 +127,8 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
     has_blocks = False
     for plan in plans:
         has_blocks |= plan.tp_mode is TpMode.BLOCKWISE
-        ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
+        ranks = " x ".join(str(axis.size) for axis in plan.axes)
+        names = ", ".join(axis.name for axis in plan.axes)
         line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
         line += ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
         line += "" if plan.tp_mode is None else f" (muon_tp_mode={plan.tp_mode.value!r})"
@@ -186,7 +189,8 @@ def total_lines(plan: "Plan") -> Iterator[str]:
     on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
     yield f"optimizer state: {listed(plan.state_bytes)} bytes on {on}"
     if plan.hosted:
-        hosted, staged = listed(partial(plan.state_bytes, on_host=True)), listed(partial(staging_bytes, plan))
+        hosted = listed(partial(plan.state_bytes, on_host=True))
+        staged = listed(partial(staging_bytes, plan))
         yield f"of this on the host: {hosted} bytes; staging buffers, at most: {staged}"
     config = plan.config
     clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"

@@ -114,7 +114,8 @@ def complete_groups(
 
 def _completed(given: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
     """Add the missing entries to `given`. Unset rates are the configuration's, times the group's `lr_mult`."""
-    wd_mult, lr_mult = given.get("wd_mult", 1.0), given.get("lr_mult", 1.0)
+    wd_mult = given.get("wd_mult", 1.0)
+    lr_mult = given.get("lr_mult", 1.0)
     rates = (given.get("max_lr"), given.get("lr"), _times(config.lr, lr_mult))
     max_lr = next((rate for rate in rates if rate is not None), None)
     return {
@@ -219,7 +220,8 @@ def _hyper(name: str, rule: Rule, registry: Registry, config: OptimizerConfig) -
     Raises:
         ConfigError: `hyper` returns a name that the rule never reads, or lacks one that the rule declares.
     """
-    hyper, own = registry[name].hyper(config), getattr(rule, "hyper_names", ())
+    hyper = registry[name].hyper(config)
+    own = getattr(rule, "hyper_names", ())
     allowed = (*HYPER_KEYS, *own)
     for key in hyper:
         if key not in allowed:
@@ -376,7 +378,8 @@ def check_loaded_numbers(
     define their own bounds.
     """
     for group, saved in loaded:
-        name, rule = group["name"], rules.get(group["optimizer"])
+        name = group["name"]
+        rule = rules.get(group["optimizer"])
         formula = rule.formula if isinstance(rule, ElementwiseRule) else None
         check_bounds({**{key: saved[key] for key in saved if key in group}, "name": name}, rule)
         if rule is not None:

@@ -68,7 +68,8 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}, rea
                 f"overlap_param_gather=True: optimizer={formula.name!r} evaluates other weights than it trains, and "
                 "eval() gathers them at once; leave it at False"
             )
-        initial, options = hyper(config), _options(formula, config, fields(config))
+        initial = hyper(config)
+        options = _options(formula, config, fields(config))
         chosen: dict[str, Any] = {}
         for choice in formula.choices:
             if choice.name == "decoupled_weight_decay":
@@ -167,7 +168,8 @@ def _check_decoupled(config: OptimizerConfig, name: str) -> None:
 
 
 def _muon(config: OptimizerConfig) -> MuonRule:
-    method, is_decoupled = config.muon_weight_decay_method, config.decoupled_weight_decay
+    method = config.muon_weight_decay_method
+    is_decoupled = config.decoupled_weight_decay
     if not is_decoupled and method != "decoupled":
         raise ConfigError(
             f"decoupled_weight_decay=False with muon_weight_decay_method={method!r}: leave one of them at its default"
@@ -181,7 +183,9 @@ def _muon(config: OptimizerConfig) -> MuonRule:
 
 
 def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
-    muon, method, lines = _muon(config), config.adaptive_muon_moment2_method, config.adaptive_muon_lines
+    muon = _muon(config)
+    method = config.adaptive_muon_moment2_method
+    lines = config.adaptive_muon_lines
     if method != "normuon" and lines != "rows":
         raise ConfigError(
             f"adaptive_muon_lines={lines!r} with adaptive_muon_moment2_method={method!r}: only 'normuon' has lines; "
@@ -396,11 +400,13 @@ def _problem_of_spec(spec: StateSpec, num_dims: int) -> str:
 
 def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> None:
     """Raise ConfigError unless one step with a remainder of `dtype` is the step with fp32 main values."""
-    generator, problem = torch.Generator(device="cpu").manual_seed(0), ""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    problem = ""
     values = torch.rand(2, *_SHAPES[rule.needs], dtype=torch.float32, device="cpu", generator=generator) + 0.5
     start, grad = values.unbind()
     try:
-        out, remainder = torch.empty_like(start, dtype=torch.bfloat16), torch.empty_like(start, dtype=dtype)
+        out = torch.empty_like(start, dtype=torch.bfloat16)
+        remainder = torch.empty_like(start, dtype=dtype)
         split_(out, remainder, start)
         main = join(out, remainder)
         split = Work(grad=grad.clone(), main=None, state=rule.init_state(main), out=out, remainder=remainder)

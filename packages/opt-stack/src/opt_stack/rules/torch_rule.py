@@ -220,7 +220,8 @@ def _probe(
             f"torch_rule({name!r}): {cls.__name__} keeps {', '.join(changed)} outside of optimizer.state, where a "
             "checkpoint would lose it; write it as a Formula or a Rule"
         )
-    specs, step_type = [], None
+    specs = []
+    step_type = None
     for key, value in optimizer.state[param].items():
         if key == STEP and float(value) == PROBE_STEPS:
             step_type = type(value)
@@ -265,7 +266,8 @@ def torch_host_rule(rule: Rule, config: OptimizerConfig) -> TorchRule:
     Raises:
         ConfigError: no torch optimizer computes what `rule` does, or keeps its state in the same dtypes.
     """
-    problem, is_known = "", isinstance(rule, ElementwiseRule) and rule.name in HOST_NAMES
+    problem = ""
+    is_known = isinstance(rule, ElementwiseRule) and rule.name in HOST_NAMES
     narrow = [f"{spec.name} in {spec.dtype}" for spec in rule.state_specs if spec.dtype is not torch.float32]
     if not is_known:
         problem = "has no counterpart in torch.optim that Megatron-Core uses"

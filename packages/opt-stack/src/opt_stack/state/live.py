@@ -145,7 +145,8 @@ class StateOffload:
 
     def _move(self, memories: Sequence[list[Tensor]], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         device = devices.device_of(self.stepper.device)
-        current, side = device.current_stream(), device.side_stream()
+        current = device.current_stream()
+        side = device.side_stream()
         side.wait_event(current.record_event())
         with device.on(side):
             for target, source in zip(targets, sources, strict=True):

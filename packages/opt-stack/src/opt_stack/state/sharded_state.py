@@ -207,7 +207,8 @@ class ShardedStates(torch.optim.Optimizer):
                 "load_state_dict of a sharded state needs the sharded_state_dict that it was loaded into; call "
                 "optimizer.sharded_state_dict first and pass it to opt_checkpoint.load"
             )
-        groups, names = self.param_groups, [[own.name for own in of_group] for of_group in described]
+        groups = self.param_groups
+        names = [[own.name for own in of_group] for of_group in described]
         stored, regrouped = regroup_described(loaded["groups"], groups, described, self._names_on_all_ranks)
         saved, pairs, moved = match_saved({**loaded, "groups": stored}, groups, names)
         pieces = [(held, loaded["state"].get(at, {})) for _, at, held in self._saved_pieces(described)]
@@ -364,7 +365,8 @@ def regroup_described(
 
     If all parameters of a present group moved, they are in an additional saved group with its factors.
     """
-    of_saved, names = list(saved.get("groups", ())), list(saved.get("names", ()))
+    of_saved = list(saved.get("groups", ()))
+    names = list(saved.get("names", ()))
     source = {name: number for number, own in enumerate(names) for name in own}
     moved: list[str] = []
     added: list[tuple[dict[str, Any], list[str]]] = []

@@ -52,7 +52,8 @@ def find_values(state_dict: Mapping[str, Any], params: Mapping[ParamId, nn.Param
             raise ValueError(
                 f"state_dict lacks {id.name!r} of model chunk {id.chunk}; it must hold every trained parameter"
             )
-        value, where = names[key], f"state_dict's {id.name!r} of model chunk {id.chunk}"
+        value = names[key]
+        where = f"state_dict's {id.name!r} of model chunk {id.chunk}"
         if not isinstance(value, Tensor):
             raise ValueError(f"{where} is a {type(value).__name__}; it must be a tensor of shape {tuple(param.shape)}")
         if value.shape != param.shape:
@@ -186,7 +187,8 @@ class StateDicts(ShardedStates):
 
     def _read_all(self) -> dict[int, dict[str, Tensor]]:
         """Return this rank's state by parameter index. In evaluation mode, main values are copied."""
-        evaluation, found = self.evaluation, {}
+        evaluation = self.evaluation
+        found = {}
         with self.loaded_weights.own_writes(), evaluation.with_trained_weights():
             for index, (unit, piece) in ((i, self._held[id]) for i, id in enumerate(self._ids) if id in self._held):
                 replaced = evaluation.is_evaluating and evaluation.keeps_weights_of(unit)
@@ -257,7 +259,8 @@ def packed_groups(groups: Sequence[Group], *, rank_local: bool = False) -> list[
 
     `param_ids` is None: torch's flattened form needs every key of a group, but nothing reads this one.
     """
-    packed, start = [], 0
+    packed = []
+    start = 0
     for group in groups:
         names = [param_name(id) for id in group["param_ids"]]
         kept = {key: group[key] for key in group if key not in HELD}
@@ -298,7 +301,8 @@ def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
     its saved group, or a state dict of this class has state of some parameters but not of this one.
     """
     names_of = [[param_name(id) for id in group["param_ids"]] for group in groups]
-    (saved, moved), state = regroup(state_dict["param_groups"], groups, names_of), state_dict["state"]
+    (saved, moved) = regroup(state_dict["param_groups"], groups, names_of)
+    state = state_dict["state"]
     if len(saved) != len(groups):
         raise ValueError(f"state_dict has {len(saved)} parameter groups, but this optimizer has {len(groups)}")
     # `torch.distributed.checkpoint.state_dict` makes groups in this optimizer's order, with names for indices.
@@ -311,7 +315,8 @@ def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
     is_complete = "version" in state_dict and state and any("replicated" in text for text in _layouts(state_dict))
     found: dict[ParamId, Group] = {}
     for ours, theirs, names in zip(groups, saved, names_of, strict=True):
-        group, num_params = f"group {ours['name']!r}", len(ours["params"])
+        group = f"group {ours['name']!r}"
+        num_params = len(ours["params"])
         if num_params != len(theirs["params"]):
             raise ValueError(f"{group} has {num_params} parameters, but the saved group {len(theirs['params'])}")
         if theirs.get(RULE, ours[RULE]) != ours[RULE]:

@@ -191,7 +191,8 @@ class _Note:
     """A hook after the load of one module. Copies and pickles of it do nothing: a copied model is not trained."""
 
     def __init__(self, loaded: LoadedWeights | None = None, params: Mapping[str, nn.Parameter] | None = None):
-        self._loaded, self._params = None if loaded is None else ref(loaded), params or {}
+        self._loaded = None if loaded is None else ref(loaded)
+        self._params = params or {}
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self._loaded is not None and (loaded := self._loaded()) is not None:
@@ -260,7 +261,8 @@ class Evaluation:
     @contextmanager
     def with_trained_weights(self) -> Iterator[None]:
         """Show the trained weights in this rank's parameters inside the context; no communication."""
-        trained, are_written = self._trained or {}, not self._shown.are_all_own()
+        trained = self._trained or {}
+        are_written = not self._shown.are_all_own()
         shown = {param: local(param).detach().clone() for param in trained}
         try:
             _write_(trained)
@@ -302,7 +304,8 @@ class Evaluation:
                 stacklevel=3,
             )
         _write_(self._trained or {})
-        self._trained, self._shown = None, Writes([])
+        self._trained = None
+        self._shown = Writes([])
 
 
 @torch.no_grad()

@@ -20,7 +20,9 @@ from opt_kernels.works import Constant
 class Cpp(Dialect):
     """Expressions of float."""
 
-    BOTH, EITHER, NEGATION = "({} && {})", "({} || {})", "(!{})"
+    BOTH = "({} && {})"
+    EITHER = "({} || {})"
+    NEGATION = "(!{})"
     CHOICE = "({} ? {} : {})"
     ASSIGNMENT = "x_{} = {};"
 
@@ -175,7 +177,8 @@ class _ChunkPlan:
         self.states = [state.name for state in formula.states]
         self.cut = cut(body, results)
         self.main, *self.results = self.cut.results
-        first, second = [*self.cut.before, *self.cut.roots], self.cut.after
+        first = [*self.cut.before, *self.cut.roots]
+        second = self.cut.after
         self.fixed = frozenset(self.scalars) - {*assigned(first), *assigned(second)}
         later = {*assigned(second)}
         self.is_early = [bool(self.cut.roots) and not read(result) & later for result in self.results]

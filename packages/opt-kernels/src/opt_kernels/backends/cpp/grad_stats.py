@@ -38,15 +38,18 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     compiled = {dtype: _compiled(dtype, count_zeros=count_zeros) for dtype in by_dtype}
     others = [grad for dtype, same in by_dtype.items() if compiled[dtype] is None for grad in same]
     of_others = torch_native.grad_stats(others, count_zeros=count_zeros)
-    total, zeros = float(of_others.sum_of_squares), int(of_others.zeros)
+    total = float(of_others.sum_of_squares)
+    zeros = int(of_others.zeros)
     for dtype in C_TYPES:
-        sweep, same = compiled.get(dtype), by_dtype.get(dtype, [])
+        sweep = compiled.get(dtype)
+        same = by_dtype.get(dtype, [])
         if sweep is not None and any(map(Tensor.numel, same)):
             dense = same if all(map(Tensor.is_contiguous, same)) else [in_memory_order(grad) for grad in same]
             of_dtype, zeros_of_dtype = _sums(sweep, dense)
             if not is_safe(of_dtype):
                 return reference.grad_stats(grads, count_zeros=count_zeros)
-            total, zeros = total + of_dtype, zeros + zeros_of_dtype
+            total = total + of_dtype
+            zeros = zeros + zeros_of_dtype
     sum_of_squares = torch.tensor(total, dtype=torch.float64, device="cpu")
     num_zeros = torch.tensor(zeros, dtype=torch.int64, device="cpu")
     return GradStats(sum_of_squares, of_others.nonfinite, num_zeros)

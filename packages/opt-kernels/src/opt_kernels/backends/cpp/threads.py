@@ -43,7 +43,8 @@ def run(library: ctypes.CDLL, *, table: int, num_runs: int, extra: int, total: i
     shares = 1 if threads == 1 else min(threads * SHARES_PER_THREAD, total // least)
     task = SweepTask(table, num_runs, extra, total, shares, 0, 0)
     work = library.work
-    work.argtypes, work.restype = (c_void_p,), None
+    work.argtypes = (c_void_p,)
+    work.restype = None
     if threads == 1:
         work(ctypes.addressof(task))
     else:
@@ -62,7 +63,8 @@ def _torchs_team() -> Callable[[Any, int, int], None]:
         start = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):
         return _python_team
-    start.argtypes, start.restype = (c_void_p, c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    start.argtypes = (c_void_p, c_void_p, ctypes.c_uint, ctypes.c_uint)
+    start.restype = None
     return lambda work, task, threads: start(ctypes.cast(work, c_void_p), task, threads, 0)
 
 

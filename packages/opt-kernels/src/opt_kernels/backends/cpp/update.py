@@ -213,11 +213,13 @@ def _sweep(
         *([0 if t is None else t.data_ptr() for t in elements.tensors_of(work, codecs)] for _, work in chosen)
     )
     mains, outs, *others = map(list, columns)
-    codes, scales = others[: len(codecs)], iter(others[len(codecs) :])
+    codes = others[: len(codecs)]
+    scales = iter(others[len(codecs) :])
     nothing = [0] * len(numbers)
     of_states = [(of, next(scales) if codec.block else nothing) for of, codec in zip(codes, codecs.values())]
     numels = [work.grad.numel() for _, work in chosen]
-    rows, firsts = [row for row, _ in chosen], [work.first for _, work in chosen]
+    rows = [row for row, _ in chosen]
+    firsts = [work.first for _, work in chosen]
     after = [column for pair in of_states for column in pair] + [numels, rows, firsts]
     return _Sweep(formats, types, numbers, _joined([mains, outs]), _joined(after), sum(numels))
 

@@ -149,7 +149,8 @@ def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float)
     num_chunks = sum([len(records) for records, _ in tables])
     sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
     counts = torch.empty(num_chunks, 2, dtype=torch.int32, device=device)
-    maximum, start = math.isinf(norm_type), 0
+    maximum = math.isinf(norm_type)
+    start = 0
     for records, options in tables:
         into = (sums[start:], counts[start:]) if start else (sums, counts)
         stats_sweep[(records.shape[0],)](records, *into, MAXIMUM=maximum, **options)
@@ -186,7 +187,8 @@ def _built(grads: Sequence[Tensor]) -> list[_Table] | None:
 def _table(dtype: torch.dtype, aligned: bool, grads: Sequence[Tensor]) -> _Table:
     addresses = [grad.data_ptr() for grad in grads]
     numels = tuple(grad.numel() for grad in grads)
-    device, nowhere = grads[0].device, (0,) * len(grads)
+    device = grads[0].device
+    nowhere = (0,) * len(grads)
     chunk = launches.chunk_elements(sum(numels), processors=launches.processors(device))
     column = launches.Column(item_bytes=dtype.itemsize)
     records = to_device(

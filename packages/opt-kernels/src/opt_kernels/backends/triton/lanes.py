@@ -110,7 +110,8 @@ def tanh(x: tl.tensor) -> tl.tensor:
 @jit
 def raised(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     """base^exponent, in float64 rounded to float32; NaN for a base below 0 and an exponent that is not whole."""
-    b, e = tl.cast(base, tl.float64), tl.cast(exponent, tl.float64)
+    b = tl.cast(base, tl.float64)
+    e = tl.cast(exponent, tl.float64)
     size = tl.where(e == 0.0, 1.0, tl.exp(e * tl.log(tl.abs(b))))
     is_odd = e - 2.0 * tl.floor(e * 0.5) == 1.0
     signed = tl.where(tl.floor(e) == e, tl.where(is_odd, -size, size), float("nan"))

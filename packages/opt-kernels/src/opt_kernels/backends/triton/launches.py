@@ -279,7 +279,8 @@ def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec])
     """The formats common to all runs of a work. Block scales are read one at a time, so they need no alignment."""
     main, out, *states = item.columns
     assert main is not None
-    grad, kept = item.work.grad, 2 + len(codecs)
+    grad = item.work.grad
+    kept = 2 + len(codecs)
     places = [at for c in cuts for at in (*_addresses(item, c, codecs)[:kept], c.beside)]
     places += [grad.data_ptr() + c.begin * grad.itemsize for c in cuts]
     return LaunchFormats(

@@ -55,7 +55,9 @@ class Kernels(NamedTuple):
 class _Triton(Dialect):
     """Expressions of Triton."""
 
-    BOTH, EITHER, NEGATION = "({} & {})", "({} | {})", "({} == 0)"
+    BOTH = "({} & {})"
+    EITHER = "({} | {})"
+    NEGATION = "({} == 0)"
     CHOICE = "tl.where({}, {}, {})"
     ASSIGNMENT = "x_{} = {}"
 
@@ -300,7 +302,9 @@ def update_(
         launches = sweeps(batches, codecs)
     if not launches:
         return
-    device, kernels, of_codecs = launches[0].table.grads.device, kernels_of(formula), tuple(codecs.items())
+    device = launches[0].table.grads.device
+    kernels = kernels_of(formula)
+    of_codecs = tuple(codecs.items())
     with launching_on(device):
         rows = [
             (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *(number_of(hyper, n, formula) for n in kernels.own))

@@ -98,10 +98,13 @@ def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: 
         numel = len(tasks) * tasks[0].work.grad.numel()
         if current and (wanted[:2] != current[0].inputs[:2] or place + numel > ROUND_NUMEL):
             yield Round(current[0].inputs, current, place)
-            current, place, slot = [], 0, 0
+            current = []
+            place = 0
+            slot = 0
         slots = _slots(tasks[0].work, factors)
         current.append(Stack(tasks, place, slot, slots, wanted))
-        place, slot = place + -(-numel // APART) * APART, slot + len(tasks) * len(slots)
+        place = place + -(-numel // APART) * APART
+        slot = slot + len(tasks) * len(slots)
     if current:
         yield Round(current[0].inputs, current, place)
 
@@ -178,7 +181,8 @@ def ranges(cuts: tuple[Cut, ...], chunk: int) -> tuple[Range, ...]:
     found: list[Range] = []
     end = 0
     for slot, of_slot in groupby(cuts, lambda cut: cut.tag):
-        begin, end = end, end + sum(-(-cut.numel // chunk) for cut in of_slot)
+        begin = end
+        end = end + sum(-(-cut.numel // chunk) for cut in of_slot)
         found.append(Range(slot, begin, end))
     return tuple(found)
 

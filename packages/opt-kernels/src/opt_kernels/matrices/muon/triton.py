@@ -247,11 +247,14 @@ class _Inputs:
     """The matrices u to be orthogonalised in a round, and the launches that write and read them."""
 
     def __init__(self, round_: Round, launches: Launches, codec: StateCodec) -> None:
-        device, x = launches[0].table.grads.device, round_.inputs.dtype
+        device = launches[0].table.grads.device
+        x = round_.inputs.dtype
         # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their
         # precision.
         is_narrow = round_.inputs.normalised and x.itemsize == 2
-        self._wanted, self._launches, self._codec = round_.inputs, launches, codec
+        self._wanted = round_.inputs
+        self._launches = launches
+        self._codec = codec
         self._x = torch.empty(round_.numel, dtype=x, device=device)
         self._u = self._x.view(torch.float16) if is_narrow else self._x  # x overwrites it, element by element
         self._scheme = "half" if is_narrow else "plain"
@@ -283,7 +286,8 @@ class _Inputs:
 
     def normalised(self, stack: Stack) -> Tensor:
         """The matrices of `stack`, (len(tasks), *shape), divided by their norms if the inputs are to be normalised."""
-        x, totals = self._x, self._totals
+        x = self._x
+        totals = self._totals
         if self._wanted.normalised:
             if stack.inputs.all_reduce is not None:
                 totals[stack.slots_of_all] = stack.inputs.all_reduce(totals[stack.slots_of_all].clone())

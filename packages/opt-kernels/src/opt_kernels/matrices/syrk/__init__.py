@@ -28,7 +28,9 @@ def symmetric_product(
     for i in range(left.shape[0]):
         for low in range(0, left.shape[-2], size):
             high = low + size
-            rows, cols, block = left[i, low:high], right[i, :, :high], out[i, low:high, :high]
+            rows = left[i, low:high]
+            cols = right[i, :, :high]
+            block = out[i, low:high, :high]
             if added is not None:
                 torch.addmm(added[i, low:high, :high], rows, cols, beta=beta, alpha=alpha, out=block)
             else:

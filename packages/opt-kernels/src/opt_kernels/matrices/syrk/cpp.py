@@ -15,8 +15,11 @@ from opt_kernels.backends.cpp.threads import run
 from opt_kernels.matrices import syrk
 
 SOURCE = Path(__file__).with_name("syrk.cpp")
-ROWS, COLS = 8, 32  # of a tile, as in syrk.cpp
-PACK, MULTIPLY = 0, 1
+# Of a tile, as in syrk.cpp.
+ROWS = 8
+COLS = 32
+PACK = 0
+MULTIPLY = 1
 LEAST = 1 << 21  # number of multiplications below which two calls cost more than they save
 LEAST_TILES = 8  # number of multiplications that are worth another thread
 
