@@ -12,8 +12,8 @@ from opt_config import OptimizerConfig
 from opt_distributed.buffers import WorldSizes
 from opt_paramgroups import get_param_groups
 from opt_stack import Registry
-from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.planning.plan import Draft
+from opt_stack.factory import make_design, with_matrix_rule
+from opt_stack.planning.design import Request, read_model
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8
@@ -70,7 +70,8 @@ def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
     rules = Registry()
     groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
     sizes = WorldSizes(dense=ranks, expert=ranks)
-    plan = plan_of(Draft(config=config, chunks=[model], registry=rules, groups=groups, sizes=sizes))
+    request = Request(config=config, chunks=(model,), registry=rules)
+    plan = make_design(request, read_model(request), groups, sizes).plan
     return plan.state_bytes(0) / (RANKS * 1024 * 1024)
 
 

@@ -26,7 +26,7 @@ from opt_kernels.hooks import measured
 from opt_kernels.quantized import RECIPES
 from opt_kernels.works import Batch
 from opt_stack import Optimizer, StepStats, build
-from opt_stack.planning import plan
+from opt_stack.planning import design
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
@@ -89,7 +89,8 @@ def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "version", launched_version)
-    monkeypatch.setattr(plan, "default_bucket_size", lambda num_ranks: 1)  # more buckets than have memory of their own
+    # More buckets than have memory of their own.
+    monkeypatch.setattr(design, "default_bucket_size", lambda num_ranks: 1)
     case, fields = CASES[name]
     on_device.assert_bits_of_a_cpu(case, **fields)
 

@@ -23,7 +23,7 @@ from opt_distributed.layout import ParamShape, flat_layout
 from opt_kernels.quantized import FP8, RECIPES, QuantizedTensor
 from opt_paramgroups import ParamId
 from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
-from opt_stack.planning.report import param_bytes
+from opt_stack.planning.plan import param_bytes
 
 ZERO = {"use_distributed_optimizer": True}
 REUSE: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}

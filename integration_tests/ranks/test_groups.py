@@ -1,6 +1,7 @@
 """Process groups of a run: found from meshes, DTensors and torch's wrapper, or refused on every rank; gloo."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm import Alone, Axes, Roles, TorchComm, world
-from opt_stack import DistributedDataParallel, ProcessGroups, Registry, get_optimizer
-from opt_stack.planning.plan import Draft
-from opt_stack.planning.ranks import check_devices
+from opt_stack import DistributedDataParallel, ProcessGroups, get_optimizer
+from opt_stack.planning.ranks import common_device
 
 STEPS = 5
 MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
@@ -297,8 +297,8 @@ def broadcasts_in_pairs() -> list[int]:
 def devices() -> tuple[str, str]:
     """The device of a rank without tensors, and the message where one rank's model is on another device."""
     device = str(build(nn.Identity() if dist.get_rank() == 1 else Mlp()).stepper.device)
-    chunk = Mlp().to("meta" if dist.get_rank() == 2 else "cpu")
-    check = check_devices(Draft(config=OptimizerConfig(), chunks=[chunk], registry=Registry()))
+    of_rank = SimpleNamespace(device=torch.device("meta" if dist.get_rank() == 2 else "cpu"))
+    check = common_device(SimpleNamespace(model=of_rank))
     return device, check.send(world().gather_objects(next(check)))
 
 

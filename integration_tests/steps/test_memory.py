@@ -18,7 +18,7 @@ from opt_distributed.comm.collectives import DONE, Pending
 from opt_distributed.step import unit
 from opt_kernels.backends.cpp.compiler import usable
 from opt_stack import Optimizer, get_optimizer, release_gradients
-from opt_stack.planning import plan
+from opt_stack.planning import design
 
 SIZE = 4
 WIDTH = 512
@@ -104,7 +104,7 @@ def test_a_plain_modules_step_takes_two_buckets_in_addition_to_its_shard(
     dtype: torch.dtype, fields: dict[str, Any], grad_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bucket is filled while the other travels; the shard of their sums is there from construction on."""
-    monkeypatch.setattr(plan, "default_bucket_size", lambda num_ranks: BUCKET)
+    monkeypatch.setattr(design, "default_bucket_size", lambda num_ranks: BUCKET)
     model, optimizer = built(dtype, wrapper=None, **fields)
     (buffer,) = optimizer.plan.buffers
     (source,) = optimizer.stepper.families[0].sources

@@ -17,7 +17,7 @@ from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SecondMoment, SO
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
 from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.planning.matrices import ComputePlan, plan_compute, split_rows
-from opt_stack.planning.report import compute_lines
+from opt_stack.planning.plan import compute_lines
 
 BLOCKWISE, DUPLICATED, DISTRIBUTED = (MuonRule(tp_mode=mode) for mode in TpMode)
 NAMO = AdaptiveMuonRule(second_moment=SecondMoment.NAMO)

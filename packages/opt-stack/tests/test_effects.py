@@ -17,7 +17,7 @@ from opt_distributed import Alone, run_threads
 from opt_distributed.comm.threads import ThreadComm
 from opt_paramgroups import get_standard_config_overrides
 from opt_stack import get_optimizer
-from opt_stack.planning.plan import Overrides
+from opt_stack.planning.design import Overrides
 
 MATRIX = ParamKey(name="0.weight")
 PRECISIONS: Mapping[str, dict[str, Any]] = {"bf16": {"bf16": True}, "params_dtype": {"params_dtype": torch.bfloat16}}

@@ -13,10 +13,10 @@ from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, Who
 from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import as_text, describe, get_param_groups, group_rows, model_chunks_of
 from opt_stack.diagnosis.why import why
-from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
-from opt_stack.planning.plan import Draft
+from opt_stack.factory import make_design, warn_of_guesses, with_matrix_rule
+from opt_stack.planning.design import Request, read_model
+from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes
 from opt_stack.planning.ranks import check_effects, check_ranks
-from opt_stack.planning.report import NUMBERS_IN_WORDS, kept_bytes, main_bytes
 from opt_stack.rules.entries import warn_of_unread_fields
 from opt_stack.rules.registry import Registry
 
@@ -38,7 +38,8 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
         if config.apply_wd_to_qk_layernorm:
             model.q_layernorm = nn.RMSNorm(WIDTH, dtype=dtype, device="meta")
         groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
-        plan = plan_of(Draft(config=config, chunks=[model], registry=rules, groups=groups, sizes=WorldSizes()))
+        request = Request(config=config, chunks=(model,), registry=rules)
+        plan = make_design(request, read_model(request), groups, WorldSizes()).plan
         group_of = {id: group for group in groups for id in group["param_ids"]}
         unit_of = {id: unit for unit in plan.units for id in unit.ids}
         for id, meta in describe([model]).items():
@@ -126,10 +127,11 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     if rank is not None and not 0 <= rank < options.world:
         raise ConfigError(f"--rank {rank}: a world of {options.world} has ranks 0 to {options.world - 1}")
     sizes = WorldSizes(dense=options.world, expert=options.world)
-    draft = Draft(config=config, chunks=chunks, registry=rules, groups=groups, sizes=sizes)
-    plan = plan_of(draft)
-    check_ranks(draft, [check_effects])
-    warn_of_guesses(plan, draft.metas)
+    request = Request(config=config, chunks=tuple(chunks), registry=rules)
+    design = make_design(request, read_model(request), groups, sizes)
+    plan = design.plan
+    check_ranks(design, [check_effects])
+    warn_of_guesses(plan, design.model.metas)
     warn_of_unread_fields(groups, rules, config)
     if rank is None:
         return str(plan)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
@@ -53,8 +54,9 @@ from opt_kernels.rules import Needs
 from opt_kernels.works import NOT_SPLIT
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, members, refuse
+from opt_stack.planning.design import Design, is_megatron_wrapper
 from opt_stack.planning.matrices import PlacedMatrix, place_matrices
-from opt_stack.planning.plan import Draft, UnitPlan, is_megatron_wrapper
+from opt_stack.planning.plan import UnitPlan
 
 logger = logging.getLogger("opt_stack")
 PART_NUMEL = 1 << 24
@@ -64,32 +66,32 @@ NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatro
 
 
 @torch.inference_mode(False)  # steps outside of inference mode must be able to write what is made here, too
-def build_stepper(draft: Draft) -> Stepper:
-    """Build the stepper of the plan of `draft`, with tensors on its device."""
-    plan = draft.plan
-    roles = draft.roles
-    config = draft.config
-    device = draft.device
-    assert device is not None
-    refuse(check_graphs(draft, device))
+def build_stepper(design: Design, device: torch.device) -> Stepper:
+    """Build the stepper of the plan of `design`, with tensors on `device`."""
+    plan = design.plan
+    roles = design.request.roles
+    config = design.request.config
+    refuse(design, [partial(check_graphs, device=device)])
     if config.barrier_with_L1_time and config.timers is None:
         raise ConfigError("barrier_with_L1_time=True has no effect without timers; set timers, or leave it at False")
-    reducing = [chunk for chunk in draft.chunks if draft.shards_reduced or is_megatron_wrapper(chunk)]
+    reducing = [chunk for chunk in design.request.chunks if design.model.shards_reduced or is_megatron_wrapper(chunk)]
     reduced = {id(param) for chunk in reducing for param in chunk.parameters()}
-    averaged = _averaged_by_torch(draft)
-    wrapped = {buffer.plan.name: buffer for buffer in draft.wrapped_buffers}
-    plain = {b.name: _source(b, draft, device, reduced, averaged) for b in plan.buffers if b.name not in wrapped}
+    averaged = _averaged_by_torch(design)
+    wrapped = {buffer.plan.name: buffer for buffer in design.wrapped_buffers}
+    plain = {b.name: _source(b, design, device, reduced, averaged) for b in plan.buffers if b.name not in wrapped}
     own = {b.name: wrapped.get(b.name) or plain[b.name] for b in plan.buffers}
     fp8 = {}
     for buffer in plan.buffers:
         if buffer.dtype is FP8:  # its parameters are quantised after the update
-            codes = {shape.id: q for shape in buffer.params if (q := quantized(draft.params[shape.id])) is not None}
-            sharing = draft.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone()
+            codes = {
+                shape.id: q for shape in buffer.params if (q := quantized(design.model.params[shape.id])) is not None
+            }
+            sharing = design.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone()
             fp8[buffer.name] = QuantizedSource(own[buffer.name], codes, sharing)
     slots = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms)))  # equal on all ranks
     timers = config.timers
-    units = list(_units(draft, device, own, fp8, slots))
-    for param in draft.params.values():
+    units = list(_units(design, device, own, fp8, slots))
+    for param in design.model.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
     return Stepper(
@@ -111,12 +113,12 @@ def build_stepper(draft: Draft) -> Stepper:
         ),
         spans=profiler_spans if timers is None else timer_spans(timers, barrier=config.barrier_with_L1_time),
         graphs=config.optimizer_cuda_graph,
-        peer_sums=PeerSums(plain.values(), draft.metas, roles, qk_layernorm=draft.qk_layernorm),
+        peer_sums=PeerSums(plain.values(), design.model.metas, roles, qk_layernorm=design.model.qk_layernorm),
     )
 
 
 def _units(
-    draft: Draft,
+    design: Design,
     device: torch.device,
     sources: Mapping[str, Source],
     fp8: Mapping[str, QuantizedSource],
@@ -126,9 +128,9 @@ def _units(
 
     Units on the device come first, so that it works while the host, which has to wait for the verdict, updates its own.
     """
-    plan = draft.plan
-    roles = draft.roles
-    placement = draft.config.placement
+    plan = design.plan
+    roles = design.request.roles
+    placement = design.request.config.placement
     sides = [(unit, side) for side in ((False, True) if plan.hosted else (False,)) for unit in plan.units]
     # By buffer, the last unit that writes to it; the same on all ranks.
     last = {
@@ -140,7 +142,7 @@ def _units(
         for buffer in plan.buffers
     }
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
-    cut = {unit.name: cut_params(unit, draft) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
+    cut = {unit.name: cut_params(unit, design) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
     queue = devices.device_of(device)
     for number, (planned, on_host) in enumerate(sides):
         away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
@@ -153,11 +155,13 @@ def _units(
         if planned.compute:
             tensor_parallel = (roles.expert if planned.is_expert else roles.dense).tp
             splits = {id: at.spec for id, at in placed.items()}
-            placed = place_matrices(planned.compute, splits, draft.params, draft.metas, tensor_parallel, over=over)
+            placed = place_matrices(
+                planned.compute, splits, design.model.params, design.model.metas, tensor_parallel, over=over
+            )
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
-            pieces=list(_pieces(planned, draft, sources, fp8, placed, slots, on_host=on_host, away=away)),
+            pieces=list(_pieces(planned, design, sources, fp8, placed, slots, on_host=on_host, away=away)),
             completes=[fp8.get(name, sources[name]) for name, at in last.items() if at == number],
             stages=list(dict.fromkeys(matrix.stage for matrix in placed.values() if matrix.stage is not None)),
         )
@@ -190,25 +194,25 @@ def _host_parts(unit: Unit, placement: OnHost, device: devices.Device) -> Iterat
 
 def _source(
     buffer: BufferPlan,
-    draft: Draft,
+    design: Design,
     device: torch.device,
     reduced: set[int],  # `id` of parameters whose main_grad a wrapper reduces on every rank
     averaged: set[int],  # `id` of parameters whose gradients torch's DistributedDataParallel averages
 ) -> Source:
     """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
-    params = {shape.id: draft.params[shape.id] for shape in buffer.params}
-    axes = draft.axes_of(buffer)
-    replicas = draft.roles.dense.num_replicas
+    params = {shape.id: design.model.params[shape.id] for shape in buffer.params}
+    axes = design.axes_of(buffer)
+    replicas = design.request.roles.dense.num_replicas
     identities = set(map(id, params.values()))
     is_reduced = identities <= reduced
     if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
-        check_marks(params, draft.metas, draft.roles, qk_layernorm=draft.qk_layernorm)
+        check_marks(params, design.model.metas, design.request.roles, qk_layernorm=design.model.qk_layernorm)
     if buffer.kind is AS_IT_CAME:
         outside = {name: replicas_outside(p, (axes.dp, axes.inter), name=str(name)) for name, p in params.items()}
         return LaidOutGrads(params, outside, dtype=buffer.grad_dtype)
     if is_reduced and not buffer.kind.is_sharded:
         return ReducedMainGrads(params)
-    marked = marked_ids(draft.metas, draft.roles, qk_layernorm=draft.qk_layernorm)
+    marked = marked_ids(design.model.metas, design.request.roles, qk_layernorm=design.model.qk_layernorm)
     is_marked = not marked.isdisjoint(params)  # then gradients are summed in a buffer
     if axes.num_replicas == 1 and not is_marked and not is_reduced:
         return OwnGrads(params, num_replicas=replicas)
@@ -223,7 +227,7 @@ def _source(
         allocate=axes.dp.allocate,
     )
     if is_reduced:
-        finishes = [chunk.finish_grad_sync for chunk in draft.wrapped.values()]
+        finishes = [chunk.finish_grad_sync for chunk in design.model.wrapped.values()]
         return ReducedMainGrads(params, finishes=finishes, memory=memory, comm=axes.dp)
     if identities <= averaged and not is_marked:
         return OwnGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
@@ -231,7 +235,7 @@ def _source(
     return BufferedGrads(sums, memory, axes, num_replicas=replicas)
 
 
-def _averaged_by_torch(draft: Draft) -> set[int]:
+def _averaged_by_torch(design: Design) -> set[int]:
     """Return the `id` of parameters whose gradients torch's wrapper averages over exactly the data-parallel ranks.
 
     The step reduces all others: those of wrappers over other ranks, and those that a wrapper ignores. A wrapper
@@ -239,9 +243,9 @@ def _averaged_by_torch(draft: Draft) -> set[int]:
     others, some were frozen or unfrozen since: the step reduces all of these, which leaves averaged gradients as they
     are.
     """
-    axes = draft.roles.dense
+    axes = design.request.roles.dense
     averaged = set[int]()
-    for wrapper in (module for chunk in draft.chunks for module in chunk.modules()):
+    for wrapper in (module for chunk in design.request.chunks for module in chunk.modules()):
         if not isinstance(wrapper, TorchWrapper) or axes.inter.size > 1:
             continue
         if members(axes.dp) != dist.get_process_group_ranks(wrapper.process_group):
@@ -280,7 +284,7 @@ def _reduced_by(wrapper: TorchWrapper, num_trainable: int) -> set[int]:
 
 def _pieces(
     unit: UnitPlan,
-    draft: Draft,
+    design: Design,
     sources: Mapping[str, Source],
     fp8: Mapping[str, QuantizedSource],
     placed: Mapping[ParamId, PlacedMatrix],
@@ -290,19 +294,19 @@ def _pieces(
     away: devices.Device | None,  # if main values and states are copied to the host from there
 ) -> Iterator[OwnedPiece]:
     """Yield the pieces of a unit on this rank, with main values and the rule's state before the first step."""
-    plan = draft.plan
+    plan = design.plan
     rule = unit.rule_of(on_host=on_host)
     keeps_norm = any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(unit.rule))
     for buffer in plan.buffers:
-        axes = draft.axes_of(buffer)
+        axes = design.axes_of(buffer)
         is_sharded = buffer.layout.num_shards > 1
         rank = axes.dp.rank if is_sharded else 0
         for number, (id, of_param) in enumerate(buffer.runs(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
-            param = draft.params[id]
-            meta = draft.metas[id]
-            group = draft.group_of[id]
+            param = design.model.params[id]
+            meta = design.model.metas[id]
+            group = design.groups.index_of[id]
             at = placed[id]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
@@ -341,7 +345,7 @@ def _pieces(
                 main=main,
                 state=state,
                 norm_slot=slots.index(plan.norms[group] or meta.grad_norm_group or ""),
-                counted=inspected and _is_counted(draft, buffer, id),
+                counted=inspected and _is_counted(design, buffer, id),
                 inspected=inspected,
                 replica=axes.inter.rank if is_sharded else None,
                 part=_part(meta, axes),
@@ -350,12 +354,12 @@ def _pieces(
             )
 
 
-def _is_counted(draft: Draft, buffer: BufferPlan, id: ParamId) -> bool:
+def _is_counted(design: Design, buffer: BufferPlan, id: ParamId) -> bool:
     """Return whether norms and zero counts include this rank's copy of a gradient that it inspects."""
-    meta = draft.metas[id]
-    param = draft.params[id]
-    axes = draft.axes_of(buffer)
-    if meta.shared or (axes.inter.rank > 0 and draft.roles.instance is None):
+    meta = design.model.metas[id]
+    param = design.model.params[id]
+    axes = design.axes_of(buffer)
+    if meta.shared or (axes.inter.rank > 0 and design.request.roles.instance is None):
         return False
     if buffer.kind is AS_IT_CAME:
         outside = list(replicas_outside(param, (axes.dp, axes.inter), name=str(id)))
@@ -373,22 +377,22 @@ def _part(meta: ParamMeta, axes: Axes) -> str:
 # --- norms and rows of gradients that hooks sum over ranks ------------------------------------------------------------
 
 
-def cut_params(unit: UnitPlan, draft: Draft) -> tuple[Sequence[CutParams], Sequence[CutRows]]:
+def cut_params(unit: UnitPlan, design: Design) -> tuple[Sequence[CutParams], Sequence[CutRows]]:
     """Return the parameters of a unit whose norms are summed over ranks, and those whose gradient rows span ranks, each
     by group of ranks; equal on all of them."""
     rule = unit.rule
     assert isinstance(rule, HookedUpdate)
     norms: dict[tuple[int, ...], CutParams] = {}
     spans: dict[tuple[int, ...], CutRows] = {}
-    for buffer, id in draft.placed(unit):
-        meta = draft.metas[id]
-        if rule.sums_norms and (comms := (*_cuts(buffer, id, draft, 0), *_tensor_cuts(buffer, id, draft, 0))):
+    for buffer, id in unit.placed(design.plan.buffers):
+        meta = design.model.metas[id]
+        if rule.sums_norms and (comms := (*_cuts(buffer, id, design, 0), *_tensor_cuts(buffer, id, design, 0))):
             before = norms.get(_key(comms), CutParams((), comms))
             norms[_key(comms)] = before._replace(ids=(*before.ids, id))
         if rule.centralizes and len(meta.shape) > 1 and meta.numel:
             dims = len(meta.shape) - 1 if rule.needs is Needs.MATRICES else 1
-            peers = _tensor_cuts(buffer, id, draft, dims)
-            if comms := (*_cuts(buffer, id, draft, dims), *peers):
+            peers = _tensor_cuts(buffer, id, design, dims)
+            if comms := (*_cuts(buffer, id, design, dims), *peers):
                 rows = SpannedRows(
                     num=prod(meta.local_shape[:dims]),
                     dims=dims,
@@ -405,35 +409,35 @@ def _key(comms: tuple[Comm, ...]) -> tuple[int, ...]:
     return tuple(id(group_of(comm) or comm) for comm in comms)
 
 
-def _cuts(buffer: BufferPlan, id: ParamId, draft: Draft, from_dim: int) -> Sequence[Comm]:
+def _cuts(buffer: BufferPlan, id: ParamId, design: Design, from_dim: int) -> Sequence[Comm]:
     """The groups of its mesh or buffer over which a parameter is cut along dim `from_dim` or later."""
     if buffer.kind is AS_IT_CAME:
-        dims = [placed.shard_dim if placed.size > 1 else None for placed in draft.metas[id].placements]
+        dims = [placed.shard_dim if placed.size > 1 else None for placed in design.model.metas[id].placements]
         return mesh_comms(
-            draft.params[id], [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim]
+            design.model.params[id], [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim]
         )
-    return (draft.axes_of(buffer).dp,) if buffer.kind.cuts and buffer.layout.num_shards > 1 else ()
+    return (design.axes_of(buffer).dp,) if buffer.kind.cuts and buffer.layout.num_shards > 1 else ()
 
 
-def _tensor_cuts(buffer: BufferPlan, id: ParamId, draft: Draft, from_dim: int) -> tuple[Comm, ...]:
+def _tensor_cuts(buffer: BufferPlan, id: ParamId, design: Design, from_dim: int) -> tuple[Comm, ...]:
     """The tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
-    meta = draft.metas[id]
-    peers = draft.axes_of(buffer).tp
+    meta = design.model.metas[id]
+    peers = design.axes_of(buffer).tp
     cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
-    outside = buffer.kind is not AS_IT_CAME or is_outside(peers, mesh_of(draft.params[id]))
+    outside = buffer.kind is not AS_IT_CAME or is_outside(peers, mesh_of(design.model.params[id]))
     return (peers,) if cuts and peers.size > 1 and outside else ()
 
 
 # --- parts of the model that ranks hold -------------------------------------------------------------------------------
 
 
-def holds_parts(draft: Draft) -> bool:
+def holds_parts(design: Design) -> bool:
     """Return whether this rank holds plain state tensors that other ranks of the same model do not hold."""
-    if any(buffer.layout.num_shards > 1 for buffer in draft.plan.buffers):
+    if any(buffer.layout.num_shards > 1 for buffer in design.plan.buffers):
         return True
-    for unit in draft.plan.units:
-        axes = draft.roles.expert if unit.is_expert else draft.roles.dense
-        if any(_part(draft.metas[id], axes) for id in unit.ids):
+    for unit in design.plan.units:
+        axes = design.request.roles.expert if unit.is_expert else design.request.roles.dense
+        if any(_part(design.model.metas[id], axes) for id in unit.ids):
             return True
         # State of whole matrices may be distributed over the ranks that store their parts.
         layouts = [compute.layout for compute in unit.compute if any(spec.whole for spec in unit.rule.state_specs)]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers import (
     DistributedDataParallel,
+    WorldSizes,
     broadcast_replicas_,
     check_replicas,
     check_untrained,
@@ -35,11 +36,21 @@ from opt_paramgroups.overrides import read_overrides
 from opt_paramgroups.vocabulary import is_vector
 from opt_stack.build import build_stepper, holds_parts
 from opt_stack.optimizer import Objection, Optimizer
-from opt_stack.planning.checks import CHECKS, SHARED_FIELDS, refuse
-from opt_stack.planning.plan import Draft, Groups, Overrides, Plan, make_plan, with_compute
-from opt_stack.planning.ranks import NOTHING, check_peers, check_ranks, check_same_config, model_part
+from opt_stack.planning.checks import CHECKS, CHECKS_HERE, SHARED_FIELDS, refuse
+from opt_stack.planning.design import Design, Groups, Model, Overrides, Request, make_plan, read_model
+from opt_stack.planning.plan import Plan
+from opt_stack.planning.ranks import (
+    RANK_CHECKS,
+    check_peers,
+    check_ranks,
+    check_same_config,
+    common_device,
+    model_part,
+    record_tp_modes,
+    tp_modes,
+)
 from opt_stack.records import write_group_map, write_plan
-from opt_stack.rules.entries import complete_groups, make_rules_, warn_of_unread_fields
+from opt_stack.rules.entries import complete_groups, make_rules, warn_of_unread_fields
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import compare_replicas, compare_weights
 from opt_stack.unreduced_grads import UnreducedGrads
@@ -125,18 +136,23 @@ def build_optimizer(
 ) -> Optimizer:
     """`get_optimizer` without `use_gloo_process_groups`. `by_name`: as for `get_standard_config_overrides`, and whether
     settings without effect are errors or warned of. `kind`: the class of the optimizer."""
-    draft = drafted(config, model_chunks, pg_collection, mesh, rules)
-    draft.hooks = hooks
-    draft.broadcast_params = broadcast_params
-    draft.extra_group_keys = extra_group_keys
-    draft.overrides = config_overrides
-    draft.by_name = by_name
-    dumps = dump_param_to_param_group_map is not None
-    asked = {"dump_param_to_param_group_map": dumps, "broadcast_params": broadcast_params}
-    draft.groups = grouped(draft, asked=asked, allow_unmatched=allow_unmatched)
-    optimizer = _build(draft, kind=kind)
+    request = make_request(
+        config,
+        model_chunks,
+        pg_collection,
+        mesh,
+        rules,
+        hooks=hooks,
+        broadcast_params=broadcast_params,
+        extra_group_keys=extra_group_keys,
+        overrides=config_overrides,
+        by_name=by_name,
+        allow_unmatched=allow_unmatched,
+    )
+    model, groups = read_groups(request, dumps_groups=dump_param_to_param_group_map is not None)
+    optimizer = _build(request, model, groups, kind=kind)
     if dump_param_to_param_group_map is not None:
-        write_group_map(dump_param_to_param_group_map, draft.groups, everyone=draft.roles.everyone)
+        write_group_map(dump_param_to_param_group_map, groups, everyone=request.roles.everyone)
     return optimizer
 
 
@@ -172,39 +188,50 @@ def get_optimizer_based_on_param_groups(
     Raises:
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
-    draft = drafted(config, model_chunks, pg_collection, mesh, rules)
-    draft.hooks = hooks
-    draft.broadcast_params = broadcast_params
-    draft.extra_group_keys = extra_group_keys
-    everyone = draft.roles.everyone
-    draft.groups = agreed(everyone, lambda: complete_groups(param_groups, draft.config, draft.params, draft.metas))
-    draft.has_own_groups = any("param_ids" not in group for group in param_groups)
-    check_same_config(draft.config, everyone, asked={"broadcast_params": broadcast_params})
-    return _build(draft, part=part)
+    request = make_request(
+        config,
+        model_chunks,
+        pg_collection,
+        mesh,
+        rules,
+        hooks=hooks,
+        broadcast_params=broadcast_params,
+        extra_group_keys=extra_group_keys,
+        has_given_groups=not all(isinstance(group, Mapping) and "param_ids" in group for group in param_groups),
+    )
+
+    def described() -> tuple[Model, list[dict[str, Any]]]:
+        model = read_model(request)
+        return model, complete_groups(param_groups, request.config, model.params, model.metas)
+
+    model, groups = agreed(request.roles.everyone, described)
+    check_same_config(request)
+    return _build(request, model, groups, part=part)
 
 
-def grouped(draft: Draft, *, allow_unmatched: bool, asked: Mapping[str, bool] = NOTHING) -> Groups:
-    """Return the groups of the parameters of all ranks, which must have the same configuration. Collective.
-
-    `asked` is as for `check_same_config`. Raises ConfigError on every rank.
+def read_groups(request: Request, *, dumps_groups: bool = False) -> tuple[Model, list[dict[str, Any]]]:
+    """Return what is known of the model, and the groups of the parameters of all ranks, which must have the same
+    configuration. Collective. `dumps_groups` is as for `check_same_config`. Raises ConfigError on every rank.
     """
-    config = draft.config
-    everyone = draft.roles.everyone
+    config = request.config
+    everyone = request.roles.everyone
 
-    def described() -> tuple[Overrides, Mapping[ParamId, ParamMeta]]:
-        return with_matrix_rule(config, draft.overrides, draft.registry, by_name=draft.by_name), draft.metas
+    def described() -> tuple[Overrides, Model]:
+        read = with_matrix_rule(config, request.overrides, request.registry, by_name=request.by_name)
+        return read, read_model(request)
 
-    read, metas = agreed(everyone, described)
-    check_same_config(config, everyone, asked=asked)
-    return get_param_groups(
-        draft.chunks,
+    read, model = agreed(everyone, described)
+    check_same_config(request, dumps_groups=dumps_groups)
+    groups = get_param_groups(
+        request.chunks,
         config,
         read,
         gather=everyone.gather_objects,
-        metas=metas,
-        allow_unmatched=allow_unmatched,
-        extra_group_keys=None,  # `make_rules_` knows the rules, and so which entries they read
+        metas=model.metas,
+        allow_unmatched=request.allow_unmatched,
+        extra_group_keys=None,  # `make_rules` knows the rules, and so which entries they read
     )
+    return model, groups
 
 
 def with_matrix_rule(
@@ -243,15 +270,17 @@ def describe_optimizer(name: str, rules: Registry | None = None) -> str:
     return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."
 
 
-def drafted(
+def make_request(
     config: OptimizerConfig,
     model_chunks: nn.Module | Sequence[nn.Module],
-    groups: Given,
+    pg_collection: Given,
     mesh: DeviceMesh | None,
     rules: Registry | None,
-) -> Draft:
-    """Begin a draft with the groups of ranks: those that were passed, those of a wrapped chunk, or those of the
-    parameters. Shared fields that wrapped chunks set and `config`, which is not modified, leaves at False become True.
+    **options: Any,
+) -> Request:
+    """Return the request of a caller, with the groups of ranks: those that were passed, those of a wrapped chunk, or
+    those of the parameters. Shared fields that wrapped chunks set and `config`, which is not modified, leaves at False
+    are True in it. `options` are fields of `Request`.
 
     Raises ConfigError for arguments of other types, and for fields that do not fit those of a wrapped chunk.
     """
@@ -275,60 +304,75 @@ def drafted(
     if not isinstance(config.sharding, Replicated):  # layer-wise sharding needs no `use_distributed_optimizer`
         taken.pop("use_distributed_optimizer", None)
     config = replace(config, **taken) if taken else config
-    if groups is None and mesh is None and wrapped:
-        groups = wrapped[0].roles
-    roles = find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
+    if pg_collection is None and mesh is None and wrapped:
+        pg_collection = wrapped[0].roles
+    roles = find_roles(chunks, pg_collection, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
     registry = agreed(roles.everyone, lambda: rules or Registry().with_installed())
-    return Draft(config=config, chunks=chunks, registry=registry, roles=roles)
+    return Request(config=config, chunks=tuple(chunks), registry=registry, roles=roles, **options)
 
 
-def plan_of(draft: Draft) -> Plan:
-    """Plan the step of the groups of `draft`, and run `CHECKS`. Builds nothing and needs no process group.
+def make_design(
+    request: Request, model: Model, given_groups: Sequence[Mapping[str, Any]], sizes: WorldSizes | None = None
+) -> Design:
+    """Complete the groups, plan the step and run the checks that need no other rank. Builds nothing.
 
-    Writes to the groups: adds the default of every hyper-parameter that the rule reads and the group lacks. Raises
-    ConfigError if the combination is not supported.
+    `sizes` are those of another world that is planned for; None: this one.
+
+    Raises:
+        ConfigError: the combination is not supported.
     """
-    config = draft.config
+    config = request.config
     config.validate()  # fields may have been assigned since it was built
-    keys = draft.extra_group_keys
-    draft.rules = make_rules_(draft.groups, draft.registry, config, hooks=draft.hooks, extra_group_keys=keys)
-    draft.plan = make_plan(draft)
-    for check in CHECKS:
-        refuse(check(draft))
-    draft.plan = with_compute(draft)
-    return draft.plan
+    groups = Groups.of(
+        *make_rules(
+            given_groups, request.registry, config, hooks=request.hooks, extra_group_keys=request.extra_group_keys
+        )
+    )
+    plan = make_plan(request, model, groups, sizes or WorldSizes.of(request.roles))
+    design = Design(request=request, model=model, groups=groups, plan=plan)
+    refuse(design, CHECKS if sizes is not None else (*CHECKS_HERE, *CHECKS))
+    return design
 
 
-def _build(draft: Draft, *, part: str = "", kind: type[Optimizer] = Optimizer) -> Optimizer:
-    """Build the optimizer from complete groups; both public functions end here."""
-    config = draft.config
-    roles = draft.roles
-    params = draft.params
-    metas = draft.metas
+def _build(
+    request: Request,
+    model: Model,
+    given_groups: Sequence[Mapping[str, Any]],
+    *,
+    part: str = "",
+    kind: type[Optimizer] = Optimizer,
+) -> Optimizer:
+    """Build the optimizer of groups; both public functions end here. Each line with `everyone` is an exchange."""
+    config = request.config
+    roles = request.roles
+    params = model.params
+    metas = model.metas
     everyone = roles.everyone
-    groups = draft.groups
-    plan = agreed(everyone, lambda: plan_of(draft))
-    check_ranks(draft)
-    check_peers(draft)
-    if draft.broadcast_params:
+    design = agreed(everyone, lambda: make_design(request, model, given_groups))
+    facts = check_ranks(design, RANK_CHECKS)
+    design = replace(design, groups=record_tp_modes(design.groups, facts[tp_modes]))
+    check_peers(design)
+    if request.broadcast_params:
         broadcast_replicas_(params, metas, roles)
     check_replicas(params, metas, roles)
-    check_untrained(draft.chunks, roles, broadcast=draft.broadcast_params)
+    check_untrained(request.chunks, roles, broadcast=request.broadcast_params)
+    plan = design.plan
+    groups = design.groups.groups
     if everyone.rank == 0:
         logger.info("%s", plan)
-        if draft.by_name:  # Megatron-LM's command line sets fields of every rule
-            warn_of_unread_fields(groups, draft.registry, config)
+        if request.by_name:  # Megatron-LM's command line sets fields of every rule
+            warn_of_unread_fields(groups, request.registry, config)
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
-        if draft.has_own_groups:
-            warn_of_vocabulary(plan, draft.params, metas)
+        if request.has_given_groups:
+            warn_of_vocabulary(plan, params, metas)
     logs = bool(config.config_logger_dir) and everyone.rank == 0
     agreed(everyone, lambda: write_plan(config.config_logger_dir, plan) if logs else None)
-    stepper = agreed(everyone, lambda: build_stepper(draft))
+    stepper = agreed(everyone, lambda: build_stepper(design, facts[common_device]))
     used = everyone.gather_objects({piece.norm_slot for unit in stepper.units for piece in unit.pieces})
     stepper.empty_slots = frozenset(range(len(stepper.limits.slots))).difference(*used)
     stepper.compare_groups(groups)
-    wrapped = list(draft.wrapped.values())
+    wrapped = list(model.wrapped.values())
     if wrapped:
         share_launch_order(wrapped)
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
@@ -339,18 +383,18 @@ def _build(draft: Draft, *, part: str = "", kind: type[Optimizer] = Optimizer) -
         stepper=stepper,
         groups=groups,
         layout_id=", ".join(filter(None, (part, layout_id, of_model.text))),
-        rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(draft))),
+        rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(design))),
         roles=roles,
         compare=partial(compare_replicas, params, metas, roles, wrapped),
         compare_weights=partial(compare_weights, params, metas, roles, wrapped),
         copied=copied_ids(params, metas, roles),
         order=list(params),
         wrapped=wrapped,
-        fully_sharded=FullySharded(draft.chunks),
+        fully_sharded=FullySharded(request.chunks),
         unreduced_grads=UnreducedGrads(stepper, max_norm=config.clip_grad) if everyone.size > 1 else None,
-        frozen=[named for chunk in draft.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
+        frozen=[named for chunk in request.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
-    optimizer.loaded_weights.watch(draft.chunks)
+    optimizer.loaded_weights.watch(request.chunks)
     stepper.guards.insert(0, Objection(optimizer))
     if everyone.size > 1:
         written = WrittenReplicas(optimizer, device=devices.device_of(stepper.device))

@@ -18,9 +18,9 @@ from opt_distributed.buffers import DistributedDataParallel, WorldSizes
 from opt_distributed.comm import agreed
 from opt_distributed.step import StepResult
 from opt_kernels.hooks import GivenHooks
-from opt_stack.factory import drafted, get_optimizer_based_on_param_groups, grouped, plan_of
+from opt_stack.factory import get_optimizer_based_on_param_groups, make_design, make_request, read_groups
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.plan import Overrides
+from opt_stack.planning.design import Overrides
 from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import LiveState
@@ -74,15 +74,21 @@ class DeferredOptimizer(torch.optim.Optimizer):
             )
         self._built: Optimizer | None = None
         self._state_expected = False  # whether the next `state_dict()` builds the optimizer, so that it includes state
-        draft = drafted(config, model, None, mesh, rules)
-        draft.sizes = WorldSizes()
-        draft.hooks = hooks
-        draft.extra_group_keys = extra_group_keys
-        draft.overrides = config_overrides
-        groups = draft.groups = grouped(draft, allow_unmatched=allow_unmatched)
-        agreed(draft.roles.everyone, lambda: plan_of(draft))
-        for group in groups:
-            group.pop(HOOKS, None)  # written again when the optimizer is built
+        request = make_request(
+            config,
+            model,
+            None,
+            mesh,
+            rules,
+            hooks=hooks,
+            extra_group_keys=extra_group_keys,
+            overrides=config_overrides,
+            allow_unmatched=allow_unmatched,
+        )
+        of_model, given = read_groups(request)
+        design = agreed(request.roles.everyone, lambda: make_design(request, of_model, given, WorldSizes()))
+        # The hooks are recorded again when the optimizer is built.
+        groups = [{name: group[name] for name in group if name != HOOKS} for group in design.groups.groups]
         super().__init__(
             groups, defaults={key: groups[0][key] for key in ("lr", "betas", "momentum") if key in groups[0]}
         )
@@ -95,7 +101,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
             [model],
             mesh=mesh,
             broadcast_params=broadcast_params,
-            rules=draft.registry,
+            rules=request.registry,
             hooks=hooks,
             extra_group_keys=extra_group_keys,
         )

@@ -79,7 +79,7 @@ from opt_stack.megatron.script import (
     tag_params_for_buffer_routing,
 )
 from opt_stack.optimizer import MegatronOptimizer
-from opt_stack.planning.plan import Overrides
+from opt_stack.planning.design import Overrides
 from opt_stack.rules.registry import Registry
 
 __all__ = [

@@ -25,7 +25,7 @@ from opt_stack.factory import build_optimizer, get_optimizer
 from opt_stack.megatron.kinds import LAYER_WISE
 from opt_stack.megatron.script import ScriptOptimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
-from opt_stack.planning.plan import Overrides
+from opt_stack.planning.design import Overrides
 from opt_stack.rules.registry import Registry
 
 

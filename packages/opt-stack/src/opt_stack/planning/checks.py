@@ -1,6 +1,7 @@
 """What is refused before anything is built, without asking other ranks: functions that yield sentences.
 
-To add a check, write a function of a `Draft` that yields why it cannot be built, and its name in `CHECKS`.
+To add a check, write a function of a `Design` that yields why it cannot be built, and its name in `CHECKS`, or in
+`CHECKS_HERE` if it does not hold for the plan of another world.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +30,8 @@ from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_pr
 from opt_kernels.quantized import FP8
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_paramgroups import ParamMeta
-from opt_stack.planning.plan import Draft, UnitPlan, has_main_grads, is_megatron_wrapper
+from opt_stack.planning.design import Design, has_main_grads, is_megatron_wrapper
+from opt_stack.planning.plan import UnitPlan
 
 SEPARATE_NORMS = ("mtp",)
 """Values of a parameter's `grad_norm_group`, as in Megatron-Core: its gradients are clipped by a separate norm."""
@@ -37,43 +39,51 @@ SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather", "reuse_gra
 """Fields that the configurations of the optimizer and of a wrapper both have."""
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise ConfigError with the first of `problems`, if there is one."""
-    for problem in problems:
-        raise ConfigError(problem)
+Check = Callable[[Design], Iterator[str]]
+
+
+def refuse(design: Design, checks: Iterable[Check]) -> None:
+    """Raise ConfigError with the first problem of each check that finds one."""
+    problems = [problem for check in checks if (problem := next(check(design), None)) is not None]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 # --- parameters and groups --------------------------------------------------------------------------------------------
 
 
-def _check_params(draft: Draft) -> Iterator[str]:
-    """Parameters without values, of dtypes that the configuration does not name, in fp8 without `fp8_recipe` or with a
-    rule that has evaluation weights, and in norm groups that Megatron-Core does not have."""
-    config = draft.config
-    metas = draft.metas
-    for chunk in draft.chunks if draft.sizes is None else ():  # a plan for another world needs no values
+def _check_values(design: Design) -> Iterator[str]:
+    """Parameters without values."""
+    for chunk in design.request.chunks:
         for name, param in nn.Module.named_parameters(chunk):
             if param.is_meta:
                 yield (
                     f"{name!r} is on the meta device, where it has no values; call model.to_empty(device=...) and "
                     "initialise the parameters first, then get_optimizer"
                 )
+
+
+def _check_params(design: Design) -> Iterator[str]:
+    """Parameters of dtypes that the configuration does not name, in fp8 without `fp8_recipe` or with a rule that has
+    evaluation weights, and in norm groups that Megatron-Core does not have."""
+    config = design.request.config
+    metas = design.model.metas
     allowed = {torch.float32, config.precision.params}
-    if wrong := [id for id in draft.rule_of if metas[id].dtype not in allowed]:
+    if wrong := [id for id in design.groups.rule_of if metas[id].dtype not in allowed]:
         dtype = metas[wrong[0]].dtype
         remedy = {torch.bfloat16: "set bf16=True", torch.float16: "set fp16=True"}.get(dtype, "convert the model")
         yield (
             f"parameter {wrong[0].name!r} (and {len(wrong) - 1} more) is {dtype}; fp16={config.fp16} and "
             f"bf16={config.bf16} allow {', '.join(sorted(map(str, allowed)))}: {remedy}"
         )
-    stored = [id for id in draft.rule_of if metas[id].codes is not None]
+    stored = [id for id in design.groups.rule_of if metas[id].codes is not None]
     if stored and config.fp8_recipe is None:
         yield (
             f"parameter {str(stored[0])!r} (and {len(stored) - 1} more) is stored in fp8, but fp8_recipe=None; set it "
             "to the recipe of the parameters: delayed, tensorwise, blockwise or mxfp8"
         )
     for id in stored:
-        rule = bare(draft.rules[draft.rule_of[id]])
+        rule = bare(design.groups.rules[design.groups.rule_of[id]])
         if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
             yield (
                 f"optimizer={rule.name!r} evaluates other weights than it trains, but parameter {str(id)!r} is stored "
@@ -87,62 +97,66 @@ def _check_params(draft: Draft) -> Iterator[str]:
             )
 
 
-def _check_groups(draft: Draft) -> Iterator[str]:
+def _check_groups(design: Design) -> Iterator[str]:
     """A group's `clip_grad` that is a number; a narrow dtype of a moment that a rule keeps in fp32, or no rule has.
 
     Reads the rules, which are the same on all ranks, and not the units: a rank may hold no parameter of Adam's.
     """
-    source = "param_groups" if draft.has_own_groups else "config_overrides"
-    for group in draft.groups:
+    source = "param_groups" if design.request.has_given_groups else "config_overrides"
+    for group in design.groups.groups:
         if not isinstance(clips := group.get("clip_grad", True), bool):
             yield (
                 f"{source}: group {group['name']!r} has clip_grad={clips!r}; allowed are True (clip to "
                 "OptimizerConfig.clip_grad) and False (do not clip; the group has a separate norm)"
             )
-    precision = draft.config.precision
+    precision = design.request.config.precision
     for state, dtype in (("exp_avg", precision.exp_avg), ("exp_avg_sq", precision.exp_avg_sq)):
-        kept = {name: spec for name, rule in draft.rules.items() for spec in rule.state_specs if spec.name == state}
+        kept = {
+            name: spec for name, rule in design.groups.rules.items() for spec in rule.state_specs if spec.name == state
+        }
         wide = [f"optimizer={name!r} keeps it in fp32" for name, spec in kept.items() if spec.dtype is torch.float32]
         if dtype is not torch.float32 and (wide or not kept):
-            problem = wide[0] if wide else f"{', '.join(draft.rules)} has no such state"
+            problem = wide[0] if wide else f"{', '.join(design.groups.rules)} has no such state"
             yield f"{state}_dtype={dtype}: {problem}; leave it at torch.float32, or use optimizer='adam'"
 
 
-def _check_memory(draft: Draft) -> Iterator[str]:
+def _check_memory(design: Design) -> Iterator[str]:
     """Parameters that share memory with another one (StorageError).
 
     If ranks own shards, parameters move into buffers, so that they must not share memory with any tensor of the model.
     """
-    params = {id: p for group in draft.groups for id, p in zip(group["param_ids"], group["params"], strict=True)}
-    moves = not isinstance(draft.config.sharding, Replicated)
-    check_apart(params, (named for chunk in draft.chunks for named in not_trained(chunk) if moves))
+    params = {
+        id: p for group in design.groups.groups for id, p in zip(group["param_ids"], group["params"], strict=True)
+    }
+    moves = not isinstance(design.request.config.sharding, Replicated)
+    check_apart(params, (named for chunk in design.request.chunks for named in not_trained(chunk) if moves))
     yield from ()
 
 
 # --- wrapped chunks ---------------------------------------------------------------------------------------------------
 
 
-def _check_chunks(draft: Draft) -> Iterator[str]:
+def _check_chunks(design: Design) -> Iterator[str]:
     """Wrappers of another chunk, or with another value of a shared field than the optimizer's
     configuration; plain modules where a wrapper is needed; overlaps that the model does not support."""
-    config = draft.config
-    chunks = draft.chunks
+    config = design.request.config
+    chunks = design.request.chunks
     if config.overlap_param_gather_with_optimizer_step and len(chunks) == 1:
         yield (
             "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped, "
             "but the model has one chunk; set it to False, or pass two or more (interleaved pipeline stages)"
         )
     for index, chunk in enumerate(chunks):
-        if draft.shards_reduced and not has_main_grads(chunk):
+        if design.model.shards_reduced and not has_main_grads(chunk):
             yield (
                 f"model chunk {index} is a plain {type(chunk).__name__}, but others are in wrappers with "
                 "use_distributed_optimizer=False; wrap all chunks in the same way"
             )
         if isinstance(chunk, DistributedDataParallel):
-            yield from _check_wrapper(draft, index, chunk)
+            yield from _check_wrapper(design, index, chunk)
             continue
         if is_megatron_wrapper(chunk):
-            yield from _check_megatron_wrapper(draft, index, chunk)
+            yield from _check_megatron_wrapper(design, index, chunk)
         # The step would read `param.grad` of a module inside a wrapper, which is empty.
         elif bound := [name for name, param in chunk.named_parameters() if param.requires_grad and is_bound(param)]:
             yield (
@@ -163,11 +177,11 @@ def _check_chunks(draft: Draft) -> Iterator[str]:
             )
 
 
-def check_same_groups(draft: Draft) -> Iterator[str]:
+def check_same_groups(design: Design) -> Iterator[str]:
     """Wrappers that reduce over other groups than the optimizer's: their sum would pass for the mean."""
-    families = {"data-parallel": "dense", "expert data-parallel": "expert"} if draft.sizes is None else {}
-    for (index, chunk), (family, name) in product(draft.wrapped.items(), families.items()):
-        ours = getattr(draft.roles, name)
+    families = {"data-parallel": "dense", "expert data-parallel": "expert"}
+    for (index, chunk), (family, name) in product(design.model.wrapped.items(), families.items()):
+        ours = getattr(design.request.roles, name)
         theirs = getattr(chunk.roles, name)
         if not (_is_same(ours.dp, theirs.dp) and _is_same(ours.inter, theirs.inter)):
             yield (
@@ -194,8 +208,8 @@ def _in_words(axes: Axes) -> str:
     return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank}{listed})"
 
 
-def _check_wrapper(draft: Draft, index: int, chunk: DistributedDataParallel) -> Iterator[str]:
-    config = draft.config
+def _check_wrapper(design: Design, index: int, chunk: DistributedDataParallel) -> Iterator[str]:
+    config = design.request.config
     wrapper = f"model chunk {index} was wrapped with"
     if any(id.chunk != index for id in chunk.metas):
         yield f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
@@ -218,18 +232,18 @@ def _check_wrapper(draft: Draft, index: int, chunk: DistributedDataParallel) -> 
     for name in SHARED_FIELDS:
         is_sharding = name == "use_distributed_optimizer"
         ours = not isinstance(config.sharding, Replicated) if is_sharding else getattr(config, name)
-        if ours != (theirs := getattr(chunk.ddp_config, name)) and not (is_sharding and draft.shards_reduced):
+        if ours != (theirs := getattr(chunk.ddp_config, name)) and not (is_sharding and design.model.shards_reduced):
             yield (
                 f"OptimizerConfig has {name}={ours}, but {wrapper} {name}={theirs}; wrap it with {name}=True, or leave "
                 f"{name} at False"
             )
 
 
-def _check_megatron_wrapper(draft: Draft, index: int, chunk: nn.Module) -> Iterator[str]:
+def _check_megatron_wrapper(design: Design, index: int, chunk: nn.Module) -> Iterator[str]:
     """Chunks in different wrappers, and sharded state: Megatron-Core's wrapper lays shards out in its own way."""
-    config = draft.config
+    config = design.request.config
     wrapper = f"model chunk {index} is in Megatron-Core's DistributedDataParallel"
-    for at, other in enumerate(draft.chunks):
+    for at, other in enumerate(design.request.chunks):
         if not is_megatron_wrapper(other):
             yield f"{wrapper} and model chunk {at} is a {type(other).__name__}; wrap all chunks in the same class"
     if chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
@@ -247,12 +261,12 @@ def _check_megatron_wrapper(draft: Draft, index: int, chunk: nn.Module) -> Itera
         yield f"{_GRAPH}: {wrapper}, whose gradients may be bound to other memory; set it to False"
 
 
-def _check_buffers(draft: Draft) -> Iterator[str]:
+def _check_buffers(design: Design) -> Iterator[str]:
     """Shards of a wrapper that may cut blocks of state which share one scale, also on one rank, since the same wrapper
     on more ranks would; a buffer that is reused to gather parameters and holds gradients of another optimizer."""
-    for buffer in draft.wrapped_buffers:
+    for buffer in design.wrapped_buffers:
         for id in buffer.params:
-            if id not in draft.rule_of:
+            if id not in design.groups.rule_of:
                 if buffer.through_grads is not None:
                     yield (
                         f"model chunk {id.chunk} was wrapped with reuse_grad_buf_for_mxfp8_param_ag=True, which "
@@ -260,7 +274,7 @@ def _check_buffers(draft: Draft) -> Iterator[str]:
                         "one; train all mxfp8 parameters with one optimizer, or set it to False"
                     )
                 continue
-            for spec in draft.rules[draft.rule_of[id]].state_specs if buffer.plan.kind.cuts else ():
+            for spec in design.groups.rules[design.groups.rule_of[id]].state_specs if buffer.plan.kind.cuts else ():
                 if spec.block and CODED_MULTIPLE % spec.block:
                     yield (
                         f"{spec.name} is kept in blocks of {spec.block} elements, but shards of wrapped chunk "
@@ -273,12 +287,12 @@ def _check_buffers(draft: Draft) -> Iterator[str]:
 # --- rules and layouts ------------------------------------------------------------------------------------------------
 
 
-def _check_units(draft: Draft) -> Iterator[str]:
+def _check_units(design: Design) -> Iterator[str]:
     """Matrix rules on matrices that ranks cut or on other parameters, and hooks on layouts that they cannot see."""
-    sharding = draft.config.sharding
-    for unit in draft.plan.units:
+    sharding = design.request.config.sharding
+    for unit in design.plan.units:
         name = f"optimizer={unit.rule.name!r}"
-        buffer_of = {id: buffer for buffer, id in draft.placed(unit)}
+        buffer_of = {id: buffer for buffer, id in unit.placed(design.plan.buffers)}
         needs_matrices = unit.rule.needs is Needs.MATRICES
         for id, buffer in buffer_of.items() if needs_matrices else ():
             if buffer.kind.cuts and isinstance(sharding, WholeParams):  # it came with a wrapped chunk
@@ -294,14 +308,14 @@ def _check_units(draft: Draft) -> Iterator[str]:
                     "use_distributed_optimizer=False"
                 )
         for id in sorted(unit.ids):
-            shape = draft.metas[id].shape
+            shape = design.model.metas[id].shape
             if needs_matrices and len(shape) not in (2, 3):
                 remedy = "use an elementwise rule for it through config_overrides"
-                if draft.has_own_groups:
+                if design.request.has_given_groups:
                     remedy = 'move it to a group with "optimizer": "adam", or another elementwise rule'
                 yield f"{name} updates matrices (2-D or 3-D parameters), but {id} has shape {shape}; {remedy}"
         for hook, id in product(hooks_of(unit.rule), sorted(unit.ids)):
-            if problem := _problem_of_hook(hook, unit, draft.metas[id], buffer_of[id]):
+            if problem := _problem_of_hook(hook, unit, design.model.metas[id], buffer_of[id]):
                 yield f"hooks: {hook!r} of rule {unit.rule.name!r} on {str(id)!r}: {problem}"
 
 
@@ -327,8 +341,9 @@ def _problem_of_hook(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: Buffer
     )
 
 
-CHECKS: tuple[Callable[[Draft], Iterator[str]], ...] = (
-    check_same_groups,
+CHECKS_HERE: tuple[Check, ...] = (check_same_groups, _check_values)
+"""Those of the world and the values as they are."""
+CHECKS: tuple[Check, ...] = (
     _check_params,
     _check_chunks,
     _check_buffers,
@@ -343,10 +358,10 @@ CHECKS: tuple[Callable[[Draft], Iterator[str]], ...] = (
 _GRAPH = "optimizer_cuda_graph=True"
 
 
-def check_graphs(draft: Draft, device: torch.device) -> Iterator[str]:
+def check_graphs(design: Design, device: torch.device) -> Iterator[str]:
     """`optimizer_cuda_graph`, if the device, a rule or a group does not support capture."""
-    plan = draft.plan
-    roles = draft.roles
+    plan = design.plan
+    roles = design.request.roles
     on_gpu = device.type == "cuda"
     if not plan.config.optimizer_cuda_graph:
         return

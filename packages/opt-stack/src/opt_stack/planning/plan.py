@@ -1,44 +1,27 @@
-"""`Draft`: all that an optimizer is built from. `make_plan`, `with_compute`: which rank updates what. Values only."""
+"""The plan of an optimizer: which rank updates what; what it costs in bytes, and its text. Values only."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
-from itertools import accumulate
-from math import lcm, prod
-from typing import Any
+from math import prod
+from types import MappingProxyType
 
 import torch
-from torch import nn
 
-from opt_config import OnDevice, OptimizerConfig, ParamKey, WholeParams
-from opt_distributed.buffers import (
-    AS_IT_CAME,
-    CODED_MULTIPLE,
-    BufferPlan,
-    DistributedDataParallel,
-    SyncedBuffer,
-    WorldSizes,
-    default_bucket_size,
-    describe_stored,
-    plan_buffers,
-    uses_qk_layernorm,
-)
-from opt_distributed.comm import Alone, Axes, Roles
-from opt_distributed.pieces import Numbers
-from opt_kernels.hooks import GivenHooks, bare, hooks_of
-from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
-from opt_kernels.works import MatrixSpec
-from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
-from opt_scheduler import ParamGroupOverride
-from opt_stack.planning.matrices import ComputePlan, plan_compute, split_rows
-from opt_stack.planning.report import buffer_lines, total_lines, unit_bytes, unit_lines
-from opt_stack.rules.registry import Registry
-from opt_stack.rules.torch_rule import torch_host_rule
+from opt_config import ConstantScale, DynamicScale, OptimizerConfig
+from opt_distributed.buffers import AS_IT_CAME, BufferPlan, short
+from opt_distributed.layout import ComputeLayout, Computes, owner_load
+from opt_distributed.pieces import FP16, Numbers
+from opt_kernels.hooks import hooks_of
+from opt_kernels.matrices import TpMode
+from opt_kernels.quantized import FP8, RECIPES
+from opt_kernels.rules import Rule, init_state
+from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
+from opt_paramgroups import ParamId
+from opt_stack.planning.matrices import ComputePlan
 
-Groups = list[dict[str, Any]]
-Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Mapping[str, Any]]
 Hosted = tuple[frozenset[ParamId], ...]
 """For each shard of a buffer, the parameters whose pieces live on the host."""
 
@@ -61,6 +44,10 @@ class UnitPlan:
     def rule_of(self, *, on_host: bool) -> Rule:
         """Return the rule of the device or of the host."""
         return self.host_rule if on_host and self.host_rule is not None else self.rule
+
+    def placed(self, buffers: Iterable[BufferPlan]) -> Iterator[tuple[BufferPlan, ParamId]]:
+        """Yield the unit's parameters with their buffers, in the order of these."""
+        return ((buffer, param.id) for buffer in buffers for param in buffer.params if param.id in self.ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,221 +98,185 @@ def rule_text(rule: Rule) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
 
 
-_MEGATRON = "megatron.core.distributed.distributed_data_parallel"
+# --- bytes ----------------------------------------------------------------------------------------------------------
 
 
-def is_megatron_wrapper(chunk: nn.Module) -> bool:
-    """Return whether a chunk is Megatron-Core's wrapper. Megatron-Core is not imported."""
-    return any(cls.__module__ == _MEGATRON and cls.__name__ == "DistributedDataParallel" for cls in type(chunk).__mro__)
-
-
-def has_main_grads(chunk: nn.Module) -> bool:
-    """Return whether a chunk is in a wrapper that reduces gradients in `main_grad`."""
-    return isinstance(chunk, DistributedDataParallel) or is_megatron_wrapper(chunk)
-
-
-_ALONE = Axes(dp=Alone(), tp=Alone())
-ALONE = Roles(dense=_ALONE, expert=_ALONE, everyone=Alone())
-
-
-@dataclass(kw_only=True)
-class Draft:
-    """What an optimizer is built from. `groups`, `rules` and `plan` are set in this order, after the other fields."""
-
-    config: OptimizerConfig
-    chunks: Sequence[nn.Module]
-    registry: Registry
-    roles: Roles = ALONE
-    sizes: WorldSizes | None = None  # of a plan for another world; None: those of `roles`
-    hooks: GivenHooks = ()
-    extra_group_keys: Collection[str] = ()
-    broadcast_params: bool = False
-    overrides: Overrides | None = None  # for `get_optimizer`: None if there are only the standard ones
-    by_name: bool = True  # whether embeddings and stacks of vectors are recognised; False: Megatron-Core's routing
-    has_own_groups: bool = False  # whether the caller made the groups, not `get_param_groups`
-    groups: Groups = field(default_factory=list)
-    rules: Mapping[str, Rule] = field(default_factory=dict)  # with their hooks, by the groups' `optimizer`
-    plan: Plan = field(init=False)
-    device: torch.device | None = None  # of this rank; set when ranks are compared
-
-    @cached_property
-    def params(self) -> Mapping[ParamId, nn.Parameter]:
-        """The trainable parameters of the model."""
-        return parameters_by_id(self.chunks)
-
-    @cached_property
-    def metas(self) -> Mapping[ParamId, ParamMeta]:
-        """The descriptions of `params`."""
-        return describe_stored(self.chunks, by_name=self.by_name)
-
-    @cached_property
-    def group_of(self) -> dict[ParamId, int]:
-        """The index of the group of each parameter; read once the groups are complete."""
-        return {id: index for index, group in enumerate(self.groups) for id in group["param_ids"]}
-
-    @cached_property
-    def rule_of(self) -> dict[ParamId, str]:
-        """The name of the rule of each parameter in a group; read once the groups are complete."""
-        return {id: self.groups[index]["optimizer"] for id, index in self.group_of.items()}
-
-    @cached_property
-    def qk_layernorm(self) -> bool:
-        """Whether gradients of norms of queries and keys are partial."""
-        return any(map(uses_qk_layernorm, self.chunks))
-
-    @property
-    def wrapped(self) -> dict[int, DistributedDataParallel]:
-        """The wrapped chunks by number."""
-        return {at: chunk for at, chunk in enumerate(self.chunks) if isinstance(chunk, DistributedDataParallel)}
-
-    @cached_property
-    def wrapped_buffers(self) -> list[SyncedBuffer]:
-        """The buffers of wrapped chunks that hold any parameter of the groups, chunk by chunk."""
-        if self.shards_reduced:
-            return []
-        trained = self.rule_of.keys()
-        return [buffer for chunk in self.wrapped.values() for buffer in chunk.buffers_of(trained)]
-
-    @cached_property
-    def shards_reduced(self) -> bool:
-        """Whether ranks own whole parameters whose gradients a wrapper reduces on every rank."""
-        wrappers = [chunk for chunk in self.chunks if has_main_grads(chunk)]
-        shards = any(chunk.ddp_config.use_distributed_optimizer for chunk in wrappers)  # type: ignore[union-attr]
-        return isinstance(self.config.sharding, WholeParams) and bool(wrappers) and not shards
-
-    def axes_of(self, buffer: BufferPlan) -> Axes:
-        """The groups over which the parameters of a buffer are distributed."""
-        return self.roles.expert if buffer.is_expert else self.roles.dense
-
-    def placed(self, unit: UnitPlan) -> Iterator[tuple[BufferPlan, ParamId]]:
-        """Yield the parameters of a unit with their buffers, in the order of these."""
-        return ((b, param.id) for b in self.plan.buffers for param in b.params if param.id in unit.ids)
-
-
-def make_plan(draft: Draft) -> Plan:
-    """Plan the buffers and units of the groups' parameters, without the ranks that compute matrices."""
-    config = draft.config
-    rules = draft.rules
-    rule_of = draft.rule_of
-    sizes = draft.sizes or WorldSizes.of(draft.roles)
-    in_wrapper = {id for buffer in draft.wrapped_buffers for id in buffer.params}
-    plain = plan_buffers(
-        {id: meta for id, meta in draft.metas.items() if id in rule_of and id not in in_wrapper},
-        sharding=config.sharding,
-        sizes=sizes,
-        needs_whole=lambda meta: rules[rule_of[meta.id]].needs is Needs.MATRICES,
-        grad_dtype=lambda meta: config.precision.grads if meta.dtype is torch.bfloat16 else torch.float32,
-        bucket_size=lambda numel: default_bucket_size(sizes.dense),
-        # A block of a state has one scale, so a shard boundary must not cut it.
-        shard_multiple=lcm(
-            CODED_MULTIPLE, *(spec.block for rule in rules.values() for spec in rule.state_specs if spec.block)
-        ),
-    )
-    norms = tuple("" if group.get("clip_grad", True) else group["optimizer"] for group in draft.groups)
-    buffers = (*(buffer.plan for buffer in draft.wrapped_buffers), *plain)
-    placement = config.placement
-    hosted: dict[str, Hosted] = {}
-    if not isinstance(placement, OnDevice):
-        hosted = {buffer.name: tuple(_hosted(buffer, draft.metas, placement.fraction)) for buffer in buffers}
-    return Plan(config=config, norms=norms, buffers=buffers, units=_plan_units(draft), hosted=hosted)
-
-
-def _plan_units(draft: Draft) -> tuple[UnitPlan, ...]:
-    """Plan one unit for each (rule, family), in order of first appearance; experts last: they use other groups.
-
-    Of several model chunks, later ones are separate units if the first is stepped and gathered before them.
-    """
-    config = draft.config
-    metas = draft.metas
-    rule_of = draft.rule_of
-    first = min((id.chunk for id in rule_of), default=0) if config.overlap_param_gather_with_optimizer_step else None
-    found: dict[tuple[bool, bool, str], list[ParamId]] = {}
-    for id, meta in metas.items():
-        if id in rule_of:
-            is_later = first is not None and id.chunk != first
-            found.setdefault((is_later, meta.is_expert, rule_of[id]), []).append(id)
-    units = []
-    for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
-        rule = draft.rules[name]
-        splits: dict[ParamId, MatrixSpec] = {}
-        whole_qkv = 0
-        finds_no_qkv = False
-        if rule.needs is Needs.MATRICES:  # rows of a parameter may form several matrices
-            is_soap = isinstance(bare(rule), SOAPRule | SOAPMuonRule)
-            split_qkv = config.soap_split_qkv if is_soap else config.muon_split_qkv
-            of_unit = [metas[id] for id in ids]
-            splits = split_rows(of_unit, split_qkv=split_qkv)
-            whole_qkv = len(split_rows(of_unit, split_qkv=True)) - len(splits) if is_soap else 0
-            finds_no_qkv = split_qkv and not is_expert and not any(meta.qkv_split_shapes for meta in of_unit)
-        units.append(
-            UnitPlan(
-                name=f"{name}{'/later chunks' * is_later}{'/experts' * is_expert}",
-                rule=rule,
-                is_expert=is_expert,
-                ids=frozenset(ids),
-                numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].stored_dtype for id in ids}},
-                splits=splits,
-                whole_qkv=whole_qkv,
-                finds_no_qkv=finds_no_qkv,
-            )
-        )
-    return tuple(units)
-
-
-def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> Numbers:
-    """Return how the main values of parameters of `dtype` are kept."""
-    if dtype == torch.float32:
-        return Numbers.DIRECT
-    if dtype == torch.bfloat16 and config.precision.remainder:
-        return Numbers.REMAINDER
-    if dtype == torch.bfloat16 and config.precision.mains is torch.int8:
-        return Numbers.SHORT_REMAINDER
-    return Numbers.FP16_SCALED if config.precision.mains is torch.float16 else Numbers.FP32_COPY
-
-
-def _hosted(buffer: BufferPlan, metas: Mapping[ParamId, ParamMeta], fraction: float) -> Iterator[frozenset[ParamId]]:
-    """Yield the parameters of each shard whose pieces live on the host.
-
-    Each shard keeps its first pieces on the host, in the order of the layout, until they hold the fraction of its
-    elements: at most one piece too many, as in Megatron-Core. DTensors are counted by their whole shapes, because ranks
-    that store parts of one matrix must make the same decision.
-    """
-    is_laid_out = buffer.kind is AS_IT_CAME
-    for shard in range(1 if is_laid_out else buffer.layout.num_shards):
-        runs = [(run.id, prod(metas[run.id].shape) if is_laid_out else run.numel) for run in buffer.runs(shard)]
-        wanted = fraction * sum(numel for _, numel in runs)
-        before = accumulate((numel for _, numel in runs), initial=0)
-        yield frozenset(id for (id, _), reached in zip(runs, before) if reached < wanted)
-
-
-def with_compute(draft: Draft) -> Plan:
-    """Return the plan with the ranks that compute each matrix that is cut over ranks, and the rules of the host.
-
-    Raises:
-        ConfigError, LayoutError: see `plan_compute` and `torch_host_rule`.
-    """
-    plan = draft.plan
-    sizes = draft.sizes or WorldSizes.of(draft.roles)
-    units = []
-    shard_of = {  # of parameters that are dealt whole
-        piece.id: rank
-        for buffer in plan.buffers
-        if max(sizes.dense_tp, sizes.expert_tp) > 1 and buffer.kind.is_sharded and not buffer.kind.cuts
-        for rank in range(buffer.layout.num_shards)
-        for _, piece in buffer.layout.owned(rank)
+NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
+    {
+        Numbers.DIRECT: "updated in place",
+        Numbers.FP32_COPY: "fp32 mains",
+        Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
+        Numbers.SHORT_REMAINDER: "24 bits as bf16 + 8-bit remainder",
+        Numbers.FP16_SCALED: "scaled fp16 mains",
     }
-    for unit in plan.units:
-        if unit.rule.needs is Needs.MATRICES:
-            tensor_parallel = sizes.expert_tp if unit.is_expert else sizes.dense_tp
-            compute = plan_compute(
-                bare(unit.rule),
-                [draft.metas[id] for _, id in draft.placed(unit)],
-                tensor_parallel=tensor_parallel,
-                team_of=shard_of,
-                splits=unit.splits,
+)
+_MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in addition to the parameter
+    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.SHORT_REMAINDER: 1, Numbers.FP16_SCALED: 2}
+)
+
+
+def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
+    """Return the bytes that `unit` keeps on data-parallel rank `rank`, on the host or on the device. State of matrices
+    that one rank computes for its peers counts as equal shares."""
+    total = 0
+    rule = unit.rule_of(on_host=on_host)
+    wholes: dict[ParamId, tuple[tuple[int, ...], int]] = {}  # of gathered matrices: the shape, and how many ranks share
+    for layout in (compute.layout for compute in unit.compute if compute.layout.computes.gathers):
+        num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
+        for slot in layout.slots:
+            wholes[slot.matrix.id] = layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners
+    for buffer in plan.buffers:
+        shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
+        if not shapes:
+            continue  # `unit.numbers` may lack the buffer's dtype
+        numbers = unit.numbers[buffer.dtype]
+        for run in buffer.runs(rank):
+            if run.id in shapes and plan.is_on_host(buffer, rank, run.id) is on_host:
+                total += main_bytes(numbers, run.numel)
+                shape, owners = wholes.get(run.id, (shapes[run.id], 1))
+                for spec, num_bytes in kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT)).items():
+                    total += num_bytes // owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
+    return total
+
+
+def staging_bytes(plan: Plan, rank: int) -> int:
+    """Return an upper bound in bytes of the host buffers that stage gradients and parameters of pieces on the host:
+    less if 16-bit gradients are not accumulated, and none on a CPU."""
+    total = 0
+    for buffer in plan.buffers:
+        numel = sum(run.numel for run in buffer.runs(rank) if plan.is_on_host(buffer, rank, run.id))
+        total += numel * (buffer.dtype.itemsize + buffer.grad_dtype.itemsize)
+    return total
+
+
+def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
+    """Return the bytes of a buffer's parameters, without padding; for fp8, of codes and scales."""
+    if buffer.dtype is not FP8:
+        return sum(param.numel for param in buffer.params) * buffer.dtype.itemsize
+    assert plan.config.fp8_recipe is not None
+    recipe = RECIPES[plan.config.fp8_recipe]
+    return sum(recipe.num_bytes(param.shape) for param in buffer.params)
+
+
+def main_bytes(numbers: Numbers, numel: int) -> int:
+    """Return the bytes of the main values of `numel` elements of one parameter, without the parameter itself."""
+    scales = -(-numel // FP16.block) if numbers is Numbers.FP16_SCALED else 0
+    return numel * _MAIN_BYTES[numbers] + 4 * scales
+
+
+def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
+    """Return the specs of the states that `rule` keeps for a parameter of `shape`, with the bytes of each."""
+    specs = rule.state_specs
+    numel = prod(shape)
+    if not any(spec.optional or spec.by_part for spec in specs):
+        return {spec: spec_bytes(spec, shape, numel) for spec in specs}
+    kept = init_state(rule, torch.empty(shape, dtype=torch.float32, device="meta"), matrix)
+    return {s: kept[s.name].nbytes if s.by_part else spec_bytes(s, shape, numel) for s in specs if s.name in kept}
+
+
+def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
+    """Return the bytes of one state tensor for `numel` elements of a parameter of `shape`."""
+    if spec.kind is StateKind.LIKE_PARAM:
+        count = numel
+    elif spec.kind is StateKind.BLOCK_SCALES:
+        count = -(-numel // spec.block)
+    else:
+        count = prod(spec.shape_for(shape) or (1,))
+    return count * spec.dtype.itemsize
+
+
+WORDS: Mapping[Computes, str] = {
+    Computes.PART: "each rank computes its own block",
+    Computes.EVERY: "all ranks gather them, compute all, keep their parts",
+    Computes.JOINT: "ranks compute their parts, products are summed",
+    Computes.OWNER: "one rank gathers, computes and returns each, balanced by cost",
+}
+
+
+OF_BLOCKS = (
+    "muon_tp_mode='blockwise': updates depend on the number of tensor-parallel ranks; set muon_tp_mode='duplicated' to "
+    "update whole matrices"
+)
+
+
+def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
+    """Lines for a printed plan: matrices by axes and by computing ranks, with muon_tp_mode if it has an effect."""
+    layouts: dict[str, list[ComputeLayout]] = {}
+    has_blocks = False
+    for plan in plans:
+        has_blocks |= plan.tp_mode is TpMode.BLOCKWISE
+        ranks = " x ".join(str(axis.size) for axis in plan.axes)
+        names = ", ".join(axis.name for axis in plan.axes)
+        line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
+        line += ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
+        line += "" if plan.tp_mode is None else f" (muon_tp_mode={plan.tp_mode.value!r})"
+        layouts.setdefault(line, []).append(plan.layout)
+    for line, alike in layouts.items():
+        count = sum(len(layout.slots) for layout in alike)
+        yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
+        if alike[0].computes is Computes.OWNER:
+            loads = [owner_load(layout) for layout in alike]
+            num_runs = max(load.num_runs for load in loads)
+            mebibytes = max(load.numel for load in loads) * 4 / 2**20  # gathered in fp32
+            slowest = max(load.slowest for load in loads)
+            yield (
+                f"  in {num_runs} run{'s' * (num_runs > 1)}, an owner holds at most {mebibytes:,.1f} MiB; "
+                f"the slowest works {slowest:.2f} times the mean"
             )
-            unit = replace(unit, compute=compute)
-        if draft.config.use_torch_optimizer_for_cpu_offload:
-            unit = replace(unit, host_rule=torch_host_rule(unit.rule, draft.config))
-        units.append(unit)
-    return replace(plan, units=tuple(units))
+    if has_blocks:
+        yield f"  {OF_BLOCKS}"
+
+
+def unit_lines(plan: Plan) -> Iterator[str]:
+    """Yield the lines on units: rule, dtypes, state, hooks."""
+    for unit in plan.units:
+        numel = sum(p.numel for b in plan.buffers for p in b.params if p.id in unit.ids)
+        yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
+        for dtype, numbers in sorted(unit.numbers.items(), key=str):
+            yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
+        state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
+        yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
+        if hooks := hooks_of(unit.rule):
+            yield f"  hooks: {', '.join(map(repr, hooks))}"
+        if unit.whole_qkv:
+            yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
+        if unit.finds_no_qkv:
+            yield "  no fused q, k and v found to split: set qkv_split_shapes of these parameters, if there are any"
+        yield from (f"  {line}" for line in compute_lines(unit.compute))
+
+
+def buffer_lines(plan: Plan) -> Iterator[str]:
+    """Yield the lines on buffers: parameters, buckets, shards, padding."""
+    for buffer in plan.buffers:
+        layout = buffer.layout
+        padding = layout.numel - layout.params_numel
+        yield (
+            f"{buffer.name}: {len(buffer.params)} parameters in {len(layout.buckets)} buckets, "
+            f"{layout.num_shards} shard{'s' * (layout.num_shards > 1)}, padding {padding / max(layout.numel, 1):.2%}"
+            + (f", {param_bytes(plan, buffer):,} bytes of codes and scales" if buffer.dtype is FP8 else "")
+        )
+
+
+def total_lines(plan: Plan) -> Iterator[str]:
+    """Yield the lines on bytes of state, clipping and loss scaling."""
+    ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
+
+    def listed(bytes_of: Callable[[int], int]) -> str:
+        return ", ".join(f"{bytes_of(rank):,}" for rank in range(min(ranks, 8))) + (", ..." if ranks > 8 else "")
+
+    on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
+    yield f"optimizer state: {listed(plan.state_bytes)} bytes on {on}"
+    if plan.hosted:
+        hosted = listed(partial(plan.state_bytes, on_host=True))
+        staged = listed(partial(staging_bytes, plan))
+        yield f"of this on the host: {hosted} bytes; staging buffers, at most: {staged}"
+    config = plan.config
+    clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
+    match config.loss_scaling:
+        case ConstantScale(scale=scale):
+            words = f"constant {scale:g}"
+        case DynamicScale(initial=initial):
+            words = f"dynamic from {initial:g}"
+        case _:
+            words = "none"
+    yield f"clip: {clip}; loss scale: {words}"

@@ -1,30 +1,30 @@
 """The checks that compare ranks. Collective: every rank raises the same errors.
 
 `RANK_CHECKS` share one exchange. Each is a generator: it yields facts of this rank, gets those of all ranks, and yields
-the sentence with which all refuse, if any. `check_peers` then compares the plans of ranks that share parameters.
+the sentence with which all refuse, or returns what the ranks have agreed on, if anything. `check_peers` then compares
+the plans of ranks that share parameters.
 """
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from hashlib import sha256
 from itertools import islice, takewhile
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Problem
 from opt_distributed.buffers import matches
-from opt_distributed.comm import Comm, Roles, agree, agreed, from_all_replicas
+from opt_distributed.comm import Roles, agree, agreed, from_all_replicas
 from opt_distributed.step import CHOICES
 from opt_kernels.matrices import TpMode
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides
-from opt_stack.planning.plan import Draft, rule_text
-from opt_stack.planning.report import OF_BLOCKS
+from opt_stack.planning.design import Design, Groups, Request
+from opt_stack.planning.plan import OF_BLOCKS, rule_text
 from opt_stack.rules.entries import TP_MODE
 
 logger = logging.getLogger("opt_stack")
@@ -38,41 +38,44 @@ _NAMES_SHOWN = 4
 _DECAY = ("wd_mult", "start_wd", "end_wd")
 _KEEP = "{**opt_paramgroups.get_standard_config_overrides(config), **yours}"
 
-NOTHING: Mapping[str, bool] = MappingProxyType({})
-
-
-RankCheck = Callable[[Draft], Generator[Any, Any, None]]
+RankCheck = Callable[[Design], Generator[Any, Any, Any]]
 """Yields facts of this rank, picklable, and is sent those of all ranks, a list. May raise ConfigError before it
 yields them: then every rank raises."""
 
 
-def check_ranks(draft: Draft, checks: Sequence[RankCheck] | None = None) -> None:
-    """Run `checks`, by default `RANK_CHECKS`, in one exchange. Raises ConfigError on every rank."""
-    everyone = draft.roles.everyone
-    running = [check(draft) for check in checks or RANK_CHECKS]
-    per_rank = everyone.gather_objects(agreed(everyone, lambda: [next(check) for check in running]))
-    for check, facts in zip(running, zip(*per_rank, strict=True), strict=True):
+def check_ranks(design: Design, checks: Sequence[RankCheck]) -> dict[RankCheck, Any]:
+    """Run `checks` in one exchange, and return what each returns. Collective. Raises ConfigError on every rank."""
+    everyone = design.request.roles.everyone
+    running = [check(design) for check in checks]
+    per_rank = everyone.gather_objects(agreed(everyone, lambda: [next(generator) for generator in running]))
+    found = {}
+    for check, generator, facts in zip(checks, running, zip(*per_rank, strict=True), strict=True):
         try:
-            problem = check.send(facts)
-        except StopIteration:
+            problem = generator.send(facts)
+        except StopIteration as finished:
+            found[check] = finished.value
             continue
         raise ConfigError(problem)
+    return found
 
 
-def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping[str, bool] = NOTHING) -> None:
+def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
     """Raise ConfigError on every rank, naming the fields, ranks and values, if configurations differ. Collective.
 
-    All fields count: a different clip norm or loss scale on one rank would also make weights diverge. `asked` are
-    arguments besides the configuration that must be given on all ranks or on none.
+    All fields count: a different clip norm or loss scale on one rank would also make weights diverge. So do arguments
+    for which ranks communicate; `dumps_groups`: whether one is a path of group maps.
     """
-    defaults = {field.name: repr(field.default) for field in fields(config)} | dict.fromkeys(asked, "False")
-    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in MAY_DIFFER}
-    texts = {name: repr(value) for name, value in {**values, **asked}.items()}
+    compared = [field for field in fields(OptimizerConfig) if field.name not in MAY_DIFFER]
+    values = {field.name: getattr(request.config, field.name) for field in compared}
+    values |= {"dump_param_to_param_group_map": dumps_groups, "broadcast_params": request.broadcast_params}
+    defaults = {field.name: repr(field.default) for field in compared}
+    texts = {name: repr(value) for name, value in values.items()}
     # Only fields that do not have their default travel.
-    per_rank = everyone.gather_objects({name: text for name, text in texts.items() if text != defaults[name]})
+    differing = {name: text for name, text in texts.items() if text != defaults.get(name, "False")}
+    per_rank = request.roles.everyone.gather_objects(differing)
     problems = []
-    for name, default in defaults.items():
-        ranks = _by_value([of_rank.get(name, default) for of_rank in per_rank])
+    for name in texts:
+        ranks = _by_value([of_rank.get(name, defaults.get(name, "False")) for of_rank in per_rank])
         if len(ranks) > 1:
             problems.append(f"{name} is " + ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items()))
     if problems:
@@ -93,17 +96,17 @@ def _some(ranks: list[int]) -> str:
     return f"{ranks[:MAX_RANKS_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
-def check_effects(draft: Draft) -> Generator[Any, Any, None]:
+def check_effects(design: Design) -> Generator[Any, Any, None]:
     """Each setting without effect on the parameters of all ranks.
 
     A model may mix dtypes and layouts: one parameter that feels the setting is enough.
     """
-    params = (param for chunk in draft.chunks for param in chunk.parameters())
-    own = {param.dtype for param in params} | {meta.dtype for meta in draft.metas.values()}
-    per_rank = yield own, {draft.metas[id].is_dtensor for id in draft.rule_of}
+    params = (param for chunk in design.request.chunks for param in chunk.parameters())
+    own = {param.dtype for param in params} | {meta.dtype for meta in design.model.metas.values()}
+    per_rank = yield own, {design.model.metas[id].is_dtensor for id in design.groups.rule_of}
     dtypes, are_dtensors = (set().union(*facts) for facts in zip(*per_rank, strict=True))
-    config = draft.config
-    wanted = draft.config.precision.params
+    config = design.request.config
+    wanted = design.request.config.precision.params
     problems = []
     # fp16 scales the loss of a model in fp32 as well, under autocast.
     if wanted is not torch.float32 and not config.fp16 and dtypes and wanted not in dtypes:
@@ -121,10 +124,10 @@ def check_effects(draft: Draft) -> Generator[Any, Any, None]:
         raise ConfigError.of("OptimizerConfig", problems)
 
 
-def _patterns(draft: Draft) -> Generator[Any, Any, None]:
+def _patterns(design: Design) -> Generator[Any, Any, None]:
     """Patterns of local fp32 accumulation that match no parameter of any chunk on any rank."""
     found: dict[str, bool] = {}
-    for chunk in draft.wrapped.values():
+    for chunk in design.model.wrapped.values():
         for pattern in chunk.ddp_config.param_name_patterns_for_fp32_local_accumulation:
             found[pattern] = found.get(pattern, False) or any(matches(id.name, (pattern,)) for id in chunk.metas)
     per_rank = yield found
@@ -136,10 +139,12 @@ def _patterns(draft: Draft) -> Generator[Any, Any, None]:
             )
 
 
-def _fp8(draft: Draft) -> Generator[Any, Any, None]:
+def _fp8(design: Design) -> Generator[Any, Any, None]:
     """Another recipe than `fp8_recipe`; options of fp8 if no parameter on any rank is stored in it."""
-    recipe = draft.config.fp8_recipe
-    stored = {id: found.recipe.name for id, param in draft.params.items() if (found := quantized(param)) is not None}
+    recipe = design.request.config.fp8_recipe
+    stored = {
+        id: found.recipe.name for id, param in design.model.params.items() if (found := quantized(param)) is not None
+    }
     for id, of_param in stored.items():
         if of_param != recipe:
             raise ConfigError(
@@ -148,12 +153,12 @@ def _fp8(draft: Draft) -> Generator[Any, Any, None]:
             )
     per_rank = yield bool(stored)
     asks = f"fp8_recipe={recipe!r}" if recipe is not None else ""
-    if not asks and any(chunk.ddp_config.fp8_param_gather for chunk in draft.wrapped.values()):
+    if not asks and any(chunk.ddp_config.fp8_param_gather for chunk in design.model.wrapped.values()):
         asks = "fp8_param_gather=True"
     if not asks or any(per_rank):
         return
-    if not draft.by_name and recipe is not None:  # Megatron-LM's command line cannot leave it out
-        if draft.roles.everyone.rank == 0:
+    if not design.request.by_name and recipe is not None:  # Megatron-LM's command line cannot leave it out
+        if design.request.roles.everyone.rank == 0:
             logger.warning("%s: without effect, because no parameter is stored in fp8 on any rank", asks)
     else:
         yield (
@@ -163,29 +168,27 @@ def _fp8(draft: Draft) -> Generator[Any, Any, None]:
         )
 
 
-def check_devices(draft: Draft) -> Generator[Any, Any, None]:
-    """Models on different kinds of device. Sets the draft's device: a rank without tensors takes that of the others."""
-    # Megatron-Core's wrapper has a list in place of the method `buffers`.
-    tensors = (tensor for chunk in draft.chunks for tensor in (*chunk.parameters(), *nn.Module.buffers(chunk)))
-    draft.device = next((tensor.device for tensor in tensors), None)
-    per_rank = yield draft.device
+def common_device(design: Design) -> Generator[Any, Any, torch.device]:
+    """Models on different kinds of device. Returns that of this rank; without tensors, one of the others' kind."""
+    own = design.model.device
+    per_rank = yield own
     kinds = _by_value([None if device is None else device.type for device in per_rank])
     if len(kinds) > 1:
         ranks = "; ".join(f"{kind} on ranks {at}" for kind, at in kinds.items())
         yield f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind"
-    draft.device = draft.device or torch.device(next(iter(kinds), "cpu"))
+    return own or torch.device(next(iter(kinds), "cpu"))
 
 
-def _trained(draft: Draft) -> Generator[Any, Any, None]:
+def _trained(design: Design) -> Generator[Any, Any, None]:
     """A model without trainable parameters."""
-    per_rank = yield len(draft.rule_of)
+    per_rank = yield len(design.groups.rule_of)
     if sum(per_rank) == 0:
         yield "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"
 
 
-def _rules(draft: Draft) -> Generator[Any, Any, None]:
+def _rules(design: Design) -> Generator[Any, Any, None]:
     """Different rules under one name, because parts of a matrix would diverge."""
-    per_rank = yield {unit.name: rule_text(unit.rule) for unit in draft.plan.units}
+    per_rank = yield {unit.name: rule_text(unit.rule) for unit in design.plan.units}
     for name in dict.fromkeys(name for of_rank in per_rank for name in of_rank):
         ranks = _by_value([of_rank.get(name) for of_rank in per_rank])
         if len(ranks) > 1:
@@ -196,27 +199,31 @@ def _rules(draft: Draft) -> Generator[Any, Any, None]:
             yield f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
 
 
-def _decay(draft: Draft) -> Generator[Any, Any, None]:
+def _decay(design: Design) -> Generator[Any, Any, None]:
     """Overrides that leave out the standard ones which apply `decoupled_lr`. Warns, on rank 0, of biases and vectors
     that have weight decay for the same reason.
 
     Parameters for which an override sets the decay are the caller's choice, and so is {}: no overrides at all.
     """
-    config = draft.config
-    given = {} if draft.overrides is None else read_overrides(config, draft.overrides, extra_group_keys=None)
-    is_decoupled = draft.overrides is None or any("is_decoupled_lr" in override for override in given.values())
+    config = design.request.config
+    given = (
+        {}
+        if design.request.overrides is None
+        else read_overrides(config, design.request.overrides, extra_group_keys=None)
+    )
+    is_decoupled = design.request.overrides is None or any("is_decoupled_lr" in override for override in given.values())
     is_decoupled = is_decoupled or ParamKey(attr="is_embedding_or_output_parameter") in given  # the caller's own rates
     if config.decoupled_lr is not None and not is_decoupled:
         raise ConfigError(
             f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
             f"which apply it; pass {_KEEP}, or leave it at None"
         )
-    standard = get_standard_config_overrides(config, by_name=draft.by_name)
+    standard = get_standard_config_overrides(config, by_name=design.request.by_name)
     undecayed = [key for key, override in standard.items() if override.get("wd_mult") == 0.0]
     chosen = [key for key, override in given.items() if not override.keys().isdisjoint(_DECAY)]
     decayed = (
         str(id)
-        for group in draft.groups
+        for group in design.groups.groups
         if given and any(group.get(name) for name in ("weight_decay", "end_wd"))
         for id, param in zip(group["param_ids"], group["params"], strict=True)
         if any(key.matches(param, id.name) for key in undecayed)
@@ -224,7 +231,7 @@ def _decay(draft: Draft) -> Generator[Any, Any, None]:
     )
     per_rank = yield list(islice(decayed, _NAMES_SHOWN + 1))
     names = list(dict.fromkeys(name for of_rank in per_rank for name in of_rank))
-    if names and draft.roles.everyone.rank == 0:
+    if names and design.request.roles.everyone.rank == 0:
         shown = ", ".join(map(repr, names[:_NAMES_SHOWN])) + ", ..." * (len(names) > _NAMES_SHOWN)
         logger.warning(
             "config_overrides replace the standard ones, so biases and vectors have weight decay now: %s. To keep them "
@@ -233,38 +240,49 @@ def _decay(draft: Draft) -> Generator[Any, Any, None]:
         )  # fmt: skip
 
 
-def _tp_modes(draft: Draft) -> Generator[Any, Any, None]:
-    """Nothing. Records `muon_tp_mode` in the groups of rules for which it has an effect on a matrix of any rank, and
-    warns, on rank 0, of blocks that are updated as separate matrices."""
-    plans = [(unit.name.split("/")[0], plan.tp_mode) for unit in draft.plan.units for plan in unit.compute]
+def tp_modes(design: Design) -> Generator[Any, Any, Mapping[str, str]]:
+    """Nothing. Returns `muon_tp_mode` by rule where it has an effect on a matrix of any rank, and warns, on rank 0, of
+    blocks that are updated as separate matrices."""
+    plans = [(unit.name.split("/")[0], plan.tp_mode) for unit in design.plan.units for plan in unit.compute]
     per_rank = yield {rule: mode.value for rule, mode in plans if mode is not None}
     modes = {rule: mode for of_rank in per_rank for rule, mode in of_rank.items()}
-    for group in draft.groups:
-        if (mode := modes.get(group["optimizer"])) is not None:
-            group[CHOICES] = tuple(sorted((*group[CHOICES], f"{TP_MODE}={mode!r}")))
-    if TpMode.BLOCKWISE.value in modes.values() and draft.roles.everyone.rank == 0:
+    if TpMode.BLOCKWISE.value in modes.values() and design.request.roles.everyone.rank == 0:
         logger.warning("%s", OF_BLOCKS)
+    return modes
 
 
 RANK_CHECKS: tuple[RankCheck, ...] = (
-    _decay, _patterns, check_effects, _fp8, check_devices, _trained, _rules, _tp_modes,
+    _decay, _patterns, check_effects, _fp8, common_device, _trained, _rules, tp_modes,
 )  # fmt: skip
 
 
-def check_peers(draft: Draft) -> None:
+def record_tp_modes(groups: Groups, modes: Mapping[str, str]) -> Groups:
+    """Return the groups with the tensor-parallel mode of their rule among its choices."""
+
+    def recorded(group: Mapping[str, Any]) -> Mapping[str, Any]:
+        mode = modes.get(group["optimizer"])
+        return group if mode is None else {**group, CHOICES: tuple(sorted((*group[CHOICES], f"{TP_MODE}={mode!r}")))}
+
+    return replace(groups, groups=[recorded(group) for group in groups.groups])
+
+
+def check_peers(design: Design) -> None:
     """Check that ranks that share parameters agree on their plan, hyper-parameters and attributes. Collective.
 
     Raises:
         ConfigError: on every rank, if they do not.
     """
     problems: list[str] = []
-    keys = {key for group in draft.groups for key in group}
-    for axes, experts in ((draft.roles.dense, False), (draft.roles.expert, True)):  # ranks may hold other experts
-        local = dict(_described_params(draft, experts=experts))
-        digest = sha256(f"{draft.plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
+    keys = {key for group in design.groups.groups for key in group}
+    for axes, experts in (
+        (design.request.roles.dense, False),
+        (design.request.roles.expert, True),
+    ):  # ranks may hold other experts
+        local = dict(_described_params(design, experts=experts))
+        digest = sha256(f"{design.plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
         digests = from_all_replicas(axes, digest)
         if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-            order = [str(id) for id in draft.params if str(id) in local]
+            order = [str(id) for id in design.model.params if str(id) in local]
             per_rank, orders = zip(*from_all_replicas(axes, (local, order)), strict=True)
             difference = _difference(per_rank[0], per_rank[others[0]], rank=others[0])
             difference = difference or _first_out_of_order(orders[0], orders[others[0]], rank=others[0])
@@ -284,18 +302,20 @@ def check_peers(draft: Draft) -> None:
                     "tensor-parallel ranks have different hyper-parameters for one parameter"
                     f"{_difference(first, other, rank=rank)}; pass the same overrides and groups on all ranks"
                 )
-    agree(draft.roles.everyone, ConfigError(problems[0]) if problems else None)
+    agree(design.request.roles.everyone, ConfigError(problems[0]) if problems else None)
 
 
-def _described_params(draft: Draft, *, experts: bool) -> Iterator[tuple[str, dict[str, str]]]:
+def _described_params(design: Design, *, experts: bool) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each parameter by name with its hyper-parameters and attributes as text."""
-    ids = {id for unit in draft.plan.units if unit.is_expert == experts for id in unit.ids}
-    for group in draft.groups:
+    ids = {id for unit in design.plan.units if unit.is_expert == experts for id in unit.ids}
+    for group in design.groups.groups:
         values = {key: value for key, value in group.items() if key not in _NOT_COMPARED and _is_plain(value)}
         numbers = {key: repr(v.tolist() if isinstance(v, Tensor) else v) for key, v in sorted(values.items())}
         for id in sorted(ids.intersection(group["param_ids"])):
             known = {
-                f.name: repr(getattr(draft.metas[id], f.name)) for f in fields(ParamMeta) if f.name not in _OF_THE_RANK
+                f.name: repr(getattr(design.model.metas[id], f.name))
+                for f in fields(ParamMeta)
+                if f.name not in _OF_THE_RANK
             }
             yield str(id), numbers | known
 

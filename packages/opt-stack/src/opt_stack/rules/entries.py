@@ -139,21 +139,22 @@ def _times(value: float | None, factor: float) -> float | None:
 # --- the rules of groups ----------------------------------------------------------------------------------------------
 
 
-def make_rules_(
-    groups: Sequence[dict[str, Any]],
+def make_rules(
+    given_groups: Sequence[Group],
     registry: Registry,
     config: OptimizerConfig,
     *,
     hooks: GivenHooks,
     extra_group_keys: Collection[str],
-) -> dict[str, Rule]:
-    """Return the rules that the groups name, with their hooks. Add to the groups the numbers that these read and the
-    groups lack, and record the choices of the rule.
+) -> tuple[list[dict[str, Any]], dict[str, Rule]]:
+    """Return the groups with the numbers that their rules read and they lack, and a record of the rules' choices; and
+    the rules by name, with their hooks.
 
     Raises:
         ConfigError: a rule is unknown or refuses the configuration; a group has an entry that nothing reads, or a
             number that is out of bounds; a hook does not fit its rule.
     """
+    groups = [dict(group) for group in given_groups]
     names = list(dict.fromkeys(group["optimizer"] for group in groups))
     made = {name: registry.rule(name, config) for name in names}
     if made and config.optimizer_options and (reader := elementwise_optimizer(config)) not in made:
@@ -191,7 +192,7 @@ def make_rules_(
         group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
         if of_rule := hooks_of(rule):
             group[HOOKS] = described(of_rule)
-    return rules
+    return groups, rules
 
 
 def warn_of_unread_fields(groups: Sequence[Group], registry: Registry, config: OptimizerConfig) -> None:
