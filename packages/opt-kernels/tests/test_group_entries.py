@@ -15,7 +15,7 @@ from torch import nn
 
 from opt_kernels import optim
 from opt_kernels.hooks import CautiousDecay, Hyperball
-from opt_kernels.optim.groups import HOOKS
+from opt_kernels.params import HOOKS
 
 ON_NAMES = pytest.mark.parametrize("name", NAMES)
 SPLITS = {"split_rows": (4, 2, 2), "split_sizes": (3, 5), "num_heads": 2}

@@ -6,7 +6,7 @@ memory. An update of a `Work` writes `main`, `out`, `remainder` and `state`, nev
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum, StrEnum, auto
 from numbers import Real
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "NOT_SPLIT", "Batch", "Hyper", "MatrixPart", "MatrixSpec", "NamedChoice", "StateKind", "StateSpec", "Task",
-    "TensorParallel", "Work", "Works", "as_float", "is_number", "is_on_device",
+    "HYPER_FIELDS", "NOT_SPLIT", "Batch", "Hyper", "MatrixPart", "MatrixSpec", "NamedChoice", "StateKind", "StateSpec",
+    "Task", "TensorParallel", "Work", "Works", "as_float", "is_number", "is_on_device",
 ]  # fmt: skip
 
 NumberValue = float | tuple[float, ...]
@@ -235,6 +235,10 @@ class Hyper:
     eps: float | Tensor = 1e-8
     momentum: float | Tensor = 0.9
     own: Mapping[str, Any] = field(default_factory=dict)
+
+
+HYPER_FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
+"""Entries of a parameter group that are fields of `Hyper`. Rules read others from `Hyper.own`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

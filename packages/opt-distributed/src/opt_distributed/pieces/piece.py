@@ -6,7 +6,7 @@ with FlashOptim (arXiv 2602.23349). Main values in host memory are in `offload`,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -21,14 +21,12 @@ from opt_kernels.backends import in_memory_order
 from opt_kernels.codecs import StateCodec, codec_for, join, split_
 from opt_kernels.rules import Rule
 from opt_kernels.rules import init_state as state_of_rule
-from opt_kernels.works import Hyper, MatrixSpec
+from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId
 
 FP16 = codec_for("main_params", torch.float16, signed=True)
 Groups = Sequence[Mapping[str, Any]]
 """`param_groups`."""
-FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
-"""Entries of a parameter group that are read in every step."""
 
 
 def check_rate(group: Mapping[str, Any]) -> None:

@@ -20,13 +20,14 @@ from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device
 from opt_distributed.pieces.dtensor import LaidOutGrads
-from opt_distributed.pieces.piece import FIELDS, Groups, Ready
+from opt_distributed.pieces.piece import Groups, Ready
 from opt_distributed.pieces.sources import BufferedGrads, OwnGrads, Source
 from opt_distributed.step.outcome import Scaler
 from opt_distributed.step.unit import Unit
 from opt_distributed.step.verdict import Limits, Verdict
 from opt_kernels.backends import HyperTable
 from opt_kernels.hooks import bare
+from opt_kernels.works import HYPER_FIELDS
 
 T = TypeVar("T")
 MANY_MISSES = 10  # successive steps without a graph, after which a warning says so
@@ -87,7 +88,9 @@ class CapturedStep:
         self._work: CapturedWork[Verdict] = CapturedWork(self._accelerator)
         own = [name for unit in units for name in getattr(unit.rule, "hyper_names", ())]
         choosing = [name for unit in units for name in getattr(bare(unit.rule), "choosing_numbers", ())]
-        self._table = HyperTable((*FIELDS, *own), device=device, upload=self._accelerator.upload, choosing=choosing)
+        self._table = HyperTable(
+            (*HYPER_FIELDS, *own), device=device, upload=self._accelerator.upload, choosing=choosing
+        )
         self._copies: list[dict[int, Tensor]] = [{} for _ in units]
         pieces = [piece for unit in units for piece in unit.pieces]  # updates write their memory
         self._memory = [t for p in pieces for t in (p.main.target, *p.state.values(), *p.main.kept())]

@@ -19,18 +19,14 @@ from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.pieces.piece import FIELDS, Groups, check_rate
+from opt_distributed.pieces.piece import Groups, check_rate
 from opt_distributed.pieces.sources import Source
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import check_numbers, check_unread, reads_weight_decay
+from opt_kernels.params import CHOICES, FIXED, SCHEDULED, WEIGHT_DECAY
 from opt_kernels.rules import Rule
-from opt_kernels.works import is_number, is_on_device
+from opt_kernels.works import HYPER_FIELDS, is_number, is_on_device
 
-FIXED = ("optimizer", "name", "is_expert_parallel", "clip_grad", "hooks")
-"""Entries that decide how parameters are laid out, clipped and updated."""
-CHOICES = "choices"  # the entry that records the structure of the rule: ("maximize=False", ...)
-WEIGHT_DECAY = "weight_decay"
-_SCHEDULED = ("lr", WEIGHT_DECAY)
 _FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")  # of torch's optimizers
 _BITS = 20  # of a checksum: the sum of squares stays exact in float64 on up to 8,192 ranks
 
@@ -255,7 +251,7 @@ class UsableGroups(Refusal):
         # Schedulers write the others in every step; they may be any number, if the rule reads them.
         unread = {index for index, rule in self.rules.items() if not reads_weight_decay(rule)}
         self._watched = [
-            [name for name in built if name not in _SCHEDULED or (name == WEIGHT_DECAY and index in unread)]
+            [name for name in built if name not in SCHEDULED or (name == WEIGHT_DECAY and index in unread)]
             for index, built in enumerate(self._built)
         ]
         self._seen: list[tuple[Any, ...]] = [() for _ in groups]
@@ -285,10 +281,12 @@ class UsableGroups(Refusal):
                     raise GroupError(f"group {self._built[index].get('name', index)!r}: {problem}")
                 self._check_bounds(index, group, self._watched[index])
                 own = getattr(self.rules.get(index), "hyper_names", ())
-                self._seen[index] = () if any(_may_change(group.get(name)) for name in (*FIELDS, *own)) else present
+                self._seen[index] = (
+                    () if any(_may_change(group.get(name)) for name in (*HYPER_FIELDS, *own)) else present
+                )
         for index in self.rules:
             check_rate(groups[index])
-            self._check_bounds(index, groups[index], _SCHEDULED)
+            self._check_bounds(index, groups[index], SCHEDULED)
 
     def _check_bounds(self, index: int, group: Mapping[str, Any], names: Iterable[str]) -> None:
         """Raise GroupError for a number that is out of the bounds of the rule. Numbers on an accelerator are not read,
@@ -311,9 +309,9 @@ class UsableGroups(Refusal):
                     f"{name}={group.get(name)!r} was set after the optimizer was built with {built.get(name)!r}, which "
                     "has no effect; build another optimizer with it, and load this one's state_dict"
                 )
-        for name in FIELDS:
+        for name in HYPER_FIELDS:
             if name in group and name not in built:
-                read = ", ".join(name for name in FIELDS if name in built)
+                read = ", ".join(name for name in HYPER_FIELDS if name in built)
                 yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {read}"
             if name in group and name in built and not _has_form_of(group[name], built[name]):
                 form = f"{len(built[name])} numbers" if isinstance(built[name], tuple | list) else "a number"
@@ -370,7 +368,7 @@ class EqualGroups:
         """Collective: all ranks of `everyone` call it."""
         self._guards = guards
         local = sorted(guards.usable_groups.rules)
-        self._entries = (*FIELDS, *FIXED, *sorted(set(own)))
+        self._entries = (*HYPER_FIELDS, *FIXED, *sorted(set(own)))
         here = {(i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in local}
         values: dict[tuple[int, str], list[int]] = {}
         for of_rank in everyone.gather_objects(here) if everyone.size > 1 else ():

@@ -35,7 +35,6 @@ from opt_distributed.step.capture import CapturedStep
 from opt_distributed.step.guards import Guard, Guards
 from opt_distributed.step.hooked import add_over_ranks_, means_over_ranks
 from opt_distributed.step.outcome import Outcome, Scaler, StepResult, warn_of_deleted
-from opt_distributed.step.tensor_stats import Spans, Watch, profiler_spans
 from opt_distributed.step.unit import Unit
 from opt_distributed.step.verdict import (
     Family,
@@ -49,6 +48,7 @@ from opt_distributed.step.verdict import (
     reduce_stats,
     used,
 )
+from opt_distributed.step.watch import Spans, Watch, profiler_spans
 from opt_kernels.precision import without_autocast
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]

@@ -1,5 +1,4 @@
-"""What looks on at steps: spans for profilers, a `Watch`, and `TensorSums`: norms of the gradient, weight and update of
-every parameter, in the steps that record them.
+"""`TensorSums`: norms of the gradient, weight and update of every parameter, in the steps that record them.
 
 A recorded step reads gradients, main weights and updates once more, and keeps a copy of the main weights that this rank
 counts until they are updated. Every rank adds up the elements that it counts; one all-reduce of one float64 tensor, six
@@ -8,10 +7,9 @@ host reads the sums later, from a copy.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import proxy
 
 import torch
@@ -26,37 +24,11 @@ from opt_distributed.pieces.piece import OwnedPiece, Ready
 from opt_distributed.pieces.sources import BufferedGrads, is_sparse
 from opt_distributed.step import verdict
 from opt_distributed.step.outcome import Outcome
+from opt_distributed.step.stepper import Stepper
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId
 
-if TYPE_CHECKING:
-    from opt_distributed.step.stepper import Stepper
-
 GRAD, ZEROS, GRAD_NUMEL, WEIGHT, UPDATE, SPREAD = range(6)  # the columns of a parameter's sums
-_NO_SPAN = nullcontext()
-
-Spans = Callable[[str], AbstractContextManager[Any]]
-"""`with span("name"):` around each phase of a step."""
-
-
-def profiler_spans(name: str) -> AbstractContextManager[Any]:
-    """Spans that appear in traces of the torch profiler."""
-    # `record_function` takes 8 us of the host, even without a profiler; creating a context of its own, 1 us.
-    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _NO_SPAN
-
-
-def timer_spans(timers: Callable[..., Any], *, barrier: bool) -> Spans:
-    """Spans over Megatron-Core's timers: `timers(name, log_level=1).start(barrier=...)`, then `timers(name).stop()`."""
-
-    @contextmanager
-    def span(name: str) -> Iterator[None]:
-        timers(name, log_level=1).start(barrier=barrier)
-        try:
-            yield
-        finally:
-            timers(name).stop()
-
-    return span
 
 
 class TensorStats(NamedTuple):
@@ -106,23 +78,6 @@ class StepStats:
         return "\n".join([f"{head}, loss scale {self.loss_scale:g}", *lines])
 
 
-class Watch(Protocol):
-    """Sees every step of a `Stepper`, with the same calls on every rank. Reads gradients and weights, writes none."""
-
-    def before(self, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
-        """Gradients are reduced, and nothing is updated yet. `inverse` is 1 / loss scale; `skipped`: the host knows
-        that no update follows."""
-        ...
-
-    def after(self, outcome: Outcome, *, max_norm: float) -> None:
-        """The step was made, or skipped. `max_norm` is the norm to which gradients are clipped."""
-        ...
-
-    def refused(self, error: Exception) -> None:
-        """A guard has refused the step. Not called on an accelerator."""
-        ...
-
-
 class Row(NamedTuple):
     """A parameter of the whole model. Pipeline stages and experts may have different parameters of one name."""
 
@@ -133,7 +88,7 @@ class Row(NamedTuple):
 class TensorSums:
     """The parameters of the whole model, and their sums in one step at a time. Every rank makes the same calls."""
 
-    def __init__(self, stepper: "Stepper", groups: Sequence[Mapping[str, Any]], *, order: Sequence[ParamId], rank: int):
+    def __init__(self, stepper: Stepper, groups: Sequence[Mapping[str, Any]], *, order: Sequence[ParamId], rank: int):
         """Collective. `order` is that of the parameters in the model; `rank` is the number that names this rank."""
         self._stepper = proxy(stepper)  # its watch keeps this object
         self._queues = devices.device_of(stepper.device)

@@ -19,7 +19,6 @@ from opt_distributed.buffers.main_grad import SparseGradientError
 from opt_distributed.pieces.exchange import ComputeStage, update_
 from opt_distributed.pieces.offload import HostSide
 from opt_distributed.pieces.piece import (
-    FIELDS,
     CodedMain,
     Kinds,
     OwnedPiece,
@@ -35,7 +34,7 @@ from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import NUM_SUMS, HookedUpdate
 from opt_kernels.rules import Needs, Rule
-from opt_kernels.works import Batch, Hyper, Works, as_float
+from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, Works, as_float
 from opt_paramgroups import ParamId
 
 DECODED_NUMEL = 1 << 25
@@ -209,7 +208,7 @@ def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Iterable[st
     Raises ValueError if the group has no learning rate yet.
     """
     check_rate(group)
-    numbers = {name: as_float(group[name]) for name in FIELDS if name in group}
+    numbers = {name: as_float(group[name]) for name in HYPER_FIELDS if name in group}
     return Hyper(step=step, own={name: as_float(group[name]) for name in own}, **numbers)
 
 

@@ -14,7 +14,9 @@ decays within the update. With amsgrad (Reddi et al. 2018, algorithm 2), the lar
 
 from typing import Any
 
-from opt_kernels.formulas import Choice, Formula, Number, State, fma, maximum, power, sqrt
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, maximum, power, sqrt
+from opt_kernels.works import Choice, Number
 
 
 def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:

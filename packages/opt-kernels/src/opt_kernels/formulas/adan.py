@@ -13,7 +13,9 @@ before the update and by the factor 1 - lr * wd. exp_avg, exp_avg_diff and exp_a
 
 from typing import Any
 
-from opt_kernels.formulas import Choice, Formula, Number, State, fma, power, sqrt, where
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, power, sqrt, where
+from opt_kernels.works import Choice, Number
 
 
 def scalars(

@@ -14,7 +14,9 @@ The paper warms both up over all training steps to avoid early divergence. With 
 
 from typing import Any
 
-from opt_kernels.formulas import Formula, Number, State, exp, fma, log, maximum, minimum, power, sqrt
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import exp, fma, log, maximum, minimum, power, sqrt
+from opt_kernels.works import Number
 
 
 def scalars(

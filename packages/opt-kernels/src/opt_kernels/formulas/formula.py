@@ -32,12 +32,10 @@ from torch import Tensor
 
 from opt_kernels.formulas.syntax import FormulaError, body_of, for_host, for_torch, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import check, check_scalars
-from opt_kernels.works import Choice, Constant, Hyper, Number, NumberError, NumberValue, unknown
+from opt_kernels.works import HYPER_FIELDS, Choice, Constant, Hyper, Number, NumberError, NumberValue, unknown
 
 LR = Number("lr", 1e-3)
 WEIGHT_DECAY = Number("weight_decay", 0.0)
-# Numbers that are fields of `Hyper`. Others are in `Hyper.own`.
-OF_HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +204,7 @@ class Formula:
     @property
     def own_numbers(self) -> tuple[str, ...]:
         """Names of the numbers that are not fields of `Hyper`."""
-        return tuple(number.name for number in self.numbers if number.name not in OF_HYPER)
+        return tuple(number.name for number in self.numbers if number.name not in HYPER_FIELDS)
 
     @property
     def defaults(self) -> dict[str, NumberValue]:

@@ -11,7 +11,9 @@ The paper's mu and nu are b1 and b2; exp_avg and exp_avg_sq are m and n.
 
 from typing import Any
 
-from opt_kernels.formulas import Formula, Number, State, fma, power, sqrt
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, power, sqrt
+from opt_kernels.works import Number
 
 
 def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:

@@ -9,7 +9,9 @@ With g the scaled gradient and m the momentum:
 
 from typing import Any
 
-from opt_kernels.formulas import Formula, Number, State, fma, sign
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, sign
+from opt_kernels.works import Number
 
 
 def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float) -> dict[str, float]:

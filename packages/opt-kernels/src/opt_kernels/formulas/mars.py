@@ -21,7 +21,9 @@ first, write that gradient to the state `previous_grad`.
 
 from typing import Any
 
-from opt_kernels.formulas import Formula, Number, State, fma, power, sqrt
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, power, sqrt
+from opt_kernels.works import Number
 
 
 def scalars(

@@ -13,7 +13,9 @@ exp_avg and exp_avg_sq are m and v. M(t) is computed from t; torch keeps it as a
 
 from typing import Any
 
-from opt_kernels.formulas import Choice, Formula, Number, State, exp, fma, log, power, q_pochhammer, sqrt
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import exp, fma, log, power, q_pochhammer, sqrt
+from opt_kernels.works import Choice, Number
 
 
 def scalars(

@@ -13,7 +13,9 @@ exp_avg and exp_avg_sq are m and v.
 
 from typing import Any
 
-from opt_kernels.formulas import Choice, Formula, Number, State, fma, maximum, power, sqrt, where
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, maximum, power, sqrt, where
+from opt_kernels.works import Choice, Number
 
 
 def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:

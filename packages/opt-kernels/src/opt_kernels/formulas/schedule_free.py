@@ -16,8 +16,9 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from opt_kernels.formulas import Formula, Number, State, fma, maximum, minimum, power, sqrt, where
-from opt_kernels.works import is_on_device
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, maximum, minimum, power, sqrt, where
+from opt_kernels.works import Number, is_on_device
 
 
 def scalars(

@@ -12,7 +12,9 @@ With zero momentum there is no buffer, and the second and third lines are skippe
 
 from typing import Any
 
-from opt_kernels.formulas import Choice, Formula, Number, State, fma, where
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, where
+from opt_kernels.works import Choice, Number
 
 
 def scalars(*, lr: float, weight_decay: float, momentum: float, step: float, dampening: float) -> dict[str, float]:

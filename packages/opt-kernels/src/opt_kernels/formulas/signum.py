@@ -10,7 +10,9 @@ b is the number `momentum`, m the state momentum_buffer.
 
 from typing import Any
 
-from opt_kernels.formulas import Formula, Number, State, fma, sign
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, sign
+from opt_kernels.works import Number
 
 
 def scalars(*, lr: float, weight_decay: float, momentum: float) -> dict[str, float]:

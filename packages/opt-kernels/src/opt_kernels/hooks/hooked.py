@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks.compose import hyper_of, with_hook
 from opt_kernels.hooks.measured import HookedUpdate
 from opt_kernels.hooks.values import (
@@ -23,7 +22,7 @@ from opt_kernels.hooks.values import (
     RowFloor,
 )
 from opt_kernels.rules.base import ElementwiseRule, Needs, Rule
-from opt_kernels.works import Batch, Hyper, Number, Work
+from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, Number, Work
 
 TRIED_STEPS = (1, 2, 3, 6, 100)  # a formula may branch on the step
 TRIED_SHAPES = {Needs.ELEMENTS: (256,), Needs.MATRICES: (8, 8)}
@@ -104,7 +103,7 @@ def check_numbers(rule: Rule | None, values: Mapping[str, Any]) -> None:
     declared = inner.formula.numbers if isinstance(inner, ElementwiseRule) else ()
     for name, value in values.items():
         number = next((number for number in declared if number.name == name), None)
-        if number is None and name in OF_HYPER:
+        if number is None and name in HYPER_FIELDS:
             is_row = name == "betas" and isinstance(value, tuple | list)
             number = Number(name, (0.0,) * len(value) if is_row else 0.0)
         if number is not None:

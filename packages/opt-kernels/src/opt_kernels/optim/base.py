@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.codecs import codecs_of
-from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim import groups
 from opt_kernels.optim.checked import check_param, for_dtype, rounds_stochastically, spans_of
@@ -22,9 +21,10 @@ from opt_kernels.optim.groups import ParamGroup, params_with_groups
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
 from opt_kernels.optim.state import MAIN, Mains, Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
+from opt_kernels.params import HOOKS, NEUTRAL, SCHEDULED
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, as_float, is_on_device
+from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, MatrixSpec, as_float, is_on_device
 
 logger = logging.getLogger(__name__)
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
@@ -56,7 +56,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     # Entries of groups, in addition to hooks, that are read only when a parameter takes its first step.
     structural: ClassVar[tuple[str, ...]] = ()
     # Entries of groups that schedulers may set to any number.
-    scheduled: ClassVar[tuple[str, ...]] = groups.SCHEDULED
+    scheduled: ClassVar[tuple[str, ...]] = SCHEDULED
 
     # Makes torch.amp.GradScaler set `grad_scale` and `found_inf` on the optimizer for the duration of a step.
     _step_supports_amp_scaling = True
@@ -108,9 +108,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Add a group, as in torch. Raises ValueError for a parameter that cannot be updated, and for an option that is
         unknown, not allowed, or equal in all groups by definition."""
         if isinstance(param_group, dict):  # torch raises for anything else
-            groups.check_keys(
-                param_group, {*self.defaults, groups.HOOKS, *(("capturable",) if self.capturable else ())}
-            )
+            groups.check_keys(param_group, {*self.defaults, HOOKS, *(("capturable",) if self.capturable else ())})
             self._check_group(self.defaults | param_group)
         if self._entries is not None:
             self._adopt_changes()
@@ -135,7 +133,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         groups.check_options(group)
         self._check_numbers(group)
         groups.check_fixed(group, self.defaults, self.fixed)
-        groups.check_names(groups.checked_hooks(group.get(groups.HOOKS, ())), self.rules)
+        groups.check_names(groups.checked_hooks(group.get(HOOKS, ())), self.rules)
 
     def _adopt_changes(self) -> None:
         """Let entries of groups that changed since the last step take effect. Raises ValueError for a change that is
@@ -147,13 +145,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._check_numbers({name: value for name, value in scheduled.items() if not self._waits_for(value)})
         if not changes:
             return
-        flags = groups.NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
+        flags = NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
         for number, before, names in changes:
             group = self.param_groups[number]
             groups.check_flags({name: group[name] for name in names & flags})
             self._check_group(group)
             self._check_read(group, names)
-            if not names.isdisjoint((groups.HOOKS, *self.structural)):
+            if not names.isdisjoint((HOOKS, *self.structural)):
                 self._check_changed(group, {**self.defaults, **before})
                 for param in group["params"]:
                     self._check_param(group, param)
@@ -207,7 +205,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         """The rule that updates `param`, with its hooks."""
-        return groups.with_hooks(self.rule_of(group, param), group.get(groups.HOOKS, self.hooks))
+        return groups.with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -417,7 +415,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
         """The hyper-parameters that `rule` reads from `group` in this step."""
-        numbers = {name: as_float(group[name]) for name in OF_HYPER if name in group}
+        numbers = {name: as_float(group[name]) for name in HYPER_FIELDS if name in group}
         if names := getattr(rule, "hyper_names", ()):
             numbers["own"] = {name: as_float(group[name]) for name in names if name in group}
         return Hyper(step=step if isinstance(step, Tensor) else int(step), **numbers)

@@ -13,8 +13,8 @@ from torch import Tensor
 from opt_kernels.formulas.formula import LR, WEIGHT_DECAY, Formula
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import AveragedOptimizer, FormulaOptimizer
-from opt_kernels.optim.groups import SCHEDULED
 from opt_kernels.optim.matrices import MatrixOptimizer, options_of
+from opt_kernels.params import SCHEDULED
 from opt_kernels.rules.base import WholeMatrices
 from opt_kernels.works import Choice, Constant, Number, unknown
 

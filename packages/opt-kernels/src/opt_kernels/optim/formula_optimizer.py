@@ -20,9 +20,10 @@ from opt_kernels.formulas.functions import power, q_pochhammer
 from opt_kernels.hooks import check_unread
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
-from opt_kernels.optim.groups import HOOKS, ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
+from opt_kernels.optim.groups import ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
 from opt_kernels.optim.param_rows import Member, Sweep
 from opt_kernels.optim.state import MAIN, STEP, saved_main
+from opt_kernels.params import HOOKS
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import SGD as sgd_rule
 from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise

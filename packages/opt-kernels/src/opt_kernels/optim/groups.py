@@ -27,13 +27,12 @@ from opt_kernels.hooks import (
     shape_problem,
 )
 from opt_kernels.optim.state import StateDictError
+from opt_kernels.params import HOOKS, NEUTRAL, SCHEDULED
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Number
 
 ParamGroup = dict[str, Any]
 Group = Mapping[str, Any]
-HOOKS = "hooks"  # entry of a group: its own hooks; in a state_dict, a record of them
-SCHEDULED = ("lr", "weight_decay")  # read in every step, and changed too often to be compared
 
 # Entries that schedulers, trainers, loggers and `opt_paramgroups` keep in groups. Optimizers ignore them.
 _OF_OTHERS = frozenset(
@@ -46,15 +45,6 @@ _OF_OTHERS = frozenset(
 )
 _OF_OTHERS_PREFIXES = ("initial_", "swanlab", "wandb", "log_", "_")
 
-# Arguments of torch.optim that choose an implementation, and the values that are accepted without effect.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "foreach": (None, False, True),
-    "fused": (None, False, True),
-    "capturable": (None, False),
-    "differentiable": (None, False),
-    "amsgrad": (None, False),
-    "maximize": (None, False),
-}
 _INSTEAD: Mapping[str, str] = {
     "foreach": "every step updates all tensors at once",
     "fused": "every step is fused",

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from opt_kernels.backends import tables
 from opt_kernels.dtensor import local
-from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.hyper_table import HyperTable
 from opt_kernels.rules.base import Rule
+from opt_kernels.works import HYPER_FIELDS
 
 logger = logging.getLogger(__name__)
 DEVICES = ("cuda", "meta")  # devices with graphs; a meta tensor may still move to one
@@ -32,7 +32,7 @@ class GroupsOnDevice:
     def __init__(self, rules: Sequence[Rule]):
         """For the numbers that these rules read."""
         own = [name for rule in rules for name in getattr(rule, "hyper_names", ())]
-        self._names = (*OF_HYPER, "scalar_eps", *own)
+        self._names = (*HYPER_FIELDS, "scalar_eps", *own)
         self._choosing = [name for rule in rules for name in getattr(rule, "choosing_numbers", ())]
         self._tables: dict[torch.device, HyperTable] = {}
         self._fresh: set[torch.device] = set()  # devices whose tables are up to date in this step

@@ -19,13 +19,13 @@ from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import skipped
 from opt_kernels.codecs import StateCodec, codec_for, state_specs
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.formulas.formula import OF_HYPER, Formula, number_of
+from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
 from opt_kernels.matrices.access import check, check_shape, read_main, scaled_grads, stacks, write_main_
 from opt_kernels.matrices.muon import decay_of
 from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.works import Batch, Hyper, MatrixSpec, Number, StateSpec, Task, unknown
+from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, MatrixSpec, Number, StateSpec, Task, unknown
 
 StateDtypes = Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...]
 
@@ -177,7 +177,7 @@ class WholeMatrices(MatrixRule):
     @property
     def hyper_names(self) -> tuple[str, ...]:
         """The numbers that it reads from `Hyper.own`."""
-        return tuple(number.name for number in self.numbers if number.name not in OF_HYPER)
+        return tuple(number.name for number in self.numbers if number.name not in HYPER_FIELDS)
 
     needs = Needs.MATRICES
     tp_mode = None  # it needs whole matrices

@@ -10,9 +10,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
+from opt_kernels.params import HELD, HOOKS
 from opt_stack.factory import get_optimizer
 from opt_stack.planning.design import Overrides
-from opt_stack.rules.entries import HELD, HOOKS
 from opt_stack.rules.registry import Registry
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Problem
 from opt_distributed.buffers import matches
 from opt_distributed.comm import Roles, agree, agreed, from_all_replicas
-from opt_distributed.step import CHOICES
 from opt_kernels.matrices import TpMode
+from opt_kernels.params import CHOICES
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides

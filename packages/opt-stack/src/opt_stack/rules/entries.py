@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
-from opt_distributed.step import CHOICES
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import (
     GivenHooks,
@@ -23,15 +22,13 @@ from opt_kernels.hooks import (
     hooks_of,
 )
 from opt_kernels.matrices import TpMode
+from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import RULE_FIELDS, Registry
 
 logger = logging.getLogger("opt_stack")
-HOOKS = "hooks"  # the entry of a group that records the hooks of its rule
-RULE = "optimizer"  # the entry that names its rule; groups of torch's optimizers have none
-HELD = ("params", "param_ids", "param_names")  # entries that list its parameters
 OF_RULE = (HOOKS, CHOICES)  # entries that record how its rule was built
 Group = Mapping[str, Any]
 HYPER_KEYS = ("betas", "eps", "momentum")

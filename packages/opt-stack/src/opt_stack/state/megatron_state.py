@@ -24,8 +24,7 @@ from opt_checkpoint.dist_checkpointing.megatron import (
 from opt_checkpoint.state import FlatState, flatten_state
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.saving import MAIN, STEP
-from opt_distributed.step import CHOICES
-from opt_stack.rules.entries import HELD, HOOKS, RULE
+from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
 
 logger = logging.getLogger("opt_stack")
 OWN = "opt_stack"

@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from opt_kernels.params import RULE
 from opt_paramgroups.vocabulary import is_regrouped
-from opt_stack.rules.entries import HYPER_KEYS, RULE
+from opt_stack.rules.entries import HYPER_KEYS
 
 Group = Mapping[str, Any]
 _IDENTITY = (RULE, "wd_mult", "lr_mult")  # entries that overrides set and training does not change

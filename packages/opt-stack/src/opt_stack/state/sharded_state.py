@@ -37,11 +37,12 @@ from opt_distributed.saving import (
 )
 from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
+from opt_kernels.params import RULE
 from opt_paramgroups import ParamId
 from opt_paramgroups.vocabulary import is_regrouped
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
-from opt_stack.rules.entries import OF_RULE, RULE, check_choices, check_loaded_numbers, warn_of_other_choices
+from opt_stack.rules.entries import OF_RULE, check_choices, check_loaded_numbers, warn_of_other_choices
 from opt_stack.state.live import Held, StateOffload
 from opt_stack.state.megatron_state import form_of, to_megatron_state
 from opt_stack.state.regrouped import continued, is_of_layer_decay, is_same, sentence

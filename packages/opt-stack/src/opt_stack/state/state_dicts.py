@@ -12,8 +12,9 @@ from opt_checkpoint.state import NO_OVERRIDE, Conflict
 from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
 from opt_distributed.saving import check_state, load_state_, read_state, restart_
+from opt_kernels.params import HELD, RULE
 from opt_paramgroups import ParamId, dtensor_layout
-from opt_stack.rules.entries import HELD, OF_RULE, RULE, warn_of_other_choices
+from opt_stack.rules.entries import OF_RULE, warn_of_other_choices
 from opt_stack.state.megatron_state import (
     OWN,
     check_mains,
