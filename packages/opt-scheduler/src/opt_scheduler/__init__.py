@@ -3,9 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from . import function as function  # defines the kind of a plain callable
-from .by_name import SCHEDULE_NAMES, get_schedule, schedule_signatures
-from .compose import clip, cooldown, cut, join, scale, shift, stretch, warmup
+from .compose import clip, cut, join, repeat, restarts, scale, shift, stretch
 from .curves import (
     constant,
     cosine,
@@ -24,8 +22,18 @@ from .field_scheduler import FieldScheduler
 from .fields import FieldSchedule
 from .override import ParamGroupOverride, combine_param_group_overrides, param_group_override_to_tuple
 from .plateau import Plateau
-from .recipes import cyclic, one_cycle, piecewise_constant, step_decay, wsd
-from .restarts import repeat, restarts
+from .recipes import (
+    SCHEDULE_NAMES,
+    cooldown,
+    cyclic,
+    get_schedule,
+    one_cycle,
+    piecewise_constant,
+    schedule_signatures,
+    step_decay,
+    warmup,
+    wsd,
+)
 from .schedule import Schedule, as_schedule
 from .scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from .units import Batch, Unit, extend, rescale, rescale_horizon

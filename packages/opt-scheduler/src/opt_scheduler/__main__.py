@@ -9,11 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .by_name import get_schedule, schedule_signatures
 from .curves import constant, ramp
 from .draw import save_png, table, text_plot
-from .errors import ScheduleError, refuse, unknown_name
-from .schedule import Schedule, is_number
+from .errors import ScheduleError, is_number, refuse, unknown_name
+from .recipes import get_schedule, schedule_signatures
+from .schedule import Schedule
 from .settings import CHOICES, Settings
 
 _EPILOG = """\

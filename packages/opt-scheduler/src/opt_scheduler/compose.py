@@ -1,68 +1,14 @@
-"""Schedules made of schedules: sums and products, warmup, join, scale, clip, shift, stretch, cut, cooldown."""
+"""Schedules made of schedules: joined, repeated, or with other values or times. `recipes` puts curves into them."""
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from .arrays import exact
-from .curves import ramp
-from .errors import ScheduleError
-from .schedule import Schedule, ScheduleLike, as_schedule, check_number
-
-
-class _Combined(Schedule):
-    """Several schedules evaluated at the same step. It ends with the last of them."""
-
-    __slots__ = ()
-
-    parts: tuple[Schedule, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.parts) < 2 or not all(isinstance(part, Schedule) for part in self.parts):
-            raise ScheduleError(f"{self.kind}: parts={self.parts!r} must be at least two schedules")
-
-    @property
-    def length(self) -> float:
-        return max(part.length for part in self.parts)
-
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return tuple(sorted({boundary for part in self.parts for boundary in part.boundaries}))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sum(_Combined):
-    """The sum of schedules: the value of `a + b`.
-
-    >>> from opt_scheduler import linear
-    >>> (linear(1.0, 0.0, steps=4) + linear(0.0, 2.0, steps=8) + 1).values([0, 4, 8])
-    [2.0, 2.0, 3.0]
-    """
-
-    kind: ClassVar[str] = "sum"
-    parts: tuple[Schedule, ...]
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        return sum(part.value_at(step, xp) for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product(_Combined):
-    """The product of schedules: the value of `a * b`.
-
-    >>> from opt_scheduler import linear
-    >>> (linear(1.0, 0.0, steps=4) * (lambda step: 0.1 * step)).values([0, 2, 4])
-    [0.0, 0.1, 0.0]
-    """
-
-    kind: ClassVar[str] = "product"
-    parts: tuple[Schedule, ...]
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        return math.prod(part.value_at(step, xp) for part in self.parts)
+from .errors import ScheduleError, check_number
+from .schedule import Scaled, Schedule, ScheduleLike, Wrapped, as_schedule, exact
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the starts of the parts are computed once and kept
@@ -95,7 +41,8 @@ class Join(Schedule):
     def array_at(self, step: Any, xp: Any) -> Any:
         values = self.parts[0].array_at(step, xp)
         for start, part in zip(map(exact, self.starts[1:]), self.parts[1:], strict=True):
-            values = xp.where(step >= start, part.array_at(xp.maximum(step - start, 0), xp), values)
+            of_part = part.array_at(xp.maximum(step - start, 0), xp)
+            values = xp.where(step >= start, of_part, values)
         return values
 
     @property
@@ -104,43 +51,14 @@ class Join(Schedule):
 
     @property
     def boundaries(self) -> tuple[float, ...]:
-        inner = {s + b for s, part in zip(self.starts, self.parts, strict=True) for b in part.boundaries}
-        return tuple(sorted(inner.union(self.starts[1:])))
-
-
-class _Wrapped(Schedule):
-    """A schedule that changes the values of another one and keeps its times."""
-
-    __slots__ = ()
-
-    schedule: Schedule
-
-    @property
-    def length(self) -> float:
-        return self.schedule.length
-
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return self.schedule.boundaries
+        steps = set(self.starts[1:])
+        for start, part in zip(self.starts, self.parts, strict=True):
+            steps.update(start + boundary for boundary in part.boundaries)
+        return tuple(sorted(steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled(_Wrapped):
-    """Another schedule times a factor; see `scale`."""
-
-    kind: ClassVar[str] = "scale"
-    schedule: Schedule
-    factor: float
-
-    def __post_init__(self) -> None:
-        check_number("scale", factor=self.factor)
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        return self.factor * self.schedule.value_at(step, xp)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clipped(_Wrapped):
+class Clipped(Wrapped):
     """Another schedule limited to a range; see `clip`."""
 
     kind: ClassVar[str] = "clip"
@@ -179,8 +97,12 @@ class Moved(Schedule):
 
     def array_at(self, step: Any, xp: Any) -> Any:
         moved = step - exact(self.delay)
-        moved = xp.maximum(moved if self.stretch == 1 else moved / self.stretch, 0)
-        return self.schedule.value_at(moved if self.until is None else xp.minimum(moved, exact(self.until)), xp)
+        if self.stretch != 1:
+            moved = moved / self.stretch
+        moved = xp.maximum(moved, 0)
+        if self.until is not None:
+            moved = xp.minimum(moved, exact(self.until))
+        return self.schedule.value_at(moved, xp)
 
     @property
     def length(self) -> float:
@@ -189,10 +111,89 @@ class Moved(Schedule):
 
     @property
     def boundaries(self) -> tuple[float, ...]:
-        steps = [0.0] if self.delay > 0 else []
-        steps += [step for step in self.schedule.boundaries if self.until is None or step < self.until]
-        steps += [] if self.until is None else [self.until]
-        return tuple(moved for step in steps if (moved := step * self.stretch + self.delay) > 0)
+        steps = [0.0, *self.schedule.boundaries]
+        if self.until is not None:
+            steps = [*(step for step in steps if step < self.until), self.until]
+        moved = [step * self.stretch + self.delay for step in steps]
+        return tuple(step for step in moved if step > 0)
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: the starts of the periods are computed once and kept
+class Restarts(Schedule):
+    """A schedule that starts again, each time over other lengths and values; see `restarts`."""
+
+    kind: ClassVar[str] = "restarts"
+    schedule: Schedule
+    times: int | None = None  # None: without end
+    t_mult: float = 1.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.schedule.length < math.inf:
+            verb = "restart" if self.kind == "restarts" else "begin again"
+            raise ScheduleError(f"{self.kind}: {self.schedule!r} has no end at which to {verb}; pass steps=")
+        check_number(self.kind, low=1, times=self.times)
+        check_number(self.kind, above=0, t_mult=self.t_mult, decay=self.decay)
+        if self.times is not None and not isinstance(self.times, int):
+            raise ScheduleError(f"{self.kind}: times={self.times!r} must be a whole number")
+        if self.t_mult < 1 and self.times is None:
+            raise ScheduleError(f"restarts: t_mult={self.t_mult!r} makes ever shorter periods; pass times=")
+
+    def start_of(self, period: int) -> float:
+        """Return the step at which a period begins; the first period has the number 0."""
+        first = self.schedule.length
+        m = self.t_mult
+        return first * period if m == 1 else first * (m**period - 1) / (m - 1)
+
+    @cached_property
+    def starts(self) -> list[float]:
+        """The starts of all periods, or of those within 2**53 steps, up to which a float counts exactly."""
+        starts = [0.0]
+        while len(starts) != self.times and starts[-1] < 2**53:
+            starts.append(self.start_of(len(starts)))
+        return starts
+
+    def at(self, step: float) -> float:
+        if self.t_mult == 1:
+            period = int(step // self.schedule.length)
+            period += self.start_of(period + 1) <= step  # the quotient of fractions is rounded
+            period = period if self.times is None else min(period, self.times - 1)
+        else:
+            period = bisect_right(self.starts, step) - 1
+        local = (step - self.start_of(period)) / self.t_mult**period
+        return self.decay**period * self.schedule.at(min(local, self.schedule.length))
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        if self.t_mult == 1:
+            length = exact(self.schedule.length)
+            period = step // length if self.times is None else xp.minimum(step // length, self.times - 1)
+            local = step - period * length
+        else:
+            starts = xp.asarray(self.starts, dtype=float)
+            period = xp.searchsorted(starts, step, side="right") - 1
+            local = (step - starts[period]) / self.t_mult**period
+        return self.decay**period * self.schedule.array_at(xp.minimum(local, exact(self.schedule.length)), xp)
+
+    @property
+    def length(self) -> float:
+        return math.inf if self.times is None else self.start_of(self.times)
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        steps: list[float] = []
+        for period in range(self.times or 1):
+            for step in {*self.schedule.boundaries, self.schedule.length}:
+                steps.append(self.start_of(period) + self.t_mult**period * step)
+        return tuple(sorted(steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat(Restarts):
+    """The same schedule several times, or forever; see `repeat`."""
+
+    kind: ClassVar[str] = "repeat"
+    t_mult: float = field(default=1.0, init=False, repr=False)
+    decay: float = field(default=1.0, init=False, repr=False)
 
 
 def join(*schedules: ScheduleLike) -> Schedule:
@@ -206,20 +207,6 @@ def join(*schedules: ScheduleLike) -> Schedule:
     for schedule in map(as_schedule, schedules):  # flat: however the parts are bracketed, the result is equal
         parts += schedule.parts if isinstance(schedule, Join) else [schedule]
     return Join(parts=tuple(parts))
-
-
-def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: str = "linear") -> Schedule:
-    """A rise from `start` to the first value of `schedule` over `steps`, then `schedule` from its own step 0.
-
-    With `start=0` the update at step 0 changes nothing; `start=peak / steps` avoids that. `steps=0` adds no warmup.
-
-    >>> from opt_scheduler import linear
-    >>> warmup(linear(1.0, 0.0, steps=10), steps=4).values([0, 1, 2, 3, 4, 5, 14])
-    [0.0, 0.25, 0.5, 0.75, 1.0, 0.9, 0.0]
-    """
-    check_number("warmup", low=0, steps=steps)
-    peak = as_schedule(schedule)
-    return join(ramp(start, peak(0), steps=steps, shape=shape), peak) if steps > 0 else peak
 
 
 def scale(schedule: ScheduleLike, factor: float) -> Schedule:
@@ -273,18 +260,31 @@ def cut(schedule: ScheduleLike, steps: float) -> Schedule:
     return Moved(schedule=as_schedule(schedule), until=steps)
 
 
-def cooldown(
-    schedule: ScheduleLike, *, at: float, steps: float, end: float = 0.0, shape: str = "minus_sqrt"
-) -> Schedule:
-    """`schedule` until step `at`, then from its value there down to `end` over `steps`.
+def repeat(schedule: ScheduleLike, *, times: int | None = None) -> Schedule:
+    """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
 
-    This branches a finished model off a run that continues with `schedule`.
+    Warm restarts (https://arxiv.org/abs/1608.03983) repeat a cosine, WSD-S (https://arxiv.org/abs/2410.05192) a `wsd`.
+    `restarts` also lengthens the periods and lowers the values.
 
-    >>> from opt_scheduler import constant
-    >>> cooldown(constant(1.0), at=1000, steps=100).values([999, 1000, 1025, 1100])
-    [1.0, 1.0, 0.5, 0.0]
+    >>> from opt_scheduler import linear
+    >>> repeat(linear(1.0, 0.0, steps=4), times=2).values([0, 2, 4, 6, 8, 9])
+    [1.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
-    check_number("cooldown", low=0, at=at)
-    check_number("cooldown", above=0, steps=steps)
-    tail = ramp(as_schedule(schedule)(at), end, steps=steps, shape=shape)
-    return join(cut(schedule, at), tail) if at > 0 else tail
+    return Repeat(schedule=as_schedule(schedule), times=times)
+
+
+def restarts(schedule: ScheduleLike, *, times: int | None = None, t_mult: float = 1.0, decay: float = 1.0) -> Schedule:
+    """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
+
+    Each period is `t_mult` times as long as the one before, and its values are `decay` times as large: SGDR, section 3
+    of https://arxiv.org/abs/1608.03983, with `T_mult`. `clip(..., low=)` keeps a floor that does not decay.
+
+    >>> from opt_scheduler import linear
+    >>> restarts(linear(1.0, 0.0, steps=4), times=2, t_mult=2, decay=0.5).values([0, 2, 4, 8, 12, 13])
+    [1.0, 0.5, 0.5, 0.25, 0.0, 0.0]
+
+    Raises:
+        ScheduleError: `schedule` has no end, `times` is not a whole number of at least 1, `t_mult` or `decay` is not
+            above 0, or `t_mult` is below 1 without `times`.
+    """
+    return Restarts(schedule=as_schedule(schedule), times=times, t_mult=t_mult, decay=decay)

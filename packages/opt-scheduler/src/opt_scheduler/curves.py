@@ -1,50 +1,52 @@
 """The elementary schedules: each is one formula of the step. `compose` and `recipes` combine them."""
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass
+from inspect import Parameter, signature
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from .arrays import exact
-from .errors import ScheduleError, unknown_name
-from .schedule import Schedule, check_number
+from .errors import ScheduleError, check_number, unknown_name
+from .schedule import Constant, Schedule, Timed, exact
 from .shapes import SHAPES
 
+Build = TypeVar("Build", bound=Callable[..., Schedule])
 
-class _Timed(Schedule):
-    """A schedule with a field `steps`: it ends there, or never if `steps` is None."""
 
-    __slots__ = ()
+class Named(NamedTuple):
+    """How `get_schedule` builds the schedule of one name."""
 
-    steps: float | None
+    build: Callable[..., Schedule]
+    defaults: dict[str, Any]  # of arguments that the function requires
+    has_warmup: bool  # whether get_schedule puts a warmup before it, which its `steps` do not contain
 
-    @property
-    def length(self) -> float:
-        return math.inf if self.steps is None else self.steps
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that `get_schedule` takes, with their defaults, or `Parameter.empty`."""
+        parameters = {each.name: each.default for each in signature(self.build).parameters.values()}
+        if not self.has_warmup:
+            return parameters
+        _, *names = parameters  # the first is the peak, under the name that the curve has for it
+        options = {name: self.defaults.get(name, parameters[name]) for name in names if name != "steps"}
+        required = [name for name, default in options.items() if default is Parameter.empty]
+        first = dict.fromkeys(["peak", "steps", *required], Parameter.empty)
+        return {**first, "warmup_steps": 0, "start": 0.0, **options}
 
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return () if self.steps is None else (self.steps,)
+
+NAMED: dict[str, Named] = {}
+
+
+def named(name: str, *, has_warmup: bool = False, **defaults: Any) -> Callable[[Build], Build]:
+    """Return a decorator: `get_schedule` builds `name` with the function. See `Named` for the other arguments."""
+
+    def register(build: Build) -> Build:
+        NAMED[name] = Named(build, defaults, has_warmup)
+        return build
+
+    return register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constant(_Timed):
-    """The same value at every step; see `constant`."""
-
-    kind: ClassVar[str] = "constant"
-    value: float
-    steps: float | None = None
-
-    def __post_init__(self) -> None:
-        check_number("constant", value=self.value)
-        check_number("constant", above=0, steps=self.steps)
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        return xp.full_like(step, self.value, dtype=float)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ramp(_Timed):
+class Ramp(Timed):
     """From one value to another along a named shape; see `ramp`."""
 
     kind: ClassVar[str] = "ramp"
@@ -53,10 +55,11 @@ class Ramp(_Timed):
     steps: float
     shape: str = "linear"
     power: float | None = None  # of what is left
+    name: InitVar[str] = "ramp"  # of the function that was called, for errors
 
-    def __post_init__(self) -> None:
-        check_number("ramp", start=self.start, end=self.end)
-        check_number("ramp", above=0, steps=self.steps, power=self.power)
+    def __post_init__(self, name: str) -> None:
+        check_number(name, start=self.start, end=self.end)
+        check_number(name, above=0, steps=self.steps, power=self.power)
         if self.shape not in SHAPES:
             raise ScheduleError(f"ramp: {unknown_name('shape', self.shape, SHAPES)}")
 
@@ -66,7 +69,7 @@ class Ramp(_Timed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exponential(_Timed):
+class Exponential(Timed):
     """From one value to another by the same factor at every step; see `exponential`."""
 
     kind: ClassVar[str] = "exponential"
@@ -83,7 +86,7 @@ class Exponential(_Timed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Power(_Timed):
+class Power(Timed):
     """A power law of the step; see `power`."""
 
     kind: ClassVar[str] = "power"
@@ -119,7 +122,8 @@ class PiecewiseLinear(Schedule):
     def array_at(self, step: Any, xp: Any) -> Any:
         values = xp.full_like(step, self.points[-1][1], dtype=float)
         for (s0, v0), (s1, v1) in reversed([*pairwise(self.points)]):
-            values = xp.where(step < exact(s1), v0 + (step - exact(s0)) / (s1 - s0) * (v1 - v0), values)
+            done = (step - exact(s0)) / (s1 - s0)
+            values = xp.where(step < exact(s1), v0 + done * (v1 - v0), values)
         return values
 
     @property
@@ -131,6 +135,7 @@ class PiecewiseLinear(Schedule):
         return tuple(step for step, _ in self.points[1:])
 
 
+@named("constant", has_warmup=True)
 def constant(value: float, *, steps: float | None = None) -> Schedule:
     """`value` at every step. With `steps` it has an end, so that another schedule can follow it in `join`.
 
@@ -149,49 +154,53 @@ def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Sc
     return Ramp(start=start, end=end, steps=steps, shape=shape)
 
 
-def _named_ramp(name: str, shape: str, start: float, end: float, steps: float, power: float | None = None) -> Schedule:
-    """The ramp of the function `name`, which errors name."""
-    check_number(name, start=start, end=end)
-    check_number(name, above=0, steps=steps, power=power)
-    return Ramp(start=start, end=end, steps=steps, shape=shape, power=power)
-
-
+@named("linear", has_warmup=True, end=0.0)
 def linear(start: float, end: float, *, steps: float) -> Schedule:
     """A straight line.
 
     >>> linear(1.0, 0.0, steps=100).values([0, 25, 100, 101])
     [1.0, 0.75, 0.0, 0.0]
     """
-    return _named_ramp("linear", "linear", start, end, steps)
+    return Ramp(start=start, end=end, steps=steps, shape="linear", name="linear")
 
 
+@named("cosine", has_warmup=True, end=0.0)
 def cosine(start: float, end: float, *, steps: float) -> Schedule:
     """Half a cosine wave (https://arxiv.org/abs/1608.03983, equation 5). It does not rise again past its end.
 
     >>> cosine(1.0, 0.0, steps=100).values([0, 50, 100, 150])
     [1.0, 0.5, 0.0, 0.0]
     """
-    return _named_ramp("cosine", "cosine", start, end, steps)
+    return Ramp(start=start, end=end, steps=steps, shape="cosine", name="cosine")
 
 
+@named("minus_sqrt", has_warmup=True, end=0.0)
 def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
     """1 - √r, the anneal that https://arxiv.org/abs/2405.18392 found best after a constant phase.
 
     >>> minus_sqrt(1.0, 0.0, steps=100).values([0, 25, 100])
     [1.0, 0.5, 0.0]
     """
-    return _named_ramp("minus_sqrt", "minus_sqrt", start, end, steps)
+    return Ramp(start=start, end=end, steps=steps, shape="minus_sqrt", name="minus_sqrt")
 
 
+@named("minus_square", has_warmup=True, end=0.0)
+def minus_square(start: float, end: float, *, steps: float) -> Schedule:
+    """1 - r², slow at first."""
+    return ramp(start, end, steps=steps, shape="minus_square")
+
+
+@named("shifted_exponential", has_warmup=True, end=0.0)
 def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
     """2 · 2^-r - 1, Megatron-Core's "exponential" anneal, shifted so that it can reach any `end`, 0 included.
 
     >>> [round(v, 6) for v in shifted_exponential(1.0, 0.0, steps=100).values([0, 50, 100])]
     [1.0, 0.414214, 0.0]
     """
-    return _named_ramp("shifted_exponential", "exponential", start, end, steps)
+    return Ramp(start=start, end=end, steps=steps, shape="exponential", name="shifted_exponential")
 
 
+@named("exponential", has_warmup=True)
 def exponential(start: float, end: float, *, steps: float) -> Schedule:
     """A true exponential, start · (end / start)^r. Both values must be more than 0.
 
@@ -201,13 +210,14 @@ def exponential(start: float, end: float, *, steps: float) -> Schedule:
     return Exponential(start=start, end=end, steps=steps)
 
 
+@named("polynomial", has_warmup=True, end=0.0)
 def polynomial(start: float, end: float, *, steps: float, power: float = 1.0) -> Schedule:
     """end + (1 - r)^power · (start - end); power 1 is a line, larger powers fall faster at first.
 
     >>> polynomial(1.0, 0.0, steps=100, power=2).values([0, 50, 100])
     [1.0, 0.25, 0.0]
     """
-    return _named_ramp("polynomial", "linear", start, end, steps, power)
+    return Ramp(start=start, end=end, steps=steps, power=power, name="polynomial")
 
 
 def power(start: float, *, exponent: float, timescale: float, steps: float | None = None) -> Schedule:
@@ -221,6 +231,7 @@ def power(start: float, *, exponent: float, timescale: float, steps: float | Non
     return Power(start=start, exponent=exponent, timescale=timescale, steps=steps)
 
 
+@named("inverse_sqrt", has_warmup=True, timescale=None)
 def inverse_sqrt(start: float, *, timescale: float, steps: float | None = None) -> Schedule:
     """start · √(timescale / (n + timescale)), the decay of https://arxiv.org/abs/1706.03762, section 5.3.
 

@@ -1,6 +1,8 @@
-"""The package's error and the wording of its messages: the field, the value, what is allowed, what to do."""
+"""The package's error, the checks that raise it, and its wording: the field, the value, what is allowed, what to do."""
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 
 class ScheduleError(ValueError):
@@ -28,3 +30,33 @@ def refuse(problems: Sequence[str], *, where: str) -> None:
         raise ScheduleError(f"{where}: {problems[0]}")
     if problems:
         raise ScheduleError("\n  - ".join([f"{where}: {len(problems)} problems", *problems]))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is an int or a float, and not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_number(where: str, *, low: float = -math.inf, above: float = -math.inf, **given: float | None) -> None:
+    """Raise `ScheduleError` unless every value is a finite number, at least `low` and more than `above`.
+
+    None stands for an argument that was not given.
+    """
+    for name, value in given.items():
+        if value is None:
+            continue
+        if not is_number(value) or not math.isfinite(value):
+            raise ScheduleError(f"{where}: {name}={value!r} must be a finite number{_quoted_number(value)}")
+        if value < low:
+            raise ScheduleError(f"{where}: {name}={value!r} must be at least {low:g}")
+        if value <= above:
+            raise ScheduleError(f"{where}: {name}={value!r} must be more than {above:g}")
+
+
+def _quoted_number(value: object) -> str:
+    """The hint for a number that a YAML file gave as text."""
+    try:
+        text = isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return ""
+    return ", not text; YAML reads 1e-4 as text and 1.0e-4 as a number" if text else ""

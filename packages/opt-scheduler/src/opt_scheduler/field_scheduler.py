@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from .errors import ScheduleError
+from .errors import ScheduleError, is_number
 from .fields import FieldSchedule, Group, Optimizers, check_fields, lr_scale_of, write_fields_
 from .group_scheduler import VERSION, GroupScheduler, check_state
 from .saved_schedules import changes, saved_form
-from .schedule import Schedule, ScheduleLike, as_schedule, is_number
+from .schedule import Schedule, ScheduleLike, as_schedule
 
 logger = logging.getLogger("opt_scheduler")
 

@@ -5,10 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import ScheduleError, unknown_name
+from .errors import ScheduleError, check_number, unknown_name
 from .fields import Group, set_
 from .group_scheduler import VERSION, GroupScheduler, check_state
-from .schedule import check_number
 
 logger = logging.getLogger("opt_scheduler")
 

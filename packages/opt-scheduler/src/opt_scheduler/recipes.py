@@ -1,15 +1,48 @@
-"""Well-known schedules, composed of the others: wsd, one_cycle, cyclic, piecewise_constant, step_decay."""
+"""Well-known schedules made of curves, and every schedule by name, for runs described by a configuration file."""
 
 from collections.abc import Sequence
+from inspect import Parameter
 from itertools import pairwise
+from typing import Any
 
-from .compose import join, warmup
-from .curves import constant, linear, ramp
-from .errors import ScheduleError
-from .restarts import repeat
-from .schedule import Schedule, check_number
+from .compose import cut, join, repeat, restarts
+from .curves import NAMED, constant, linear, named, piecewise_linear, ramp
+from .errors import ScheduleError, check_number, unknown_name
+from .schedule import Schedule, ScheduleLike, as_schedule
 
 
+def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: str = "linear") -> Schedule:
+    """A rise from `start` to the first value of `schedule` over `steps`, then `schedule` from its own step 0.
+
+    With `start=0` the update at step 0 changes nothing; `start=peak / steps` avoids that. `steps=0` adds no warmup.
+
+    >>> from opt_scheduler import linear
+    >>> warmup(linear(1.0, 0.0, steps=10), steps=4).values([0, 1, 2, 3, 4, 5, 14])
+    [0.0, 0.25, 0.5, 0.75, 1.0, 0.9, 0.0]
+    """
+    check_number("warmup", low=0, steps=steps)
+    peak = as_schedule(schedule)
+    return join(ramp(start, peak(0), steps=steps, shape=shape), peak) if steps > 0 else peak
+
+
+def cooldown(
+    schedule: ScheduleLike, *, at: float, steps: float, end: float = 0.0, shape: str = "minus_sqrt"
+) -> Schedule:
+    """`schedule` until step `at`, then from its value there down to `end` over `steps`.
+
+    This branches a finished model off a run that continues with `schedule`.
+
+    >>> from opt_scheduler import constant
+    >>> cooldown(constant(1.0), at=1000, steps=100).values([999, 1000, 1025, 1100])
+    [1.0, 1.0, 0.5, 0.0]
+    """
+    check_number("cooldown", low=0, at=at)
+    check_number("cooldown", above=0, steps=steps)
+    tail = ramp(as_schedule(schedule)(at), end, steps=steps, shape=shape)
+    return join(cut(schedule, at), tail) if at > 0 else tail
+
+
+@named("wsd")
 def wsd(
     peak: float,
     *,
@@ -48,6 +81,7 @@ def wsd(
     return warmup(falling, steps=warmup_steps, start=start)
 
 
+@named("one_cycle")
 def one_cycle(
     peak: float,
     *,
@@ -69,6 +103,7 @@ def one_cycle(
     return join(ramp(first, peak, steps=up_steps, shape=shape), ramp(peak, end, steps=down_steps, shape=shape))
 
 
+@named("cyclic")
 def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times: int | None = None) -> Schedule:
     """Triangles between two values (https://arxiv.org/abs/1506.01186), `times` of them, or forever.
 
@@ -79,6 +114,7 @@ def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times
     return repeat(join(linear(low, high, steps=up_steps), linear(high, low, steps=down_steps)), times=times)
 
 
+@named("piecewise_constant")
 def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Schedule:
     """`values[0]` until step `at[0]`, then `values[1]` until step `at[1]`, and so on.
 
@@ -102,6 +138,7 @@ def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Sched
     return join(*parts, constant(values[-1]))
 
 
+@named("step_decay")
 def step_decay(start: float, *, factor: float, every: float, times: int) -> Schedule:
     """`start`, multiplied by `factor` after every `every` steps, `times` times in all.
 
@@ -111,3 +148,95 @@ def step_decay(start: float, *, factor: float, every: float, times: int) -> Sche
     check_number("step_decay", low=1, times=times)
     check_number("step_decay", above=0, every=every)
     return piecewise_constant([start * factor**i for i in range(times + 1)], at=[every * (i + 1) for i in range(times)])
+
+
+@named("cosine_restarts", has_warmup=True)
+def _cosine_restarts(
+    peak: float, *, steps: float, end: float = 0.0, cycles: int = 1, t_mult: float = 1.0, decay: float = 1.0
+) -> Schedule:
+    check_number("cosine_restarts", low=1, cycles=cycles)
+    check_number("cosine_restarts", above=0, t_mult=t_mult)
+    periods = cycles if t_mult == 1 else (t_mult**cycles - 1) / (t_mult - 1)
+    period = ramp(peak, end, steps=steps / periods, shape="cosine")
+    if t_mult == decay == 1:
+        return repeat(period, times=cycles)
+    return restarts(period, times=cycles, t_mult=t_mult, decay=decay)
+
+
+@named("piecewise_linear")
+def _linear_between(*, points: Sequence[Sequence[float]]) -> Schedule:
+    return piecewise_linear(*map(tuple, points))  # type: ignore[arg-type]
+
+
+_OF_TRANSFORMERS = {  # names of HF transformers for the same curves
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine_restarts",
+    "warmup_stable_decay": "wsd",
+}
+SCHEDULE_NAMES = (*sorted(NAMED), *sorted(_OF_TRANSFORMERS))
+NAMED.update((alias, NAMED[name]) for alias, name in _OF_TRANSFORMERS.items())
+
+
+def get_schedule(name: str, **arguments: Any) -> Schedule:
+    """Build a schedule from its name and arguments, such as a configuration file holds.
+
+    Most names take `peak`, `steps`, `warmup_steps` (0), `start` (0) and options: a warmup from `start` to `peak`, then
+    the curve, which ends at step `steps`. `steps` counts from step 0 and contains the warmup. The recipes cyclic,
+    one_cycle, piecewise_constant, piecewise_linear, step_decay and wsd take the arguments of their functions.
+    `schedule_signatures()` lists the arguments of every name. The names of HF transformers for the same curves work
+    too: constant_with_warmup, cosine_with_min_lr, cosine_with_restarts and warmup_stable_decay.
+
+    >>> get_schedule("cosine", peak=1e-3, steps=110, warmup_steps=10, end=1e-4).values([0, 10, 60, 110])
+    [0.0, 0.001, 0.00055, 0.0001]
+    >>> get_schedule(**{"name": "wsd", "peak": 1.0, "steps": 100, "decay_steps": 20, "shape": "linear"})(90)
+    0.5
+    >>> get_schedule("piecewise_constant", values=[1.0, 0.1], at=[30]).values([29, 30])
+    [1.0, 0.1]
+
+    Raises:
+        ScheduleError: an unknown name or argument, a missing one, or a value out of range.
+    """
+    if name not in SCHEDULE_NAMES:
+        raise ScheduleError(unknown_name("schedule", name, SCHEDULE_NAMES))
+    found = NAMED[name]
+    known = found.arguments()
+    for argument in arguments:
+        if argument not in known:
+            raise ScheduleError(unknown_name(f"{name}: argument", argument, known))
+    missing = [key for key, default in known.items() if default is Parameter.empty and key not in arguments]
+    if missing:
+        raise ScheduleError(f"{name}: {' and '.join(missing)} must be given")
+    amounts = {key: amount for key, amount in arguments.items() if key.endswith("steps")}
+    check_number(name, low=0, **amounts)
+    for key, amount in amounts.items():
+        if amount is not None and 0 < amount < 1:
+            raise ScheduleError(
+                f"{name}: {key}={amount!r} is less than a step; for a fraction of the run, pass {amount!r} * steps"
+            )
+    if not found.has_warmup:
+        return found.build(**arguments)
+    arguments = found.defaults | arguments
+    peak, steps, warmup_steps, start = (arguments.pop(key, 0) for key in ("peak", "steps", "warmup_steps", "start"))
+    check_number(name, above=0, steps=steps)
+    check_number(name, peak=peak, start=start)
+    if warmup_steps >= steps:
+        raise ScheduleError(f"{name}: {warmup_steps=} must be less than {steps=}, which include it")
+    if "timescale" in known and arguments["timescale"] is None:
+        arguments["timescale"] = warmup_steps or 10_000
+    curve = found.build(peak, steps=steps - warmup_steps, **arguments)
+    return warmup(curve, steps=warmup_steps, start=start)
+
+
+def schedule_signatures() -> dict[str, str]:
+    """Return the arguments of every name that `get_schedule` takes, with their defaults.
+
+    >>> schedule_signatures()["cosine"]
+    'peak, steps, warmup_steps=0, start=0.0, end=0.0'
+    """
+    signatures = {}
+    for name in SCHEDULE_NAMES:
+        known = NAMED[name].arguments()
+        shown = [key if default is Parameter.empty else f"{key}={default!r}" for key, default in known.items()]
+        signatures[name] = ", ".join(shown)
+    return signatures

@@ -1,14 +1,38 @@
-"""`Schedule`: an immutable function of the step. Base class of all curves and combinators."""
+"""`Schedule`: an immutable function of the step, and the schedules that its operators and `as_schedule` make.
+
+Steps may be arrays of NumPy or JAX. They are recognized by the array API standard, so that neither is imported.
+"""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
-from typing import Any, ClassVar, TypeAlias, overload
+from dataclasses import dataclass, fields
+from numbers import Number
+from types import SimpleNamespace
+from typing import Any, ClassVar, Protocol, TypeAlias, overload
 
-from .arrays import NUMBERS, Array, is_array, namespace, usable_steps
 from .draw import svg_plot, text_plot
-from .errors import ScheduleError, unknown_name
+from .errors import ScheduleError, check_number, is_number, unknown_name
+
+# Steps of other dtypes are converted: unsigned ones wrap below 0, and short ones cannot hold the length of a run.
+_USABLE_DTYPES = ("int32", "int64", "float32", "float64")
+
+# What the formulas use of an array library, for single numbers.
+NUMBERS = SimpleNamespace(
+    pi=math.pi,
+    cos=math.cos,
+    sqrt=math.sqrt,
+    minimum=min,
+    maximum=max,
+    where=lambda condition, a, b: a if condition else b,
+    full_like=lambda step, value, dtype: dtype(value),
+)
+
+
+class Array(Protocol):
+    """An array of a library that follows the array API standard; a JAX tracer is one too."""
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any: ...
 
 
 class Schedule(ABC):
@@ -22,7 +46,7 @@ class Schedule(ABC):
     `schedule + other`, `schedule * other`, `schedule - 1e-5`, `schedule / 2`.
 
     Subclasses are frozen dataclasses with a `kind`, the name that `to_dict` records. They define `at` for numbers,
-    `array_at` for arrays, or only `array_at` with functions that `arrays.NUMBERS` has too. Defining a subclass
+    `array_at` for arrays, or only `array_at` with functions that `schedule.NUMBERS` has too. Defining a subclass
     registers its kind.
 
     >>> from opt_scheduler import cosine, warmup
@@ -53,7 +77,7 @@ class Schedule(ABC):
         )
 
     def value_at(self, step: Any, xp: Any) -> Any:
-        """Return `at(step)` if `xp` is `arrays.NUMBERS`, else `array_at(step, xp)`."""
+        """Return `at(step)` if `xp` is `schedule.NUMBERS`, else `array_at(step, xp)`."""
         return self.at(step) if xp is NUMBERS else self.array_at(step, xp)
 
     @property
@@ -79,18 +103,17 @@ class Schedule(ABC):
         Raises:
             ScheduleError: `step` is neither a number nor an array of the array API, or is NaN.
         """
-        if type(step) is not int and type(step) is not float and is_array(step):
-            xp = namespace(step)
-            return self.array_at(xp.maximum(usable_steps(step), 0), xp)
+        if hasattr(step, "__array_namespace__") and not isinstance(step, Number):  # a NumPy scalar is a number
+            xp = step.__array_namespace__()
+            usable = step if str(step.dtype) in _USABLE_DTYPES else step.astype(float)
+            return self.array_at(xp.maximum(usable, 0), xp)
         try:
-            if step > 0:
-                clamped = step
-            elif step <= 0:
-                clamped = 0
-            else:
-                raise ScheduleError(f"{self.kind}: step={step!r} must not be NaN")
+            clamped = step if step > 0 else 0
+            is_nan = step != step
         except (TypeError, RuntimeError) as error:
             raise ScheduleError(f"{self.kind}: step={step!r} must be a number or an array of numpy or jax") from error
+        if is_nan:
+            raise ScheduleError(f"{self.kind}: step={step!r} must not be NaN")
         return self.at(clamped)
 
     def values(self, steps: Iterable[float]) -> list[float]:
@@ -99,11 +122,11 @@ class Schedule(ABC):
 
     def __mul__(self, other: "ScheduleLike") -> "Schedule":
         if is_number(other):
-            return of_kind("scale", schedule=self, factor=other)
-        return _combined("product", self, other) if callable(other) else NotImplemented
+            return Scaled(schedule=self, factor=other)
+        return Product.of(self, other) if callable(other) else NotImplemented
 
     def __rmul__(self, other: "ScheduleLike") -> "Schedule":
-        return self * other if is_number(other) else _combined("product", other, self)
+        return self * other if is_number(other) else Product.of(other, self)
 
     def __truediv__(self, other: float) -> "Schedule":
         if not is_number(other) or other == 0:
@@ -111,10 +134,10 @@ class Schedule(ABC):
         return self * (1.0 / other)
 
     def __add__(self, other: "ScheduleLike") -> "Schedule":
-        return _combined("sum", self, other) if callable(other) or is_number(other) else NotImplemented
+        return Sum.of(self, other) if callable(other) or is_number(other) else NotImplemented
 
     def __radd__(self, other: "ScheduleLike") -> "Schedule":
-        return _combined("sum", other, self)
+        return Sum.of(other, self)
 
     def __sub__(self, other: "ScheduleLike") -> "Schedule":
         return self + -as_schedule(other) if callable(other) or is_number(other) else NotImplemented
@@ -181,6 +204,14 @@ class Schedule(ABC):
         return 3 * last if math.isinf(self.length) else 1.05 * last
 
 
+def exact(value: float) -> float:
+    """Return a whole number as an int: subtracted from steps that are integers, it leaves them integers.
+
+    JAX computes in float32 by default, which counts exactly only up to 2**24.
+    """
+    return int(value) if value == int(value) and abs(value) < 2**31 else value
+
+
 ScheduleLike: TypeAlias = Schedule | Callable[[float], float] | float
 
 
@@ -200,48 +231,10 @@ def as_schedule(given: object) -> Schedule:
     if isinstance(given, Schedule):
         return given
     if is_number(given):
-        return of_kind("constant", value=given)
+        return Constant(value=given)
     if callable(given):
-        return of_kind("function", function=given)
+        return Function(function=given)
     raise ScheduleError(f"schedule={given!r} must be a Schedule, a number, or a callable that takes the step")
-
-
-def is_number(value: object) -> bool:
-    """Whether `value` is an int or a float, and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_number(where: str, *, low: float = -math.inf, above: float = -math.inf, **given: float | None) -> None:
-    """Raise `ScheduleError` unless every value is a finite number, at least `low` and more than `above`.
-
-    None stands for an argument that was not given.
-    """
-    for name, value in given.items():
-        if value is None:
-            continue
-        if not is_number(value) or not math.isfinite(value):
-            raise ScheduleError(f"{where}: {name}={value!r} must be a finite number{_quoted_number(value)}")
-        if value < low:
-            raise ScheduleError(f"{where}: {name}={value!r} must be at least {low:g}")
-        if value <= above:
-            raise ScheduleError(f"{where}: {name}={value!r} must be more than {above:g}")
-
-
-def _quoted_number(value: object) -> str:
-    """The hint for a number that a YAML file gave as text."""
-    try:
-        text = isinstance(value, str) and math.isfinite(float(value))
-    except ValueError:
-        return ""
-    return ", not text; YAML reads 1e-4 as text and 1.0e-4 as a number" if text else ""
-
-
-def _combined(kind: str, *given: "ScheduleLike") -> Schedule:
-    """The sum or product of `given`, flat: however the terms were bracketed, the values are equal."""
-    parts: list[Schedule] = []
-    for part in map(as_schedule, given):
-        parts += part.parts if part.kind == kind else [part]  # type: ignore[attr-defined]
-    return of_kind(kind, parts=tuple(parts))
 
 
 def _plain(value: object) -> object:
@@ -256,22 +249,189 @@ def _unplain(value: object) -> object:
     return tuple(_unplain(v) for v in value) if isinstance(value, list | tuple) else value
 
 
-def of_kind(kind: str, **given: Any) -> Schedule:
-    """Build a schedule of the kind with this name, which a module above this one defines."""
-    return _kinds()[kind](**given)
-
-
 def _kinds() -> dict[str, type[Schedule]]:
     """All kinds by name. Python records the subclasses of a class, so no registry has to be kept."""
     found: dict[str, type[Schedule]] = {}
-    waiting = Schedule.__subclasses__()
-    while waiting:
-        cls = waiting.pop(0)
-        waiting += cls.__subclasses__()
+    classes = Schedule.__subclasses__()
+    for cls in classes:
+        classes += cls.__subclasses__()  # the loop goes on over these
         if "kind" not in vars(cls):
             continue
         # A dataclass with slots is created twice from one definition; the later class is the one to use.
-        if (other := found.setdefault(cls.kind, cls)).__qualname__ != cls.__qualname__:
+        other = found.get(cls.kind, cls)
+        if other.__qualname__ != cls.__qualname__:
             raise ScheduleError(f"two schedules have the kind {cls.kind!r}: {other!r} and {cls!r}; rename one")
         found[cls.kind] = cls
     return found
+
+
+class Timed(Schedule):
+    """A schedule with a field `steps`: it ends there, or never if `steps` is None."""
+
+    __slots__ = ()
+
+    steps: float | None
+
+    @property
+    def length(self) -> float:
+        return math.inf if self.steps is None else self.steps
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return () if self.steps is None else (self.steps,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant(Timed):
+    """The same value at every step; see `constant`."""
+
+    kind: ClassVar[str] = "constant"
+    value: float
+    steps: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number("constant", value=self.value)
+        check_number("constant", above=0, steps=self.steps)
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return xp.full_like(step, self.value, dtype=float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function(Schedule):
+    """A callable of the step, which must return the same number for the same step; see `as_schedule`.
+
+    It has no end. `to_dict` records its name only, so `from_dict` cannot rebuild it.
+
+    Raises:
+        ScheduleError: when evaluated, if the callable does not take a step or does not return a finite number.
+    """
+
+    kind: ClassVar[str] = "function"
+    function: Callable[[float], float]
+
+    @property
+    def name(self) -> str:
+        """The module and qualified name, such as "train.my_schedule"."""
+        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
+        return f"{named.__module__}.{named.__qualname__}"
+
+    def at(self, step: float) -> float:
+        try:
+            value = float(self.function(step))
+        except TypeError as error:
+            raise ScheduleError(f"function: {self.name}({step!r}) must return a number: {error}") from error
+        if not math.isfinite(value):
+            raise ScheduleError(f"function: {self.name}({step!r}) returned {value!r}, which is not a finite number")
+        return value
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return self.function(step)
+
+    @property
+    def length(self) -> float:
+        return math.inf
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "name": self.name}
+
+    @classmethod
+    def from_fields(cls, plain: Mapping[str, Any]) -> Schedule:
+        raise ScheduleError(
+            f"the schedule {plain.get('name')!r} is a callable of which only the name was saved; pass the callable "
+            "itself, or build it from the schedules of this package"
+        )
+
+
+class Wrapped(Schedule):
+    """A schedule that changes the values of another one and keeps its times."""
+
+    __slots__ = ()
+
+    schedule: Schedule
+
+    @property
+    def length(self) -> float:
+        return self.schedule.length
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return self.schedule.boundaries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled(Wrapped):
+    """Another schedule times a factor; see `scale`."""
+
+    kind: ClassVar[str] = "scale"
+    schedule: Schedule
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_number("scale", factor=self.factor)
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return self.factor * self.schedule.value_at(step, xp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combined(Schedule):
+    """Several schedules evaluated at the same step. It ends with the last of them."""
+
+    parts: tuple[Schedule, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parts) < 2 or not all(isinstance(part, Schedule) for part in self.parts):
+            raise ScheduleError(f"{self.kind}: parts={self.parts!r} must be at least two schedules")
+
+    @classmethod
+    def of(cls, *given: ScheduleLike) -> Schedule:
+        """Combine `given` into a flat schedule: however the terms were bracketed, the values are equal."""
+        parts: list[Schedule] = []
+        for part in map(as_schedule, given):
+            parts += part.parts if isinstance(part, cls) else [part]
+        return cls(parts=tuple(parts))
+
+    @property
+    def length(self) -> float:
+        return max(part.length for part in self.parts)
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return tuple(sorted({boundary for part in self.parts for boundary in part.boundaries}))
+
+
+class Sum(Combined):
+    """The sum of schedules: the value of `a + b`.
+
+    >>> from opt_scheduler import linear
+    >>> (linear(1.0, 0.0, steps=4) + linear(0.0, 2.0, steps=8) + 1).values([0, 4, 8])
+    [2.0, 2.0, 3.0]
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str] = "sum"
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return sum(part.value_at(step, xp) for part in self.parts)
+
+
+class Product(Combined):
+    """The product of schedules: the value of `a * b`.
+
+    >>> from opt_scheduler import linear
+    >>> (linear(1.0, 0.0, steps=4) * (lambda step: 0.1 * step)).values([0, 2, 4])
+    [0.0, 0.1, 0.0]
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str] = "product"
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return math.prod(part.value_at(step, xp) for part in self.parts)

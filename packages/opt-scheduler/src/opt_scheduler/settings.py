@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from . import shapes
-from .arrays import NUMBERS
-from .errors import refuse, unknown_name
-from .schedule import Schedule, is_number
+from .errors import is_number, refuse, unknown_name
+from .schedule import NUMBERS, Schedule
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")  # Megatron-Core's four, a subset of `shapes.SHAPES`

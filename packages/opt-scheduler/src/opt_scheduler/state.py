@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from .errors import ScheduleError, refuse
+from .errors import ScheduleError, is_number, refuse
 from .group_scheduler import check_state
-from .schedule import is_number
 from .settings import Settings
 
 # The keys under which checkpoints hold a field, oldest first; a state has one of them.

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from .compose import cut, join, shift, stretch
-from .errors import ScheduleError
-from .schedule import Schedule, ScheduleLike, as_schedule, check_number
+from .errors import ScheduleError, check_number
+from .schedule import Schedule, ScheduleLike, as_schedule
 
 
 class Unit(Enum):
