@@ -5,17 +5,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from .errors import ScheduleError, unknown_name
+from .errors import ScheduleError, is_number, refuse, unknown_name
 from .fields import Group, Optimizers, set_
-from .group_scheduler import VERSION, GroupScheduler
-from .group_values import bounds_of, group_values, refuse_one_cycle
+from .group_scheduler import VERSION, GroupScheduler, check_state
 from .schedule import Schedule
-from .settings import Settings, WarmupFirst
-from .state import read_state
+from .settings import Settings, WarmupFirst, bounds_of, group_values, refuse_one_cycle
 
 logger = logging.getLogger("opt_scheduler")
 
 _FIELDS = frozenset(field.name for field in fields(Settings))
+
+# The fields that every state has, each with its keys in older checkpoints of Megatron-Core, oldest first.
+_OLDER_KEYS = {
+    "max_lr": ["start_lr"],
+    "min_lr": [],
+    "lr_warmup_steps": ["warmup_iter", "warmup_steps"],
+    "lr_decay_steps": ["end_iter", "decay_steps"],
+    "lr_decay_style": ["decay_style"],
+    "num_steps": ["num_iters"],
+}
 
 
 class OptimizerParamScheduler(GroupScheduler):
@@ -125,7 +133,7 @@ class OptimizerParamScheduler(GroupScheduler):
         Raises:
             ScheduleError: the group has invalid overrides.
         """
-        return group_values(self.settings, [param_group or {}], max(step, 0))[0][0]
+        return self._values_at(step, param_group)[0]
 
     def wd_at(self, step: float, param_group: Mapping[str, Any] | None = None) -> float:
         """Return the weight decay of `param_group` at any step, without advancing.
@@ -133,7 +141,10 @@ class OptimizerParamScheduler(GroupScheduler):
         Raises:
             ScheduleError: the group has invalid overrides.
         """
-        return group_values(self.settings, [param_group or {}], max(step, 0))[0][1]
+        return self._values_at(step, param_group)[1]
+
+    def _values_at(self, step: float, param_group: Mapping[str, Any] | None) -> tuple[float, float]:
+        return group_values(self.settings, [param_group or {}], max(step, 0))[0]
 
     def lr_schedule(self, param_group: Mapping[str, Any] | None = None) -> Schedule:
         """Return the learning rate of `param_group` as a `Schedule`, to plot, compare or use elsewhere."""
@@ -188,21 +199,21 @@ class OptimizerParamScheduler(GroupScheduler):
         Raises:
             ScheduleError: fields are missing, differ although neither flag is set, or are invalid together.
         """
-        saved = read_state(state_dict)
+        saved = _read_state(state_dict)
+        num_steps = saved.pop("num_steps")
         given = asdict(self.settings)
-        chosen = given | {name: self._check_and_set(given[name], value, name) for name, value in saved.fields.items()}
+        chosen = given | {name: self._check_and_set(given[name], value, name) for name, value in saved.items()}
         settings = Settings(**chosen)
         groups = self.param_groups
-        changes = [_followed(group, (given, saved.fields), settings) for group in groups]
         refuse_one_cycle(groups)
-        changed = [{**group, **change} for group, change in zip(groups, changes, strict=True)]
-        values = group_values(settings, changed, saved.num_steps)
-        self._log_differences(given, saved.fields, chosen)
+        changed = [{**group, **_followed(group, (given, saved), chosen)} for group in groups]
+        values = group_values(settings, changed, num_steps)
+        self._log_differences(given, saved, chosen)
 
         self.settings = settings
-        self.num_steps = saved.num_steps
-        for group, change in zip(groups, changes, strict=True):
-            group.update(change)
+        self.num_steps = num_steps
+        for group, entries in zip(groups, changed, strict=True):
+            group.update(entries)
         self._write_values(groups, values)
 
     def _log_differences(self, given: Mapping[str, Any], saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
@@ -220,12 +231,38 @@ class OptimizerParamScheduler(GroupScheduler):
                 )  # fmt: skip
 
 
-def _followed(group: Group, origins: Iterable[Mapping[str, Any]], settings: Settings) -> dict[str, float]:
-    """Return the bounds that `group` takes from `settings`, if its own are copies from one of the `origins`."""
+def _read_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved settings and `num_steps` under their present names, from older containers and keys too.
+
+    Raises:
+        ScheduleError: missing fields (all are listed), an invalid step count, or a newer version.
+    """
+    for container in ("opt_param_scheduler", "lr_scheduler"):
+        if isinstance(state_dict.get(container), Mapping):
+            state_dict = state_dict[container]
+    check_state("OptimizerParamScheduler", state_dict, ())
+    found = {}
+    missing = []
+    for name, older in _OLDER_KEYS.items():
+        keys = [*older, name]
+        present = [key for key in keys if key in state_dict]
+        if present:
+            found[name] = state_dict[present[0]]
+        else:
+            missing.append(f"{name} is missing (keys: {', '.join(keys)})")
+    refuse(missing, where="OptimizerParamScheduler: state")
+    found |= {field.name: state_dict[field.name] for field in fields(Settings) if field.name in state_dict}
+    num_steps = found["num_steps"]
+    if not is_number(num_steps) or not num_steps >= 0:
+        raise ScheduleError(f"OptimizerParamScheduler: state: num_steps={num_steps!r} must be a number, at least 0")
+    return found
+
+
+def _followed(group: Group, origins: Iterable[Mapping[str, Any]], chosen: Mapping[str, Any]) -> dict[str, float]:
+    """Return the chosen bounds that replace those of `group`, if its own are copies from one of the `origins`."""
     own = {name: group[name] for name in ("max_lr", "min_lr") if group.get(name) is not None}
-    if any(all(origin[name] == value for name, value in own.items()) for origin in origins):
-        return {name: getattr(settings, name) for name in own}
-    return {}
+    is_copy = any(all(origin[name] == value for name, value in own.items()) for origin in origins)
+    return {name: chosen[name] for name in own if is_copy}
 
 
 def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint: bool) -> bool | frozenset[str]:

@@ -1,12 +1,12 @@
-"""The settings of an `OptimizerParamScheduler`: validated together, and a schedule of the learning rate."""
+"""The settings of an `OptimizerParamScheduler`, and the learning rate and weight decay that they give each group."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from . import shapes
-from .errors import is_number, refuse, unknown_name
+from .errors import ScheduleError, is_number, refuse, unknown_name
 from .schedule import NUMBERS, Schedule
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -53,8 +53,12 @@ class Settings(Schedule):
     warmup_first: WarmupFirst = "init"
 
     def __post_init__(self) -> None:
-        problems = _not_numbers(self) or list(_problems(self))
-        refuse(problems, where="OptimizerParamScheduler")
+        refuse(list(_not_numbers(self)) or list(_problems(self)), where="OptimizerParamScheduler")
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds of a group without overrides."""
+        return Bounds(self.max_lr, self.min_lr, self.start_wd, self.end_wd, 1.0)
 
     @property
     def length(self) -> float:
@@ -77,9 +81,12 @@ class Settings(Schedule):
         if warmup <= 0 or (xp is NUMBERS and step > warmup):
             return decayed
         done = xp.minimum(step + self._warmup_lead, warmup)
-        return lambda high, low: xp.where(
-            step <= warmup, xp.minimum(init + (high - init) * done / warmup, high), decayed(high, low)
-        )
+
+        def warmed_up(high: float, low: float) -> Any:
+            rising = xp.minimum(init + (high - init) * done / warmup, high)
+            return xp.where(step <= warmup, rising, decayed(high, low))
+
+        return warmed_up
 
     def _after_warmup(self, step: Any, xp: Any) -> Callable[[float, float], Any]:
         if self.lr_decay_style == "constant":
@@ -106,7 +113,9 @@ class Settings(Schedule):
     def _warmup_lead(self) -> float:
         """The number of steps by which the warmup runs ahead; with 0, an `init_lr` of 0 wastes the first update."""
         first = self.warmup_first
-        return {"init": 0.0, "one": 1.0}[first] if isinstance(first, str) else first
+        if isinstance(first, str):
+            return 1.0 if first == "one" else 0.0
+        return first
 
     def wd_formula(self, step: float) -> Callable[[float, float], float]:
         """Return the weight decay at `step`, before `wd_mult`, as a function of (start_wd, end_wd)."""
@@ -120,17 +129,18 @@ class Settings(Schedule):
 CHOICES = {"lr_decay_style": LR_STYLES, "lr_wsd_decay_style": (None, *WSD_STYLES), "wd_incr_style": WD_STYLES}
 
 
-def _not_numbers(s: Settings) -> list[str]:
-    names = [field.name for field in fields(s) if field.name not in (*CHOICES, "warmup_first")]
-    given = {name: getattr(s, name) for name in names if name != "wsd_decay_steps" or s.wsd_decay_steps is not None}
-    wrong = {name: value for name, value in given.items() if not is_number(value) or not math.isfinite(value)}
-    return [f"{name}={value!r} must be a finite number" for name, value in wrong.items()]
+def _not_numbers(s: Settings) -> Iterator[str]:
+    for field in fields(s):
+        value = getattr(s, field.name)
+        if field.name in (*CHOICES, "warmup_first") or value is field.default is None:
+            continue
+        if not is_number(value) or not math.isfinite(value):
+            yield f"{field.name}={value!r} must be a finite number"
 
 
 def bounds_problems(s: Settings, bounds: Bounds) -> Iterator[str]:
     """One sentence for each reason why a group cannot anneal between these bounds, which it overrides or takes."""
-    given: Mapping[str, Any] = bounds._asdict()
-    for name, value in given.items():
+    for name, value in bounds._asdict().items():
         if isinstance(value, str) or not value >= 0:
             yield f"{name}={value!r} must be a number, at least 0"
             return
@@ -152,12 +162,13 @@ def _problems(s: Settings) -> Iterator[str]:
     """One sentence for each setting that is invalid, if all numbers are numbers."""
     if s.init_lr < 0:
         yield f"init_lr={s.init_lr!r} must be a number, at least 0"
-    yield from bounds_problems(s, Bounds(s.max_lr, s.min_lr, s.start_wd, s.end_wd, 1.0))
+    yield from bounds_problems(s, s.bounds)
     if s.lr_warmup_steps < 0:
         yield f"lr_warmup_steps={s.lr_warmup_steps!r} must not be negative; 0 turns warmup off"
     for name in ("lr_warmup_steps", "wsd_decay_steps"):
-        if 0 < (steps := getattr(s, name) or 0) < 1:
-            yield (f"{name}={steps!r} is less than a step; for a fraction of the run, pass {steps!r} * lr_decay_steps")
+        steps = getattr(s, name)
+        if steps is not None and 0 < steps < 1:
+            yield f"{name}={steps!r} is less than a step; for a fraction of the run, pass {steps!r} * lr_decay_steps"
     if s.lr_decay_steps <= 0:
         yield f"lr_decay_steps={s.lr_decay_steps!r} must be positive"
     elif s.lr_warmup_steps >= s.lr_decay_steps:
@@ -169,7 +180,8 @@ def _problems(s: Settings) -> Iterator[str]:
     if first not in ("init", "one") and (isinstance(first, str) or not 0 < first < math.inf):
         yield f"warmup_first={first!r} must be 'init', 'one' or a positive number, the size of an increment"
     for name, known in CHOICES.items():
-        if (style := getattr(s, name)) not in known:
+        style = getattr(s, name)
+        if style not in known:
             yield unknown_name(name, style, filter(None, known))
     if s.lr_decay_style == "WSD":  # launchers pass the WSD fields with every style
         yield from _wsd_problems(s)
@@ -189,4 +201,56 @@ def _wsd_problems(s: Settings) -> Iterator[str]:
         yield (
             f"wsd_decay_steps={s.wsd_decay_steps!r} must fit between the warmup and the end: "
             f"lr_decay_steps - lr_warmup_steps = {room!r}"
+        )
+
+
+def bounds_of(settings: Settings, group: Mapping[str, Any]) -> Bounds:
+    """Return the bounds of `group`."""
+    return settings.bounds._replace(**_overrides(group))
+
+
+def _overrides(group: Mapping[str, Any]) -> dict[str, float]:
+    """The bounds that `group` has of its own; None counts as not set."""
+    return {name: group[name] for name in Bounds._fields if group.get(name) is not None}
+
+
+def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: float) -> list[tuple[float, float]]:
+    """Return the (learning rate, weight decay) of each group at `step`. The groups are only read.
+
+    Raises:
+        ScheduleError: the overrides of a group are invalid together with the settings that it does not override.
+    """
+    lr_of = settings.lr_formula(step)
+    wd_of = settings.wd_formula(step)
+    values: list[tuple[float, float]] = []
+    last = None
+    for i, group in enumerate(groups):
+        overrides = _overrides(group)
+        if overrides != last:  # most groups have the overrides of the group before
+            bounds = settings.bounds._replace(**overrides)
+            if problem := next(bounds_problems(settings, bounds), None):
+                raise ScheduleError(f"group {i} with {overrides or 'no overrides'}: {problem}")
+            lr = lr_of(bounds.max_lr, bounds.min_lr)
+            weight_decay = wd_of(bounds.start_wd, bounds.end_wd) * bounds.wd_mult
+            last = overrides
+        values.append((lr, weight_decay))
+    return values
+
+
+def refuse_one_cycle(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse groups in which torch's OneCycleLR has stored its own `max_lr` and `min_lr`, which are not overrides.
+
+    It writes all groups in the same way, so the first is checked. Only OneCycleLR puts `initial_lr` strictly between
+    the two.
+
+    Raises:
+        ScheduleError: says which keys to remove.
+    """
+    if not groups:
+        return
+    low, initial, high = map(groups[0].get, ("min_lr", "initial_lr", "max_lr"))
+    if low is not None and initial is not None and high is not None and low < initial < high:
+        raise ScheduleError(
+            f"group 0 has max_lr={high!r}, min_lr={low!r} and initial_lr={initial!r}, as torch's OneCycleLR "
+            "leaves them: two schedulers would write one lr. To use this one, remove those keys from the groups"
         )
