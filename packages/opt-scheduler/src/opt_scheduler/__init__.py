@@ -18,9 +18,8 @@ from .curves import (
     shifted_exponential,
 )
 from .errors import ScheduleError
-from .field_scheduler import FieldScheduler
-from .fields import FieldSchedule
-from .override import ParamGroupOverride, combine_param_group_overrides, param_group_override_to_tuple
+from .field_scheduler import FieldSchedule, FieldScheduler
+from .groups import ParamGroupOverride, combine_param_group_overrides, param_group_override_to_tuple
 from .plateau import Plateau
 from .recipes import (
     SCHEDULE_NAMES,

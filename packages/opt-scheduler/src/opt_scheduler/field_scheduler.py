@@ -1,20 +1,98 @@
 """`FieldScheduler`: writes pure schedules into the parameter groups of any optimizer."""
 
+import dataclasses
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from .errors import ScheduleError, is_number
-from .fields import FieldSchedule, Group, Optimizers, check_fields, lr_scale_of, write_fields_
-from .group_scheduler import VERSION, GroupScheduler, check_state
-from .saved_schedules import changes, saved_form
+from .groups import VERSION, Group, GroupScheduler, Optimizers, check_state, new_entry, set_
 from .schedule import Schedule, ScheduleLike, as_schedule
 
 logger = logging.getLogger("opt_scheduler")
 
 _PEAK_STEPS = 1000  # at which the largest value is looked for
+_POINTS = 4  # a callable is recorded by its values at the present step and at this many evenly spaced ones before
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSchedule:
+    """A schedule for one field of the groups whose entries equal those of `where`; an empty `where` means all groups.
+
+    `field` is a key of the group, such as "lr", "momentum" or "eps", or one item of a tuple, such as "betas[0]".
+    `schedule` may be a number or any callable of the step. With `relative`, it multiplies the initial value of each
+    group, which is stored in the group as `initial_lr` (`initial_` and the field), as torch's schedulers do.
+
+    >>> from opt_scheduler import constant, linear
+    >>> FieldSchedule(field="betas[0]", schedule=linear(0.95, 0.85, steps=100)).name
+    'betas'
+    >>> FieldSchedule(field="lr", schedule=constant(1e-4), where={"name": "head"}).matches({"name": "head", "lr": 1.0})
+    True
+
+    Raises:
+        ScheduleError: `field` is neither a name nor a name with an index, or `schedule` cannot be one.
+    """
+
+    field: str
+    schedule: Schedule
+    where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    relative: bool = False
+
+    def __post_init__(self) -> None:
+        name, bracket, index = self.field.partition("[")
+        if not name.isidentifier() or (bracket and not (index.endswith("]") and index[:-1].isdigit())):
+            raise ScheduleError(
+                f"FieldSchedule: field={self.field!r} must be a key of the groups, such as 'lr' or 'betas[0]'"
+            )
+        object.__setattr__(self, "schedule", as_schedule(self.schedule))
+
+    @property
+    def name(self) -> str:
+        """The key of the group, without the index."""
+        return self.field.partition("[")[0]
+
+    @property
+    def index(self) -> int | None:
+        """The position in the tuple under that key, or None for the whole entry."""
+        _, bracket, index = self.field.partition("[")
+        return int(index[:-1]) if bracket else None
+
+    @property
+    def initial(self) -> str:
+        """The key under which a group stores the value that a relative schedule multiplies."""
+        return f"initial_{self.field}"
+
+    def current(self, group: Mapping[str, Any]) -> Any:
+        """Return the present value of the field in `group`, or None."""
+        entry = group.get(self.name)
+        return entry if self.index is None or entry is None else entry[self.index]
+
+    def matches(self, group: Mapping[str, Any]) -> bool:
+        """Whether this schedule applies to `group`."""
+        return all(key in group and group[key] == value for key, value in self.where.items())
+
+    def write_(self, group: Group, value: float, filled: set[int]) -> None:
+        """Set the field of `group` as `set_` does: to `value`, times what `relative` and an `lr_scale` ask for."""
+        if self.relative and self.initial not in group:
+            group[self.initial] = float(self.current(group))
+        base = float(group[self.initial]) if self.relative else 1.0
+        factor = _lr_scale(group) if self.field == "lr" else 1.0
+        scaled = value * base * factor
+        if self.index is None:
+            set_(group, self.name, scaled, filled)
+            return
+        entry = group[self.name]
+        items = list(entry)
+        items[self.index] = new_entry(items[self.index], scaled, filled)
+        group[self.name] = type(entry)(items)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return this object in plain types, for the state dict of a scheduler."""
+        plain = {"field": self.field, "schedule": self.schedule.to_dict(), "where": dict(self.where)}
+        return plain | ({"relative": True} if self.relative else {})
+
 
 Schedules: TypeAlias = ScheduleLike | Mapping[str, ScheduleLike] | Sequence[FieldSchedule]
 
@@ -55,7 +133,9 @@ class FieldScheduler(GroupScheduler):
 
     def __init__(self, optimizer: Optimizers, schedules: Schedules, *, relative: bool = False) -> None:
         super().__init__(optimizer)
-        self.schedules = tuple(replace(each, relative=True) if relative else each for each in _by_field(schedules))
+        self.schedules = tuple(
+            dataclasses.replace(each, relative=True) if relative else each for each in _by_field(schedules)
+        )
         check_fields(self.schedules, self.param_groups)
         _check_lr_scales(self.param_groups)
         _warn_of_flattened(self.schedules, self.param_groups)
@@ -63,20 +143,27 @@ class FieldScheduler(GroupScheduler):
         self.step(0)
 
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
-        write_fields_(groups, self.schedules, num_steps)
+        filled: set[int] = set()
+        values = [each.schedule(num_steps) for each in self.schedules]  # all of them before the first group is written
+        for each, value in zip(self.schedules, values, strict=True):
+            for group in filter(each.matches, groups):
+                each.write_(group, value, filled)
 
     def _base_lr(self, place: int, group: Group) -> float:
-        for schedule in self.schedules:
-            if schedule.field == "lr" and schedule.matches(group):
-                if schedule.relative:
-                    return float(group[schedule.initial])
-                # Without lr_scale: torch stores this as initial_lr, and a relative schedule would apply it twice.
-                before = self._lrs_before[place] if place < len(self._lrs_before) else float(group["lr"])
-                return _peak(schedule.schedule) or before
-        return float(group["lr"])
+        found = self._lr_schedule(group)
+        if found is None:
+            return float(group["lr"])
+        if found.relative:
+            return float(group[found.initial])
+        # Without lr_scale: torch stores this as initial_lr, and a relative schedule would apply it twice.
+        before = self._lrs_before[place] if place < len(self._lrs_before) else float(group["lr"])
+        return _peak(found.schedule) or before
 
     def writes_lr(self, group: Group) -> bool:
-        return any(schedule.field == "lr" and schedule.matches(group) for schedule in self.schedules)
+        return self._lr_schedule(group) is not None
+
+    def _lr_schedule(self, group: Group) -> FieldSchedule | None:
+        return next((each for each in self.schedules if each.field == "lr" and each.matches(group)), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step count, the schedules, and the initial values that relative schedules multiply."""
@@ -122,10 +209,8 @@ class FieldScheduler(GroupScheduler):
 def _peak(schedule: Schedule) -> float | None:
     """The largest value of a schedule over its length, at its boundaries and a thousand steps between them. None if
     they are not known, as those of a callable."""
-    end = schedule.length
-    if math.isinf(end):
-        end = max(schedule.boundaries, default=math.inf)
-    if math.isinf(end):
+    end = schedule.length if schedule.length < math.inf else max(schedule.boundaries, default=None)
+    if end is None:
         return None
     even = [end * number / _PEAK_STEPS for number in range(_PEAK_STEPS + 1)]
     return max(map(schedule, [*schedule.boundaries, *even]))
@@ -148,7 +233,7 @@ def _by_field(schedules: Schedules) -> list[FieldSchedule]:
 
 def _check_lr_scales(groups: Sequence[Group]) -> None:
     for i, group in enumerate(groups):
-        scale = lr_scale_of(group)
+        scale = _lr_scale(group)
         if not is_number(scale) or not 0 <= scale < math.inf:
             raise ScheduleError(f"FieldScheduler: group {i}: lr_scale={scale!r} must be a number of at least 0")
 
@@ -164,3 +249,111 @@ def _warn_of_flattened(schedules: Sequence[FieldSchedule], groups: Sequence[Grou
                 "each group's own value, or a FieldSchedule(where=...) for each group",
                 schedule.field, values,
             )  # fmt: skip
+
+
+def check_fields(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) -> None:
+    """Check that `schedules` can be written into `groups`.
+
+    Raises:
+        ScheduleError: no group matches a schedule, a matching group lacks the field, two schedules match one field of
+            one group. Names the field and the group.
+    """
+    for schedule in schedules:
+        if not any(schedule.matches(group) for group in groups):
+            raise ScheduleError(f"schedules: {schedule.field!r}: no group matches where={dict(schedule.where)!r}")
+    for i, group in enumerate(groups):
+        matching = [schedule for schedule in schedules if schedule.matches(group)]
+        for j, schedule in enumerate(matching):
+            _check_entry(schedule, group, where=f"schedules: group {i}")
+            same = [other.index for other in matching[:j] if other.name == schedule.name]
+            if same and (schedule.index is None or schedule.index in same or None in same):
+                raise ScheduleError(f"schedules: group {i} has two for {schedule.field!r}; make their where disjoint")
+
+
+def _check_entry(schedule: FieldSchedule, group: Group, *, where: str) -> None:
+    if schedule.relative and group.get(schedule.initial, group.get(schedule.name)) is None:
+        raise ScheduleError(f"{where}: relative=True needs a {schedule.field!r} to multiply, but the group has none")
+    if schedule.name not in group and schedule.name not in ("lr", "weight_decay"):
+        raise ScheduleError(f"{where} has no {schedule.name!r} to schedule; it has {sorted(set(group) - {'params'})}")
+    if schedule.index is None:
+        return
+    entry = group[schedule.name]
+    if not isinstance(entry, list | tuple) or schedule.index >= len(entry):
+        raise ScheduleError(f"{where} has no {schedule.field!r}: its {schedule.name!r} is {entry!r}")
+
+
+def _lr_scale(group: Mapping[str, Any]) -> float:
+    """The factor that timm, MAE and BEiT store in a group for its scheduler to apply, or 1."""
+    scale = group.get("lr_scale")
+    return 1.0 if scale is None else scale
+
+
+def saved_form(schedules: Sequence[FieldSchedule], num_steps: float) -> list[dict[str, Any]]:
+    """Return `schedules` in plain types; in `where`, an object of another type is replaced by its repr.
+
+    Of a callable only the name is known, so its values at a few of the steps up to `num_steps` are recorded with it.
+    """
+    # Steps that the run has passed: a callable need not be defined beyond them, nor at fractions.
+    steps = sorted({num_steps * i // _POINTS for i in range(_POINTS)} | {num_steps})
+    saved = []
+    for each in schedules:
+        plain = _plain(each)
+        if '"kind": "function"' in json.dumps(plain):
+            values = [[step, _value(each.schedule, step)] for step in steps]
+            plain["values"] = [[step, value] for step, value in values if value is not None]
+        saved.append(plain)
+    return saved
+
+
+def changes(saved: Sequence[Mapping[str, Any]], schedules: Sequence[FieldSchedule], num_steps: float) -> list[str]:
+    """Return one sentence for each schedule that is not what was saved; `num_steps` is the step of the resume."""
+    before = {_key(plain): plain for plain in saved}
+    sentences = []
+    for each in schedules:
+        here = _plain(each)
+        there = before.pop(_key(here), None)
+        if there is None:
+            sentences.append(f"{_label(here)} has a schedule here and had none in the checkpoint")
+        elif difference := _difference(each, here, there, num_steps):
+            sentences.append(f"{_label(here)}: {difference}")
+    gone = [f"{_label(plain)} had a schedule in the checkpoint and has none here" for plain in before.values()]
+    return sentences + gone
+
+
+def _difference(each: FieldSchedule, here: Mapping[str, Any], there: Mapping[str, Any], num_steps: float) -> str | None:
+    if bool(there.get("relative", False)) != each.relative:
+        return f"relative={each.relative} here, and {not each.relative} in the checkpoint"
+    if here["schedule"] != there["schedule"]:
+        both = f"here it is {here['schedule']!r}, in the checkpoint {there['schedule']!r}"
+        try:
+            saved = Schedule.from_dict(there["schedule"])
+        except ScheduleError:  # a callable
+            return f"its schedule changed; {both}"
+        values = f"{each.schedule(num_steps):g} here and {saved(num_steps):g} in the checkpoint"
+        return f"its schedule changed; at step {num_steps:g} it is {values}; {both}"
+    for step, value in there.get("values", ()):
+        if (now := _value(each.schedule, step)) != value:
+            gives = "fails" if now is None else f"gives {now:g}"
+            return f"its callable {gives} at step {step:g} here, and gave {value:g} in the saved run"
+    return None
+
+
+def _value(schedule: Schedule, step: float) -> float | None:
+    """The value at a step, or None if the callable fails: its author may have defined it for some steps only."""
+    try:
+        return schedule(step)
+    except Exception:  # a save must not fail for the sake of a record
+        return None
+
+
+def _label(plain: Mapping[str, Any]) -> str:
+    return f"{plain['field']}" + (f" of groups with {plain['where']!r}" if plain["where"] else "")
+
+
+def _key(plain: Mapping[str, Any]) -> tuple[str, str]:
+    return plain["field"], json.dumps(plain["where"], sort_keys=True)
+
+
+def _plain(schedule: FieldSchedule) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(schedule.to_dict(), sort_keys=True, default=repr))
+    return plain

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .errors import ScheduleError
 from .field_scheduler import FieldScheduler, Schedules
-from .group_scheduler import GroupScheduler, check_state
+from .groups import GroupScheduler, check_state
 from .plateau import Plateau
 
 

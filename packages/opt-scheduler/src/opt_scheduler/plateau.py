@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import ScheduleError, check_number, unknown_name
-from .fields import Group, set_
-from .group_scheduler import VERSION, GroupScheduler, check_state
+from .groups import VERSION, Group, GroupScheduler, check_state, set_
 
 logger = logging.getLogger("opt_scheduler")
 

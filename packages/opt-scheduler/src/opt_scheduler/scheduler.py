@@ -6,8 +6,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from .errors import ScheduleError, is_number, refuse, unknown_name
-from .fields import Group, Optimizers, set_
-from .group_scheduler import VERSION, GroupScheduler, check_state
+from .groups import VERSION, Group, GroupScheduler, Optimizers, check_state, set_
 from .schedule import Schedule
 from .settings import Settings, WarmupFirst, bounds_of, group_values, refuse_one_cycle
 
