@@ -237,7 +237,7 @@ class MyGuard:
     def __init__(self, number: float = 0.0):
         self.number = number
 
-    def flags(self) -> list[float]:
+    def flags(self, groups: object) -> list[float]:
         return [float(self.number > 10)]
 
     def is_wrong(self, sums: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Comm
 from opt_distributed.comm import device as devices
 from opt_distributed.step import verdict
+from opt_kernels import backends
 from opt_kernels.backends import tables
 from opt_kernels.backends.reference import GradStats
 from opt_kernels.hooks import HookedUpdate
@@ -115,6 +116,7 @@ def launched_stats(grads: Any, *, count_zeros: bool = True, norm_type: float = 2
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "grad_stats", launched_stats)
+    monkeypatch.setattr(backends, "grad_stats", launched_stats)
 
 
 def launch_rules_(optimizer: Optimizer, kind: Callable[[Any], Any] = LaunchedRule) -> None:

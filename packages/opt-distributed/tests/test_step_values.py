@@ -116,7 +116,7 @@ class Limit:
 
     num_flags = 2
 
-    def flags(self) -> list[float]:
+    def flags(self, groups: object) -> list[float]:
         return [7.0, 0.0]
 
     def is_wrong(self, sums: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_distributed.step import Written
 from opt_stack import DistributedDataParallel, Optimizer, ReplicaError, get_optimizer
+from opt_stack.state.live import SharedCopies
 
 FP32 = OptimizerConfig(lr=1e-2)
 FP16 = OptimizerConfig(lr=1e-2, fp16=True, initial_loss_scale=2.0**8)
@@ -128,14 +129,14 @@ def test_ranks_that_restore_what_they_wrote_go_on(
     layout: str, config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an evaluation of other weights, such as an average, on one rank or on both."""
-    compare = Optimizer.compare_replicas
-    compared = list[Optimizer]()
+    compare = SharedCopies.compare
+    compared = list[SharedCopies]()
 
-    def counted(optimizer: Optimizer, written: Written) -> None:
-        compared.append(optimizer)
-        compare(optimizer, written)
+    def counted(copies: SharedCopies, written: Written) -> None:
+        compared.append(copies)
+        compare(copies, written)
 
-    monkeypatch.setattr(Optimizer, "compare_replicas", counted)
+    monkeypatch.setattr(SharedCopies, "compare", counted)
 
     def rank_main(comm: ThreadComm, *, writers: int) -> dict[str, Any]:
         model, optimizer = stepped(comm, layout, 2, config)
@@ -210,13 +211,13 @@ def test_only_what_was_written_is_compared() -> None:
     def rank_main(comm: ThreadComm) -> None:
         model, optimizer = stepped(comm, "plain", 1, replace(FP32, optimizer="schedule_free"))
         compared: list[list[str]] = []
-        compare = optimizer._compare_weights
+        compare = optimizer._copies._compare_weights
 
         def counted(ids: Any) -> None:
             compared.append([id.name for id in ids])
             compare(ids)
 
-        optimizer._compare_weights = counted
+        optimizer._copies._compare_weights = counted
         for seed in range(2):
             with torch.no_grad():
                 model[2].bias.clamp_(-0.1, 0.1)  # type: ignore[index, union-attr, operator]

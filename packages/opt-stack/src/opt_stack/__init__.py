@@ -13,9 +13,9 @@ from opt_distributed import (
     run_threads,
     share_launch_order,
 )
-from opt_distributed.step import StepStats, TensorStats
 from opt_scheduler import OptimizerParamScheduler
 from opt_stack.diagnosis.recorder import SkippedStepWarning
+from opt_stack.diagnosis.tensor_stats import StepStats, TensorStats
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import (
     describe_optimizer,

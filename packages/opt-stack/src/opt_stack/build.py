@@ -1,9 +1,9 @@
-"""Build the stepper of a plan: gradient sources, main values and states, units. Decides nothing."""
+"""Build what steps work on: gradient sources, main values and states, units; then the stepper. Decides nothing."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
-from opt_distributed.buffers import AS_IT_CAME, BufferPlan, ParamAndGradBuffer, ReducedGrads
+from opt_distributed.buffers import AS_IT_CAME, BufferPlan, ParamAndGradBuffer, ReducedGrads, copied_ids
 from opt_distributed.comm import Alone, Axes, Comm, HostComm, group_of, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
 from opt_distributed.layout import Computes
@@ -39,10 +39,15 @@ from opt_distributed.pieces import (
 from opt_distributed.step import (
     CutParams,
     CutRows,
+    EqualGroups,
     Family,
+    Guards,
     Limits,
+    Scaler,
     Stepper,
     Unit,
+    Watch,
+    WrittenReplicas,
     profiler_spans,
     scaler_of,
     timer_spans,
@@ -57,6 +62,8 @@ from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, members, ref
 from opt_stack.planning.design import Design, is_megatron_wrapper
 from opt_stack.planning.matrices import PlacedMatrix, place_matrices
 from opt_stack.planning.plan import UnitPlan
+from opt_stack.state.live import Held, SharedCopies
+from opt_stack.state.weights import Evaluation, Groups, LoadedWeights, OptimizerStateGuard
 
 logger = logging.getLogger("opt_stack")
 PART_NUMEL = 1 << 24
@@ -65,9 +72,24 @@ elements, an update takes about 10 ms and a copy 2 ms."""
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatron-Core's separate ones
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What steps work on: memory is allocated."""
+
+    device: torch.device
+    units: tuple[Unit, ...]
+    families: tuple[Family, ...]
+    peer_sums: PeerSums
+    slots: tuple[str, ...]  # names of the gradient norms, equal on all ranks
+    scaler: Scaler
+    held: Mapping[ParamId, Held]  # the pieces of this rank
+    evaluation: Evaluation
+    loaded: LoadedWeights
+
+
 @torch.inference_mode(False)  # steps outside of inference mode must be able to write what is made here, too
-def build_stepper(design: Design, device: torch.device) -> Stepper:
-    """Build the stepper of the plan of `design`, with tensors on `device`."""
+def build_parts(design: Design, device: torch.device) -> Parts:
+    """Allocate what the plan of `design` says, on `device`. Raises ConfigError."""
     plan = design.plan
     roles = design.request.roles
     config = design.request.config
@@ -89,31 +111,88 @@ def build_stepper(design: Design, device: torch.device) -> Stepper:
             sharing = design.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone()
             fp8[buffer.name] = QuantizedSource(own[buffer.name], codes, sharing)
     slots = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms)))  # equal on all ranks
-    timers = config.timers
-    units = list(_units(design, device, own, fp8, slots))
+    units = tuple(_units(design, device, own, fp8, slots))
     for param in design.model.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
-    return Stepper(
-        units=units,
-        families=[
-            Family(sources=[own[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert], axes=axes)
-            for is_expert, axes in ((False, roles.dense), (True, roles.expert))
-        ],
-        everyone=roles.totals,
-        instances=roles.dense.inter,
+    families = tuple(
+        Family(sources=[own[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert], axes=axes)
+        for is_expert, axes in ((False, roles.dense), (True, roles.expert))
+    )
+    held = {piece.id: Held(unit, piece) for unit in units for piece in unit.pieces}
+    evaluation = Evaluation(units)
+    loaded = LoadedWeights(
+        [piece for _, piece in held.values()],
+        design.groups.groups,
+        design.request.chunks,
+        averaged=[piece for unit, piece in held.values() if evaluation.keeps_weights_of(unit)],
+        copied=copied_ids(design.model.params, design.model.metas, roles),
+    )
+    return Parts(
         device=device,
+        units=units,
+        families=families,
+        peer_sums=PeerSums(plain.values(), design.model.metas, roles, qk_layernorm=design.model.qk_layernorm),
+        slots=slots,
         scaler=scaler_of(config.loss_scaling),
+        held=held,
+        evaluation=evaluation,
+        loaded=loaded,
+    )
+
+
+def build_stepper(design: Design, parts: Parts, groups: Groups, copies: SharedCopies, watch: Watch) -> Stepper:
+    """Build the stepper of `parts`, with its guards in the order in which their errors are raised. Collective.
+
+    `groups` are those that the optimizer will have. Raises GraphError if the device has no graphs.
+    """
+    config = design.request.config
+    roles = design.request.roles
+    everyone = roles.totals
+    instances = roles.dense.inter
+    used = roles.everyone.gather_objects({piece.norm_slot for _, piece in parts.held.values()})
+    sources = [source for family in parts.families for source in family.sources]
+    rules = {piece.group: unit.rule for unit, piece in parts.held.values()}
+    equal = EqualGroups(
+        groups,
+        rules,
+        own={name for rule in rules.values() for name in getattr(rule, "hyper_names", ())},
+        everyone=everyone if everyone.size > 1 else instances,  # instances of one rank each
+    )
+    written = WrittenReplicas(copies, device=devices.device_of(parts.device))
+    has_others = roles.everyone.size > 1
+    guards = Guards(
+        groups,
+        sources,
+        rules,
+        equal,
+        everyone=everyone,
+        instances=instances,
+        first=[OptimizerStateGuard(parts.loaded, design.model.wrapped.values(), roles)],
+        last=[written] if has_others else [],
+    )
+    timers = config.timers
+    return Stepper(
+        units=parts.units,
+        families=parts.families,
+        guards=guards,
+        everyone=everyone,
+        instances=instances,
+        device=parts.device,
+        scaler=parts.scaler,
         limits=Limits(
-            slots=slots,
-            clips=tuple(slot in NORM_SLOTS for slot in slots),
+            slots=parts.slots,
+            clips=tuple(slot in NORM_SLOTS for slot in parts.slots),
             max_norm=config.clip_grad,
             skip_above=config.grad_norm_skip_threshold,
             count_zeros=config.log_num_zeros_in_grad,
         ),
         spans=profiler_spans if timers is None else timer_spans(timers, barrier=config.barrier_with_L1_time),
         graphs=config.optimizer_cuda_graph,
-        peer_sums=PeerSums(plain.values(), design.model.metas, roles, qk_layernorm=design.model.qk_layernorm),
+        peer_sums=parts.peer_sums,
+        empty_slots=frozenset(range(len(parts.slots))).difference(*used),
+        at_start=[written.at_start] if has_others else [],
+        watch=watch,
     )
 
 

@@ -16,13 +16,11 @@ from opt_distributed.buffers import (
     broadcast_replicas_,
     check_replicas,
     check_untrained,
-    copied_ids,
     share_launch_order,
 )
 from opt_distributed.comm import Given, agreed, find_roles
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import FullySharded
-from opt_distributed.step import WrittenReplicas
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules import Needs
 from opt_paramgroups import (
@@ -34,8 +32,10 @@ from opt_paramgroups import (
 )
 from opt_paramgroups.overrides import read_overrides
 from opt_paramgroups.vocabulary import is_vector
-from opt_stack.build import build_stepper, holds_parts
-from opt_stack.optimizer import Objection, Optimizer
+from opt_stack.build import build_parts, build_stepper, holds_parts
+from opt_stack.diagnosis.recorder import Recorder
+from opt_stack.diagnosis.tensor_stats import TensorSums
+from opt_stack.optimizer import Optimizer
 from opt_stack.planning.checks import CHECKS, CHECKS_HERE, SHARED_FIELDS, refuse
 from opt_stack.planning.design import Design, Groups, Model, Overrides, Request, make_plan, read_model
 from opt_stack.planning.plan import Plan
@@ -52,7 +52,7 @@ from opt_stack.planning.ranks import (
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.entries import complete_groups, make_rules, warn_of_unread_fields
 from opt_stack.rules.registry import Registry
-from opt_stack.state.live import compare_replicas, compare_weights
+from opt_stack.state.live import SharedCopies
 from opt_stack.unreduced_grads import UnreducedGrads
 
 logger = logging.getLogger("opt_stack")
@@ -368,39 +368,45 @@ def _build(
             warn_of_vocabulary(plan, params, metas)
     logs = bool(config.config_logger_dir) and everyone.rank == 0
     agreed(everyone, lambda: write_plan(config.config_logger_dir, plan) if logs else None)
-    stepper = agreed(everyone, lambda: build_stepper(design, facts[common_device]))
-    used = everyone.gather_objects({piece.norm_slot for unit in stepper.units for piece in unit.pieces})
-    stepper.empty_slots = frozenset(range(len(stepper.limits.slots))).difference(*used)
-    stepper.compare_groups(groups)
+    parts = agreed(everyone, lambda: build_parts(design, facts[common_device]))
+    # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
+    groups = groups or [{"params": [], "param_ids": [], "name": "stub"}]
     wrapped = list(model.wrapped.values())
+    copies = SharedCopies(
+        params=params,
+        metas=metas,
+        roles=roles,
+        wrapped=wrapped,
+        held=parts.held,
+        scaler=parts.scaler,
+        loaded=parts.loaded,
+    )
+    names = [str(group.get("name", at)) for at, group in enumerate(groups)]
+    make_sums = partial(
+        TensorSums, parts.units, parts.families, names, order=list(params), roles=roles, device=parts.device
+    )
+    recorder = Recorder(config, roles, devices.device_of(parts.device).is_asynchronous, make_sums)
+    stepper = build_stepper(design, parts, groups, copies, recorder)
     if wrapped:
         share_launch_order(wrapped)
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
     layout_id = plan.layout_id(everyone.rank if is_laid_out else roles.dense.dp.rank)
     of_model = model_part(metas, roles)
-    optimizer = kind(
+    return kind(
         plan=plan,
+        parts=parts,
         stepper=stepper,
         groups=groups,
         layout_id=", ".join(filter(None, (part, layout_id, of_model.text))),
         rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(design))),
         roles=roles,
-        compare=partial(compare_replicas, params, metas, roles, wrapped),
-        compare_weights=partial(compare_weights, params, metas, roles, wrapped),
-        copied=copied_ids(params, metas, roles),
-        order=list(params),
+        copies=copies,
+        recorder=recorder,
         wrapped=wrapped,
         fully_sharded=FullySharded(request.chunks),
         unreduced_grads=UnreducedGrads(stepper, max_norm=config.clip_grad) if everyone.size > 1 else None,
         frozen=[named for chunk in request.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
-    optimizer.loaded_weights.watch(request.chunks)
-    stepper.guards.insert(0, Objection(optimizer))
-    if everyone.size > 1:
-        written = WrittenReplicas(optimizer, device=devices.device_of(stepper.device))
-        stepper.guards.append(written)
-        stepper.at_start.append(written.at_start)
-    return optimizer
 
 
 def warn_of_vocabulary(plan: Plan, params: Mapping[ParamId, nn.Parameter], metas: Mapping[ParamId, ParamMeta]) -> None:

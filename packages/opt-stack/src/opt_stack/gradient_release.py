@@ -154,7 +154,7 @@ class GradientRelease:
                 "backward cannot accumulate; call step() after every backward pass, or do not release gradients"
             )
         if not self._updated:
-            self.optimizer.stepper.usable_groups.check(self.optimizer.param_groups)
+            self.optimizer.stepper.check_groups(self.optimizer.param_groups)
         self._updated.add(param)
         found = grad_stats([grad], count_zeros=False)
         self._squares[piece.norm_slot] += found.sum_of_squares.to(self._device)

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from opt_distributed.comm import group_of
-from opt_distributed.step import StepResult, StepStats
+from opt_distributed.step import StepResult
 from opt_stack.diagnosis.recorder import Callback
+from opt_stack.diagnosis.tensor_stats import StepStats
 from opt_stack.state.state_dicts import StateDicts
 
 
@@ -74,8 +75,10 @@ class GradientStatistics(StateDicts):
             ValueError: `n` is negative, or ranks differ in `n`, `spectrum`, or whether there is a directory.
             RuntimeError: gradients are released in backward.
         """
+        if n and self.in_backward is not None:
+            raise RuntimeError("stats_every: gradients are released in backward, before a step could record them")
         self.complete_params()
-        self.recorder.start(n, callback, directory, spectrum)
+        self.recorder.start(n, callback, directory, spectrum, next_step=self.stepper.num_begun + 1)
 
     def stats(self) -> StepStats:
         """Return the numbers of the last recorded or skipped step: norms of gradient, weight and update of every

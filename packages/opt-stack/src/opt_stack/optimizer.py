@@ -2,50 +2,31 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial, wraps
-from operator import attrgetter, is_
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
-from opt_distributed.buffers import AwaitedGroup, DistributedDataParallel, UnusableGradientError, stored_params
+from opt_distributed.buffers import AwaitedGroup, DistributedDataParallel, stored_params
 from opt_distributed.comm import Roles, agreed
-from opt_distributed.finalize import unfinalized
 from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import reset_state_
-from opt_distributed.step import Refusal, Scaler, Stepper, StepResult, Written
+from opt_distributed.step import Stepper, StepResult
 from opt_paramgroups import ParamId
+from opt_stack.build import Parts
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import ClippedGrads, GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
-from opt_stack.state.live import Held, LiveState, StateOffload
+from opt_stack.state.live import Held, LiveState, SharedCopies, StateOffload
 from opt_stack.state.state_dicts import find_values
-from opt_stack.state.weights import Evaluation, LoadedWeights
 from opt_stack.torch_scaler import check_scaler
 from opt_stack.unreduced_grads import UnreducedGrads
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
-
-
-class ReplacedParamsError(UnusableGradientError, ValueError):
-    """`param_groups` hold other parameters than those that the optimizer was built with."""
-
-
-class Objection(Refusal):
-    """A guard: parameters were replaced or frozen, gradients are not finalized, or loaded weights would be lost."""
-
-    def __init__(self, optimizer: "Optimizer"):
-        self._optimizer = ref(optimizer)
-
-    def find(self) -> UnusableGradientError | None:
-        optimizer = self._optimizer()
-        return None if optimizer is None else optimizer.objection()
 
 
 class Optimizer(GradientStatistics):
@@ -60,19 +41,18 @@ class Optimizer(GradientStatistics):
         self,
         *,
         plan: Plan,
+        parts: Parts,
         stepper: Stepper,
         groups: Sequence[Mapping[str, Any]],
         layout_id: str,
-        rank_local: bool = False,  # whether any rank holds a part of the state that other ranks do not
+        rank_local: bool,  # whether any rank holds a part of the state that other ranks do not
         roles: Roles,
-        compare: Callable[[Mapping[ParamId, Held], Scaler], None],  # weights, state and loss scale with replicas
-        compare_weights: Callable[[Collection[ParamId]], None],  # some weights with the copies on other ranks
-        frozen: Sequence[tuple[str, nn.Parameter]] = (),  # parameters without gradients, in no group
-        order: Sequence[ParamId] = (),  # of the parameters in the model
-        copied: Collection[ParamId] = (),  # parameters of which other ranks hold copies
-        wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
+        copies: SharedCopies,
+        recorder: Recorder,
+        frozen: Sequence[tuple[str, nn.Parameter]],  # parameters without gradients, in no group
+        wrapped: Sequence[DistributedDataParallel],  # chunks whose gradients accumulate in buffers
         fully_sharded: FullySharded,
-        unreduced_grads: UnreducedGrads | None = None,  # of plain chunks on several ranks
+        unreduced_grads: UnreducedGrads | None,  # of plain chunks on several ranks
     ):
         self.plan = plan
         self.stepper = stepper
@@ -80,9 +60,7 @@ class Optimizer(GradientStatistics):
         self._rank_local = rank_local
         self.roles = roles  # the process groups it was built for
         self._everyone = roles.everyone
-        self._compare = compare
-        self._compare_weights = compare_weights
-        self._is_first_step = roles.everyone.size > 1  # and replicas may differ after a load
+        self._copies = copies
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
         self.fully_sharded = fully_sharded
@@ -90,32 +68,22 @@ class Optimizer(GradientStatistics):
         self._loss_scale = LossScaleUse()
         self.in_backward: InBackward | None = None  # updates parameters before `step` (`release_gradients`)
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
-        # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
-        given = groups or [{"params": [], "param_ids": [], "name": "stub"}]
         overlapping = [chunk.param_sync for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
         super().__init__(
-            [AwaitedGroup(group, overlapping) if overlapping else dict(group) for group in given],
+            [AwaitedGroup(group, overlapping) if overlapping else dict(group) for group in groups],
             # torch's OneCycleLR reads the hyper-parameters that every group has.
-            defaults={key: groups[0][key] for key in _HYPER if groups and all(key in group for group in groups)},
+            defaults={key: groups[0][key] for key in _HYPER if all(key in group for group in groups)},
         )
         self._built = True
         for chunk in wrapped:
             chunk.add_optimizer(self, self._ids)
-        self._built_groups = [{**group, "lr": group.get("lr") or 0.0} for group in self.param_groups]
-        self._by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in self.param_groups]
-        self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
-        self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
-        self.recorder = stepper.watch = Recorder(ref(self), roles.everyone, order)
+        self._held = parts.held
+        self.recorder = recorder
         self._unreduced_grads = unreduced_grads
         self._clipped = ClippedGrads()
-        self.evaluation = Evaluation(stepper)
-        self.offload = StateOffload(stepper)
-        self.loaded_weights = LoadedWeights(
-            [piece for _, piece in self._held.values()],
-            groups,
-            averaged=[piece for unit, piece in self._held.values() if self.evaluation.keeps_weights_of(unit)],
-            copied=copied,
-        )
+        self.evaluation = parts.evaluation
+        self.offload = StateOffload(parts.units, parts.device)
+        self.loaded_weights = parts.loaded
         by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
         check = partial(self.offload.check_restored, "optimizer.state")
         self._live = LiveState(by_param, check, self.loaded_weights.note_state)
@@ -163,8 +131,7 @@ class Optimizer(GradientStatistics):
             self._check_scaled()
         self._warn_of_unfrozen()
         if self.in_backward is not None:
-            if (replaced := self._replaced_params()) is not None:
-                raise replaced
+            self.stepper.check_params(self.param_groups)
             return self.in_backward.finish()
         if self._clipped.are_ready:
             self._clipped.are_ready = False
@@ -290,70 +257,15 @@ class Optimizer(GradientStatistics):
             self.evaluation.begin_(self.param_groups)
 
     def _groups_of_step(self) -> Sequence[dict[str, Any]]:
-        """Return the groups for the next step.
-
-        If parameters were replaced, these are the groups as they were built, so that this rank joins the collectives of
-        the step that all ranks then refuse (`Objection`).
-        """
+        """Return the groups for the next step, after what must come before its first exchange."""
         if self._unreduced_grads is not None:
             self._unreduced_grads.check()
         # Before any other exchange: a rank whose forward reads parameters has started them, and waits for the others.
         for chunk in self.wrapped:
             chunk.param_sync.start_all()
         self.fully_sharded.reshard_()  # after a forward without backward, whose weights the update makes old
-        self._check_replicas()
-        return self.param_groups if self._replaced_params() is None else self._built_groups
-
-    def _replaced_params(self) -> UnusableGradientError | None:
-        """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group. No step
-        would follow either."""
-        present = [params if type(params) is list else list(params) for params in map(stored_params, self.param_groups)]
-        is_same = (
-            len(some) == len(built) and all(map(is_, some, built)) for some, built in zip(present, self._by_group)
-        )
-        if len(present) == len(self._by_group) and all(is_same):
-            return None
-        return ReplacedParamsError(
-            "param_groups hold other parameters than those that this optimizer was built with, as after "
-            "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; the layout of parameters is fixed "
-            "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
-            "get_optimizer"
-        )
-
-    def written(self) -> Written:
-        """Return what other code wrote on this rank since its last step."""
-        return self.loaded_weights.written()
-
-    def compare_replicas(self, written: Written) -> None:
-        """Raise ReplicaError, on every rank, if ranks hold different copies of what any of them passes. Collective."""
-        per_rank = self._everyone.gather_objects(written)
-        if any(of_rank.has_state for of_rank in per_rank):
-            self._compare(self._held, self.stepper.scaler)
-        else:
-            self._compare_weights(frozenset[ParamId]().union(*(of_rank.ids for of_rank in per_rank)))
-
-    def _check_replicas(self) -> None:
-        """Raise ReplicaError, on every rank, if before the first step a load has made replicas differ."""
-        if self._is_first_step:
-            self._is_first_step = False
-            is_whole = self.loaded_weights.replaced() is None  # else every rank refuses the step for that
-            per_rank = self._everyone.gather_objects((is_whole, self.loaded_weights.has_loaded()))
-            if all(whole for whole, _ in per_rank) and any(has_loaded for _, has_loaded in per_rank):
-                self._compare(self._held, self.stepper.scaler)
-                self.loaded_weights.accept_equal()
-
-    def objection(self) -> UnusableGradientError | None:
-        """Return why this rank must not update, if so; all ranks then refuse the step."""
-        if (replaced := self._replaced_params()) is not None:
-            return replaced
-        if self.wrapped and not all(map(_REQUIRES_GRAD, self._params)):
-            frozen = [str(id) for id, param in zip(self._ids, self._params, strict=True) if not param.requires_grad]
-            return UnusableGradientError(
-                f"{frozen[0]!r} (and {len(frozen) - 1} more) was frozen after the model was wrapped, where a parameter "
-                "without a gradient has zeros, so that momentum and weight decay would still change it; freeze "
-                "parameters before DistributedDataParallel, and load the optimizer's state from a sharded_state_dict"
-            )
-        return unfinalized(self.wrapped, self.roles) or self.loaded_weights.problem()
+        self._copies.check_first_step()
+        return self.param_groups
 
     def _check_scaled(self) -> None:
         """Raise if gradients would be divided by a loss scale by which the closure has not multiplied the loss."""

@@ -34,6 +34,7 @@ from opt_distributed.buffers.stored import (
     is_bound,
     not_trained,
 )
+from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.roles import uses_qk_layernorm
 
 __all__ = [
@@ -41,5 +42,5 @@ __all__ = [
     "ParamAndGradBuffer", "Params", "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer",
     "UnusableGradientError", "WorldSizes", "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained",
     "checksums", "compare_copies", "copied_ids", "default_bucket_size", "describe_stored", "is_bound", "matches",
-    "not_trained", "plan_buffers", "share_launch_order", "short", "stored_params", "uses_qk_layernorm",
+    "naming", "not_trained", "plan_buffers", "share_launch_order", "short", "stored_params", "uses_qk_layernorm",
 ]  # fmt: skip

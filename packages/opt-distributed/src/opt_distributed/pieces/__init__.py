@@ -27,6 +27,7 @@ from opt_distributed.pieces.sources import (
     check_dense,
     check_marks,
     check_unfused,
+    is_sparse,
     marked_ids,
 )
 
@@ -34,5 +35,5 @@ __all__ = [
     "FP16", "BufferedGrads", "CodedMain", "ComputeStage", "FullySharded", "HostMain", "HostSide", "LaidOutGrads",
     "Main", "Numbers", "OwnGrads", "OwnedPiece", "PeerSums", "QuantizedMain", "QuantizedSource", "Ready",
     "ReducedMainGrads", "Source", "Update", "check_dense", "check_marks", "check_unfused", "init_state",
-    "is_first_replica", "local", "make_main", "marked_ids", "mesh_comms",
+    "is_first_replica", "is_sparse", "local", "make_main", "marked_ids", "mesh_comms",
 ]  # fmt: skip

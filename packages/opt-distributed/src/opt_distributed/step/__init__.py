@@ -3,18 +3,17 @@
 For packages that build a `Stepper`; `stepper` is the file to read first.
 """
 
-from opt_distributed.step.guards import Refusal
+from opt_distributed.step.guards import EqualGroups, Guards, Refusal
 from opt_distributed.step.hooked import CutParams, CutRows
 from opt_distributed.step.outcome import Outcome, Scaler, StepResult, scaler_of
 from opt_distributed.step.stepper import Stepper
-from opt_distributed.step.tensor_stats import Recorded, StepStats, TensorStats, TensorSums
 from opt_distributed.step.unit import Unit, read_hyper
 from opt_distributed.step.verdict import Family, Limits
-from opt_distributed.step.watch import profiler_spans, timer_spans
+from opt_distributed.step.watch import Watch, profiler_spans, timer_spans
 from opt_distributed.step.written_replicas import NOTHING_WRITTEN, Written, WrittenReplicas
 
 __all__ = [
-    "NOTHING_WRITTEN", "CutParams", "CutRows", "Family", "Limits", "Outcome", "Recorded", "Refusal",
-    "Scaler", "StepResult", "StepStats", "Stepper", "TensorStats", "TensorSums", "Unit", "Written", "WrittenReplicas",
+    "NOTHING_WRITTEN", "CutParams", "CutRows", "EqualGroups", "Family", "Guards", "Limits", "Outcome", "Refusal",
+    "Scaler", "StepResult", "Stepper", "Unit", "Watch", "Written", "WrittenReplicas",
     "profiler_spans", "read_hyper", "scaler_of", "timer_spans",
 ]  # fmt: skip

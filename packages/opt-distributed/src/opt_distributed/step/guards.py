@@ -1,7 +1,7 @@
 """`Guard`: a reason for which every rank refuses a step; `Refusal`: a guard for an error that a rank finds alone.
 
-The guards that every step has stand here: gradients that must not be used, parameters that have moved, entries of
-`param_groups` that no step supports, and numbers in them that differ between ranks.
+The guards that every step has stand here: gradients that must not be used, parameters that were replaced or have moved,
+entries of `param_groups` that no step supports, and numbers in them that differ between ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, int64
 
 from opt_distributed.buffers.main_grad import UnusableGradientError
+from opt_distributed.buffers.param_sync import stored_params
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm
@@ -36,7 +37,8 @@ class Guard(Protocol):
 
     It belongs to the `Stepper.guards` of every rank, in one order, before the first step. Flags and errors are local. A
     check that needs a collective of its own runs at the start of the next step (`Stepper.at_start`). An accelerator
-    asks for the error after the step, at the latest when the next one begins, so a guard must not keep a model alive.
+    asks for the error after the step, at the latest when the next one begins, so a guard must not keep a model alive:
+    it holds the parts that it asks by weak references.
     """
 
     @property
@@ -44,8 +46,9 @@ class Guard(Protocol):
         """The number of flags, equal on every rank."""
         ...
 
-    def flags(self) -> Sequence[float]:
-        """This rank's flags, once a step, after gradients were reduced. If it raises, every rank refuses the step."""
+    def flags(self, groups: Groups) -> Sequence[float]:
+        """This rank's flags, once a step, after gradients were reduced, given the groups of the step. If it raises,
+        every rank refuses the step."""
         ...
 
     def is_wrong(self, sums: Tensor) -> Tensor:
@@ -73,29 +76,37 @@ class HyperError(ValueError):
 
 
 class Guards:
-    """The guards of a `Stepper`: those that every step has, and those that were appended to `all` before the first."""
+    """The guards of a `Stepper`, in one order on every rank: the first that refuses a step raises its error.
+
+    The order is that of `all`: whether parameters are those of the optimizer, the caller's `first`, those that every
+    step has, the caller's `last`, and what is appended before the first step.
+    """
 
     groups: Groups = ()  # of the present step
     refused: Exception | None = None  # why this rank's gradients must not be used, or a guard that failed
-    agreed: tuple[Guard, ...] = ()  # those of the first step, in one order on every rank
+    agreed: tuple[Guard, ...] = ()  # those of the first step
 
-    def __init__(self, sources: Iterable[Source], rules: Mapping[int, Rule], everyone: Comm, instances: Comm):
-        """`rules` are those that update this rank's parameters, by the indices of their groups."""
+    def __init__(
+        self,
+        built: Groups,  # the groups as they were built
+        sources: Iterable[Source],
+        rules: Mapping[int, Rule],  # those that update this rank's parameters, by the indices of their groups
+        equal: "EqualGroups",
+        *,
+        everyone: Comm,
+        instances: Comm,
+        first: Sequence[Guard] = (),
+        last: Sequence[Guard] = (),
+    ):
         self._everyone = everyone
         self._instances = instances
-        self._usable_grads = UsableGrads(self)
-        self.usable_groups = UsableGroups(self, rules)
-        self.all: list[Guard] = [self._usable_grads, self.usable_groups, ParamsInPlace(sources)]
-        self._equal: EqualGroups | None = None
-
-    def compare(self, groups: Groups, own: Iterable[str]) -> None:
-        """Let every step compare `groups` between ranks, and with the present ones. Collective. `own` are further
-        entries that rules read, which are not fields of `Hyper`."""
-        self.usable_groups.compare(groups)
-        peers = self._everyone if self._everyone.size > 1 else self._instances  # instances of one rank each
-        self._equal = EqualGroups(self, groups, own=own, everyone=peers)
-        if self._equal.num_flags:
-            self.all.append(self._equal)
+        self._built = [{**group, "lr": group.get("lr") or 0.0} for group in built]
+        self._usable_grads = UsableGrads()
+        self.same_params = SameParams(built)
+        self.usable_groups = UsableGroups(built, rules)
+        self._equal = equal
+        own = (self._usable_grads, self.usable_groups, ParamsInPlace(sources), *((equal,) if equal.num_flags else ()))
+        self.all: list[Guard] = [self.same_params, *first, *own, *last]
 
     def begin(self, groups: Groups) -> None:
         """Begin a step. In the first one, check that all ranks have as many guards, of the same types and numbers of
@@ -120,7 +131,11 @@ class Guards:
         which every rank refuses the step."""
         if tuple(self.all) != self.agreed:
             self.refuse(GuardError("guards were changed after the first step; append them before, on every rank"))
-        flags = [self._flags_of(guard) for guard in self.agreed]
+        flags = []
+        for guard in self.agreed:
+            flags.append(self._flags_of(guard))
+            if guard in (self.same_params, self.usable_groups) and flags[-1] != [0.0]:
+                self.groups = self._built  # the update is skipped, but this rank joins its collectives
         # Set, because other guards may have failed since this one was asked, or this one itself.
         self._usable_grads.found = self.refused
         flags[self.agreed.index(self._usable_grads)] = [float(self.refused is not None)]
@@ -128,13 +143,17 @@ class Guards:
 
     def _flags_of(self, guard: Guard) -> list[float]:
         try:
-            flags = list(guard.flags())
+            flags = list(guard.flags(self.groups))
             if (num := len(flags)) != guard.num_flags:
                 raise GuardError(f"{type(guard).__name__} has {num} flags, but num_flags={guard.num_flags}")
         except Exception as error:
             self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
             return [0.0] * guard.num_flags
         return flags
+
+    def found(self) -> list[str]:
+        """Name the guards of this rank that refused the step, with their errors."""
+        return [f"{type(guard).__name__}: {error}" for guard in self.agreed if (error := getattr(guard, "found", None))]
 
     def refuse_late(self, error: Exception, flags: Tensor) -> Tensor:
         """Let every rank refuse the present step by its flags, (n,) on the device; return them with that added."""
@@ -151,7 +170,7 @@ class Guards:
         flags: Sequence[float] = ()
         try:
             self.usable_groups.check(groups)
-            flags = () if self._equal is None else self._equal.flags()
+            flags = self._equal.flags(groups)
         except Exception as refusal:  # of any kind, because the other ranks wait
             error = refusal
         per_rank = self._gather((flags, max_norm, error and str(error)), "groups")
@@ -161,7 +180,7 @@ class Guards:
             error = GroupError(f"another rank refused its parameter groups: {texts[0]}. Nothing was updated")
         if error is None and len(norms) > 1:
             error = HyperError(f"ranks clip to different norms: {norms}; pass one to all. Nothing was updated")
-        if error is None and self._equal is not None:
+        if error is None:
             error = self._equal.error([sum(of_flag) for of_flag in zip(*(here for here, _, _ in per_rank))])
         if error is not None:
             raise error
@@ -180,11 +199,11 @@ class Refusal(ABC):
     found: Exception | None = None  # in this step
 
     @abstractmethod
-    def find(self) -> Exception | None:
-        """Return the error of this rank, if there is one."""
+    def find(self, groups: Groups) -> Exception | None:
+        """Return the error of this rank, if there is one, given the groups of the step."""
 
-    def flags(self) -> Sequence[float]:
-        self.found = self.find()
+    def flags(self, groups: Groups) -> Sequence[float]:
+        self.found = self.find(groups)
         return (float(self.found is not None),)
 
     def is_wrong(self, sums: Tensor) -> Tensor:
@@ -202,13 +221,11 @@ class Refusal(ABC):
 
 
 class UsableGrads(Refusal):
-    """Gradients of a rank are sparse, lacking or were refused when reduced, or one of its guards failed."""
+    """Gradients of a rank are sparse, lacking or were refused when reduced, or one of its guards failed: `Guards`
+    knows."""
 
-    def __init__(self, guards: Guards):
-        self._guards = guards
-
-    def find(self) -> Exception | None:
-        return self._guards.refused
+    def find(self, groups: Groups) -> Exception | None:
+        return None
 
 
 class ParamsInPlace(Refusal):
@@ -217,7 +234,7 @@ class ParamsInPlace(Refusal):
     def __init__(self, sources: Iterable[Source]):
         self._sources = [ref(source) for source in sources]  # a guard must not keep the model alive
 
-    def find(self) -> StorageError | None:
+    def find(self, groups: Groups) -> StorageError | None:
         sources = (source for found in self._sources if (source := found()) is not None)
         id = next((id for source in sources if (id := source.moved()) is not None), None)
         return None if id is None else self._error(f"parameter {str(id)!r}")
@@ -236,17 +253,38 @@ class ParamsInPlace(Refusal):
 # --- parameter groups -------------------------------------------------------------------------------------------------
 
 
+class ReplacedParamsError(UnusableGradientError, ValueError):
+    """`param_groups` hold other parameters than those that the optimizer was built with."""
+
+
+class SameParams(Refusal):
+    """Parameters were replaced, as by Accelerate's FSDP2, or moved to another group. No step would follow either."""
+
+    def __init__(self, built: Groups):
+        self._ids = _ids_of_params(built)
+
+    def find(self, groups: Groups) -> ReplacedParamsError | None:
+        if _ids_of_params(groups) == self._ids:
+            return None
+        return ReplacedParamsError(
+            "param_groups hold other parameters than those that this optimizer was built with, as after "
+            "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; the layout of parameters is fixed "
+            "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
+            "get_optimizer"
+        )
+
+
+def _ids_of_params(groups: Groups) -> list[list[int]]:
+    """The identities of the parameters of each group that has any; does not wait for gathers."""
+    return [ids for group in groups if (ids := list(map(id, stored_params(group))))]
+
+
 class UsableGroups(Refusal):
-    """Knows the entries of the groups as they were built (none before `compare`), and as the last step saw them: only
-    numbers are read in every step, so that a change of another entry would have no effect."""
+    """Knows the entries of the groups as they were built, and as the last step saw them: only numbers are read in every
+    step, so that a change of another entry would have no effect."""
 
-    def __init__(self, guards: Guards, rules: Mapping[int, Rule]):
-        self._guards = guards
+    def __init__(self, groups: Groups, rules: Mapping[int, Rule]):
         self.rules = rules
-        self.compare(())
-
-    def compare(self, groups: Groups) -> None:
-        """Compare the entries of later groups with the present ones."""
         self._built = [{name: group[name] for name in group if name != "params"} for group in groups]
         # Schedulers write the others in every step; they may be any number, if the rule reads them.
         unread = {index for index, rule in self.rules.items() if not reads_weight_decay(rule)}
@@ -256,16 +294,10 @@ class UsableGroups(Refusal):
         ]
         self._seen: list[tuple[Any, ...]] = [() for _ in groups]
 
-    def find(self) -> ValueError | None:
-        """Return the error of `check`. The step then goes on with the groups as they were built: its update is skipped,
-        but this rank joins its collectives."""
-        groups = self._guards.groups
+    def find(self, groups: Groups) -> ValueError | None:
         try:
             self.check(groups)
         except ValueError as error:
-            if self._built:
-                groups = [{**group, **built} for group, built in zip(groups, self._built, strict=True)]
-            self._guards.groups = [{**group, "lr": 0.0} if group["lr"] is None else group for group in groups]
             return error.with_traceback(None)  # its frames keep the groups, and so the parameters
         return None
 
@@ -364,12 +396,16 @@ class EqualGroups:
     are equal. Groups that differ from the start, such as those of different pipeline stages, are not compared.
     """
 
-    def __init__(self, guards: Guards, groups: Groups, *, own: Iterable[str], everyone: Comm):
-        """Collective: all ranks of `everyone` call it."""
-        self._guards = guards
-        local = sorted(guards.usable_groups.rules)
+    def __init__(self, groups: Groups, local: Iterable[int], *, own: Iterable[str], everyone: Comm):
+        """Collective: all ranks of `everyone` call it.
+
+        Args:
+            groups: of this rank.
+            local: indices of those that have parameters on it.
+            own: further entries that rules read, which are not fields of `Hyper`.
+        """
         self._entries = (*HYPER_FIELDS, *FIXED, *sorted(set(own)))
-        here = {(i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in local}
+        here = {(i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in sorted(local)}
         values: dict[tuple[int, str], list[int]] = {}
         for of_rank in everyone.gather_objects(here) if everyone.size > 1 else ():
             for key, checksum in of_rank.items():
@@ -379,8 +415,8 @@ class EqualGroups:
         self.num_flags = 3 * len(keys)
         self._numbers: list[list[tuple[str, Any]]] = []  # of the last step, for `error`; groups keep parameters alive
 
-    def flags(self) -> Sequence[float]:
-        self._numbers = [self._numbers_of(self._guards.groups[index]) for index, _, _ in self._compared]
+    def flags(self, groups: Groups) -> Sequence[float]:
+        self._numbers = [self._numbers_of(groups[index]) for index, _, _ in self._compared]
         flags: list[float] = []
         for numbers, (_, _, is_local) in zip(self._numbers, self._compared, strict=True):
             checksum = _checksum(numbers) if is_local else 0

@@ -50,15 +50,19 @@ class Outcome:
         """Whether its error, if there is one, has not been raised yet."""
         return self in _unread
 
-    @property
-    def report(self) -> Report:
-        """The content of the verdict, for which the host waits. Its error stays to be raised."""
+    def resolve(self) -> Report:
+        """Read the verdict, for which the host waits, and find its error, which stays to be raised.
+
+        The error is that of the first guard that refused the step and does not withdraw. Collective on a CPU if a guard
+        compares ranks before it answers: every rank resolves the step in the same call.
+        """
         if self._report is None:
             report = Report.of(self._copy.wait().tolist(), self._guards, num_slots=self._num_slots)
             for guard, wrong, sums in zip(self._guards, report.wrong, report.sums, strict=True):
-                self.error = self.error or (guard.error(sums) if wrong else None)
+                if wrong and self.error is None:
+                    self.error = guard.error(sums)
             if self.error is None and not self._device.is_asynchronous:
-                report = report._replace(wrong=[])  # `WrittenReplicas` has compared, and they are equal
+                report = report._replace(wrong=[])  # all guards have withdrawn, and the step is made
             self._report = report
         return self._report
 
@@ -69,14 +73,14 @@ class Outcome:
     def read(self) -> Report:
         """Return the content of the verdict, for which the host waits. Raises the error of the first guard."""
         _unread.discard(self)
-        report = self.report
+        report = self.resolve()
         if self.error is not None:
             raise self.error
         return report
 
     def sums_of(self, guard: Guard) -> list[float]:
         """The sums of a guard's flags, for which the host waits."""
-        return self.report.sums[self._guards.index(guard)]
+        return self.resolve().sums[self._guards.index(guard)]
 
     def warn(self, when: str, *, within: float | None = None) -> None:
         """Warn once if its error is unread; the next step still raises it.
@@ -85,7 +89,8 @@ class Outcome:
         """
         if not self.is_unread or self._is_reported or (within is not None and not self.arrives(within)):
             return
-        self._is_reported = self.report is not None
+        self.resolve()
+        self._is_reported = True
         if self.error is not None:
             warnings.warn(
                 f"{when}: step {self.step} was refused, and its result has not been read: {self.error}",

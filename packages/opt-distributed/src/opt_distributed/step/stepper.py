@@ -62,6 +62,7 @@ class Stepper:
         *,
         units: Sequence[Unit],
         families: Sequence[Family],
+        guards: Guards,
         everyone: Comm,
         device: torch.device,
         scaler: Scaler,
@@ -70,8 +71,15 @@ class Stepper:
         graphs: bool = False,
         peer_sums: PeerSums | None = None,
         instances: Comm = ALONE,
+        empty_slots: frozenset[int] = frozenset(),
+        at_start: Sequence[Callable[[Outcome | None], None]] = (),
+        watch: Watch | None = None,
     ):
-        """With `graphs`, `step` is captured and replayed (`CapturedStep`); raises GraphError if the device has none."""
+        """With `graphs`, `step` is captured and replayed (`CapturedStep`); raises GraphError if the device has none.
+
+        `empty_slots` are norm slots without parameters on any rank. `at_start` are called when a step begins, with the
+        outcome of the step before, also of one that an error refused; collective.
+        """
         self.units = tuple(units)
         self.families = tuple(families)
         self.everyone = everyone  # all ranks of all units, of one optimizer instance
@@ -83,19 +91,16 @@ class Stepper:
         self.spans = spans
         self.peer_sums = peer_sums
         self.num_begun = 0  # steps since construction, for errors
-        self.empty_slots: frozenset[int] = frozenset()  # norm slots without parameters on any rank
+        self._empty_slots = empty_slots
         self.last: Outcome | None = None  # of the last step; None before the first, and after one that an error refused
         self._sources = [source for family in families for source in family.sources]
-        rules = {piece.group: unit.rule for unit in units for piece in unit.pieces}
-        self._guards = Guards(self._sources, rules, everyone, instances)
-        self.usable_groups = self._guards.usable_groups
-        # Called when a step begins, with the outcome of the step before, also of one that an error refused. Collective.
-        self.at_start: list[Callable[[Outcome | None], None]] = []
+        self._guards = guards
+        self._at_start = tuple(at_start)
         self._before: Outcome | None = None
         self._accelerator = devices.device_of(device)
         self._flags = HostNumbers(self._accelerator)
         self._prepared: Prepared | None = None
-        self.watch: Watch | None = None
+        self._watch = watch
         self._captured = CapturedStep(self.units, self._sources, scaler=scaler, device=device) if graphs else None
         warn_of_deleted()
 
@@ -104,11 +109,18 @@ class Stepper:
         """Equal on every rank, and fixed when the first step begins: append others before."""
         return self._guards.all
 
-    def compare_groups(self, groups: Groups) -> None:
-        """Let every step compare the numbers of `groups` between ranks, and their other entries with the present ones.
-        Collective: all ranks call it."""
-        own = {name for unit in self.units for name in getattr(unit.rule, "hyper_names", ())}
-        self._guards.compare(groups, own)
+    def check_params(self, groups: Groups) -> None:
+        """Raise the error of `SameParams` if `groups` hold other parameters than those they were built with."""
+        if (replaced := self._guards.same_params.find(groups)) is not None:
+            raise replaced
+
+    def check_groups(self, groups: Groups) -> None:
+        """Raise the errors of `UsableGroups` if this rank cannot step with the entries of `groups`."""
+        self._guards.usable_groups.check(groups)
+
+    def accept_loaded_groups(self, groups: Groups) -> None:
+        """Accept the entries that a load, which has checked them, wrote to the groups."""
+        self._guards.usable_groups.accept_loaded(groups)
 
     @torch.no_grad()
     @without_autocast()
@@ -121,12 +133,13 @@ class Stepper:
             ready, flags = self._begin(groups)
             if self._captured is None:
                 prepared = self._decide(ready, flags)
-                # On a CPU, the errors of guards are raised here. A device skips updates by the verdict. A guard that
-                # refuses the groups has replaced them, so that this rank can join collectives.
+                # A device skips updates by the verdict. A guard that refuses the groups has replaced them, so that this
+                # rank can join collectives.
                 success = self._accelerator.is_asynchronous or self._read().success
                 self._finish_(prepared, self._guards.groups, success=success)
             else:
-                with self._watched(ready, self.scaler.inverse, self.limits.max_norm):
+                groups = self._guards.groups
+                with self._watched(ready, groups, self.scaler.inverse, self.limits.max_norm):
                     self._replay_(self._captured, ready, flags)
         result = self.result()
         if not self._has_others and any(flags):
@@ -186,7 +199,7 @@ class Stepper:
         self._before = None
         self.last = None
         self._prepared = None
-        for check in self.at_start:
+        for check in self._at_start:
             check(before)
         if before is not None and before.is_unread:
             before.read()
@@ -214,14 +227,18 @@ class Stepper:
             return Ready([], [])
 
     def _decide(self, ready: Sequence[Ready], flags: list[float]) -> Prepared:
-        """Everything up to the verdict. On a CPU its errors are raised here, else when it is read."""
+        """Everything up to the verdict, and the next loss scale. Collective.
+
+        On a CPU the errors of guards are raised here, on every rank; on an accelerator, when the verdict is read.
+        """
         with self.spans("optimizer-unscale-and-check-inf"):
             verdict = self._judge(ready, self._flags.write_([*flags, *host_flags(self.families)]))
         self._note(verdict, flags)
         if self._accelerator.is_asynchronous:
             self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
         else:
-            self.scaler.update(self._read().overflow)
+            report = self._read()
+            self.scaler.update(report.overflow)
         return Prepared(verdict, used(self.families, ready), self.limits.max_norm)
 
     def _judge(self, ready: Sequence[Ready], flags: Tensor) -> Verdict:
@@ -242,7 +259,8 @@ class Stepper:
 
     def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
         """Update and publish if `success`; it is False if the host knows that the step is skipped."""
-        with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success):
+        inverse = prepared.verdict.inv_scale
+        with self._watched(prepared.ready, groups, inverse, prepared.max_norm, skipped=not success):
             if success:
                 self._update_(prepared, groups, then=self._publish)
 
@@ -292,13 +310,19 @@ class Stepper:
 
     @contextmanager
     def _watched(
-        self, ready: Sequence[Ready], inverse: float | Tensor, max_norm: float, *, skipped: bool = False
+        self,
+        ready: Sequence[Ready],
+        groups: Groups,
+        inverse: float | Tensor,
+        max_norm: float,
+        *,
+        skipped: bool = False,
     ) -> Iterator[None]:
-        if self.watch is not None:
-            self.watch.before(ready, inverse, skipped=skipped)
+        if self._watch is not None:
+            self._watch.before(self.num_begun, ready, inverse, skipped=skipped)
         yield
-        if self.watch is not None:
-            self.watch.after(self._outcome(), max_norm=max_norm)
+        if self._watch is not None:
+            self._watch.after(self._outcome(), groups, max_norm=max_norm)
 
     @contextmanager
     def _naming_the_step(self, *, begins: bool = False) -> Iterator[None]:
@@ -332,13 +356,16 @@ class Stepper:
         return self.last
 
     def _read(self, outcome: Outcome | None = None) -> Report:
-        """Read the outcome of this or an earlier step, for which the host waits. Raises its errors."""
+        """Read the outcome of this or an earlier step, for which the host waits. Raises its errors.
+
+        Collective on a CPU if the step is refused: guards may compare ranks, and the watch names those at fault.
+        """
         outcome = self._outcome() if outcome is None else outcome
         try:
             return outcome.read()
         except Exception as error:
-            if self.watch is not None and outcome is self.last and not self._accelerator.is_asynchronous:
-                self.watch.refused(error)
+            if self._watch is not None and outcome is self.last and not self._accelerator.is_asynchronous:
+                self._watch.refused(outcome.step, error, self._guards.found())
             raise
         finally:
             if outcome.error is not None and outcome is self.last:
@@ -365,7 +392,7 @@ class Stepper:
         if self.last is None:
             return {}
         norms = zip(self.limits.slots, self._read().norms, strict=True)
-        return {name: 0.0 if slot in self.empty_slots else norm for slot, (name, norm) in enumerate(norms)}
+        return {name: 0.0 if slot in self._empty_slots else norm for slot, (name, norm) in enumerate(norms)}
 
     @property
     def grad_norm(self) -> float:

@@ -23,7 +23,7 @@ from opt_distributed.comm.roles import Axes
 from opt_distributed.pieces.piece import Kind, Ready, kinds_of
 from opt_distributed.pieces.sources import BufferedGrads, Source
 from opt_distributed.step.guards import Guard
-from opt_kernels.backends import grad_stats as grad_stats  # also for `tensor_stats`: doubles replace it here
+from opt_kernels.backends import grad_stats
 
 Scale = TypeVar("Scale", bound=float | Tensor)
 
@@ -45,14 +45,14 @@ class Report(NamedTuple):
     norms: list[float]  # L2 norm of the mean gradient for each norm slot, without loss scale
     num_zeros: int
     overflow: bool  # an element or a norm is infinite or NaN
-    is_refused: bool  # the model's own norm is above the limit
+    is_above_limit: bool  # the model's own norm is above the limit
     wrong: list[bool]  # for each guard
     sums: list[list[float]]  # of the flags of each guard
 
     @property
     def success(self) -> bool:
         """Whether the update was made."""
-        return not (self.overflow or self.is_refused or any(self.wrong))
+        return not (self.overflow or self.is_above_limit or any(self.wrong))
 
     @classmethod
     def of(cls, numbers: list[float], guards: Sequence[Guard], *, num_slots: int) -> "Report":
@@ -97,9 +97,9 @@ def decide(numbers: Tensor, guards: Sequence[Guard], *, inv_scale: float | Tenso
     norms = torch.where(num_nonfinite > 0, norms + torch.inf, norms)
     overflow = ~(norms < torch.inf).all(0, keepdim=True)  # a NaN is not below
     norms = times(norms, inv_scale)
-    is_refused = norms[:1] > limits.skip_above
+    is_above_limit = norms[:1] > limits.skip_above
     wrong = [guard.is_wrong(sums) for guard, sums in zip(guards, flags, strict=True)]
-    reasons = torch.cat([overflow, is_refused, *wrong])
+    reasons = torch.cat([overflow, is_above_limit, *wrong])
     report = torch.cat([norms, reasons, numbers[num_slots:]])
     return Verdict(norms, overflow[0], reasons[2:].any(), reasons.any(), inv_scale, report)
 

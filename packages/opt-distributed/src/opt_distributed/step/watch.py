@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from opt_distributed.pieces.piece import Ready
+from opt_distributed.pieces.piece import Groups, Ready
 from opt_distributed.step.outcome import Outcome
 
 _NO_SPAN = nullcontext()
@@ -39,15 +39,16 @@ def timer_spans(timers: Callable[..., Any], *, barrier: bool) -> Spans:
 class Watch(Protocol):
     """Sees every step of a `Stepper`, with the same calls on every rank. Reads gradients and weights, writes none."""
 
-    def before(self, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
-        """Gradients are reduced, and nothing is updated yet. `inverse` is 1 / loss scale; `skipped`: the host knows
-        that no update follows."""
+    def before(self, step: int, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
+        """Gradients are reduced, and nothing is updated yet. `step` counts from 1; `inverse` is 1 / loss scale;
+        `skipped`: the host knows that no update follows."""
         ...
 
-    def after(self, outcome: Outcome, *, max_norm: float) -> None:
+    def after(self, outcome: Outcome, groups: Groups, *, max_norm: float) -> None:
         """The step was made, or skipped. `max_norm` is the norm to which gradients are clipped."""
         ...
 
-    def refused(self, error: Exception) -> None:
-        """A guard has refused the step. Not called on an accelerator."""
+    def refused(self, step: int, error: Exception, found: Sequence[str]) -> None:
+        """A guard has refused the step, with `error`; `found` names the guards of this rank that did, with their
+        errors. Not called on an accelerator. May communicate: every rank calls it."""
         ...

@@ -7,13 +7,14 @@ next one begins with the comparison.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import proxy
 
 import torch
 from torch import Tensor
 
 from opt_distributed.comm.device import Device
+from opt_distributed.pieces.piece import Groups
 from opt_distributed.step.outcome import Outcome
 from opt_paramgroups import ParamId
 
@@ -28,27 +29,32 @@ class Written(NamedTuple):
 NOTHING_WRITTEN = Written(ids=frozenset(), has_state=False)
 
 
+class Replicas(Protocol):
+    """The copies of parameters and state that ranks share."""
+
+    def written(self) -> Written:
+        """Return what other code wrote on this rank since its last step."""
+        ...
+
+    def compare(self, written: Written) -> None:
+        """Raise ValueError, on every rank, if ranks hold different copies of what any of them passes. Collective."""
+        ...
+
+
 class WrittenReplicas:
     """Its flag: whether this rank has written."""
 
     num_flags = 1
 
-    def __init__(self, optimizer: Any, *, device: Device):
-        """Does not keep `optimizer` alive.
-
-        Args:
-            optimizer: its `written` returns what other code has written on this rank since its last step; its
-                `compare_replicas` raises ValueError, on every rank, if ranks hold different copies of what any of them
-                passes. Collective.
-            device: of the step.
-        """
-        self._optimizer = proxy(optimizer)
+    def __init__(self, replicas: Replicas, *, device: Device):
+        """Does not keep `replicas` alive. `device` is that of the step."""
+        self._replicas = proxy(replicas)
         self._at_once = not device.is_asynchronous  # every rank then asks for the error in the step that it refuses
         self._written = NOTHING_WRITTEN  # since the last comparison
         self._is_due = False  # whether ranks must be compared before the next step
 
-    def flags(self) -> Sequence[float]:
-        written: Written = self._optimizer.written()
+    def flags(self, groups: Groups) -> Sequence[float]:
+        written: Written = self._replicas.written()
         ids = self._written.ids | written.ids
         self._written = Written(ids=ids, has_state=self._written.has_state or written.has_state)
         return (float(any(written)),)
@@ -69,7 +75,7 @@ class WrittenReplicas:
     def at_start(self, before: Outcome | None) -> None:
         """Compare copies if a rank had written before the last step, whose outcome is `before`. Collective.
 
-        Raises the error of `compare_replicas`, also in a retry.
+        Raises the error of `Replicas.compare`, also in a retry.
         """
         if self._at_once:
             return
@@ -80,5 +86,5 @@ class WrittenReplicas:
             self._is_due = False
 
     def _compare(self) -> None:
-        self._optimizer.compare_replicas(self._written)
+        self._replicas.compare(self._written)
         self._written = NOTHING_WRITTEN

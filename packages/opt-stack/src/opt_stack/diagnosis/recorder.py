@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
@@ -22,11 +22,11 @@ from weakref import ref
 
 from torch import Tensor
 
-from opt_distributed.comm import Comm
-from opt_distributed.comm import device as devices
+from opt_config import OptimizerConfig
+from opt_distributed.comm import Comm, Roles
 from opt_distributed.pieces import Ready
-from opt_distributed.step import Outcome, Recorded, StepStats, TensorStats, TensorSums
-from opt_paramgroups import ParamId
+from opt_distributed.step import Outcome
+from opt_stack.diagnosis.tensor_stats import Recorded, StepStats, TensorStats, TensorSums
 
 FOLDER = "recording"
 NUM_KEPT = 100  # steps of a run
@@ -52,9 +52,10 @@ class _Cause:
 class Recorder:
     """The `Watch` of an optimizer."""
 
-    _owner: ref[Any]  # an `Optimizer`, which is not kept alive
-    _everyone: Comm
-    _order: Sequence[ParamId]  # of the parameters in the model
+    _config: OptimizerConfig
+    _roles: Roles
+    _is_late: bool  # whether the host reads a step later than it is made
+    _make_sums: Callable[[], TensorSums]  # of the model; collective
     every: int = 0
     spectrum: bool = False
     callback: Callback | None = None
@@ -70,18 +71,13 @@ class Recorder:
     _open: list[tuple[Outcome, Recorded | None, dict[str, float]]] = field(default_factory=list)
 
     @property
-    def _optimizer(self) -> Any:
-        return self._owner()
+    def _everyone(self) -> Comm:
+        return self._roles.everyone
 
-    @property
-    def _is_late(self) -> bool:
-        """Whether the host reads a step later than it is made."""
-        return devices.device_of(self._optimizer.stepper.device).is_asynchronous
-
-    def start(self, every: int, callback: Callback | None, directory: str | Path | None, spectrum: bool) -> None:
+    def start(
+        self, every: int, callback: Callback | None, directory: str | Path | None, spectrum: bool, *, next_step: int
+    ) -> None:
         """Record every `every` steps from the next one on. Collective. Raises as `Optimizer.stats_every`."""
-        if every and self._optimizer.in_backward is not None:
-            raise RuntimeError("stats_every: gradients are released in backward, before a step could record them")
         asked = f"stats_every({every}, spectrum={spectrum}), {'no' if directory is None else 'a'} directory"
         if len(per_rank := {text: at for at, text in enumerate(self._everyone.gather_objects(asked))}) > 1:
             calls = "; ".join(f"rank {rank}: {text}" for text, rank in per_rank.items())
@@ -112,15 +108,13 @@ class Recorder:
                 # Keeps no callback alive, which may refer to the optimizer. Unlike atexit, this also runs in processes
                 # that multiprocessing starts.
                 arguments = (ref(self), self.file, self._head(), self.records)
-                self._at_end = Finalize(self._optimizer, _write_at_end, arguments, exitpriority=10)
+                self._at_end = Finalize(self, _write_at_end, arguments, exitpriority=10)
         if every:
-            self._sums_of_model().expect(self._is_due(self._optimizer.stepper.num_begun + 1))
+            self._sums_of_model().expect(self._is_due(next_step))
 
     def _sums_of_model(self) -> TensorSums:
         if self._sums is None:
-            stepper = self._optimizer.stepper
-            groups = self._optimizer.param_groups
-            self._sums = TensorSums(stepper, groups, order=self._order, rank=self._everyone.rank)
+            self._sums = self._make_sums()
         return self._sums
 
     def _is_due(self, step: int) -> bool:
@@ -128,28 +122,26 @@ class Recorder:
 
     # --- the watch of a step ----------------------------------------------------------------------------------------
 
-    def before(self, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
+    def before(self, step: int, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
         # Several ranks have read the verdict on the step before when this one began, so that all know the same. Without
         # a callback to call in the same step on every rank, statistics are read once they have arrived.
         has_others = self._everyone.size > 1
         self._settle(within=None if has_others and self.every else 0.0)
         if has_others and self._open:
-            report = self._open[-1][0].report
-            self._has_skipped = report.overflow or report.is_refused
-        is_due = self._is_due(self._optimizer.stepper.num_begun)
+            report = self._open[-1][0].resolve()
+            self._has_skipped = report.overflow or report.is_above_limit
+        is_due = self._is_due(step)
         self._is_recording = is_due or skipped or (self._is_late and self._has_skipped)
         if self._is_recording:
             spectrum = self.spectrum and is_due
             self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=spectrum)
 
-    def after(self, outcome: Outcome, *, max_norm: float) -> None:
+    def after(self, outcome: Outcome, groups: Sequence[Mapping[str, Any]], *, max_norm: float) -> None:
         recorded = None
         rates = {}
         if self._is_recording:
             recorded = self._sums_of_model().finish(outcome, max_norm=max_norm)
-            of_groups = (
-                (str(group.get("name", at)), group.get("lr")) for at, group in enumerate(self._optimizer.param_groups)
-            )
+            of_groups = ((str(group.get("name", at)), group.get("lr")) for at, group in enumerate(groups))
             rates = {name: float(lr) for name, lr in of_groups if isinstance(lr, int | float)}
         self._open.append((outcome, recorded, rates))
         if not self._is_late:
@@ -157,26 +149,24 @@ class Recorder:
         if self._sums is not None:
             self._sums.expect(self._has_skipped or self._is_due(outcome.step + 1))
 
-    def refused(self, error: Exception) -> None:
-        """Name the ranks at fault, with their guard. Collective. A rank alone is told by the error itself."""
-        stepper = self._optimizer.stepper
-        found = [f"{type(guard).__name__}: {guard.found}" for guard in stepper.guards if getattr(guard, "found", None)]
+    def refused(self, step: int, error: Exception, found: Sequence[str]) -> None:
+        """Name the ranks at fault, with their guard. Collective. On a single rank the error itself names the cause."""
         local = (self._everyone.rank, found[:1], str(error))
-        per_instance = stepper.instances.gather_objects(stepper.everyone.gather_objects(local))
+        per_instance = self._roles.dense.inter.gather_objects(self._roles.totals.gather_objects(local))
         per_rank = [of_rank for of_instance in per_instance for of_rank in of_instance]
         at_fault = {rank: found for rank, found, _ in per_rank if found}
         what = per_rank[0][2]  # such as groups that differ: no rank is at fault
         if at_fault:
             what = f"{of_ranks(at_fault)}, guard {next(iter(at_fault.values()))[0]}"
-        self._count(what, stepper.num_begun, f"was refused on every rank by {what}", warns=len(per_rank) > 1)
+        self._count(what, step, f"was refused on every rank by {what}", warns=len(per_rank) > 1)
 
     def _settle(self, *, within: float | None) -> None:
         """Read the steps that are open, waiting `within` seconds for each; None: until it is there."""
         while self._open and (within is None or (self._open[0][1] or self._open[0][0]).arrives(within)):
             outcome, recorded, rates = self._open.pop(0)
-            report = outcome.report
+            report = outcome.resolve()
             stats = None if recorded is None else replace(recorded.read(), lr=rates)
-            self._has_skipped = report.overflow or report.is_refused
+            self._has_skipped = report.overflow or report.is_above_limit
             if outcome.error is not None:  # on an accelerator; on a CPU, `refused` has counted it
                 text = f"was refused on every rank: {outcome.error}"
                 self._count(str(outcome.error), outcome.step, text, warns=self._everyone.size > 1)
@@ -190,7 +180,7 @@ class Recorder:
                     self.callback(stats)
 
     def _explain(self, step: int, norm: float, overflow: bool, stats: StepStats | None) -> None:
-        config = self._optimizer.config
+        config = self._config
         where = ""
         ranks = ""
         norms = {"": norm}
@@ -270,7 +260,7 @@ def _write_at_end(recorder: ref[Recorder], file: Path, head: dict[str, int], rec
     It may be garbage while a graph is captured, when nothing may wait: then only what the host has read is written.
     """
     living = recorder()
-    if living is not None and living._optimizer is not None:
+    if living is not None:
         living.write("exit")
     else:
         _write_records(file, head, records, "the optimizer was deleted")

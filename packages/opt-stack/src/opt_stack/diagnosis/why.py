@@ -9,9 +9,9 @@ from textwrap import fill
 from typing import NamedTuple
 
 from opt_checkpoint import read_index
-from opt_distributed.step import StepStats
 from opt_scheduler.draw import svg_plot, text_plot
 from opt_stack.diagnosis.recorder import FOLDER, from_line, of_ranks
+from opt_stack.diagnosis.tensor_stats import StepStats
 
 JUMP = 5.0  # factor over the norms before, from which a norm has jumped
 APART = 3.0  # factor by which a rank's norm leaves that of its replicas

@@ -23,8 +23,9 @@ from opt_distributed.comm import Roles, agree
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import OwnedPiece
 from opt_distributed.saving import PieceState, check_state, load_state_, read_state
-from opt_distributed.step import Scaler, Stepper, Unit
+from opt_distributed.step import Scaler, Unit, Written
 from opt_paramgroups import ParamId
+from opt_stack.state.weights import LoadedWeights
 
 
 class Held(NamedTuple):
@@ -103,7 +104,8 @@ class StateOffload:
     compute stream later waits for the copies, so freed memory is not overwritten too early.
     """
 
-    stepper: Stepper
+    units: Sequence[Unit]
+    device: torch.device
     _away: list[list[Tensor]] | None = None  # while the state is on the host: the tensors of each allocation
 
     def check_restored(self, what: str) -> None:
@@ -121,7 +123,7 @@ class StateOffload:
         If host memory runs out, nothing has moved.
         """
         if self._away is None:
-            device = devices.device_of(self.stepper.device)
+            device = devices.device_of(self.device)
             memories: dict[int, list[Tensor]] = {}
             for tensor in self._tensors(device) if device.is_asynchronous else ():
                 memories.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
@@ -139,12 +141,12 @@ class StateOffload:
         """
         if self._away is not None:
             sources = [_whole(tensors) for tensors in self._away]
-            targets = [torch.empty(len(source), dtype=torch.uint8, device=self.stepper.device) for source in sources]
+            targets = [torch.empty(len(source), dtype=torch.uint8, device=self.device) for source in sources]
             self._move(self._away, sources, targets)
             self._away = None
 
     def _move(self, memories: Sequence[list[Tensor]], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        device = devices.device_of(self.stepper.device)
+        device = devices.device_of(self.device)
         current = device.current_stream()
         side = device.side_stream()
         side.wait_event(current.record_event())
@@ -169,7 +171,7 @@ class StateOffload:
 
     def _tensors(self, device: devices.Device) -> Iterator[Tensor]:
         """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
-        kept = [(piece, piece.main.kept()) for unit in self.stepper.units if unit.host is None for piece in unit.pieces]
+        kept = [(piece, piece.main.kept()) for unit in self.units if unit.host is None for piece in unit.pieces]
         # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
         params = {
             piece.main.target.untyped_storage().data_ptr()
@@ -193,48 +195,67 @@ def _whole(tensors: Sequence[Tensor]) -> Tensor:
 LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or before it with broadcast_params=True"
 
 
-def compare_weights(
-    params: Params,
-    metas: Metas,
-    roles: Roles,
-    wrapped: Sequence[DistributedDataParallel],
-    only: Collection[ParamId] | None = None,
-) -> None:
-    """Compare the weights of all ranks that hold copies, or of `only` some, the same on all ranks. Collective.
+@dataclass(eq=False, kw_only=True)
+class SharedCopies:
+    """The copies of weights, state and loss scale that several ranks hold."""
 
-    Raises:
-        ReplicaError: on every rank, if they differ.
-    """
-    for chunk in wrapped:
-        chunk.finish_param_sync()
-    try:
-        check_replicas(params, metas, roles, only=only)
-    except ValueError as error:  # on a rank whose replicas are equal, the error is another rank's
-        raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
+    params: Params
+    metas: Metas
+    roles: Roles
+    wrapped: Sequence[DistributedDataParallel]
+    held: Mapping[ParamId, Held]
+    scaler: Scaler
+    loaded: LoadedWeights
+    _is_first_step: bool = True
 
+    def written(self) -> Written:
+        """Return what other code wrote on this rank since its last step."""
+        return self.loaded.written()
 
-def compare_replicas(
-    params: Params,
-    metas: Metas,
-    roles: Roles,
-    wrapped: Sequence[DistributedDataParallel],
-    held: Mapping[ParamId, Held],
-    scaler: Scaler,
-) -> None:
-    """Compare weights, state and loss scale of replicas. Collective.
+    def compare(self, written: Written) -> None:
+        """Compare what any rank passes as written; all of them, if that includes state. Collective.
 
-    Raises:
-        ReplicaError: on every rank, if they differ.
-    """
-    compare_weights(params, metas, roles, wrapped)
-    found = compare_copies(_sums_of_states(held), params, metas, roles)
-    try:
-        agree(roles.everyone, None if found is None else ValueError(f"optimizer state: {found}; {LOAD_ALIKE}"))
-    except ValueError as error:
-        raise ReplicaError(str(error)) from error
-    scales = roles.everyone.gather_objects(scaler.state_dict())
-    if any(scale != scales[0] for scale in scales):
-        raise ReplicaError(f"ranks have different loss scales: {scales}; {LOAD_ALIKE}")
+        Raises:
+            ReplicaError: on every rank, if copies differ.
+        """
+        per_rank = self.roles.everyone.gather_objects(written)
+        if any(of_rank.has_state for of_rank in per_rank):
+            self._compare_all()
+        else:
+            self._compare_weights(frozenset[ParamId]().union(*(of_rank.ids for of_rank in per_rank)))
+
+    def check_first_step(self) -> None:
+        """Raise ReplicaError, on every rank, if a load before the first step made copies differ. Collective."""
+        is_first_step = self._is_first_step
+        self._is_first_step = False
+        if is_first_step and self.roles.everyone.size > 1:
+            is_whole = self.loaded.replaced() is None  # else every rank refuses the step for that
+            per_rank = self.roles.everyone.gather_objects((is_whole, self.loaded.has_loaded()))
+            if all(whole for whole, _ in per_rank) and any(has_loaded for _, has_loaded in per_rank):
+                self._compare_all()
+                self.loaded.accept_equal()
+
+    def _compare_weights(self, only: Collection[ParamId] | None = None) -> None:
+        """Compare all weights, or those of `only` some parameters, the same on all ranks. Collective."""
+        for chunk in self.wrapped:
+            chunk.finish_param_sync()
+        try:
+            check_replicas(self.params, self.metas, self.roles, only=only)
+        except ValueError as error:  # on a rank whose replicas are equal, the error is another rank's
+            raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
+
+    def _compare_all(self) -> None:
+        """Compare weights, state and loss scale. Collective."""
+        self._compare_weights()
+        found = compare_copies(_sums_of_states(self.held), self.params, self.metas, self.roles)
+        everyone = self.roles.everyone
+        try:
+            agree(everyone, None if found is None else ValueError(f"optimizer state: {found}; {LOAD_ALIKE}"))
+        except ValueError as error:
+            raise ReplicaError(str(error)) from error
+        scales = everyone.gather_objects(self.scaler.state_dict())
+        if any(scale != scales[0] for scale in scales):
+            raise ReplicaError(f"ranks have different loss scales: {scales}; {LOAD_ALIKE}")
 
 
 def _sums_of_states(held: Mapping[ParamId, Held]) -> dict[ParamId, int]:

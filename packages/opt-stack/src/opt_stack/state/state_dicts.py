@@ -163,7 +163,7 @@ class StateDicts(ShardedStates):
             raise ValueError(f"main_values={main_values!r}; {' and '.join(map(repr, MAIN_VALUES))} are allowed")
         else:
             self._load_local(state_dict, needs_mains=main_values == "saved")
-        self.stepper.usable_groups.accept_loaded(self.param_groups)
+        self.stepper.accept_loaded_groups(self.param_groups)
         self.stepper.publish_main_values_()
         self.loaded_weights.note_state()
         if state_dict.get(EVALUATING):

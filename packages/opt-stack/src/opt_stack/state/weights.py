@@ -11,17 +11,19 @@ After a write without a load of state, a step warns about these.
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers import UnusableGradientError
+from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
+from opt_distributed.comm import Roles
+from opt_distributed.finalize import unfinalized
 from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain, local
 from opt_distributed.saving import decoded, kept_states
-from opt_distributed.step import NOTHING_WRITTEN, Stepper, Unit, Written, read_hyper
+from opt_distributed.step import NOTHING_WRITTEN, Refusal, Unit, Written, read_hyper
 from opt_kernels.backends import Writes
 from opt_kernels.formulas import Formula, RisingRates
 from opt_kernels.hooks import bare
@@ -30,6 +32,7 @@ from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import ParamId, is_dtensor
 
 Groups = Sequence[Mapping[str, Any]]
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
 
 
@@ -40,10 +43,12 @@ class LoadedWeights:
         self,
         pieces: Sequence[OwnedPiece],
         groups: Groups,
+        chunks: Iterable[nn.Module],
         *,
         averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
         copied: Collection[ParamId] = (),  # parameters of which other ranks hold copies
     ):
+        """Notes from now on every load of the modules of `chunks`, and the parameters that they have."""
         # Main values that are a copy of the parameter in another format. fp8 codes depend on their scales as well.
         self._copied = [p for p in pieces if p.main.numbers in _COPIES and not isinstance(p.main, QuantizedMain)]
         self._averaged = averaged
@@ -60,16 +65,12 @@ class LoadedWeights:
         self._has_state = False  # whether state was loaded since the last check
         self._written = NOTHING_WRITTEN  # by others since the last step that was made
         self._modules: list[tuple[ref[nn.Module], Mapping[str, nn.Parameter]]] = []  # and those of their parameters
-        self._registered: list[object] = []  # all parameters of these modules, in order
-
-    def watch(self, chunks: Iterable[nn.Module]) -> None:
-        """Note every load of these modules and of modules below them, and the parameters that they have."""
         for module in dict.fromkeys(below for chunk in chunks for below in chunk.modules()):
             params = {name: p for name, p in module._parameters.items() if p is not None and p in self._ids}
             if params:
                 module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
                 self._modules.append((ref(module), params))
-        self._registered = self._present()
+        self._registered = self._present()  # all parameters of these modules, in order
 
     def note(self, params: Mapping[str, nn.Parameter]) -> None:
         """Note that a module was loaded; `params` are those that it had when the optimizer was built."""
@@ -186,6 +187,37 @@ class LoadedWeights:
         self._are_new = self._has_state = False
         return None
 
+    def frozen(self) -> UnusableGradientError | None:
+        """The error for parameters that were frozen after the model was wrapped; None if there are none."""
+        if all(map(_REQUIRES_GRAD, self._ids)):
+            return None
+        frozen = [str(id) for param, id in self._ids.items() if not param.requires_grad]
+        return UnusableGradientError(
+            f"{frozen[0]!r} (and {len(frozen) - 1} more) was frozen after the model was wrapped, where a parameter "
+            "without a gradient has zeros, so that momentum and weight decay would still change it; freeze "
+            "parameters before DistributedDataParallel, and load the optimizer's state from a sharded_state_dict"
+        )
+
+
+class OptimizerStateGuard(Refusal):
+    """A guard: parameters of a wrapped model were frozen, gradients are not finalized, or loaded weights would be lost.
+
+    Keeps neither `loaded` nor the wrapped chunks alive.
+    """
+
+    def __init__(self, loaded: LoadedWeights, wrapped: Iterable[DistributedDataParallel], roles: Roles):
+        self._loaded = ref(loaded)
+        self._wrapped = [ref(chunk) for chunk in wrapped]
+        self._roles = roles
+
+    def find(self, groups: Groups) -> UnusableGradientError | None:
+        loaded = self._loaded()
+        if loaded is None:
+            return None
+        wrapped = [chunk for found in self._wrapped if (chunk := found()) is not None]
+        frozen = loaded.frozen() if wrapped else None
+        return frozen or unfinalized(wrapped, self._roles) or loaded.problem()
+
 
 class _Note:
     """A hook after the load of one module. Copies and pickles of it do nothing: a copied model is not trained."""
@@ -223,15 +255,15 @@ def _agrees(piece: OwnedPiece) -> bool:
 class Evaluation:
     """Switches parameters between training and evaluation weights; for most rules the two are the same."""
 
-    def __init__(self, stepper: Stepper) -> None:
-        self.stepper = stepper
-        rules = {unit.name: bare(unit.rule) for unit in stepper.units}
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        rules = {unit.name: bare(unit.rule) for unit in units}
         self._formulas = {  # of units whose rules evaluate other weights than they train
             name: rule.formula
             for name, rule in rules.items()
             if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None
         }
-        self.rules = {unit.rule.name for unit in stepper.units if unit.name in self._formulas}
+        self.rules = {unit.rule.name for unit in units if unit.name in self._formulas}
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
         self._shown = Writes([])  # to the weights for evaluation
         self._rates = RisingRates()
@@ -281,12 +313,12 @@ class Evaluation:
         """
         if self._trained is not None or not self.rules:
             return
-        for unit in self.stepper.units:
+        for unit in self._units:
             for source in unit.completes if was_loaded and unit.name in self._formulas else ():
                 source.publish_()
         moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
         self._trained = {param: local(param).detach().clone() for param in moved}
-        for unit in self.stepper.units:
+        for unit in self._units:
             for piece in unit.pieces if unit.name in self._formulas else ():
                 if piece.step:
                     assert not isinstance(piece.main, QuantizedMain)

@@ -9,22 +9,17 @@ host reads the sums later, from a copy.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import proxy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.chunk_buffers import SyncedBuffer
-from opt_distributed.buffers.wires import naming
+from opt_distributed.buffers import SyncedBuffer, naming
+from opt_distributed.comm import Roles
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.device import HostCopy
-from opt_distributed.pieces.offload import HostMain
-from opt_distributed.pieces.piece import OwnedPiece, Ready
-from opt_distributed.pieces.sources import BufferedGrads, is_sparse
-from opt_distributed.step import verdict
-from opt_distributed.step.outcome import Outcome
-from opt_distributed.step.stepper import Stepper
+from opt_distributed.pieces import BufferedGrads, HostMain, OwnedPiece, Ready, is_sparse
+from opt_distributed.step import Family, Outcome, Unit
+from opt_kernels import backends
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId
 
@@ -88,39 +83,50 @@ class Row(NamedTuple):
 class TensorSums:
     """The parameters of the whole model, and their sums in one step at a time. Every rank makes the same calls."""
 
-    def __init__(self, stepper: Stepper, groups: Sequence[Mapping[str, Any]], *, order: Sequence[ParamId], rank: int):
-        """Collective. `order` is that of the parameters in the model; `rank` is the number that names this rank."""
-        self._stepper = proxy(stepper)  # its watch keeps this object
-        self._queues = devices.device_of(stepper.device)
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        families: Sequence[Family],
+        group_names: Sequence[str],
+        *,
+        order: Sequence[ParamId],  # of the parameters in the model
+        roles: Roles,
+        device: torch.device,
+    ):
+        """Collective."""
+        self._units = units
+        self._sources = [source for family in families for source in family.sources]
+        self._everyone = everyone = roles.totals
+        self._instances = instances = roles.dense.inter
+        self._device = device
+        self._queues = devices.device_of(device)
+        rank = roles.everyone.rank
         first_of: dict[ParamId, int] = {}
         replicas = rank
-        for family in reversed(stepper.families):  # dense parameters last
+        for family in reversed(families):  # dense parameters last
             axes = family.axes
             replicas = min(axes.inter.gather_objects(min(axes.dp.gather_objects(rank))))
             first = min(axes.tp.gather_objects(replicas))
             first_of |= {id: first for source in family.sources for id in source.params}
         place = {id: at for at, id in enumerate(order)}
         self._pieces = sorted(
-            (piece for unit in stepper.units for piece in unit.pieces if piece.counted), key=lambda p: place[p.id]
+            (piece for unit in units for piece in unit.pieces if piece.counted), key=lambda p: place[p.id]
         )
         meshes = {piece.id: getattr(piece.param, "device_mesh", None) for piece in self._pieces}
         first_of |= {id: min(first_of[id], int(mesh.mesh.min())) for id, mesh in meshes.items() if mesh is not None}
         row_of = {id: Row(str(id), first_of[id]) for id in meshes}
-        local = [
-            (row_of[piece.id], str(groups[piece.group].get("name", piece.group)), piece.main.shape.numel())
-            for piece in self._pieces
-        ]
+        local = [(row_of[piece.id], group_names[piece.group], piece.main.shape.numel()) for piece in self._pieces]
         self.numels: dict[Row, int] = {}
         self.group_of: dict[Row, str] = {}
-        for row, group, numel in (entry for of_rank in stepper.everyone.gather_objects(local) for entry in of_rank):
+        for row, group, numel in (entry for of_rank in everyone.gather_objects(local) for entry in of_rank):
             self.numels[row] = self.numels.get(row, 0) + numel
             self.group_of[row] = group
         index_of = {row: at for at, row in enumerate(self.numels)}
         self._row_of = {id: index_of[row] for id, row in row_of.items()}
         names = [row.name for row in self.numels]
         self.names = [r.name if names.count(r.name) == 1 else f"{r.name} (rank {r.place})" for r in self.numels]
-        here = stepper.everyone.gather_objects((rank, replicas))
-        per_instance = stepper.instances.gather_objects(here)
+        here = everyone.gather_objects((rank, replicas))
+        per_instance = instances.gather_objects(here)
         # By rank: the first of the ranks that hold the same dense parameters.
         self.replicas_of: dict[int, int] = dict(entry for of_instance in per_instance for entry in of_instance)
         self._has_ranks_elsewhere = len(self.replicas_of) > len(here)  # in other instances
@@ -133,7 +139,7 @@ class TensorSums:
     def expect(self, is_due: bool) -> None:
         """Say whether the next step is recorded: wrapped models reduce gradients before it, so that the norms of each
         rank are computed then."""
-        for source in (source for family in self._stepper.families for source in family.sources):
+        for source in self._sources:
             if isinstance(source, SyncedBuffer):
                 source.memory.local_squares = {} if is_due else None
 
@@ -147,7 +153,7 @@ class TensorSums:
         for of_unit in ready:
             for piece, grad in zip(of_unit.pieces, of_unit.grads, strict=True):
                 if piece.counted and grad.numel():
-                    found = verdict.grad_stats([grad])
+                    found = backends.grad_stats([grad])
                     at = 6 * self._row_of[piece.id]
                     self._entries += [(at + GRAD, found.sum_of_squares * piece.source.grad_scale**2)]
                     self._entries += [(at + ZEROS, found.zeros), (at + GRAD_NUMEL, grad.numel())]
@@ -164,12 +170,12 @@ class TensorSums:
             self._entries += [(-2, self._pieces[0].count.next()), (-1, 1.0)]
         if len(self.replicas_of) > 1:
             squares: list[Tensor] = []  # of this rank's gradients before the reduction, where they are known
-            for source in (source for family in self._stepper.families for source in family.sources):
+            for source in self._sources:
                 if isinstance(source, SyncedBuffer):
                     squares += (source.memory.local_squares or {}).values()
                 elif isinstance(source, BufferedGrads):
                     grads = [p.grad for p in source.params.values() if p.grad is not None and not is_sparse(p.grad)]
-                    squares += [verdict.grad_stats(grads, count_zeros=False).sum_of_squares] if grads else []
+                    squares += [backends.grad_stats(grads, count_zeros=False).sum_of_squares] if grads else []
             self._entries += [(self._rank_at, square) for square in squares]
             self._entries += [(self._rank_at + 1, 1.0)] if squares else []
 
@@ -180,7 +186,7 @@ class TensorSums:
             change = exact.sub_(_weights(piece).to(exact))
             self._entries.append((6 * self._row_of[piece.id] + UPDATE, _square(change)))
         size = 6 * len(self.names) + 2 * len(self.replicas_of) + 2
-        device = self._stepper.device
+        device = self._device
         entries = sorted(self._entries, key=lambda entry: not isinstance(entry[1], Tensor))  # stable: numbers come last
         values = [value.to(device, torch.float64) for _, value in entries if isinstance(value, Tensor)]
         numbers = [value for _, value in entries[len(values) :]]
@@ -190,18 +196,18 @@ class TensorSums:
         index = self._queues.upload(places)
         sums.index_add_(0, index, torch.cat([torch.stack(values), known]) if values else known)
         with naming("sum of recorded statistics"):
-            self._stepper.everyone.all_reduce_(sums)
+            self._everyone.all_reduce_(sums)
             if self._has_ranks_elsewhere:
                 of_ranks = sums[6 * len(self.names) : -2].clone()
-                self._stepper.instances.all_reduce_(of_ranks)
+                self._instances.all_reduce_(of_ranks)
                 sums[6 * len(self.names) : -2] = of_ranks
         inverse = torch.as_tensor(self._inverse, dtype=torch.float64, device=device).view(1)
         self._entries = []
         self._before = []
-        return Recorded(self, outcome, HostCopy(torch.cat([sums, inverse]), self._queues), max_norm)
+        return Recorded(self, outcome, devices.HostCopy(torch.cat([sums, inverse]), self._queues), max_norm)
 
     def _spreads(self) -> Iterator[tuple[int, Tensor]]:
-        for unit in self._stepper.units:
+        for unit in self._units:
             for piece in unit.pieces if unit.rule.needs is Needs.MATRICES else ():
                 value = piece.main.value()
                 is_counted = piece.counted
@@ -220,7 +226,7 @@ class TensorSums:
 class Recorded:
     """The sums of one step, which the host reads once."""
 
-    def __init__(self, sums: TensorSums, outcome: Outcome, copy: HostCopy, max_norm: float):
+    def __init__(self, sums: TensorSums, outcome: Outcome, copy: devices.HostCopy, max_norm: float):
         self.outcome = outcome
         self._sums = sums
         self._copy = copy
@@ -234,7 +240,7 @@ class Recorded:
         """Return the numbers, for which the host waits."""
         *numbers, next_updates, num_counts, inverse = self._copy.wait().tolist()
         sums = self._sums
-        report = self.outcome.report
+        report = self.outcome.resolve()
         rows = [numbers[6 * at : 6 * at + 6] for at in range(len(sums.names))]
         numels = list(sums.numels.values())
         by_group: dict[str, list[int]] = {}
@@ -261,7 +267,7 @@ class Recorded:
             step=self.outcome.step,
             updates=round(next_updates / num_counts) - 1 if num_counts else 0,
             success=report.success,
-            reason="overflow" if report.overflow else "norm above the limit" if report.is_refused else "",
+            reason="overflow" if report.overflow else "norm above the limit" if report.is_above_limit else "",
             grad_norm=norm,
             clip=clip,
             loss_scale=1.0 / inverse,
@@ -281,4 +287,4 @@ def _weights(piece: OwnedPiece) -> Tensor:
 
 
 def _square(value: Tensor) -> Tensor:
-    return verdict.grad_stats([value.detach()], count_zeros=False).sum_of_squares
+    return backends.grad_stats([value.detach()], count_zeros=False).sum_of_squares
