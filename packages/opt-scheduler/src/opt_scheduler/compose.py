@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from .errors import ScheduleError, check_number
-from .schedule import Scaled, Schedule, ScheduleLike, Wrapped, as_schedule, exact
+from .schedule import NUMBERS, Scaled, Schedule, ScheduleLike, Wrapped, as_schedule, exact
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the starts of the parts are computed once and kept
@@ -139,9 +139,9 @@ class Restarts(Schedule):
         if self.t_mult < 1 and self.times is None:
             raise ScheduleError(f"restarts: t_mult={self.t_mult!r} makes ever shorter periods; pass times=")
 
-    def start_of(self, period: int) -> float:
+    def start_of(self, period: Any) -> Any:
         """Return the step at which a period begins; the first period has the number 0."""
-        first = self.schedule.length
+        first = exact(self.schedule.length)
         m = self.t_mult
         return first * period if m == 1 else first * (m**period - 1) / (m - 1)
 
@@ -153,26 +153,21 @@ class Restarts(Schedule):
             starts.append(self.start_of(len(starts)))
         return starts
 
-    def at(self, step: float) -> float:
-        if self.t_mult == 1:
-            period = int(step // self.schedule.length)
-            period += self.start_of(period + 1) <= step  # the quotient of fractions is rounded
-            period = period if self.times is None else min(period, self.times - 1)
-        else:
-            period = bisect_right(self.starts, step) - 1
-        local = (step - self.start_of(period)) / self.t_mult**period
-        return self.decay**period * self.schedule.at(min(local, self.schedule.length))
-
     def array_at(self, step: Any, xp: Any) -> Any:
+        length = exact(self.schedule.length)
         if self.t_mult == 1:
-            length = exact(self.schedule.length)
-            period = step // length if self.times is None else xp.minimum(step // length, self.times - 1)
-            local = step - period * length
+            period = step // length
+            period = period + (self.start_of(period + 1) <= step)  # the quotient of fractions is rounded
+            if self.times is not None:
+                period = xp.minimum(period, self.times - 1)
+        elif xp is NUMBERS:
+            period = bisect_right(self.starts, step) - 1
         else:
-            starts = xp.asarray(self.starts, dtype=float)
-            period = xp.searchsorted(starts, step, side="right") - 1
-            local = (step - starts[period]) / self.t_mult**period
-        return self.decay**period * self.schedule.array_at(xp.minimum(local, exact(self.schedule.length)), xp)
+            period = xp.searchsorted(xp.asarray(self.starts, dtype=float), step, side="right") - 1
+        local = step - self.start_of(period)
+        if self.t_mult != 1:
+            local = local / self.t_mult**period
+        return self.decay**period * self.schedule.value_at(xp.minimum(local, length), xp)
 
     @property
     def length(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .errors import ScheduleError, is_number
-from .groups import VERSION, Group, GroupScheduler, Optimizers, check_state, new_entry, set_
+from .groups import VERSION, Entries, Group, GroupScheduler, Optimizers, check_state, new_entry, set_
 from .schedule import Schedule, ScheduleLike, as_schedule
 
 logger = logging.getLogger("opt_scheduler")
@@ -37,7 +37,7 @@ class FieldSchedule:
 
     field: str
     schedule: Schedule
-    where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    where: Entries = dataclasses.field(default_factory=dict)
     relative: bool = False
 
     def __post_init__(self) -> None:
@@ -64,12 +64,12 @@ class FieldSchedule:
         """The key under which a group stores the value that a relative schedule multiplies."""
         return f"initial_{self.field}"
 
-    def current(self, group: Mapping[str, Any]) -> Any:
+    def current(self, group: Entries) -> Any:
         """Return the present value of the field in `group`, or None."""
         entry = group.get(self.name)
         return entry if self.index is None or entry is None else entry[self.index]
 
-    def matches(self, group: Mapping[str, Any]) -> bool:
+    def matches(self, group: Entries) -> bool:
         """Whether this schedule applies to `group`."""
         return all(key in group and group[key] == value for key, value in self.where.items())
 
@@ -177,7 +177,7 @@ class FieldScheduler(GroupScheduler):
             state["initial"] = [{key: group[key] for key in sorted(keys & set(group))} for group in self.param_groups]
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Entries) -> None:
         """Go to the saved step. The schedules stay those of this object; a warning names each one that changed.
 
         Raises:
@@ -282,7 +282,7 @@ def _check_entry(schedule: FieldSchedule, group: Group, *, where: str) -> None:
         raise ScheduleError(f"{where} has no {schedule.field!r}: its {schedule.name!r} is {entry!r}")
 
 
-def _lr_scale(group: Mapping[str, Any]) -> float:
+def _lr_scale(group: Entries) -> float:
     """The factor that timm, MAE and BEiT store in a group for its scheduler to apply, or 1."""
     scale = group.get("lr_scale")
     return 1.0 if scale is None else scale
@@ -305,7 +305,7 @@ def saved_form(schedules: Sequence[FieldSchedule], num_steps: float) -> list[dic
     return saved
 
 
-def changes(saved: Sequence[Mapping[str, Any]], schedules: Sequence[FieldSchedule], num_steps: float) -> list[str]:
+def changes(saved: Sequence[Entries], schedules: Sequence[FieldSchedule], num_steps: float) -> list[str]:
     """Return one sentence for each schedule that is not what was saved; `num_steps` is the step of the resume."""
     before = {_key(plain): plain for plain in saved}
     sentences = []
@@ -320,7 +320,7 @@ def changes(saved: Sequence[Mapping[str, Any]], schedules: Sequence[FieldSchedul
     return sentences + gone
 
 
-def _difference(each: FieldSchedule, here: Mapping[str, Any], there: Mapping[str, Any], num_steps: float) -> str | None:
+def _difference(each: FieldSchedule, here: Entries, there: Entries, num_steps: float) -> str | None:
     if bool(there.get("relative", False)) != each.relative:
         return f"relative={each.relative} here, and {not each.relative} in the checkpoint"
     if here["schedule"] != there["schedule"]:
@@ -346,11 +346,11 @@ def _value(schedule: Schedule, step: float) -> float | None:
         return None
 
 
-def _label(plain: Mapping[str, Any]) -> str:
+def _label(plain: Entries) -> str:
     return f"{plain['field']}" + (f" of groups with {plain['where']!r}" if plain["where"] else "")
 
 
-def _key(plain: Mapping[str, Any]) -> tuple[str, str]:
+def _key(plain: Entries) -> tuple[str, str]:
     return plain["field"], json.dumps(plain["where"], sort_keys=True)
 
 

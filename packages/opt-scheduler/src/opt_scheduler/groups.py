@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict, cast
 from .errors import ScheduleError
 
 Group: TypeAlias = MutableMapping[str, Any]
+Entries: TypeAlias = Mapping[str, Any]  # of a group that is only read, or of a saved state
 
 VERSION = 1  # of the states; those of Megatron-Core have none
 
@@ -59,7 +60,7 @@ def new_entry(old: Any, value: float, filled: set[int]) -> Any:
     return tensor.fill_(value)
 
 
-def check_state(where: str, state: Mapping[str, Any], keys: Iterable[str]) -> None:
+def check_state(where: str, state: Entries, keys: Iterable[str]) -> None:
     """Raise `ScheduleError` if `state` lacks one of `keys` or is of a newer version."""
     if missing := sorted(set(keys) - set(state)):
         raise ScheduleError(f"{where}: the state lacks {missing}; it has {sorted(state)}")
@@ -136,7 +137,7 @@ class GroupScheduler(ABC):
         """Return everything that cannot be recomputed, in plain types."""
 
     @abstractmethod
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Entries) -> None:
         """Set everything to the saved state, or on an error nothing."""
 
 

@@ -2,11 +2,11 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .errors import ScheduleError, check_number, unknown_name
-from .groups import VERSION, Group, GroupScheduler, check_state, set_
+from .groups import VERSION, Entries, Group, GroupScheduler, check_state, set_
 
 logger = logging.getLogger("opt_scheduler")
 
@@ -154,7 +154,7 @@ class Plateau(GroupScheduler):
         settings = {name: getattr(self, name) for name in _SETTINGS}
         return {"version": VERSION, "settings": settings, **counts, "scheduler": self.scheduler.state_dict()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Entries) -> None:
         """Set the factor, the counts and the scheduler inside, and write the groups.
 
         The settings stay those of this object; a warning names each one that changed.

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from .errors import ScheduleError, is_number, refuse, unknown_name
-from .groups import VERSION, Group, GroupScheduler, Optimizers, check_state, set_
+from .groups import VERSION, Entries, Group, GroupScheduler, Optimizers, check_state, set_
 from .schedule import Schedule
 from .settings import Settings, WarmupFirst, bounds_of, group_values, refuse_one_cycle
 
@@ -118,15 +118,15 @@ class OptimizerParamScheduler(GroupScheduler):
         self.settings = replace(self.settings, **{name: value})  # type: ignore[arg-type]
         self._not_given -= {name}
 
-    def get_lr(self, param_group: Mapping[str, Any] | None = None) -> float:
+    def get_lr(self, param_group: Entries | None = None) -> float:
         """Return the learning rate of `param_group` at the present step; None stands for a group without overrides."""
         return self.lr_at(self.num_steps, param_group)
 
-    def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
+    def get_wd(self, param_group: Entries | None = None) -> float:
         """Return the weight decay of `param_group` at the present step; None stands for a group without overrides."""
         return self.wd_at(self.num_steps, param_group)
 
-    def lr_at(self, step: float, param_group: Mapping[str, Any] | None = None) -> float:
+    def lr_at(self, step: float, param_group: Entries | None = None) -> float:
         """Return the learning rate of `param_group` at any step, without advancing.
 
         Raises:
@@ -134,7 +134,7 @@ class OptimizerParamScheduler(GroupScheduler):
         """
         return self._values_at(step, param_group)[0]
 
-    def wd_at(self, step: float, param_group: Mapping[str, Any] | None = None) -> float:
+    def wd_at(self, step: float, param_group: Entries | None = None) -> float:
         """Return the weight decay of `param_group` at any step, without advancing.
 
         Raises:
@@ -142,10 +142,10 @@ class OptimizerParamScheduler(GroupScheduler):
         """
         return self._values_at(step, param_group)[1]
 
-    def _values_at(self, step: float, param_group: Mapping[str, Any] | None) -> tuple[float, float]:
+    def _values_at(self, step: float, param_group: Entries | None) -> tuple[float, float]:
         return group_values(self.settings, [param_group or {}], max(step, 0))[0]
 
-    def lr_schedule(self, param_group: Mapping[str, Any] | None = None) -> Schedule:
+    def lr_schedule(self, param_group: Entries | None = None) -> Schedule:
         """Return the learning rate of `param_group` as a `Schedule`, to plot, compare or use elsewhere."""
         max_lr, min_lr, *_ = bounds_of(self.settings, param_group or {})
         return replace(self.settings, max_lr=max_lr, min_lr=min_lr)
@@ -188,7 +188,7 @@ class OptimizerParamScheduler(GroupScheduler):
             )
         return sd_value
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Entries) -> None:
         """Set the step count and, as the two flags say, the settings; write the groups. An error changes nothing.
 
         Load the optimizer's state first: it brings back the groups, which may carry the `max_lr` and `min_lr` of their
@@ -215,7 +215,7 @@ class OptimizerParamScheduler(GroupScheduler):
             group.update(entries)
         self._write_values(groups, values)
 
-    def _log_differences(self, given: Mapping[str, Any], saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
+    def _log_differences(self, given: Entries, saved: Entries, chosen: Entries) -> None:
         """Log both values of every setting that differs between this scheduler and the checkpoint."""
         for name in saved:
             if name in self._not_given or given[name] == saved[name]:
@@ -230,7 +230,7 @@ class OptimizerParamScheduler(GroupScheduler):
                 )  # fmt: skip
 
 
-def _read_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _read_state(state_dict: Entries) -> dict[str, Any]:
     """Return the saved settings and `num_steps` under their present names, from older containers and keys too.
 
     Raises:
@@ -257,7 +257,7 @@ def _read_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _followed(group: Group, origins: Iterable[Mapping[str, Any]], chosen: Mapping[str, Any]) -> dict[str, float]:
+def _followed(group: Group, origins: Iterable[Entries], chosen: Entries) -> dict[str, float]:
     """Return the chosen bounds that replace those of `group`, if its own are copies from one of the `origins`."""
     own = {name: group[name] for name in ("max_lr", "min_lr") if group.get(name) is not None}
     is_copy = any(all(origin[name] == value for name, value in own.items()) for origin in origins)
@@ -278,7 +278,7 @@ def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint
     return frozenset(override)
 
 
-def get_canonical_lr_for_logging(param_groups: Iterable[Mapping[str, Any]]) -> float | None:
+def get_canonical_lr_for_logging(param_groups: Iterable[Entries]) -> float | None:
     """Return the learning rate to log: that of the first group with `default_config=True`.
 
     As in Megatron-Core, None if there is no such group or it has no `lr` yet.

@@ -1,12 +1,13 @@
 """The settings of an `OptimizerParamScheduler`, and the learning rate and weight decay that they give each group."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from . import shapes
 from .errors import ScheduleError, is_number, refuse, unknown_name
+from .groups import Entries
 from .schedule import NUMBERS, Schedule
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -204,17 +205,17 @@ def _wsd_problems(s: Settings) -> Iterator[str]:
         )
 
 
-def bounds_of(settings: Settings, group: Mapping[str, Any]) -> Bounds:
+def bounds_of(settings: Settings, group: Entries) -> Bounds:
     """Return the bounds of `group`."""
     return settings.bounds._replace(**_overrides(group))
 
 
-def _overrides(group: Mapping[str, Any]) -> dict[str, float]:
+def _overrides(group: Entries) -> dict[str, float]:
     """The bounds that `group` has of its own; None counts as not set."""
     return {name: group[name] for name in Bounds._fields if group.get(name) is not None}
 
 
-def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: float) -> list[tuple[float, float]]:
+def group_values(settings: Settings, groups: Sequence[Entries], step: float) -> list[tuple[float, float]]:
     """Return the (learning rate, weight decay) of each group at `step`. The groups are only read.
 
     Raises:
@@ -237,7 +238,7 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
     return values
 
 
-def refuse_one_cycle(groups: Sequence[Mapping[str, Any]]) -> None:
+def refuse_one_cycle(groups: Sequence[Entries]) -> None:
     """Refuse groups in which torch's OneCycleLR has stored its own `max_lr` and `min_lr`, which are not overrides.
 
     It writes all groups in the same way, so the first is checked. Only OneCycleLR puts `initial_lr` strictly between
