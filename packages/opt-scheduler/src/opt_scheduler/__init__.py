@@ -39,14 +39,17 @@ from .units import Batch, Unit, extend, rescale, rescale_horizon
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "SCHEDULE_NAMES", "Batch", "FieldSchedule", "FieldScheduler", "OptimizerParamScheduler", "ParamGroupOverride",
-    "Plateau", "Schedule", "ScheduleError", "Unit", "as_schedule", "clip", "combine_param_group_overrides", "constant",
-    "cooldown", "cosine", "cut", "cyclic", "exponential", "extend", "get_canonical_lr_for_logging", "get_schedule",
-    "inverse_sqrt", "join", "linear", "minus_sqrt", "one_cycle", "param_group_override_to_tuple", "piecewise_constant",
-    "piecewise_linear", "polynomial", "power", "ramp", "repeat", "rescale", "rescale_horizon", "restarts", "scale",
-    "schedule_signatures", "shift", "shifted_exponential", "step_decay", "stretch", "warmup", "wsd",
+__all__ = ["Schedule", "ScheduleError", "as_schedule"]
+__all__ += [
+    "constant", "cosine", "exponential", "inverse_sqrt", "linear", "minus_sqrt", "piecewise_linear", "polynomial",
+    "power", "ramp", "shifted_exponential",
 ]  # fmt: skip
+__all__ += ["clip", "cut", "extend", "join", "repeat", "rescale", "restarts", "scale", "shift", "stretch"]
+__all__ += ["cooldown", "cyclic", "one_cycle", "piecewise_constant", "step_decay", "warmup", "wsd"]
+__all__ += ["SCHEDULE_NAMES", "get_schedule", "schedule_signatures"]
+__all__ += ["Batch", "Unit", "rescale_horizon"]
+__all__ += ["FieldSchedule", "FieldScheduler", "OptimizerParamScheduler", "Plateau", "get_canonical_lr_for_logging"]
+__all__ += ["ParamGroupOverride", "combine_param_group_overrides", "param_group_override_to_tuple"]
 
 if TYPE_CHECKING:
     from .keras_callback import as_keras_callback as as_keras_callback

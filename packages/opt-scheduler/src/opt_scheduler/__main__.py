@@ -130,8 +130,9 @@ def _value(text: str) -> Any:
 
 def _from_settings(given: Mapping[str, Any]) -> dict[str, Schedule]:
     names = [field.name for field in fields(Settings)]
-    missing = [f"{name} is missing" for name in ("max_lr", "lr_decay_steps") if name not in given]
-    refuse([unknown_name("field", name, names) for name in given if name not in names] + missing, where="[scheduler]")
+    problems = [unknown_name("field", name, names) for name in given if name not in names]
+    problems += [f"{name} is missing" for name in ("max_lr", "lr_decay_steps") if name not in given]
+    refuse(problems, where="[scheduler]")
     s = Settings(**{"wd_incr_steps": given["lr_decay_steps"], **given})
     shown: dict[str, Schedule] = {"lr": s}
     if s.end_wd > 0 and s.wd_incr_style == "constant":
@@ -144,8 +145,9 @@ def _from_settings(given: Mapping[str, Any]) -> dict[str, Schedule]:
 def _table(schedules: Mapping[str, Schedule], args: argparse.Namespace) -> str:
     if args.at is None:  # about evenly spaced steps of the longest schedule, and every boundary
         end = max(schedule.horizon() for schedule in schedules.values())
-        even = {float(round(end * i / (args.rows - 1))) for i in range(args.rows)} if args.rows > 1 else {0.0}
-        return table(schedules, sorted(even.union(*(schedule.boundaries for schedule in schedules.values()))))
+        shown = {0.0}.union(*(schedule.boundaries for schedule in schedules.values()))
+        shown.update(float(round(end * i / (args.rows - 1))) for i in range(1, args.rows))
+        return table(schedules, sorted(shown))
     steps = args.at if isinstance(args.at, list) else [args.at]
     if not all(map(is_number, steps)):
         raise ScheduleError(f"--at={args.at!r} must be numbers separated by commas")
@@ -157,9 +159,10 @@ def _plot(schedules: Mapping[str, Schedule], args: argparse.Namespace) -> str:
     if args.png:
         save_png(schedules, args.png, steps=steps)
         return f"wrote {args.png}"
-    plots = (
-        f"{name}\n{text_plot([s], steps=steps, width=args.width, height=args.height)}" for name, s in schedules.items()
-    )
+    plots = []
+    for name, schedule in schedules.items():
+        picture = text_plot([schedule], steps=steps, width=args.width, height=args.height)
+        plots.append(f"{name}\n{picture}")
     return "\n\n".join(plots)
 
 

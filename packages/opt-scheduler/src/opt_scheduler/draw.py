@@ -24,57 +24,59 @@ def text_plot(curves: Sequence[Curve], *, steps: float, width: int = 72, height:
         raise ScheduleError(
             f"cannot plot {steps=} on a grid of {width=} x {height=}: need steps > 0 and at least 2 x 2"
         )
-    columns = [steps * x / (width - 1) for x in range(width)]
-    samples = [[curve(step) for step in columns] for curve in curves]
-    low, high = _limits(samples)
+    samples, low, high = _sampled(curves, steps, width)
     grid = [[" "] * width for _ in range(height)]
     for mark, values in zip(_MARKS * len(samples), samples, strict=False):
         for x, value in enumerate(values):
             grid[round((high - value) / (high - low) * (height - 1))][x] = mark
-    labels = [
-        f"{high - (high - low) * y / (height - 1):10.3g}" if y % 3 == 0 or y == height - 1 else " " * 10
-        for y in range(height)
-    ]
-    lines = [f"{label} ┤{''.join(row)}".rstrip() for label, row in zip(labels, grid, strict=True)]
-    end = f"{steps:g}"
-    return "\n".join([*lines, " " * 11 + "└" + "─" * width, " " * 12 + "0" + end.rjust(width - 1)])
+    lines = []
+    for y, row in enumerate(grid):
+        has_label = y % 3 == 0 or y == height - 1
+        label = f"{high - (high - low) * y / (height - 1):10.3g}" if has_label else " " * 10
+        lines.append(f"{label} ┤{''.join(row)}".rstrip())
+    axis = " " * 11 + "└" + "─" * width
+    ends = " " * 12 + "0" + f"{steps:g}".rjust(width - 1)
+    return "\n".join([*lines, axis, ends])
 
 
 def svg_plot(curves: Sequence[Curve], *, steps: float, width: int = 560, height: int = 200, points: int = 281) -> str:
     """Draw `curves` over steps 0 to `steps` as a self-contained SVG of `width` x `height` pixels."""
+    samples, low, high = _sampled(curves, steps, points)
+    left = 64
+    right = width - 12
+    bottom = height - 24
+    drawn = []
+    for curve, colour in zip(samples, _COLOURS * len(samples), strict=False):
+        xs = [left + (right - left) * x / (points - 1) for x in range(points)]
+        ys = [12 + (bottom - 12) * (high - value) / (high - low) for value in curve]
+        path = " L".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
+        drawn.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+
+    def text(x: int, y: int, label: str, place: str = "") -> str:
+        return (
+            f'<text x="{x}" y="{y}" {place}font-family="sans-serif" font-size="11" fill="currentColor">{label}</text>'
+        )
+
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+    axes = f'<path d="M{left},12 V{bottom} H{right}" fill="none" stroke="currentColor" opacity="0.4"/>'
+    end = 'text-anchor="end" '
+    limits = text(left - 6, 16, f"{high:.3g}", end) + text(left - 6, bottom, f"{low:.3g}", end)
+    first_and_last = text(left, height - 8, "0") + text(right, height - 8, f"{steps:g}", end)
+    return head + axes + "".join(drawn) + limits + first_and_last + "</svg>"
+
+
+def _sampled(curves: Sequence[Curve], steps: float, points: int) -> tuple[list[list[float]], float, float]:
+    """The values of each curve at evenly spaced steps, and the lowest and highest value to draw, never equal.
+
+    0 is drawn too if it is not far below.
+    """
     columns = [steps * x / (points - 1) for x in range(points)]
     samples = [[curve(step) for step in columns] for curve in curves]
-    low, high = _limits(samples)
-    left = 64
-    bottom = height - 24
-
-    def path(values: Sequence[float]) -> str:
-        xs = (left + (width - left - 12) * x / (points - 1) for x in range(points))
-        ys = (12 + (bottom - 12) * (high - value) / (high - low) for value in values)
-        return "M" + " L".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
-
-    paths = "".join(
-        f'<path d="{path(values)}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        for values, colour in zip(samples, _COLOURS * len(samples), strict=False)
-    )
-    text = 'font-family="sans-serif" font-size="11" fill="currentColor"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<path d="M{left},12 V{bottom} H{width - 12}" fill="none" stroke="currentColor" opacity="0.4"/>{paths}'
-        f'<text x="{left - 6}" y="16" text-anchor="end" {text}>{high:.3g}</text>'
-        f'<text x="{left - 6}" y="{bottom}" text-anchor="end" {text}>{low:.3g}</text>'
-        f'<text x="{left}" y="{height - 8}" {text}>0</text>'
-        f'<text x="{width - 12}" y="{height - 8}" text-anchor="end" {text}>{steps:g}</text></svg>'
-    )
-
-
-def _limits(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the lowest and highest value to draw, never equal; 0 is included if it is not far below."""
     low = min(map(min, samples))
     high = max(map(max, samples))
     if 0 < low < high / 2 or low == high > 0:
         low = 0.0
-    return (low, high) if high > low else (low, low + 1.0)
+    return samples, low, high if high > low else low + 1.0
 
 
 def table(schedules: Mapping[str, Curve], steps: Sequence[float]) -> str:
@@ -87,9 +89,11 @@ def table(schedules: Mapping[str, Curve], steps: Sequence[float]) -> str:
             50      0.00055
            100       0.0001
     """
-    header = f"{'step':>10}" + "".join(f" {name:>12}" for name in schedules)
-    rows = (f"{step:>10g}" + "".join(f" {schedule(step):>12.6g}" for schedule in schedules.values()) for step in steps)
-    return "\n".join([header, *rows])
+    lines = [f"{'step':>10}" + "".join(f" {name:>12}" for name in schedules)]
+    for step in steps:
+        values = [f" {schedule(step):>12.6g}" for schedule in schedules.values()]
+        lines.append(f"{step:>10g}" + "".join(values))
+    return "\n".join(lines)
 
 
 def save_png(schedules: Mapping[str, Curve], path: Path, *, steps: float) -> None:

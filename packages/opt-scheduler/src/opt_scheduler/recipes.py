@@ -147,7 +147,8 @@ def step_decay(start: float, *, factor: float, every: float, times: int) -> Sche
     """
     check_number("step_decay", low=1, times=times)
     check_number("step_decay", above=0, every=every)
-    return piecewise_constant([start * factor**i for i in range(times + 1)], at=[every * (i + 1) for i in range(times)])
+    values = [start * factor**i for i in range(times + 1)]
+    return piecewise_constant(values, at=[every * (i + 1) for i in range(times)])
 
 
 @named("cosine_restarts", has_warmup=True)

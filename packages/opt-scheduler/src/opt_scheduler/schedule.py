@@ -18,15 +18,9 @@ from .errors import ScheduleError, check_number, is_number, unknown_name
 _USABLE_DTYPES = ("int32", "int64", "float32", "float64")
 
 # What the formulas use of an array library, for single numbers.
-NUMBERS = SimpleNamespace(
-    pi=math.pi,
-    cos=math.cos,
-    sqrt=math.sqrt,
-    minimum=min,
-    maximum=max,
-    where=lambda condition, a, b: a if condition else b,
-    full_like=lambda step, value, dtype: dtype(value),
-)
+NUMBERS = SimpleNamespace(pi=math.pi, cos=math.cos, sqrt=math.sqrt, minimum=min, maximum=max)
+NUMBERS.where = lambda condition, a, b: a if condition else b
+NUMBERS.full_like = lambda step, value, dtype: dtype(value)
 
 
 class Array(Protocol):

@@ -83,24 +83,12 @@ class OptimizerParamScheduler(GroupScheduler):
         *,
         warmup_first: WarmupFirst = "init",
     ) -> None:
+        # Each argument that has the name of a setting is that setting.
+        given = {name: value for name, value in locals().items() if name in _FIELDS}
         super().__init__(optimizer)
-        self.settings = Settings(
-            init_lr=init_lr,
-            max_lr=max_lr,
-            min_lr=0.0 if min_lr is None else min_lr,
-            lr_warmup_steps=lr_warmup_steps,
-            lr_decay_steps=lr_decay_steps,
-            lr_decay_style=lr_decay_style,
-            start_wd=start_wd,
-            end_wd=end_wd,
-            wd_incr_steps=wd_incr_steps,
-            wd_incr_style=wd_incr_style,
-            wsd_decay_steps=wsd_decay_steps,
-            lr_wsd_decay_style=lr_wsd_decay_style,
-            warmup_first=warmup_first,
-        )
-        not_given = {"min_lr": min_lr, "wsd_decay_steps": wsd_decay_steps, "lr_wsd_decay_style": lr_wsd_decay_style}
-        self._not_given = frozenset(name for name, value in not_given.items() if value is None)
+        may_be_none = ("min_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+        self._not_given = frozenset(name for name in may_be_none if given[name] is None)
+        self.settings = Settings(**given | {"min_lr": 0.0 if min_lr is None else min_lr})
         self.use_checkpoint_opt_param_scheduler = bool(use_checkpoint_opt_param_scheduler)
         self.override_opt_param_scheduler = _checked_override(
             override_opt_param_scheduler, use_checkpoint=self.use_checkpoint_opt_param_scheduler
