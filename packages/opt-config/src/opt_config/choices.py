@@ -93,11 +93,14 @@ def resolved(config: "OptimizerConfig") -> dict[str, dict[str, object]]:
     >>> resolved(OptimizerConfig(bf16=True))["sharding"]
     {'is': 'Replicated'}
     """
-    choices = ("precision", "sharding", "loss_scaling", "placement")
-    return {"config": config.to_dict(), **{name: _plain_choice(getattr(config, name)) for name in choices}}
+    names = ("precision", "sharding", "loss_scaling", "placement")
+    choices = {name: _plain_choice(getattr(config, name)) for name in names}
+    return {"config": config.to_dict(), **choices}
 
 
 def _plain_choice(choice: Precision | Sharding | LossScaling | Placement) -> dict[str, object]:
-    values = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
-    plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
-    return {"is": type(choice).__name__, **plain}
+    plain: dict[str, object] = {"is": type(choice).__name__}
+    for field in dataclasses.fields(choice):
+        value = getattr(choice, field.name)
+        plain[field.name] = value if isinstance(value, bool | int | float) else str(value)
+    return plain

@@ -16,17 +16,13 @@ import torch
 from opt_config.errors import ConfigError, Problem, UnknownFieldError, unknown_field
 from opt_config.validate import accepts, field_types, in_words, options
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "float32": torch.float32,
-        "fp32": torch.float32,
-        "float16": torch.float16,
-        "fp16": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "bf16": torch.bfloat16,
-        "uint8": torch.uint8,
-    }
-)
+_NAMES_OF_DTYPES = {
+    torch.float32: ("float32", "fp32"),
+    torch.float16: ("float16", "fp16"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+    torch.uint8: ("uint8",),
+}
+DTYPES = MappingProxyType({name: dtype for dtype, names in _NAMES_OF_DTYPES.items() for name in names})
 
 
 class Configuration(ABC):
@@ -182,12 +178,13 @@ def _finite(text: str, value: float) -> float:
     return value
 
 
+_YAML = _Kind("YAML", _parse_yaml)
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
     {
         ".json": _Kind("JSON", _parse_json),
         ".toml": _Kind("TOML", _parse_toml),
-        ".yaml": _Kind("YAML", _parse_yaml),
-        ".yml": _Kind("YAML", _parse_yaml),
+        ".yaml": _YAML,
+        ".yml": _YAML,
     }
 )
 

@@ -216,18 +216,15 @@ class OptimizerConfig(Configuration):
     def precision(self) -> choices.Precision:
         """Dtypes of parameters, gradients, mains and moments."""
         params = torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else self.params_dtype
+        has_remainders = self.use_precision_aware_optimizer and self.store_param_remainders
+        is_split = params is torch.bfloat16 and self.main_params_dtype is torch.float32
         return choices.Precision(
             params=params,
             grads=self.main_grads_dtype,
             mains=self.main_params_dtype,
             exp_avg=self.exp_avg_dtype,
             exp_avg_sq=self.exp_avg_sq_dtype,
-            remainder=(
-                self.use_precision_aware_optimizer
-                and self.store_param_remainders
-                and params is torch.bfloat16
-                and self.main_params_dtype is torch.float32
-            ),
+            remainder=has_remainders and is_split,
         )
 
     @property
@@ -365,7 +362,7 @@ class ParamKey:
     """Predicates of the parameter and its name."""
 
     def __post_init__(self) -> None:
-        for field_name, kind in _KINDS:
+        for field_name, kind in _KINDS.items():
             given = getattr(self, field_name)
             if not all(isinstance(value, kind) for value in many(given)):
                 raise ConfigError(f"ParamKey: {field_name}={given!r}: must be one {kind.__name__} or a tuple of them")
@@ -380,12 +377,13 @@ class ParamKey:
         has: Callable[[Parameter, str], bool] = has_attribute,
     ) -> bool:
         """Whether this key matches `param`, named `param_name` in its module. `has` tests for an attribute."""
-        return (
-            any(fnmatchcase(param_name, pattern) for pattern in many(self.name))
-            or any(has(param, attr) for attr in many(self.attr))
-            or any(predicate(param) for predicate in many(self.predicate))
-            or any(predicate(param, param_name) for predicate in many(self.with_name_predicate))
-        )
+        if any(fnmatchcase(param_name, pattern) for pattern in many(self.name)):
+            return True
+        if any(has(param, attr) for attr in many(self.attr)):
+            return True
+        if any(predicate(param) for predicate in many(self.predicate)):
+            return True
+        return any(predicate(param, param_name) for predicate in many(self.with_name_predicate))
 
     @property
     def label(self) -> str:
@@ -400,12 +398,12 @@ class ParamKey:
         return " or ".join(sorted({*many(self.name), *attrs, *predicates}))
 
 
-_KINDS: tuple[tuple[str, type], ...] = (
-    ("name", str),
-    ("attr", str),
-    ("predicate", ParamPredicate),
-    ("with_name_predicate", ParamWithNamePredicate),
-)
+_KINDS: Mapping[str, type] = {
+    "name": str,
+    "attr": str,
+    "predicate": ParamPredicate,
+    "with_name_predicate": ParamWithNamePredicate,
+}
 
 
 def many(values: T | tuple[T, ...]) -> tuple[T, ...]:

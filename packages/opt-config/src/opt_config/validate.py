@@ -193,25 +193,29 @@ INTERVALS = MappingProxyType(
 
 _MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
-CHOICES = MappingProxyType(
-    {
-        "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"),
-        "params_dtype": (torch.float32, torch.float16, torch.bfloat16),
-        "main_grads_dtype": (torch.float32, torch.bfloat16),
-        "main_params_dtype": (torch.float32, torch.float16, torch.int8),
-        "exp_avg_dtype": _MOMENTS,
-        "exp_avg_sq_dtype": _MOMENTS,
-        "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw", "mup"),
-        "muon_fp32_matmul_prec": ("highest", "high", "medium"),
-        "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4", "cubic5", "aol"),
-        "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
-        "muon_scalar_optimizer": ("adam", "lion"),
-        "soap_order": ("paper", "megatron"),
-        "adaptive_muon_moment2_method": ("adamuon", "adamuon_paper", "normuon", "namo"),
-        "adaptive_muon_lines": ("rows", "cols", "longer"),
-        "muon_weight_decay_method": ("decoupled", "independent"),
-    }
-)
+_PARAMS = (torch.float32, torch.float16, torch.bfloat16)
+_MAINS = (torch.float32, torch.float16, torch.int8)
+_DTYPES = {
+    "params_dtype": _PARAMS,
+    "main_grads_dtype": (torch.float32, torch.bfloat16),
+    "main_params_dtype": _MAINS,
+    "exp_avg_dtype": _MOMENTS,
+    "exp_avg_sq_dtype": _MOMENTS,
+}
+_WORDS = {
+    "muon_scale_mode": "spectral unit_rms_norm shape_scaling match_rms_adamw mup",
+    "muon_fp32_matmul_prec": "highest high medium",
+    "muon_coefficient_type": "simple quintic polar_express cans deepseekv4 cubic5 aol",
+    "muon_tp_mode": "blockwise duplicated distributed",
+    "muon_scalar_optimizer": "adam lion",
+    "soap_order": "paper megatron",
+    "adaptive_muon_moment2_method": "adamuon adamuon_paper normuon namo",
+    "adaptive_muon_lines": "rows cols longer",
+    "muon_weight_decay_method": "decoupled independent",
+}
+_FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+_NAMES = {name: tuple(words.split()) for name, words in _WORDS.items()}
+CHOICES: Mapping[str, tuple[object, ...]] = MappingProxyType({"fp8_recipe": _FP8_RECIPES, **_DTYPES, **_NAMES})
 
 # Fields without effect unless another one is set. Without it, a value other than the default is refused, because it
 # would be silently ignored.

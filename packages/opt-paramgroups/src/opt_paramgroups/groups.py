@@ -168,10 +168,10 @@ def group_names(seen: frozenset[Seen]) -> dict[GroupKey, str]:
     sets: dict[GroupKey, set[str]] = {}
     for labels, key in seen:
         sets.setdefault(key, set()).add(both(labels))
-    names = {
-        key: ("default" if key.entries is None else ", ".join(sorted(of_key))) + " (experts)" * key.is_expert
-        for key, of_key in sets.items()
-    }
+    names = {}
+    for key, of_key in sets.items():
+        name = "default" if key.entries is None else ", ".join(sorted(of_key))
+        names[key] = f"{name} (experts)" if key.is_expert else name
     counts = Counter((both(labels), key.is_expert) for labels, key in seen)
     ambiguous = sorted({labels for (labels, _), count in counts.items() if count > 1})
     if ambiguous or len(set(names.values())) < len(names):
@@ -239,8 +239,8 @@ def get_param_groups(
         for id, param in frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset).items():
             for label in [key.label for key in overrides if key.label not in frozen and key.matches(param, id.name)]:
                 frozen[label] = str(id)
-        of_qk_norms = [dict(seen[id].key.entries or ()) for id, param in params.items() if is_qk_norm(param, id.name)]
-        qk_norms = frozenset(entries.get("wd_mult", 1.0) != 0.0 for entries in of_qk_norms)
+        of_qk_norms = [seen[id].key.entries for id, param in params.items() if is_qk_norm(param, id.name)]
+        qk_norms = frozenset(dict(entries or ()).get("wd_mult", 1.0) != 0.0 for entries in of_qk_norms)
     except Exception as error:
         gather(Report(str(error) or repr(error)))  # the other ranks wait in this collective
         raise
@@ -305,22 +305,18 @@ def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], con
             "OptimizerConfig, or max_lr in the override"
         )
     wd_mult = override.get("wd_mult", 1.0)
-    return {
-        "wd_mult": wd_mult,
-        "lr_mult": lr_mult,
-        "is_decoupled_lr": False,
-        "optimizer": config.optimizer,
-        **override,
+    given = {"wd_mult": wd_mult, "lr_mult": lr_mult, "is_decoupled_lr": False, "optimizer": config.optimizer}
+    membership = {
         "params": list(params.values()),
         "param_ids": list(params),
         "name": name,
         "is_expert_parallel": key.is_expert,
         "default_config": key.entries is None,
-        "max_lr": max_lr,
-        "min_lr": _times(override.get("min_lr", config.min_lr), lr_mult),
-        "lr": max_lr,
-        "weight_decay": _times(override.get("start_wd", config.weight_decay), wd_mult),
     }
+    min_lr = _times(override.get("min_lr", config.min_lr), lr_mult)
+    weight_decay = _times(override.get("start_wd", config.weight_decay), wd_mult)
+    values = {"max_lr": max_lr, "min_lr": min_lr, "lr": max_lr, "weight_decay": weight_decay}
+    return {**given, **override, **membership, **values}
 
 
 def _times(value: Any, factor: Any) -> Any:

@@ -50,11 +50,10 @@ def depths_by_name(names: Iterable[str]) -> dict[str, int | None]:
     for place in places.values():
         if place is not None:
             by_tower[place.tower].append(place)
-    towers = {
-        tower: _Stages(tower, of_tower)
-        for tower, of_tower in by_tower.items()
-        if any(place.layer is not None for place in of_tower)
-    }
+    towers = {}
+    for tower, of_tower in by_tower.items():
+        if any(place.layer is not None for place in of_tower):
+            towers[tower] = _Stages(tower, of_tower)
     depths: dict[str, int | None] = {}
     for name, place in places.items():
         if place is None or place.tower not in towers:

@@ -126,12 +126,13 @@ def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
     dtensor: Any = tensor
     if not is_dtensor(tensor):
         return None
-    names = dtensor.device_mesh.mesh_dim_names or tuple(str(axis) for axis in range(dtensor.device_mesh.ndim))
-    placements = tuple(
-        MeshPlacement(axis, dtensor.device_mesh.size(index), _shard_dim(placement), hasattr(placement, "split_factor"))
-        for index, (axis, placement) in enumerate(zip(names, dtensor.placements, strict=True))
-    )
-    return DTensorLayout(tuple(dtensor.to_local().shape), placements)
+    mesh = dtensor.device_mesh
+    names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
+    placements = []
+    for axis, size, placement in zip(names, mesh.shape, dtensor.placements, strict=True):
+        cuts_last = hasattr(placement, "split_factor")
+        placements.append(MeshPlacement(axis, size, _shard_dim(placement), cuts_last))
+    return DTensorLayout(tuple(dtensor.to_local().shape), tuple(placements))
 
 
 def _shard_dim(placement: Any) -> int | None:
@@ -248,18 +249,18 @@ class ParamMeta:
 
 
 # field: attribute in Megatron-Core
-_ATTRIBUTE_OF_FIELD = MappingProxyType(
-    {
-        **{name: name for name in ("expert_tp", "shared", "shared_embedding", "shared_position_embedding")},
-        "pipeline_parallel": "pipeline_parallel",
-        "tensor_parallel": "tensor_model_parallel",
-        **{name: name for name in ("partition_dim", "partition_stride", "sequence_parallel")},
-        "average_gradients_across_tp": "average_gradients_across_tp_domain",
-        "is_embedding_or_output": "is_embedding_or_output_parameter",
-        "is_embedding": "is_embedding_parameter",
-        **{name: name for name in ("use_muon", "grad_norm_group", "qkv_split_shapes", "head_rows", "split_sizes")},
-    }
+_FIELDS_OF_ATTRIBUTES = (
+    "expert_tp shared shared_embedding shared_position_embedding pipeline_parallel tensor_parallel partition_dim "
+    "partition_stride sequence_parallel average_gradients_across_tp is_embedding_or_output is_embedding use_muon "
+    "grad_norm_group qkv_split_shapes head_rows split_sizes"
 )
+_OTHER_NAMES = {
+    "tensor_parallel": "tensor_model_parallel",
+    "average_gradients_across_tp": "average_gradients_across_tp_domain",
+    "is_embedding_or_output": "is_embedding_or_output_parameter",
+    "is_embedding": "is_embedding_parameter",
+}
+_ATTRIBUTE_OF_FIELD = MappingProxyType({name: _OTHER_NAMES.get(name, name) for name in _FIELDS_OF_ATTRIBUTES.split()})
 _TRUE_BY_DEFAULT = frozenset({"use_muon", "partition_stride"})
 _FIELD_OF_ATTRIBUTE = MappingProxyType({attr: field for field, attr in _ATTRIBUTE_OF_FIELD.items()})
 REFERENCE_ATTRIBUTES = ("allreduce", *_FIELD_OF_ATTRIBUTE)
@@ -345,14 +346,11 @@ def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset:
 
 
 def _meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta:
-    layout = dtensor_layout(param) or DTensorLayout(tuple(param.shape), ())
+    shape = tuple(param.shape)
+    rows = {name: tuple(roles.get(name, ())) for name in _ROWS}
+    local_shape, placements = dtensor_layout(param) or DTensorLayout(shape, ())
     return ParamMeta(
-        id=id,
-        shape=tuple(param.shape),
-        local_shape=layout.local_shape,
-        dtype=param.dtype,
-        placements=layout.placements,
-        **{**roles, **{name: tuple(roles.get(name, ())) for name in _ROWS}},
+        id=id, shape=shape, local_shape=local_shape, dtype=param.dtype, placements=placements, **{**roles, **rows}
     )
 
 

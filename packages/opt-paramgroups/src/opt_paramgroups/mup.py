@@ -93,27 +93,30 @@ def get_mup_overrides_by_shape(
     for id, meta in (metas if metas is not None else describe(model_chunks)).items():
         traits = _Traits(len(meta.shape), meta.is_embedding, meta.is_embedding_or_output, meta.use_muon)
         base = base_shapes.get(id)
-        if base is None or len(base) != len(meta.shape) or prod(base) == 0:
+        num_dims = len(meta.shape)
+        if base is None or len(base) != num_dims or prod(base) == 0:
             raise ConfigError(
                 f"base_shapes: parameter {str(id)!r} of shape {meta.shape} has base shape {base}; it must have "
-                f"{len(meta.shape)} dims and no empty dim, as shapes_of(base_model_chunks) returns it"
+                f"{num_dims} dims and no empty dim, as shapes_of(base_model_chunks) returns it"
             )
         first = 1 if traits.is_hidden else 0
         width = prod(meta.shape[first:]) / prod(base[first:])
         _check_width(config, width)
-        for entry in traits.scaled(config, rule) if width != 1 else ():
+        if width == 1:
+            continue
+        for entry in traits.scaled(config, rule):
             names.setdefault((entry, width), set()).add(id.name)
-            if (earlier := seen.setdefault((entry, id.name), width)) != width:  # keys cannot tell these apart
+            earlier = seen.setdefault((entry, id.name), width)
+            if earlier != width:  # keys cannot tell these apart
                 raise ConfigError(
                     f"muP: model chunks use the name {id.name!r} for parameters of widths {earlier:g} and {width:g}; "
                     "make the overrides of each chunk separately"
                 )
-    return {
-        _by_name(entry, width, frozenset(called)): (
-            _rates(config, rule, width) if entry == "lr" else {"eps": config.adam_eps / width}
-        )
-        for (entry, width), called in names.items()
-    }
+    overrides: Overrides = {}
+    for (entry, width), called in names.items():
+        key = _by_name(entry, width, frozenset(called))
+        overrides[key] = _rates(config, rule, width) if entry == "lr" else {"eps": config.adam_eps / width}
+    return overrides
 
 
 def shapes_of(model_chunks: Sequence[nn.Module]) -> dict[ParamId, tuple[int, ...]]:
@@ -129,12 +132,9 @@ def _rates(config: OptimizerConfig, rule: str, width: float) -> dict[str, float]
 
 def _by_traits(entry: str, config: OptimizerConfig, rule: str) -> ParamKey:
     def applies(param: Parameter) -> bool:
-        traits = _Traits(
-            num_dims=param.dim(),
-            is_embedding=bool(getattr(param, "is_embedding_parameter", False)),
-            is_embedding_or_output=bool(getattr(param, "is_embedding_or_output_parameter", False)),
-            use_muon=bool(getattr(param, "use_muon", True)),
-        )
+        is_embedding = bool(getattr(param, "is_embedding_parameter", False))
+        is_embedding_or_output = bool(getattr(param, "is_embedding_or_output_parameter", False))
+        traits = _Traits(param.dim(), is_embedding, is_embedding_or_output, bool(getattr(param, "use_muon", True)))
         return entry in traits.scaled(config, rule)
 
     return ParamKey(predicate=ParamPredicate(name=f"mup {entry}", fn=applies))

@@ -70,10 +70,10 @@ _RESERVED = MappingProxyType(
     }
 )
 
+_NOT_NEGATIVE = ("lr", "max_lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
 _INTERVALS = MappingProxyType(
     {
-        **dict.fromkeys(("lr", "max_lr", "min_lr", "lr_mult"), Interval(0)),
-        **dict.fromkeys(("weight_decay", "start_wd", "end_wd", "wd_mult"), Interval(0)),
+        **dict.fromkeys(_NOT_NEGATIVE, Interval(0)),
         "eps": Interval(0, low_open=True),
         "momentum": Interval(0, 1),
     }
@@ -136,23 +136,20 @@ def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKe
         if value == common or (field.name in ("lr", "min_lr") and value is None):
             continue
         if field.name not in per_key:
-            raise ConfigError(
-                f"config_overrides[{key.label}]: {field.name}={value!r} differs from {common!r} in the main "
-                f"configuration; an override with {override.optimizer} may change only {', '.join(per_key)}; derive "
-                "it from the main configuration by dataclasses.replace(config, ...)"
+            reason = (
+                f"differs from {common!r} in the main configuration; an override with {override.optimizer} may change "
+                f"only {', '.join(per_key)}; derive it from the main configuration by dataclasses.replace(config, ...)"
             )
+            raise ConfigError(f"config_overrides[{key.label}]: {field.name}={value!r} {reason}")
         entries |= per_key[field.name]
     return entries
 
 
 def _entries(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
     """The fields that an override may change, with the group entries that each of them sets."""
-    common: dict[str, dict[str, Any]] = {
-        "lr": {"max_lr": override.lr},
-        "min_lr": {"min_lr": override.min_lr},
-        "weight_decay": {"start_wd": override.weight_decay, "end_wd": override.weight_decay},
-        "optimizer": {"optimizer": override.optimizer},
-    }
+    weight_decay = {"start_wd": override.weight_decay, "end_wd": override.weight_decay}
+    common: dict[str, dict[str, Any]] = {"lr": {"max_lr": override.lr}, "min_lr": {"min_lr": override.min_lr}}
+    common |= {"weight_decay": weight_decay, "optimizer": {"optimizer": override.optimizer}}
     match override.optimizer:  # fields have a prefix for each rule, group entries do not
         case "sgd":
             return common | {"sgd_momentum": {"momentum": override.sgd_momentum}}
@@ -184,8 +181,9 @@ def value_problem(entry: str, value: object) -> str:
         return "no float is as large; pass a smaller number"
     if entry in _INTERVALS and value not in _INTERVALS[entry]:
         return _INTERVALS[entry].sentence
-    if entry == "betas" and not (isinstance(value, tuple | list) and all(beta in Interval(0, 1) for beta in value)):
-        return f"must be a tuple of numbers in {Interval(0, 1)}"
+    unit = Interval(0, 1)
+    if entry == "betas" and not (isinstance(value, tuple | list) and all(beta in unit for beta in value)):
+        return f"must be a tuple of numbers in {unit}"
     if entry == "optimizer" and not (isinstance(value, str) and value):
         return "must be the name of a rule"
     return ""

@@ -21,9 +21,10 @@ class GroupRow(NamedTuple):
     first_param: str
 
 
+_COPIED = ("name", "optimizer", "lr", "min_lr", "weight_decay")  # columns that are entries of the group
 _SHOWN_ELSEWHERE = frozenset(
     {
-        *("params", "param_ids", "name", "optimizer", "lr", "min_lr", "max_lr", "weight_decay", "is_expert_parallel"),
+        *("params", "param_ids", *_COPIED, "max_lr", "is_expert_parallel"),
         *("default_config", "wd_mult", "lr_mult", "is_decoupled_lr"),
     }
 )
@@ -31,17 +32,23 @@ _SHOWN_ELSEWHERE = frozenset(
 
 def group_rows(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupRow]:
     """One row per group. Counts are those of this rank."""
-    return [
-        GroupRow(
-            num_params=len(group["params"]),
-            numel=sum(param.numel() for param in group["params"]),
-            dtypes=" ".join(sorted({str(param.dtype).removeprefix("torch.") for param in group["params"]})),
-            overrides=" ".join(f"{entry}={group[entry]}" for entry in group if entry not in _SHOWN_ELSEWHERE),
-            first_param=str(group["param_ids"][0]) if group["param_ids"] else "",
-            **{name: group[name] for name in ("name", "optimizer", "lr", "min_lr", "weight_decay")},
-        )
-        for group in param_groups
-    ]
+    return [_row(group) for group in param_groups]
+
+
+def _row(group: Mapping[str, Any]) -> GroupRow:
+    params = group["params"]
+    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in params})
+    overrides = [f"{entry}={group[entry]}" for entry in group if entry not in _SHOWN_ELSEWHERE]
+    first_param = str(group["param_ids"][0]) if params else ""
+    copied = {name: group[name] for name in _COPIED}
+    return GroupRow(
+        num_params=len(params),
+        numel=sum(param.numel() for param in params),
+        dtypes=" ".join(dtypes),
+        overrides=" ".join(overrides),
+        first_param=first_param,
+        **copied,
+    )
 
 
 def cells(row: GroupRow) -> list[str]:
@@ -64,9 +71,8 @@ def as_text(rows: Sequence[GroupRow]) -> str:
     """Columns aligned by spaces."""
     lines = [headings(), *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    aligned = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join(aligned)
 
 
 def as_markdown(rows: Sequence[GroupRow]) -> str:
