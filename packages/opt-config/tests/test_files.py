@@ -46,7 +46,7 @@ def test_values_are_read_as_files_hold_them():
     assert config.param_name_patterns_for_fp32_local_accumulation == ("*.router",)
 
 
-def test_every_problem_of_reading_and_meaning_is_reported_together():
+def test_all_problems_of_a_file_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         OptimizerConfig.from_dict(
             {"adam_beta_1": 0.9, "colour": 1, "lr": "fast", "params_dtype": "bfloat", "timers": "t", "clip_grad": -1}

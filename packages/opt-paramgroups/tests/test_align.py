@@ -59,7 +59,7 @@ def identity(group):
 
 
 @pytest.mark.parametrize("size", STAGES)
-def test_ranks_with_different_parameters_end_with_identical_groups(size):
+def test_ranks_with_different_parameters_get_identical_groups(size):
     models = [stage() for stage in STAGES[size]]
     groups = run(models, OVERRIDES)
     described = [[identity(group) for group in local] for local in groups]
@@ -89,7 +89,7 @@ def test_norms_of_queries_and_keys_are_needed_on_one_rank_only():
         assert are_built or {str(error) for error in found if "has no effect" in str(error)} == {str(found[0])}
 
 
-def test_a_parameter_frozen_on_one_rank_gives_all_ranks_the_same_answer():
+def test_a_parameter_frozen_on_one_rank_is_refused_on_none():
     frozen = Experts().requires_grad_(False)
     assert run([nn.Identity(), frozen], {ParamKey(name="router.weight"): {"max_lr": 1.0}}) == [[], []]
 

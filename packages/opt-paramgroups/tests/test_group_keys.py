@@ -22,13 +22,13 @@ def test_a_false_role_wins_over_the_tensors_attribute():
 
 
 @pytest.mark.parametrize("attr", ["mine", "use_muon", "allreduce", "partition_stride"])
-def test_other_attributes_are_read_from_the_tensor_and_match_only_where_they_are_set(attr):
+def test_unknown_attributes_match_only_tensors_that_have_them(attr):
     model = Model()
     mark(model.output.weight, **{attr: 1})
     assert names_in(groups_of(model, {ParamKey(attr=attr): {"max_lr": 1.0}})[attr]) == ["output.weight"]
 
 
-def test_groups_are_filtered_and_buffers_numbered_from_the_offset():
+def test_groups_are_filtered_and_buffers_numbered_by_chunk():
     class Wrapped(nn.Module):
         def __init__(self, module: nn.Module, expert_buffers: list[str]):
             super().__init__()

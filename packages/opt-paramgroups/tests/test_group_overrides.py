@@ -12,7 +12,7 @@ from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, P
 from opt_paramgroups import describe, get_param_groups, get_standard_config_overrides
 
 
-def test_none_means_the_standard_overrides_and_an_empty_dict_none():
+def test_none_means_standard_overrides_and_an_empty_dict_none():
     model = Model()
     standard = get_param_groups([model], CONFIG, None)
     spelt_out = get_param_groups([model], CONFIG, get_standard_config_overrides(CONFIG))
@@ -58,7 +58,7 @@ def test_of_a_configuration_what_differs_is_the_override(changes, expected):
     assert {entry: group[entry] for entry in expected} == expected
 
 
-def test_unset_rates_and_no_differences_of_a_configuration_change_nothing():
+def test_unset_rates_of_an_override_change_nothing():
     assert list(groups_of(Model(), {BIAS: dataclasses.replace(CONFIG)})) == ["default"]
     override = OptimizerConfig(weight_decay=0.1, adam_eps=1e-6)
     assert groups_of(Model(), {BIAS: override})["*.bias"]["max_lr"] == CONFIG.lr
@@ -153,7 +153,7 @@ def test_a_multiplier_of_no_rate_is_refused():
         get_param_groups([Model()], OptimizerConfig(), {BIAS: {"lr_mult": 0.5}})
 
 
-def test_predicates_of_one_name_with_different_answers_are_refused():
+def test_predicates_of_one_name_that_disagree_are_refused():
     overrides = {
         ParamKey(predicate=ParamPredicate("p", lambda param: True)): {"wd_mult": 0.0},
         ParamKey(with_name_predicate=ParamWithNamePredicate("p", lambda param, name: "bias" in name)): {"max_lr": 1.0},
@@ -162,7 +162,7 @@ def test_predicates_of_one_name_with_different_answers_are_refused():
         get_param_groups([Model()], CONFIG, overrides)
 
 
-def test_a_module_in_place_of_chunks_and_metas_of_another_model_are_refused():
+def test_a_bare_module_and_metas_of_another_model_are_refused():
     with pytest.raises(ConfigError, match=r"^model_chunks: Sequential is a module: pass a list, \[model\]$"):
         get_param_groups(nn.Sequential(nn.Linear(2, 2)), CONFIG, {})
     with pytest.raises(ConfigError, match=r"^metas: no entry for parameter 'embedding\.weight'; pass describe"):

@@ -40,7 +40,7 @@ def test_the_order_of_keys_and_entries_does_not_matter():
     assert get_param_groups([model], CONFIG, one) == get_param_groups([model], CONFIG, other)
 
 
-def test_contradicting_keys_are_an_error_that_names_both_and_the_parameter():
+def test_contradicting_keys_are_refused_by_name():
     with pytest.raises(ConfigError) as caught:
         get_param_groups([Experts()], CONFIG, {BIAS: {"wd_mult": 0.0}, VECTOR: {"wd_mult": 0.5}})
     assert str(caught.value) == (
@@ -57,7 +57,7 @@ def test_experts_are_apart_from_dense_parameters():
     assert [group["default_config"] for group in groups.values()] == [True, True, False, False]
 
 
-def test_a_parameter_tied_over_chunks_belongs_to_the_first_and_frozen_ones_to_none():
+def test_a_parameter_tied_over_chunks_is_in_one_group():
     first = nn.Linear(3, 3, bias=False)
     second = nn.Linear(3, 3)
     second.weight = first.weight
@@ -85,6 +85,6 @@ def test_a_name_follows_from_the_keys_and_not_from_the_numbers():
     assert list(groups_of(Model(), one)) == list(groups_of(Model(), other, OptimizerConfig(lr=3.0)))
 
 
-def test_a_module_of_that_name_is_no_wrapper_where_it_has_siblings():
+def test_a_module_with_siblings_is_not_taken_for_a_wrapper():
     model = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2, bias=False)})
     assert [id.name for id in parameters_by_id([model])] == ["module.weight", "head.weight"]

@@ -72,7 +72,7 @@ def test_expert_tensor_parallelism_follows_from_the_name():
     assert [meta_of((2, 2), name).expert_tp for name in names] == [True, False, False]
 
 
-def test_ids_are_numbered_by_chunk_and_frozen_parameters_left_out():
+def test_ids_have_the_chunk_and_leave_out_frozen_parameters():
     chunks = [Experts(), Model(num_layers=1)]
     chunks[1].output.requires_grad_(False)
     ids = list(describe(chunks, model_chunk_offset=2))
@@ -161,7 +161,7 @@ def test_a_partial_placement_is_refused(mesh):
         describe([model])
 
 
-def test_a_module_of_dtensors_that_another_thread_imports_is_no_error(monkeypatch):
+def test_a_dtensor_module_that_is_being_imported_is_no_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
     assert not is_dtensor(torch.ones(2))
 

@@ -145,7 +145,7 @@ def test_decoupled_lr_that_nothing_takes_is_refused():
 MATRICES = {"layers.0.attention.linear_qkv.weight", "layers.0.attention.linear_proj.weight"}
 
 
-def test_parameters_other_than_hidden_matrices_use_the_scalar_optimizer():
+def test_non_matrix_parameters_use_the_scalar_optimizer():
     for optimizer, given, scalar in (
         ("muon", "adam", "adam"), ("muon", "lion", "lion"), ("adaptive_muon", "lion", "lion"), ("soap", "lion", "adam"),
     ):  # fmt: skip

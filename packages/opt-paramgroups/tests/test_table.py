@@ -43,7 +43,7 @@ def test_a_group_without_parameters_has_a_row():
     assert (row.num_params, row.numel, row.dtypes, row.first_param, row.overrides) == (0, 0, "", "", "eps=1e-06")
 
 
-def test_markdown_has_a_column_for_each_field_even_where_names_hold_bars():
+def test_bars_in_names_do_not_add_columns_to_markdown():
     lines = as_markdown([row._replace(name="a|b") for row in rows()]).splitlines()
     assert lines[1] == "| " + " | ".join(["---"] * 10) + " |"
     assert {line.replace(r"\|", "").count("|") for line in lines} == {11}
@@ -94,7 +94,7 @@ def test_the_command_refuses_what_is_no_model(capsys):
     assert main(["table", "builtins:dict"]) == 0  # an empty model is one: a table without rows
 
 
-def test_the_command_reads_a_configuration_and_names_a_bad_one_by_its_path(capsys, tmp_path):
+def test_the_command_names_a_bad_configuration_by_its_path(capsys, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[optimizer]\nlr = 0.25\n")
     assert main(["table", "models:Model", "--config", str(path), "--section", "optimizer", "--format", "json"]) == 0

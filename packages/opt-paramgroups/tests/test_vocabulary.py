@@ -61,7 +61,7 @@ HIDDEN = {"layers.0.up.weight", "layers.0.down.weight"}
 
 @pytest.mark.parametrize("wrap", [lambda model: model, wrapped])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_muon_moves_hidden_matrices_only_though_nothing_is_marked(wrap, device):
+def test_muon_updates_hidden_matrices_of_unmarked_models_only(wrap, device):
     # Embeddings and heads of every stock torch model were orthogonalised, without a word.
     with torch.device(device):
         model = wrap(GPT())
@@ -69,14 +69,14 @@ def test_muon_moves_hidden_matrices_only_though_nothing_is_marked(wrap, device):
     assert recognised(model) == {"tokens.weight": False, "positions.weight": False, "readout.weight": False}
 
 
-def test_a_head_tied_to_an_embedding_of_another_chunk_is_recognised():
+def test_a_head_tied_to_another_chunks_embedding_is_recognised():
     first = nn.Embedding(VOCAB, DIM)
     last = nn.ModuleDict({"up": Layer().up, "readout": nn.Linear(DIM, VOCAB)})
     last["readout"].weight = first.weight
     assert moved_by_muon(first, last) == {"chunk 1: up.weight"}
 
 
-def test_hidden_matrices_are_moved_whatever_their_shape_and_whether_the_head_is_tied():
+def test_muon_updates_hidden_matrices_of_any_shape():
     for options in ({"tied": True}, {"hidden": VOCAB}, {"hidden": VOCAB, "tied": True}):
         assert moved_by_muon(GPT(**options)) == HIDDEN
     assert moved_by_muon(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))) == {"0.weight", "2.weight"}
@@ -114,7 +114,7 @@ def test_embeddings_and_outputs_are_recognised(model, expected):
     assert recognised(model) == expected
 
 
-def test_what_the_model_names_as_its_embeddings_is_taken_at_its_word():
+def test_get_input_embeddings_decides_what_an_embedding_is():
     class HuggingFaceLike(nn.Module):
         def __init__(self):
             super().__init__()
@@ -156,7 +156,7 @@ def test_the_callers_overrides_win():
     assert not any(meta.guess for meta in describe([stage], overrides=overrides).values())
 
 
-def test_an_override_of_the_callers_wins_over_the_scalar_optimizer():
+def test_a_given_override_wins_over_the_scalar_optimizer():
     config = OptimizerConfig(optimizer="muon", lr=1e-2)
     overrides = {ParamKey(name="tokens.*"): {"optimizer": "lion"}, **get_matrix_rule_overrides(config)}
     groups = get_param_groups([GPT()], config, overrides)

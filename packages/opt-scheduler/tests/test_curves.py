@@ -149,7 +149,7 @@ def test_it_passes_through_its_points(schedule: Schedule, knots: dict[float, flo
 
 
 @pytest.mark.parametrize("schedule", ALL)
-def test_before_its_start_it_has_its_first_value_and_past_its_end_its_last(schedule: Schedule) -> None:
+def test_values_are_constant_before_the_start_and_after_the_end(schedule: Schedule) -> None:
     assert schedule(-1) == schedule(-1e9) == schedule(0)
     if math.isfinite(schedule.length):
         assert schedule(schedule.length + 1) == schedule(schedule.length * 2 + 1e6) == schedule(schedule.length)
@@ -252,7 +252,7 @@ def test_unsigned_and_short_steps_do_not_wrap() -> None:
         assert schedule(numpy.array([0, 100], dtype)).tolist() == [1.0, 1.0]
 
 
-def test_a_restart_falls_on_its_own_step_however_its_logarithm_rounds() -> None:
+def test_rounding_does_not_move_a_restart_to_another_step() -> None:
     for t_mult in (3.0, 1.1, 1.5, 7.0, 1.01, 2.3):
         schedule: Any = restarts(linear(1.0, 0.0, steps=5), t_mult=t_mult)
         for period in range(18):

@@ -39,7 +39,7 @@ def test_only_the_schedules_marked_relative_are() -> None:
     assert [group["lr"] for group in target.param_groups] == [0.375, 0.75]
 
 
-def test_a_relative_schedule_goes_on_from_a_checkpoint_in_either_order_of_loading() -> None:
+def test_a_relative_schedule_resumes_in_either_loading_order() -> None:
     target = optimizer({"lr": 1e-3}, {"lr": 1e-2})
     scheduler = FieldScheduler(target, {"lr": HALVING}, relative=True)
     scheduler.step(1)
@@ -72,7 +72,7 @@ def test_other_groups_and_a_group_without_a_value_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("rates", "relative"), [((1e-3, 1e-2), False), ((1e-3, 1e-2), True), ((1e-3, 1e-3), False)])
-def test_only_flattening_values_that_differ_is_logged_and_with_the_values(
+def test_replacing_different_values_by_one_is_logged(
     rates: tuple[float, ...], relative: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     FieldScheduler(optimizer(*({"lr": lr} for lr in rates)), {"lr": HALVING}, relative=relative)
@@ -91,7 +91,7 @@ def test_a_group_added_later_and_a_value_edited_by_hand_count(relative: bool, ex
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_a_layer_decay_in_lr_scale_multiplies_the_learning_rate_only(relative: bool) -> None:
+def test_lr_scale_multiplies_the_learning_rate_only(relative: bool) -> None:
     # timm, MAE and BEiT leave lr alone and store the layer's factor for the scheduler: it was ignored.
     scales: list[dict[str, float]] = [{"lr_scale": 0.25}, {"lr_scale": 1.0}, {}]
     target = optimizer(*({"lr": 0.5, "weight_decay": 0.5, **scale} for scale in scales))

@@ -118,9 +118,7 @@ def test_fractional_steps_stay_within_the_bounds(
 @example(first=0.06, last=0.87, steps=10)  # the ramp ended at 0.8700000000000001
 @example(first=0.29, last=0.91, steps=17)  # the warmup at 0.9100000000000001
 @settings(max_examples=200, deadline=None)
-def test_the_ends_of_warmup_and_of_the_weight_decays_ramp_are_not_overshot(
-    first: float, last: float, steps: int
-) -> None:
+def test_warmup_and_weight_decay_do_not_overshoot_their_ends(first: float, last: float, steps: int) -> None:
     first, last = sorted((first, last))
     scheduler = build(
         init_lr=first, max_lr=last, min_lr=0.0, lr_decay_style="constant", lr_warmup_steps=steps,

@@ -54,7 +54,7 @@ def test_it_lowers_when_torch_s_reduce_lr_on_plateau_does(
     assert ours.scale < factor**3
 
 
-def test_a_negative_metric_has_to_improve_too_and_the_factor_stays_above_its_floor() -> None:
+def test_negative_metrics_must_improve_too_above_a_floor() -> None:
     # With best · (1 - threshold), -10 is an improvement on -10.5 at a threshold of 0.1.
     plateau = build(patience=0, threshold=0.1)
     assert [plateau.observe(metric) for metric in (-10.5, -10.0)] == [False, True]

@@ -21,7 +21,7 @@ def written(scheduler: OptimizerParamScheduler, field: str = "lr") -> list[float
     return [group[field] for group in scheduler.param_groups]
 
 
-def test_the_groups_are_written_on_construction_and_one_step_is_the_default_increment() -> None:
+def test_construction_writes_the_groups_and_a_step_counts_one() -> None:
     group = {"lr": 3e-4, "weight_decay": 0.05}
     build(group, init_lr=0.01, start_wd=0.1)
     assert group == {"lr": 0.01, "weight_decay": 0.1}
@@ -108,7 +108,7 @@ def test_seek_goes_back_where_step_refuses_to() -> None:
         scheduler.seek(-1)
 
 
-def test_settings_are_attributes_and_an_assignment_is_validated_and_used() -> None:
+def test_assigned_settings_are_validated_and_used() -> None:
     scheduler = build()
     assert {name: getattr(scheduler, name) for name in BASE} == BASE
     scheduler.max_lr = 2.0
@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused_when_built(arguments: dict[str, Any], message
     assert str(caught.value).startswith(f"OptimizerParamScheduler: {message}")
 
 
-def test_all_problems_are_listed_at_once_in_a_value_error_that_is_no_assertion() -> None:
+def test_all_problems_are_listed_in_one_value_error() -> None:
     # A test suite that catches AssertionError took a refused setting for a failed check.
     with pytest.raises(ValueError, match="3 problems") as caught:
         build(init_lr=-1.0, lr_decay_style="cosin", wd_incr_steps=-5)

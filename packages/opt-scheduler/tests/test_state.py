@@ -48,7 +48,7 @@ def test_the_state_has_megatron_cores_keys_and_those_it_omits() -> None:
     }  # fmt: skip
 
 
-def test_loading_sets_the_step_and_the_groups_at_once_and_twice_is_once() -> None:
+def test_loading_writes_the_groups_and_is_idempotent() -> None:
     # Megatron-Core adds: 50 becomes 100, and into a scheduler already at 7 it becomes 57. It also writes the groups
     # before it has restored the fields, so that the first update after a resume has another weight decay.
     scheduler = build(end_wd=1.0)
@@ -100,7 +100,7 @@ FLAGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("given", "before", "own"), FLAGS.values(), ids=FLAGS)
-def test_flags_choose_between_the_checkpoint_s_values_and_one_s_own(
+def test_flags_choose_between_saved_and_given_settings(
     given: dict[str, Any], before: dict[str, Any], own: dict[str, Any]
 ) -> None:
     scheduler = build(**given)
@@ -212,7 +212,7 @@ def test_a_field_scheduler_sets_the_step_and_refuses_a_bad_state(state: dict[str
     assert (resumed.num_steps, resumed.param_groups) == (5, first.param_groups)
 
 
-def test_a_horizon_that_the_checkpoint_changes_is_logged_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_horizon_replaced_by_the_checkpoint_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     # A run meant to be lengthened to 220 steps ended its decay at 110, and nothing said so.
     build().load_state_dict(saved(50))
     assert not caplog.records

@@ -131,7 +131,7 @@ def test_what_the_adapter_cannot_do_is_refused(act: Any, message: str) -> None:
         act(TestAdapter().build()[2])
 
 
-def test_groups_of_torch_s_one_cycle_are_refused_when_built_and_at_a_step() -> None:
+def test_groups_with_bounds_of_one_cycle_lr_are_refused() -> None:
     early = adamw()
     late = adamw()
     scheduler = OptimizerParamScheduler(late, **BASE)
@@ -151,7 +151,7 @@ def test_groups_of_torch_s_one_cycle_are_refused_when_built_and_at_a_step() -> N
     assert early.param_groups[0]["lr"] == 1.0
 
 
-def test_a_cycle_is_torchs_with_the_arguments_that_its_docstring_gives() -> None:
+def test_one_cycle_equals_torch_with_the_documented_arguments() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
     theirs = torch_schedulers.OneCycleLR(optimizer, max_lr=1.0, total_steps=50, pct_start=0.3)
     ours = one_cycle(1.0, up_steps=0.3 * 50 - 1, down_steps=0.7 * 50, end=1.0 / 25 / 1e4)

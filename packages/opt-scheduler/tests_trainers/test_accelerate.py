@@ -59,7 +59,7 @@ def test_a_skipped_update_does_not_count(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run.scheduler.num_steps == 2
 
 
-def test_it_is_taken_for_a_scheduler_stepped_once_per_update_and_resumed(tmp_path: Path) -> None:
+def test_accelerate_steps_once_per_update_and_resumes(tmp_path: Path) -> None:
     first = Run()
     assert isinstance(first.prepared, AcceleratedScheduler)
     used = first.train(7)

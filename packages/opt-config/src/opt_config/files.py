@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self, get_origin
 import torch
 
 from opt_config.errors import ConfigError, Problem, UnknownFieldError, unknown_field
-from opt_config.validate import accepts, field_types, in_words, options
+from opt_config.validate import accepts, field_types, options, type_words
 
 _NAMES_OF_DTYPES = {
     torch.float32: ("float32", "fp32"),
@@ -243,7 +243,7 @@ def _expected(hint: Any) -> str:
         return f"must name a dtype: {', '.join(DTYPES)}"
     if any(get_origin(kind) is Callable for kind in options(hint)):
         return "must be a callable, which a file cannot hold; set it in code"
-    return f"must be {in_words(hint)}"
+    return f"must be {type_words(hint)}"
 
 
 def _plain(value: object) -> object:

@@ -93,7 +93,7 @@ def type_problems(config: Dataclass) -> Iterator[Problem]:
     for name, hint in field_types(type(config)).items():
         value = getattr(config, name)
         if not accepts(hint, value):
-            yield Problem(name, value, f"must be {in_words(hint)}{_hint_at_dtype(hint, value)}")
+            yield Problem(name, value, f"must be {type_words(hint)}{_hint_at_dtype(hint, value)}")
 
 
 def integer_problems(config: Dataclass) -> Iterator[Problem]:
@@ -148,12 +148,12 @@ def accepts(hint: Any, value: object) -> bool:
     return isinstance(value, hint)
 
 
-def in_words(hint: Any) -> str:
+def type_words(hint: Any) -> str:
     """A type in words, for messages."""
     if len(options(hint)) > 1:
-        return " or ".join(in_words(option) for option in options(hint))
+        return " or ".join(type_words(option) for option in options(hint))
     if get_origin(hint) is tuple:
-        return f"a tuple, each item {in_words(get_args(hint)[0])}"
+        return f"a tuple, each item {type_words(get_args(hint)[0])}"
     if get_origin(hint) is Callable:
         return "a callable"
     if get_origin(hint) is Mapping:

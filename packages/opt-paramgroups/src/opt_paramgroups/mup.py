@@ -57,9 +57,9 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
         return {}
     _check_width(config, mup_width_mult)
     rule = optimizer_type.lower()
-    overrides: Overrides = {_by_traits("lr", config, rule): _rates(config, rule, mup_width_mult)}
+    overrides: Overrides = {_trait_key("lr", config, rule): _rates(config, rule, mup_width_mult)}
     if rule in _WITH_EPS:
-        overrides[_by_traits("eps", config, rule)] = {"eps": config.adam_eps / mup_width_mult}
+        overrides[_trait_key("eps", config, rule)] = {"eps": config.adam_eps / mup_width_mult}
     return overrides
 
 
@@ -114,7 +114,7 @@ def get_mup_overrides_by_shape(
                 )
     overrides: Overrides = {}
     for (entry, width), called in names.items():
-        key = _by_name(entry, width, frozenset(called))
+        key = _name_key(entry, width, frozenset(called))
         overrides[key] = _rates(config, rule, width) if entry == "lr" else {"eps": config.adam_eps / width}
     return overrides
 
@@ -130,7 +130,7 @@ def _rates(config: OptimizerConfig, rule: str, width: float) -> dict[str, float]
     return {name: rate * width if rule == "sgd" else rate / width for name, rate in rates.items() if rate is not None}
 
 
-def _by_traits(entry: str, config: OptimizerConfig, rule: str) -> ParamKey:
+def _trait_key(entry: str, config: OptimizerConfig, rule: str) -> ParamKey:
     def applies(param: Parameter) -> bool:
         is_embedding = bool(getattr(param, "is_embedding_parameter", False))
         is_embedding_or_output = bool(getattr(param, "is_embedding_or_output_parameter", False))
@@ -140,7 +140,7 @@ def _by_traits(entry: str, config: OptimizerConfig, rule: str) -> ParamKey:
     return ParamKey(predicate=ParamPredicate(name=f"mup {entry}", fn=applies))
 
 
-def _by_name(entry: str, width: float, names: frozenset[str]) -> ParamKey:
+def _name_key(entry: str, width: float, names: frozenset[str]) -> ParamKey:
     label = f"mup x{width:g} {entry}"
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name=label, fn=lambda param, name: name in names))
 

@@ -37,16 +37,17 @@ def group_rows(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupRow]:
 
 def _row(group: Mapping[str, Any]) -> GroupRow:
     params = group["params"]
-    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in params})
-    overrides = [f"{entry}={group[entry]}" for entry in group if entry not in _SHOWN_ELSEWHERE]
-    first_param = str(group["param_ids"][0]) if params else ""
+    ids = group["param_ids"]
+    numel = sum(param.numel() for param in params)
+    dtypes = " ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params}))
+    overrides = " ".join(f"{entry}={group[entry]}" for entry in group if entry not in _SHOWN_ELSEWHERE)
     copied = {name: group[name] for name in _COPIED}
     return GroupRow(
         num_params=len(params),
-        numel=sum(param.numel() for param in params),
-        dtypes=" ".join(dtypes),
-        overrides=" ".join(overrides),
-        first_param=first_param,
+        numel=numel,
+        dtypes=dtypes,
+        overrides=overrides,
+        first_param=str(ids[0]) if ids else "",
         **copied,
     )
 

@@ -75,7 +75,7 @@ def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
         p for root in roots for module in root.modules() if isinstance(module, _TABLES) for p in module.parameters()
     ]
     roles = {id(param): VocabularyRole(is_embedding=True) for param in tables}
-    for param in _of_getters(roots):
+    for param in _named_embeddings(roots):
         roles.setdefault(id(param), VocabularyRole(is_embedding=False))
     matrices = [held for root in roots for held in _matrices(root)]
     has_output = any(isinstance(held.module, nn.Linear) and id(held.param) in roles for held in matrices)
@@ -86,7 +86,7 @@ def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
     return roles
 
 
-def _of_getters(roots: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+def _named_embeddings(roots: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
     """The matrices of the modules that a Hugging Face model names as its embeddings."""
     for module in (module for root in roots for module in root.modules()):
         for name in _GETTERS:

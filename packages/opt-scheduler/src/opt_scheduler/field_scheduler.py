@@ -134,7 +134,7 @@ class FieldScheduler(GroupScheduler):
     def __init__(self, optimizer: Optimizers, schedules: Schedules, *, relative: bool = False) -> None:
         super().__init__(optimizer)
         self.schedules = tuple(
-            dataclasses.replace(each, relative=True) if relative else each for each in _by_field(schedules)
+            dataclasses.replace(each, relative=True) if relative else each for each in _field_schedules(schedules)
         )
         check_fields(self.schedules, self.param_groups)
         _check_lr_scales(self.param_groups)
@@ -216,7 +216,7 @@ def _peak(schedule: Schedule) -> float | None:
     return max(map(schedule, [*schedule.boundaries, *even]))
 
 
-def _by_field(schedules: Schedules) -> list[FieldSchedule]:
+def _field_schedules(schedules: Schedules) -> list[FieldSchedule]:
     if callable(schedules) or is_number(schedules):
         return [FieldSchedule(field="lr", schedule=as_schedule(schedules))]
     if isinstance(schedules, Mapping):
