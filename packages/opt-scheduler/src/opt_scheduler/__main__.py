@@ -5,7 +5,6 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from .draw import save_png, table, text_plot
 from .errors import ScheduleError, is_number, refuse, unknown_name
 from .recipes import get_schedule, schedule_signatures
 from .schedule import Schedule
-from .settings import CHOICES, Settings
+from .settings import CHOICES, SETTINGS, Settings
 
 _EPILOG = """\
 By name:                   optsched plot cosine peak=1e-3 steps=1000 warmup_steps=100
@@ -41,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "list":
             text = "\n".join(f"{name:<22} {arguments}" for name, arguments in schedule_signatures().items())
         else:
-            text = _table(_schedules(args), args) if args.command == "table" else _plot(_schedules(args), args)
+            show = _table if args.command == "table" else _plot
+            text = show(_schedules(args), args)
         print(text, flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at exit
@@ -75,27 +75,30 @@ def _parser() -> argparse.ArgumentParser:
             "schedule", nargs="*", metavar="NAME KEY=VALUE", help="a schedule and its arguments, see optsched list"
         )
         command.add_argument("--file", type=Path, help="a TOML file, see optsched -h")
-        for field in fields(Settings):
-            flag = "--" + field.name.replace("_", "-")
-            if field.name in CHOICES:
-                command.add_argument(flag, choices=[*filter(None, CHOICES[field.name])])
+        for name in SETTINGS:
+            flag = "--" + name.replace("_", "-")
+            if name in CHOICES:
+                command.add_argument(flag, choices=[*filter(None, CHOICES[name])])
             else:
-                command.add_argument(flag, type=_value if field.name == "warmup_first" else float, metavar="X")
+                command.add_argument(flag, type=_value if name == "warmup_first" else float, metavar="X")
     return parser
 
 
 def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
     """Return everything to show, by label: from the file, the name, the flags, or several of them."""
     tables: dict[str, Any] = tomllib.loads(args.file.read_text()) if args.file else {}
-    flags = {field.name: getattr(args, field.name) for field in fields(Settings)}
-    given = tables.pop("scheduler", {}) | {name: value for name, value in flags.items() if value is not None}
+    flags = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
+    given = tables.pop("scheduler", {}) | flags
     shown = {label: _from_table(label, plain) for label, plain in tables.items()}
     if args.schedule:
         name, *pairs = args.schedule
-        arguments = [pair.partition("=") for pair in pairs]
-        if bad := [key for key, equals, _ in arguments if not equals]:
-            raise ScheduleError(f"{bad[0]!r} must be KEY=VALUE, for example peak=1e-3")
-        shown["lr"] = get_schedule(name, **{key: _value(text) for key, _, text in arguments})
+        arguments = {}
+        for pair in pairs:
+            key, equals, text = pair.partition("=")
+            if not equals:
+                raise ScheduleError(f"{key!r} must be KEY=VALUE, for example peak=1e-3")
+            arguments[key] = _value(text)
+        shown["lr"] = get_schedule(name, **arguments)
     if given:
         if both := sorted({"lr", "weight_decay"} & set(shown)):
             raise ScheduleError(f"{', '.join(both)} is set twice, directly and by the Megatron-Core settings")
@@ -129,8 +132,7 @@ def _value(text: str) -> Any:
 
 
 def _from_settings(given: Mapping[str, Any]) -> dict[str, Schedule]:
-    names = [field.name for field in fields(Settings)]
-    problems = [unknown_name("field", name, names) for name in given if name not in names]
+    problems = [unknown_name("field", name, SETTINGS) for name in given if name not in SETTINGS]
     problems += [f"{name} is missing" for name in ("max_lr", "lr_decay_steps") if name not in given]
     refuse(problems, where="[scheduler]")
     s = Settings(**{"wd_incr_steps": given["lr_decay_steps"], **given})

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from .errors import ScheduleError, check_number
-from .schedule import NUMBERS, Scaled, Schedule, ScheduleLike, Wrapped, as_schedule, exact
+from .schedule import Scaled, Schedule, ScheduleLike, Wrapped, as_schedule
+from .shapes import NUMBERS, exact
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the starts of the parts are computed once and kept

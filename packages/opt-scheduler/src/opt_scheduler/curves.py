@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from .errors import ScheduleError, check_number, unknown_name
-from .schedule import Constant, Schedule, Timed, exact
-from .shapes import SHAPES
+from .schedule import Constant, Schedule, Timed
+from .shapes import SHAPES, exact
 
 Build = TypeVar("Build", bound=Callable[..., Schedule])
 

@@ -18,9 +18,9 @@ def unknown_name(what: str, given: object, known: Iterable[str]) -> str:
     import difflib  # takes 3 ms to import, and only errors need it
 
     names = sorted(known)
-    near = difflib.get_close_matches(str(given).lower().replace("_", "-"), [n.lower() for n in names], n=1, cutoff=0.5)
-    by_lower = {name.lower(): name for name in names}
-    hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+    by_spelling = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(str(given).lower().replace("_", "-"), by_spelling, n=1, cutoff=0.5)
+    hint = f"; did you mean {by_spelling[near[0]]!r}?" if near else ""
     return f"{what}={given!r} is not known: use one of {', '.join(map(repr, names))}{hint}"
 
 

@@ -83,7 +83,7 @@ class _Adapter(LRScheduler):
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rate of each group as a float."""
-        return list(self.scheduler.get_last_lr())
+        return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `scheduler` and torch's counters, in plain types, which `weights_only=True` loads."""
@@ -120,20 +120,17 @@ class _Adapter(LRScheduler):
 
     def _entries(self) -> list[dict[str, Any]]:
         """Copies of the entries of the groups."""
-        return [{name: deepcopy(entry) for name, entry in group.items() if name != "params"} for group in self._groups]
+        groups = self.optimizer.param_groups
+        return [{name: deepcopy(group[name]) for name in group if name != "params"} for group in groups]
 
     def _restore(self, entries: list[dict[str, Any]]) -> None:
         """Write the entries of `_entries` back; tensors in place."""
-        for group, kept in zip(self._groups, entries, strict=True):
+        for group, kept in zip(self.optimizer.param_groups, entries, strict=True):
             for name, entry in kept.items():
                 if isinstance(entry, Tensor):
                     group[name].copy_(entry)
                 elif group[name] != entry:
                     group[name] = entry
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
 
 
 def as_lr_scheduler(
@@ -171,17 +168,15 @@ def as_lr_scheduler(
             f"as_lr_scheduler: {optimizer!r} must be an optimizer followed by a schedule, as in "
             "as_lr_scheduler(optimizer, schedule), or alone: a FieldScheduler, OptimizerParamScheduler or Plateau"
         )
-    if isinstance(optimizer, GroupScheduler):
-        return _Adapter(optimizer, _torch_optimizer(optimizer.optimizer), increment=increment)
-    torch_optimizer = _torch_optimizer(optimizer)
-    scheduler = FieldScheduler(torch_optimizer, schedule, relative=relative)  # type: ignore[arg-type]
-    return _Adapter(scheduler, torch_optimizer, increment=increment)
-
-
-def _torch_optimizer(optimizer: object) -> Optimizer:
-    if not isinstance(optimizer, Optimizer):
+    torch_optimizer = optimizer.optimizer if isinstance(optimizer, GroupScheduler) else optimizer
+    if not isinstance(torch_optimizer, Optimizer):
         raise ScheduleError(
-            f"as_lr_scheduler: torch's LRScheduler needs a torch.optim.Optimizer, not {type(optimizer).__name__}; make "
-            "one scheduler per torch optimizer, or step a FieldScheduler yourself"
+            "as_lr_scheduler: torch's LRScheduler needs a torch.optim.Optimizer, not "
+            f"{type(torch_optimizer).__name__}; make one scheduler per torch optimizer, or step a FieldScheduler "
+            "yourself"
         )
-    return optimizer
+    if isinstance(optimizer, GroupScheduler):
+        scheduler = optimizer
+    else:
+        scheduler = FieldScheduler(torch_optimizer, schedule, relative=relative)  # type: ignore[arg-type]
+    return _Adapter(scheduler, torch_optimizer, increment=increment)

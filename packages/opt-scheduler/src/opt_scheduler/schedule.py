@@ -8,25 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Number
-from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, TypeAlias, overload
 
 from .draw import svg_plot, text_plot
 from .errors import ScheduleError, check_number, is_number, unknown_name
+from .shapes import NUMBERS, Array
 
 # Steps of other dtypes are converted: unsigned ones wrap below 0, and short ones cannot hold the length of a run.
 _USABLE_DTYPES = ("int32", "int64", "float32", "float64")
-
-# What the formulas use of an array library, for single numbers.
-NUMBERS = SimpleNamespace(pi=math.pi, cos=math.cos, sqrt=math.sqrt, minimum=min, maximum=max)
-NUMBERS.where = lambda condition, a, b: a if condition else b
-NUMBERS.full_like = lambda step, value, dtype: dtype(value)
-
-
-class Array(Protocol):
-    """An array of a library that follows the array API standard; a JAX tracer is one too."""
-
-    def __array_namespace__(self, *, api_version: str | None = None) -> Any: ...
 
 
 class Schedule(ABC):
@@ -40,7 +29,7 @@ class Schedule(ABC):
     `schedule + other`, `schedule * other`, `schedule - 1e-5`, `schedule / 2`.
 
     Subclasses are frozen dataclasses with a `kind`, the name that `to_dict` records. They define `at` for numbers,
-    `array_at` for arrays, or only `array_at` with functions that `schedule.NUMBERS` has too. Defining a subclass
+    `array_at` for arrays, or only `array_at` with functions that `shapes.NUMBERS` has too. Defining a subclass
     registers its kind.
 
     >>> from opt_scheduler import cosine, warmup
@@ -71,7 +60,7 @@ class Schedule(ABC):
         )
 
     def value_at(self, step: Any, xp: Any) -> Any:
-        """Return `at(step)` if `xp` is `schedule.NUMBERS`, else `array_at(step, xp)`."""
+        """Return `at(step)` if `xp` is `shapes.NUMBERS`, else `array_at(step, xp)`."""
         return self.at(step) if xp is NUMBERS else self.array_at(step, xp)
 
     @property
@@ -196,14 +185,6 @@ class Schedule(ABC):
         """Return the last step worth plotting: a little past the end, or three periods of an endless repetition."""
         last = self.boundaries[-1] if self.boundaries else 1.0
         return 3 * last if math.isinf(self.length) else 1.05 * last
-
-
-def exact(value: float) -> float:
-    """Return a whole number as an int: subtracted from steps that are integers, it leaves them integers.
-
-    JAX computes in float32 by default, which counts exactly only up to 2**24.
-    """
-    return int(value) if value == int(value) and abs(value) < 2**31 else value
 
 
 ScheduleLike: TypeAlias = Schedule | Callable[[float], float] | float

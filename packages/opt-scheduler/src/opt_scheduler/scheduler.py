@@ -2,17 +2,16 @@
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from .errors import ScheduleError, is_number, refuse, unknown_name
 from .groups import VERSION, Entries, Group, GroupScheduler, Optimizers, check_state, set_
 from .schedule import Schedule
-from .settings import Settings, WarmupFirst, bounds_of, group_values, refuse_one_cycle
+from .settings import SETTINGS, Settings, WarmupFirst, bounds_of, group_values, refuse_one_cycle
 
 logger = logging.getLogger("opt_scheduler")
 
-_FIELDS = frozenset(field.name for field in fields(Settings))
 
 # The fields that every state has, each with its keys in older checkpoints of Megatron-Core, oldest first.
 _OLDER_KEYS = {
@@ -84,7 +83,7 @@ class OptimizerParamScheduler(GroupScheduler):
         warmup_first: WarmupFirst = "init",
     ) -> None:
         # Each argument that has the name of a setting is that setting.
-        given = {name: value for name, value in locals().items() if name in _FIELDS}
+        given = {name: value for name, value in locals().items() if name in SETTINGS}
         super().__init__(optimizer)
         may_be_none = ("min_lr", "wsd_decay_steps", "lr_wsd_decay_style")
         self._not_given = frozenset(name for name in may_be_none if given[name] is None)
@@ -96,12 +95,12 @@ class OptimizerParamScheduler(GroupScheduler):
         self.step(0)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FIELDS:  # every setting is an attribute too
+        if name in SETTINGS:  # every setting is an attribute too
             return getattr(self.settings, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in _FIELDS:
+        if name not in SETTINGS:
             return super().__setattr__(name, value)
         self.settings = replace(self.settings, **{name: value})  # type: ignore[arg-type]
         self._not_given -= {name}
@@ -238,7 +237,7 @@ def _read_state(state_dict: Entries) -> dict[str, Any]:
         else:
             missing.append(f"{name} is missing (keys: {', '.join(keys)})")
     refuse(missing, where="OptimizerParamScheduler: state")
-    found |= {field.name: state_dict[field.name] for field in fields(Settings) if field.name in state_dict}
+    found |= {name: state_dict[name] for name in SETTINGS if name in state_dict}
     num_steps = found["num_steps"]
     if not is_number(num_steps) or not num_steps >= 0:
         raise ScheduleError(f"OptimizerParamScheduler: state: num_steps={num_steps!r} must be a number, at least 0")
@@ -261,8 +260,10 @@ def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint
         )
     if override is None or isinstance(override, bool):
         return bool(override)
-    for name in sorted(set(override) - _FIELDS):
-        raise ScheduleError(unknown_name("OptimizerParamScheduler: override_opt_param_scheduler: field", name, _FIELDS))
+    for name in sorted(set(override).difference(SETTINGS)):
+        raise ScheduleError(
+            unknown_name("OptimizerParamScheduler: override_opt_param_scheduler: field", name, SETTINGS)
+        )
     return frozenset(override)
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-from . import shapes
 from .errors import ScheduleError, is_number, refuse, unknown_name
 from .groups import Entries
-from .schedule import NUMBERS, Schedule
+from .schedule import Schedule
+from .shapes import NUMBERS, SHAPES
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")  # Megatron-Core's four, a subset of `shapes.SHAPES`
@@ -99,7 +99,7 @@ class Settings(Schedule):
             return lambda high, low: xp.maximum(low, high * root_peak / root_step)
         start, steps = self._anneal
         shape = self.lr_wsd_decay_style if self.lr_decay_style == "WSD" else self.lr_decay_style
-        left = shapes.SHAPES[str(shape)](xp.minimum(xp.maximum((step - start) / steps, 0.0), 1.0), xp)
+        left = SHAPES[str(shape)](xp.minimum(xp.maximum((step - start) / steps, 0.0), 1.0), xp)
         # `low + 1.0 * (high - low)` may round above high.
         return lambda high, low: xp.minimum(low + left * (high - low), high)
 
@@ -127,6 +127,7 @@ class Settings(Schedule):
         return lambda start, end: min(start + done * (end - start), end)
 
 
+SETTINGS = tuple(field.name for field in fields(Settings))
 CHOICES = {"lr_decay_style": LR_STYLES, "lr_wsd_decay_style": (None, *WSD_STYLES), "wd_incr_style": WD_STYLES}
 
 

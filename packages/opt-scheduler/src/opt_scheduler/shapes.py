@@ -1,12 +1,13 @@
-"""The shapes of a decay from 1 to 0: each is a pure function of the fraction done, with f(0) = 1 and f(1) = 0.
+"""The shapes of a decay from 1 to 0, and what formulas need to take arrays of steps as well as numbers.
 
-The fraction may be an array; `xp` is then the array library that it comes from.
+A shape is a pure function of the fraction done, with f(0) = 1 and f(1) = 0. The fraction may be an array; `xp` is then
+the array library that it comes from.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Protocol, TypeAlias
 
 Shape: TypeAlias = Callable[..., Any]  # of the fraction done, and of `math`, `numpy` or `jax.numpy`
 
@@ -65,3 +66,22 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         "minus_square": minus_square,
     }
 )
+
+# What the formulas use of an array library, for single numbers.
+NUMBERS = SimpleNamespace(pi=math.pi, cos=math.cos, sqrt=math.sqrt, minimum=min, maximum=max)
+NUMBERS.where = lambda condition, a, b: a if condition else b
+NUMBERS.full_like = lambda step, value, dtype: dtype(value)
+
+
+class Array(Protocol):
+    """An array of a library that follows the array API standard; a JAX tracer is one too."""
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any: ...
+
+
+def exact(value: float) -> float:
+    """Return a whole number as an int: subtracted from steps that are integers, it leaves them integers.
+
+    JAX computes in float32 by default, which counts exactly only up to 2**24.
+    """
+    return int(value) if value == int(value) and abs(value) < 2**31 else value

@@ -73,12 +73,15 @@ class Batch:
         return stretch(schedule, self.convert(1, unit, to=Unit.STEPS))
 
     def _samples_in(self, unit: Unit) -> float:
-        needed = {Unit.TOKENS: "tokens_per_sample", Unit.EPOCHS: "samples_per_epoch"}.get(unit)
-        if needed and getattr(self, needed) is None:
+        if unit is Unit.STEPS:
+            return self.samples
+        if unit is Unit.SAMPLES:
+            return 1
+        needed = "tokens_per_sample" if unit is Unit.TOKENS else "samples_per_epoch"
+        size: int | None = getattr(self, needed)
+        if size is None:
             raise ScheduleError(f"Batch: {unit.value} can only be converted with {needed}; pass it")
-        if unit is Unit.TOKENS:
-            return 1.0 / (self.tokens_per_sample or 1)
-        return {Unit.SAMPLES: 1, Unit.STEPS: self.samples, Unit.EPOCHS: self.samples_per_epoch or 1}[unit]
+        return 1.0 / size if unit is Unit.TOKENS else size
 
 
 def rescale_horizon(horizon: float, *, old_batch: float, new_batch: float, done: float = 0.0) -> float:
