@@ -58,6 +58,29 @@ class Join(Schedule):
         return tuple(sorted(steps))
 
 
+def join(*schedules: ScheduleLike) -> Schedule:
+    """One schedule after another, each counting from its own step 0. A boundary belongs to the later schedule.
+
+    >>> from opt_scheduler import constant, linear
+    >>> join(constant(1.0, steps=90), linear(1.0, 0.0, steps=10)).values([0, 90, 95, 100])
+    [1.0, 1.0, 0.5, 0.0]
+    """
+    parts: list[Schedule] = []
+    for schedule in map(as_schedule, schedules):  # flat: however the parts are bracketed, the result is equal
+        parts += schedule.parts if isinstance(schedule, Join) else [schedule]
+    return Join(parts=tuple(parts))
+
+
+def scale(schedule: ScheduleLike, factor: float) -> Schedule:
+    """`factor` times `schedule`.
+
+    >>> from opt_scheduler import linear
+    >>> scale(linear(1.0, 0.0, steps=10), 0.5)(5)
+    0.25
+    """
+    return Scaled(schedule=as_schedule(schedule), factor=factor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped(Wrapped):
     """Another schedule limited to a range; see `clip`."""
@@ -80,6 +103,16 @@ class Clipped(Wrapped):
         if self.high is not None:
             values = xp.minimum(values, self.high)
         return values if self.low is None else xp.maximum(values, self.low)
+
+
+def clip(schedule: ScheduleLike, *, low: float | None = None, high: float | None = None) -> Schedule:
+    """`schedule` kept between `low` and `high`. `boundaries` does not list the steps at which it reaches them.
+
+    >>> from opt_scheduler import linear
+    >>> clip(linear(1.0, 0.0, steps=10), low=0.2).values([0, 7, 9])
+    [1.0, 0.30000000000000004, 0.2]
+    """
+    return Clipped(schedule=as_schedule(schedule), low=low, high=high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +150,37 @@ class Moved(Schedule):
             steps = [*(step for step in steps if step < self.until), self.until]
         moved = [step * self.stretch + self.delay for step in steps]
         return tuple(step for step in moved if step > 0)
+
+
+def shift(schedule: ScheduleLike, steps: float) -> Schedule:
+    """`schedule` delayed by `steps`, with its first value until then. A negative `steps` moves it earlier.
+
+    >>> from opt_scheduler import linear
+    >>> shift(linear(1.0, 0.0, steps=10), 5).values([0, 5, 10, 15])
+    [1.0, 1.0, 0.5, 0.0]
+    """
+    return Moved(schedule=as_schedule(schedule), delay=steps)
+
+
+def stretch(schedule: ScheduleLike, factor: float) -> Schedule:
+    """`schedule` made `factor` times as long. From steps to samples, `factor` is the batch size.
+
+    >>> from opt_scheduler import linear
+    >>> stretch(linear(1.0, 0.0, steps=10), 256)(1280)
+    0.5
+    """
+    return Moved(schedule=as_schedule(schedule), stretch=factor)
+
+
+def cut(schedule: ScheduleLike, steps: float) -> Schedule:
+    """The first `steps` of `schedule`, then the value that it has there.
+
+    >>> from opt_scheduler import linear
+    >>> cut(linear(1.0, 0.0, steps=10), 5).values([4, 5, 6])
+    [0.6, 0.5, 0.5]
+    """
+    check_number("cut", above=0, steps=steps)
+    return Moved(schedule=as_schedule(schedule), until=steps)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the starts of the periods are computed once and kept
@@ -183,92 +247,6 @@ class Restarts(Schedule):
         return tuple(sorted(steps))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repeat(Restarts):
-    """The same schedule several times, or forever; see `repeat`."""
-
-    kind: ClassVar[str] = "repeat"
-    t_mult: float = field(default=1.0, init=False, repr=False)
-    decay: float = field(default=1.0, init=False, repr=False)
-
-
-def join(*schedules: ScheduleLike) -> Schedule:
-    """One schedule after another, each counting from its own step 0. A boundary belongs to the later schedule.
-
-    >>> from opt_scheduler import constant, linear
-    >>> join(constant(1.0, steps=90), linear(1.0, 0.0, steps=10)).values([0, 90, 95, 100])
-    [1.0, 1.0, 0.5, 0.0]
-    """
-    parts: list[Schedule] = []
-    for schedule in map(as_schedule, schedules):  # flat: however the parts are bracketed, the result is equal
-        parts += schedule.parts if isinstance(schedule, Join) else [schedule]
-    return Join(parts=tuple(parts))
-
-
-def scale(schedule: ScheduleLike, factor: float) -> Schedule:
-    """`factor` times `schedule`.
-
-    >>> from opt_scheduler import linear
-    >>> scale(linear(1.0, 0.0, steps=10), 0.5)(5)
-    0.25
-    """
-    return Scaled(schedule=as_schedule(schedule), factor=factor)
-
-
-def clip(schedule: ScheduleLike, *, low: float | None = None, high: float | None = None) -> Schedule:
-    """`schedule` kept between `low` and `high`. `boundaries` does not list the steps at which it reaches them.
-
-    >>> from opt_scheduler import linear
-    >>> clip(linear(1.0, 0.0, steps=10), low=0.2).values([0, 7, 9])
-    [1.0, 0.30000000000000004, 0.2]
-    """
-    return Clipped(schedule=as_schedule(schedule), low=low, high=high)
-
-
-def shift(schedule: ScheduleLike, steps: float) -> Schedule:
-    """`schedule` delayed by `steps`, with its first value until then. A negative `steps` moves it earlier.
-
-    >>> from opt_scheduler import linear
-    >>> shift(linear(1.0, 0.0, steps=10), 5).values([0, 5, 10, 15])
-    [1.0, 1.0, 0.5, 0.0]
-    """
-    return Moved(schedule=as_schedule(schedule), delay=steps)
-
-
-def stretch(schedule: ScheduleLike, factor: float) -> Schedule:
-    """`schedule` made `factor` times as long. From steps to samples, `factor` is the batch size.
-
-    >>> from opt_scheduler import linear
-    >>> stretch(linear(1.0, 0.0, steps=10), 256)(1280)
-    0.5
-    """
-    return Moved(schedule=as_schedule(schedule), stretch=factor)
-
-
-def cut(schedule: ScheduleLike, steps: float) -> Schedule:
-    """The first `steps` of `schedule`, then the value that it has there.
-
-    >>> from opt_scheduler import linear
-    >>> cut(linear(1.0, 0.0, steps=10), 5).values([4, 5, 6])
-    [0.6, 0.5, 0.5]
-    """
-    check_number("cut", above=0, steps=steps)
-    return Moved(schedule=as_schedule(schedule), until=steps)
-
-
-def repeat(schedule: ScheduleLike, *, times: int | None = None) -> Schedule:
-    """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
-
-    Warm restarts (https://arxiv.org/abs/1608.03983) repeat a cosine, WSD-S (https://arxiv.org/abs/2410.05192) a `wsd`.
-    `restarts` also lengthens the periods and lowers the values.
-
-    >>> from opt_scheduler import linear
-    >>> repeat(linear(1.0, 0.0, steps=4), times=2).values([0, 2, 4, 6, 8, 9])
-    [1.0, 0.5, 1.0, 0.5, 0.0, 0.0]
-    """
-    return Repeat(schedule=as_schedule(schedule), times=times)
-
-
 def restarts(schedule: ScheduleLike, *, times: int | None = None, t_mult: float = 1.0, decay: float = 1.0) -> Schedule:
     """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
 
@@ -284,3 +262,25 @@ def restarts(schedule: ScheduleLike, *, times: int | None = None, t_mult: float 
             above 0, or `t_mult` is below 1 without `times`.
     """
     return Restarts(schedule=as_schedule(schedule), times=times, t_mult=t_mult, decay=decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat(Restarts):
+    """The same schedule several times, or forever; see `repeat`."""
+
+    kind: ClassVar[str] = "repeat"
+    t_mult: float = field(default=1.0, init=False, repr=False)
+    decay: float = field(default=1.0, init=False, repr=False)
+
+
+def repeat(schedule: ScheduleLike, *, times: int | None = None) -> Schedule:
+    """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
+
+    Warm restarts (https://arxiv.org/abs/1608.03983) repeat a cosine, WSD-S (https://arxiv.org/abs/2410.05192) a `wsd`.
+    `restarts` also lengthens the periods and lowers the values.
+
+    >>> from opt_scheduler import linear
+    >>> repeat(linear(1.0, 0.0, steps=4), times=2).values([0, 2, 4, 6, 8, 9])
+    [1.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    return Repeat(schedule=as_schedule(schedule), times=times)

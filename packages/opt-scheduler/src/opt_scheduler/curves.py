@@ -45,6 +45,16 @@ def named(name: str, *, has_warmup: bool = False, **defaults: Any) -> Callable[[
     return register
 
 
+@named("constant", has_warmup=True)
+def constant(value: float, *, steps: float | None = None) -> Schedule:
+    """`value` at every step. With `steps` it has an end, so that another schedule can follow it in `join`.
+
+    >>> constant(3e-4)(0), constant(3e-4)(10**9)
+    (0.0003, 0.0003)
+    """
+    return Constant(value=value, steps=steps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp(Timed):
     """From one value to another along a named shape; see `ramp`."""
@@ -66,83 +76,6 @@ class Ramp(Timed):
     def array_at(self, step: Any, xp: Any) -> Any:
         left = SHAPES[self.shape](xp.minimum(step / self.steps, 1.0), xp)
         return self.end + (left if self.power is None else left**self.power) * (self.start - self.end)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exponential(Timed):
-    """From one value to another by the same factor at every step; see `exponential`."""
-
-    kind: ClassVar[str] = "exponential"
-    start: float
-    end: float
-    steps: float
-
-    def __post_init__(self) -> None:
-        check_number("exponential", above=0, start=self.start, end=self.end, steps=self.steps)
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        falling = self.start * (self.end / self.start) ** xp.minimum(step / self.steps, 1.0)
-        return xp.where(step >= self.steps, self.end, falling)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Power(Timed):
-    """A power law of the step; see `power`."""
-
-    kind: ClassVar[str] = "power"
-    start: float
-    exponent: float
-    timescale: float
-    steps: float | None = None
-
-    def __post_init__(self) -> None:
-        check_number("power", start=self.start, exponent=self.exponent)
-        check_number("power", above=0, timescale=self.timescale, steps=self.steps)
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        if self.steps is not None:
-            step = xp.minimum(step, exact(self.steps))
-        return self.start * (1.0 + step / self.timescale) ** self.exponent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PiecewiseLinear(Schedule):
-    """Straight lines between points; see `piecewise_linear`."""
-
-    kind: ClassVar[str] = "piecewise_linear"
-    points: tuple[tuple[float, float], ...]  # (step, value), steps ascending from 0
-
-    def __post_init__(self) -> None:
-        steps = [step for step, _ in self.points]
-        for step, value in self.points:
-            check_number("piecewise_linear", step=step, value=value)
-        if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
-            raise ScheduleError(f"piecewise_linear: the steps of points={self.points!r} must ascend from 0")
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        values = xp.full_like(step, self.points[-1][1], dtype=float)
-        for (s0, v0), (s1, v1) in reversed([*pairwise(self.points)]):
-            done = (step - exact(s0)) / (s1 - s0)
-            values = xp.where(step < exact(s1), v0 + done * (v1 - v0), values)
-        return values
-
-    @property
-    def length(self) -> float:
-        return self.points[-1][0]
-
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return tuple(step for step, _ in self.points[1:])
-
-
-@named("constant", has_warmup=True)
-def constant(value: float, *, steps: float | None = None) -> Schedule:
-    """`value` at every step. With `steps` it has an end, so that another schedule can follow it in `join`.
-
-    >>> constant(3e-4)(0), constant(3e-4)(10**9)
-    (0.0003, 0.0003)
-    """
-    return Constant(value=value, steps=steps)
 
 
 def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Schedule:
@@ -200,6 +133,33 @@ def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
     return Ramp(start=start, end=end, steps=steps, shape="exponential", name="shifted_exponential")
 
 
+@named("polynomial", has_warmup=True, end=0.0)
+def polynomial(start: float, end: float, *, steps: float, power: float = 1.0) -> Schedule:
+    """end + (1 - r)^power · (start - end); power 1 is a line, larger powers fall faster at first.
+
+    >>> polynomial(1.0, 0.0, steps=100, power=2).values([0, 50, 100])
+    [1.0, 0.25, 0.0]
+    """
+    return Ramp(start=start, end=end, steps=steps, power=power, name="polynomial")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exponential(Timed):
+    """From one value to another by the same factor at every step; see `exponential`."""
+
+    kind: ClassVar[str] = "exponential"
+    start: float
+    end: float
+    steps: float
+
+    def __post_init__(self) -> None:
+        check_number("exponential", above=0, start=self.start, end=self.end, steps=self.steps)
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        falling = self.start * (self.end / self.start) ** xp.minimum(step / self.steps, 1.0)
+        return xp.where(step >= self.steps, self.end, falling)
+
+
 @named("exponential", has_warmup=True)
 def exponential(start: float, end: float, *, steps: float) -> Schedule:
     """A true exponential, start · (end / start)^r. Both values must be more than 0.
@@ -210,14 +170,24 @@ def exponential(start: float, end: float, *, steps: float) -> Schedule:
     return Exponential(start=start, end=end, steps=steps)
 
 
-@named("polynomial", has_warmup=True, end=0.0)
-def polynomial(start: float, end: float, *, steps: float, power: float = 1.0) -> Schedule:
-    """end + (1 - r)^power · (start - end); power 1 is a line, larger powers fall faster at first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Power(Timed):
+    """A power law of the step; see `power`."""
 
-    >>> polynomial(1.0, 0.0, steps=100, power=2).values([0, 50, 100])
-    [1.0, 0.25, 0.0]
-    """
-    return Ramp(start=start, end=end, steps=steps, power=power, name="polynomial")
+    kind: ClassVar[str] = "power"
+    start: float
+    exponent: float
+    timescale: float
+    steps: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number("power", start=self.start, exponent=self.exponent)
+        check_number("power", above=0, timescale=self.timescale, steps=self.steps)
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        if self.steps is not None:
+            step = xp.minimum(step, exact(self.steps))
+        return self.start * (1.0 + step / self.timescale) ** self.exponent
 
 
 def power(start: float, *, exponent: float, timescale: float, steps: float | None = None) -> Schedule:
@@ -241,6 +211,36 @@ def inverse_sqrt(start: float, *, timescale: float, steps: float | None = None) 
     [1.0, 0.5, 0.25]
     """
     return Power(start=start, exponent=-0.5, timescale=timescale, steps=steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecewiseLinear(Schedule):
+    """Straight lines between points; see `piecewise_linear`."""
+
+    kind: ClassVar[str] = "piecewise_linear"
+    points: tuple[tuple[float, float], ...]  # (step, value), steps ascending from 0
+
+    def __post_init__(self) -> None:
+        steps = [step for step, _ in self.points]
+        for step, value in self.points:
+            check_number("piecewise_linear", step=step, value=value)
+        if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
+            raise ScheduleError(f"piecewise_linear: the steps of points={self.points!r} must ascend from 0")
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        values = xp.full_like(step, self.points[-1][1], dtype=float)
+        for (s0, v0), (s1, v1) in reversed([*pairwise(self.points)]):
+            done = (step - exact(s0)) / (s1 - s0)
+            values = xp.where(step < exact(s1), v0 + done * (v1 - v0), values)
+        return values
+
+    @property
+    def length(self) -> float:
+        return self.points[-1][0]
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return tuple(step for step, _ in self.points[1:])
 
 
 def piecewise_linear(*points: tuple[float, float]) -> Schedule:
