@@ -87,7 +87,7 @@ Placement = OnDevice | OnHost
 
 
 def resolved(config: "OptimizerConfig") -> dict[str, dict[str, object]]:
-    """The fields of `config` and its four typed choices as JSON values, as written to `config_logger_dir`.
+    """Return the fields of `config` and its four typed choices as JSON values, as written to `config_logger_dir`.
 
     >>> from opt_config import OptimizerConfig
     >>> resolved(OptimizerConfig(bf16=True))["sharding"]

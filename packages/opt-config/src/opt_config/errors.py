@@ -37,7 +37,7 @@ class ConfigError(ValueError):
 
     @classmethod
     def of(cls, owner: str, problems: Sequence[Problem]) -> Self:
-        """One error for all `problems` of the object called `owner`."""
+        """Return one error for all `problems` of the object called `owner`."""
         if len(problems) == 1:
             message = f"{owner}: {problems[0]}"
         else:
@@ -45,7 +45,7 @@ class ConfigError(ValueError):
         return cls._with(message, problems)
 
     def within(self, place: str) -> Self:
-        """The same error, its message preceded by `place`, such as the path of a file."""
+        """Return the same error, its message preceded by `place`, such as the path of a file."""
         return self._with(f"{place}: {self}", self.problems)
 
     @classmethod
@@ -60,7 +60,7 @@ class UnknownFieldError(ConfigError, TypeError):
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A sentence that suggests the names in `known` closest to `given`; empty if none is close.
+    """Return a sentence that suggests the names in `known` closest to `given`; empty if none is close.
 
     >>> did_you_mean("adam_beta_1", ["adam_beta1", "lr"])
     ' Did you mean adam_beta1?'

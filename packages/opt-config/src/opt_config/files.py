@@ -48,7 +48,7 @@ class Configuration(ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """A configuration from plain values, as files hold them: dtypes and numbers may be strings, tuples lists.
+        """Build a configuration from plain values, as files hold them: dtypes and numbers may be strings, tuples lists.
 
         Missing keys keep their defaults. Raises `ConfigError` with every unknown key and a suggestion, every value
         that cannot be read, and every other problem of the configuration.
@@ -75,22 +75,22 @@ class Configuration(ABC):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """A configuration from a JSON object. Raises `ConfigError`."""
+        """Return a configuration from a JSON object. Raises `ConfigError`."""
         return cls.from_dict(_table(_parse(_KINDS[".json"], text)))
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        """A configuration from a TOML document. Raises `ConfigError`."""
+        """Return a configuration from a TOML document. Raises `ConfigError`."""
         return cls.from_dict(_table(_parse(_KINDS[".toml"], text)))
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        """A configuration from a YAML mapping; needs the `yaml` extra. Raises `ConfigError`."""
+        """Return a configuration from a YAML mapping; needs the `yaml` extra. Raises `ConfigError`."""
         return cls.from_dict(_table(_parse(_KINDS[".yaml"], text)))
 
     @classmethod
     def load(cls, path: str | Path, *, section: str = "") -> Self:
-        """A configuration from a file: `.json`, `.toml`, `.yaml` or `.yml`.
+        """Return a configuration from a file: `.json`, `.toml`, `.yaml` or `.yml`.
 
         `section` names the table that holds it, with dots between the names of nested tables; empty: the whole file.
         Raises `ConfigError`, whose message begins with the path, and OSError if the file cannot be read.
@@ -107,11 +107,11 @@ class Configuration(ABC):
             raise error.within(str(path)) from None
 
     def to_dict(self) -> dict[str, object]:
-        """Every field as a plain value that `from_dict` reads back. A callable becomes text, which is refused."""
+        """Return every field as a plain value that `from_dict` reads; a callable becomes text, which is refused."""
         return {name: _plain(getattr(self, name)) for name in field_types(type(self))}
 
     def to_json(self) -> str:
-        """A JSON object that `from_json` reads back. Infinity is the string "inf", since JSON has no such number."""
+        """Return a JSON object that `from_json` reads back. Infinity is the string "inf": JSON has no such number."""
         return json.dumps(self.to_dict(), indent=2)
 
 

@@ -281,7 +281,7 @@ class SGDOptimizerConfig(OptimizerConfig):
 
 
 def load_config(path: str | Path, *, section: str = "") -> OptimizerConfig:
-    """An `OptimizerConfig` from a JSON, TOML or YAML file; see `OptimizerConfig.load`. Raises `ConfigError`."""
+    """Return an `OptimizerConfig` from a JSON, TOML or YAML file; see `OptimizerConfig.load`. Raises `ConfigError`."""
     return OptimizerConfig.load(path, section=section)
 
 
@@ -407,5 +407,5 @@ _KINDS: Mapping[str, type] = {
 
 
 def many(values: T | tuple[T, ...]) -> tuple[T, ...]:
-    """`values` as a tuple: a tuple unchanged, a single value as a tuple of one."""
+    """Return `values` as a tuple: a tuple unchanged, a single value as a tuple of one."""
     return values if isinstance(values, tuple) else (values,)

@@ -62,13 +62,13 @@ FRACTION = Interval(0, 1, high_open=False)
 
 @cache
 def field_types(cls: type) -> Mapping[str, Any]:
-    """The annotated types of the fields of a dataclass, in order."""
+    """Return the annotated types of the fields of a dataclass, in order."""
     hints = get_type_hints(cls)
     return types.MappingProxyType({field.name: hints[field.name] for field in dataclasses.fields(cls)})
 
 
 def field_default(field: dataclasses.Field[Any]) -> object:
-    """The default of a dataclass field; every field of a configuration has one."""
+    """Return the default of a dataclass field; every field of a configuration has one."""
     assert field.default is not dataclasses.MISSING
     return field.default
 
@@ -89,7 +89,7 @@ def check(
 
 
 def type_problems(config: Dataclass) -> Iterator[Problem]:
-    """A problem for each field whose value is not of its annotated type. NaN is not accepted as a number."""
+    """Yield a problem for each field whose value is not of its annotated type. NaN is not accepted as a number."""
     for name, hint in field_types(type(config)).items():
         value = getattr(config, name)
         if not accepts(hint, value):
@@ -97,7 +97,7 @@ def type_problems(config: Dataclass) -> Iterator[Problem]:
 
 
 def integer_problems(config: Dataclass) -> Iterator[Problem]:
-    """A problem for each integer that no integer type of tensors and files holds."""
+    """Yield a problem for each integer that no integer type of tensors and files holds."""
     for name, hint in field_types(type(config)).items():
         value = getattr(config, name)
         if int in options(hint) and isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -105,7 +105,7 @@ def integer_problems(config: Dataclass) -> Iterator[Problem]:
 
 
 def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> Iterator[Problem]:
-    """A problem for each number outside its interval. None passes: `type_problems` checks whether it is allowed."""
+    """Yield a problem for each number outside its interval. None passes: `type_problems` checks if it is allowed."""
     for name in field_types(type(config)):
         value = getattr(config, name)
         if name in intervals and value is not None and value not in intervals[name]:
@@ -113,7 +113,7 @@ def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> I
 
 
 def choice_problems(config: Dataclass, choices: Mapping[str, Iterable[object]]) -> Iterator[Problem]:
-    """A problem for each value that is not one of its field's choices."""
+    """Yield a problem for each value that is not one of its field's choices."""
     for name, allowed in choices.items():
         value = getattr(config, name)
         if value is not None and value not in allowed:
@@ -124,7 +124,7 @@ def choice_problems(config: Dataclass, choices: Mapping[str, Iterable[object]]) 
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows: the members of a union, or the annotation itself."""
+    """Return the types that an annotation allows: the members of a union, or the annotation itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -149,7 +149,7 @@ def accepts(hint: Any, value: object) -> bool:
 
 
 def type_words(hint: Any) -> str:
-    """A type in words, for messages."""
+    """Return a type in words, for messages."""
     if len(options(hint)) > 1:
         return " or ".join(type_words(option) for option in options(hint))
     if get_origin(hint) is tuple:

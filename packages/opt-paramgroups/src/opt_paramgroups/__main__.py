@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usual_overrides(config: OptimizerConfig) -> Overrides:
-    """The standard overrides and, for a matrix rule, the overrides of parameters that it does not update."""
+    """Return the standard overrides and, for a matrix rule, the overrides of parameters that it does not update."""
     matrices = get_matrix_rule_overrides(config) if config.optimizer in MATRIX_RULES else {}
     return {**get_standard_config_overrides(config), **matrices}
 

@@ -56,7 +56,7 @@ def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
 
 
 def seen_at(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Seen:
-    """The keys of `overrides` that match a parameter, and its group.
+    """Return the keys of `overrides` that match a parameter, and its group.
 
     Attributes are read from `meta` if it has them, else from the tensor. `DefaultEntries` apply only to entries that no
     other key sets. Raises `ConfigError` if two keys set different values; it names both keys and the parameter.
@@ -151,12 +151,12 @@ Gather = Callable[[Any], Sequence[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """The gather of a single process."""
+    """Return the gather of a single process."""
     return [value]
 
 
 def group_names(seen: frozenset[Seen]) -> dict[GroupKey, str]:
-    """The name of each group, in the order of the groups: default first, then by name, dense before experts.
+    """Return the name of each group, in the order of the groups: default first, then by name, dense before experts.
 
     A name consists of keys: "and" joins those that match the same parameter, a comma those of different parameters.
     Raises `ConfigError` if a set of keys leads to two different groups, or if two groups have the same name.
@@ -204,7 +204,7 @@ def get_param_groups(
     model_chunk_offset: int = 0,
     extra_group_keys: Collection[str] | None = (),
 ) -> list[ParamGroup]:
-    """Parameter groups of a model, for any optimizer that accepts torch's groups.
+    """Return parameter groups of a model, for any optimizer that accepts torch's groups.
 
     Parameters with the same merged override share a group; experts have groups of their own. Default groups come
     first, the others are sorted by name. In addition to its overrides a group has `params` and `param_ids` (in the same
@@ -273,7 +273,7 @@ def get_param_groups_and_buffers(
     gather: Gather = alone,
     metas: Mapping[ParamId, ParamMeta] | None = None,
 ) -> GroupsAndBuffers:
-    """The groups that `filter_fn` accepts, and the buffers that each chunk holds in its attribute `buffer_name`.
+    """Return the groups that `filter_fn` accepts, and the buffers that each chunk holds in its attribute `buffer_name`.
 
     Chunks are numbered from `model_chunk_offset`. A chunk without that attribute is left out, and so is a plain module,
     whose `buffers` is a method. Raises `ConfigError` as `get_param_groups` does.

@@ -112,7 +112,7 @@ class _Stages:
         )
 
     def depth(self, place: _Place) -> int | None:
-        """The depth of a parameter in a stage; None after the last layer."""
+        """Return the depth of a parameter in a stage; None after the last layer."""
         before = sum(self._sizes[: place.stage])
         if place.layer is not None:
             return before + place.layer + 1

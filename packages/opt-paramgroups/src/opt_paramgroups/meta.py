@@ -34,7 +34,7 @@ class ParamId(NamedTuple):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside data-parallel and torch.compile wrappers, so that wrapping does not change names."""
+    """Return the model inside data-parallel and torch.compile wrappers, so that wrapping does not change names."""
     while True:
         children = list(module.named_children())
         if len(children) != 1 or children[0][0] not in _WRAPPED or any(True for _ in module.parameters(recurse=False)):
@@ -43,7 +43,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def parameters_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
-    """The trainable parameters in order of registration. Tied parameters appear once, under their first name.
+    """Return the trainable parameters in order of registration. Tied parameters appear once, under their first name.
 
     Raises `ConfigError` for a module in place of the list of chunks (the layers of an `nn.Sequential` are not model
     chunks), and for a parameter of a lazy module, whose shape is not known yet.
@@ -61,7 +61,7 @@ def parameters_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: i
 
 
 def frozen_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
-    """The parameters with `requires_grad=False`, likewise."""
+    """Return the parameters with `requires_grad=False`, likewise."""
     return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if not param.requires_grad}
 
 
@@ -75,7 +75,7 @@ def _distinct(model_chunks: Sequence[nn.Module], offset: int) -> Iterator[tuple[
 
 
 def model_chunks_of(place: str) -> list[nn.Module]:
-    """The model chunks that `module:factory` returns. Raises `ConfigError` if it does not return modules."""
+    """Return the model chunks that `module:factory` returns. Raises `ConfigError` if it does not return modules."""
     module_name, colon, attr = place.partition(":")
     if not colon:
         raise ConfigError(f"{place!r}: must be module:factory, such as my_project.model:build")
@@ -119,7 +119,7 @@ def is_dtensor(tensor: object) -> TypeGuard[Any]:
 
 
 def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
-    """The layout of a DTensor; None for any other tensor.
+    """Return the layout of a DTensor; None for any other tensor.
 
     Raises `ConfigError` for partial placements: a pending sum cannot be updated.
     """
@@ -281,7 +281,7 @@ def describe(
     model_chunk_offset: int = 0,
     by_name: bool = True,
 ) -> dict[ParamId, ParamMeta]:
-    """The roles and layout of every trainable parameter. Tied parameters appear once, under their first name.
+    """Return the roles and layout of every trainable parameter. Tied parameters appear once, under their first name.
 
     They are read from Megatron-Core's attribute names and from DTensor placements. Embeddings and output layers without
     the attribute `is_embedding_or_output_parameter` are recognised by their modules (`vocabulary_roles`), and fused q,
@@ -326,7 +326,10 @@ class Untrained(NamedTuple):
 
 
 def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, Untrained]:
-    """Frozen parameters, then persistent buffers. A buffer is an expert's, or cut, if a parameter of its module is."""
+    """Return frozen parameters, then persistent buffers.
+
+    A buffer is an expert's, or cut, if a parameter of its module is.
+    """
     found: dict[ParamId, Untrained] = {}
 
     def add(id: ParamId, tensor: Tensor, marked: Iterable[Tensor]) -> None:

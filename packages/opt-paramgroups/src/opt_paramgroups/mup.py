@@ -71,7 +71,7 @@ def get_mup_overrides_by_shape(
     *,
     metas: Mapping[ParamId, ParamMeta] | None = None,
 ) -> Overrides:
-    """The same overrides with a width for each parameter, from its shape and that of the base model.
+    """Return the same overrides with a width for each parameter, from its shape and that of the base model.
 
     The width of a hidden parameter is the ratio of its input size (all dims except the first) to that of the base, the
     width of any other parameter the ratio of all elements. Parameters of width 1 are not overridden.
@@ -120,7 +120,7 @@ def get_mup_overrides_by_shape(
 
 
 def shapes_of(model_chunks: Sequence[nn.Module]) -> dict[ParamId, tuple[int, ...]]:
-    """The shapes of all trainable parameters, for use as base shapes."""
+    """Return the shapes of all trainable parameters, for use as base shapes."""
     return {id: meta.shape for id, meta in describe(model_chunks).items()}
 
 

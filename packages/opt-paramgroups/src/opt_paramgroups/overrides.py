@@ -83,7 +83,7 @@ _INTERVALS = MappingProxyType(
 def read_overrides(
     config: OptimizerConfig, config_overrides: Mapping[ParamKey, Any], *, extra_group_keys: Collection[str] | None = ()
 ) -> dict[ParamKey, Override]:
-    """Every override as a checked dict of group entries. The arguments are not modified.
+    """Return every override as a checked dict of group entries. The arguments are not modified.
 
     An `OptimizerConfig` overrides the fields in which it differs from `config`. `extra_group_keys` are allowed in
     addition to `OVERRIDE_KEYS` and `TORCH_KEYS`; None allows every name. Raises `ConfigError` for keys of another
@@ -199,7 +199,7 @@ Overrides = dict[ParamKey, Override]
 
 
 def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = True) -> Overrides:
-    """The default overrides: no weight decay of biases and vectors, and decoupled learning rates.
+    """Return the default overrides: no weight decay of biases and vectors, and decoupled learning rates.
 
     `apply_wd_to_qk_layernorm` keeps the decay of query and key norms. `decoupled_lr` and `decoupled_min_lr` apply to
     the parameters marked `is_embedding_or_output_parameter`.
@@ -218,7 +218,7 @@ def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = Tr
 
 
 def elementwise_optimizer(config: OptimizerConfig) -> str:
-    """The rule that reads `optimizer_options`: `optimizer`, or if that is one of `MATRIX_RULES`, the rule of the
+    """Return the rule that reads `optimizer_options`: `optimizer`, or if that is one of `MATRIX_RULES`, the rule of the
     parameters that it leaves: `muon_scalar_optimizer` for Muon's family, else Adam."""
     return _left_to(config) if config.optimizer in MATRIX_RULES else config.optimizer
 
@@ -231,7 +231,7 @@ def _left_to(config: OptimizerConfig) -> str:
 def get_matrix_rule_overrides(
     config: OptimizerConfig, *, scalar_optimizer: str | None = None, by_name: bool = True
 ) -> Overrides:
-    """An elementwise rule for the parameters that a matrix rule (Muon, SOAP) leaves: embeddings, outputs, non-matrices.
+    """Return an elementwise rule for what a matrix rule (Muon, SOAP) leaves: embeddings, outputs, non-matrices.
 
     An override of the caller that sets `optimizer` for such a parameter takes precedence.
 
@@ -259,7 +259,7 @@ def get_layer_decay_overrides(
     num_layers: int | None = None,
     depth_of: Callable[[str], int | None] | None = None,
 ) -> Overrides:
-    """Learning rates that shrink towards the input: `lr_mult = decay ** (num_layers + 1 - depth)` (arXiv 2106.08254).
+    """Shrink learning rates towards the input: `lr_mult = decay ** (num_layers + 1 - depth)` (arXiv 2106.08254).
 
     Args:
         model_chunks: the model.

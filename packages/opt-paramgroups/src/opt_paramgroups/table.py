@@ -31,7 +31,7 @@ _SHOWN_ELSEWHERE = frozenset(
 
 
 def group_rows(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupRow]:
-    """One row per group. Counts are those of this rank."""
+    """Return one row per group. Counts are those of this rank."""
     return [_row(group) for group in param_groups]
 
 
@@ -53,7 +53,7 @@ def _row(group: Mapping[str, Any]) -> GroupRow:
 
 
 def cells(row: GroupRow) -> list[str]:
-    """A row as text: thousands separated, unset values as dashes."""
+    """Return a row as text: thousands separated, unset values as dashes."""
     return [_cell(value) for value in row]
 
 
@@ -64,12 +64,12 @@ def _cell(value: object) -> str:
 
 
 def headings() -> list[str]:
-    """The names of the columns."""
+    """Return the names of the columns."""
     return [field.replace("num_", "").replace("_", " ") for field in GroupRow._fields]
 
 
 def as_text(rows: Sequence[GroupRow]) -> str:
-    """Columns aligned by spaces."""
+    """Return columns aligned by spaces."""
     lines = [headings(), *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
@@ -77,18 +77,18 @@ def as_text(rows: Sequence[GroupRow]) -> str:
 
 
 def as_markdown(rows: Sequence[GroupRow]) -> str:
-    """A markdown table; `|` within a name is escaped."""
+    """Return a markdown table; `|` within a name is escaped."""
     lines = [headings(), ["---"] * len(GroupRow._fields), *map(cells, rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
 def as_json(rows: Sequence[GroupRow]) -> str:
-    """A JSON list of objects, one for each group."""
+    """Return a JSON list of objects, one for each group."""
     return json.dumps([row._asdict() for row in rows], indent=2)
 
 
 def as_rich(rows: Sequence[GroupRow]) -> Any:
-    """A `rich.table.Table`, for a console. Needs the `rich` extra."""
+    """Return a `rich.table.Table`, for a console. Needs the `rich` extra."""
     table = import_module("rich.table").Table(title="parameter groups")
     for heading in headings():
         table.add_column(heading, overflow="fold")

@@ -62,7 +62,7 @@ def is_regrouped(param: Tensor, name: str) -> bool:
 
 
 def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
-    """The embeddings and output layers of a model, by the `id()` of their parameters. Tied parameters are included.
+    """Return a model's embeddings and output layers, by the `id()` of their parameters, tied parameters included.
 
     `roots` are its chunks without wrappers.
 
@@ -129,7 +129,7 @@ def _named(matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
 
 
 def fused_qkv_rows(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
-    """The rows of q, k and v in one query group, by the `id()` of a fused weight; with an output gate also its rows.
+    """Return the rows of q, k and v in a query group, by the `id()` of a fused weight; with an output gate also its rows.
 
     As in Megatron-Core, a fused weight is a matrix called `*linear_qkv.weight`. The innermost module around it with a
     transformer `config` says how many heads there are. A weight whose rows, on this rank, are not whole query groups is

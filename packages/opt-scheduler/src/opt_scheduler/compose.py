@@ -59,7 +59,7 @@ class Join(Schedule):
 
 
 def join(*schedules: ScheduleLike) -> Schedule:
-    """One schedule after another, each counting from its own step 0. A boundary belongs to the later schedule.
+    """Join schedules one after another, each counting from its own step 0. A boundary belongs to the later schedule.
 
     >>> from opt_scheduler import constant, linear
     >>> join(constant(1.0, steps=90), linear(1.0, 0.0, steps=10)).values([0, 90, 95, 100])
@@ -72,7 +72,7 @@ def join(*schedules: ScheduleLike) -> Schedule:
 
 
 def scale(schedule: ScheduleLike, factor: float) -> Schedule:
-    """`factor` times `schedule`.
+    """Return `factor` times `schedule`.
 
     >>> from opt_scheduler import linear
     >>> scale(linear(1.0, 0.0, steps=10), 0.5)(5)
@@ -106,7 +106,7 @@ class Clipped(Wrapped):
 
 
 def clip(schedule: ScheduleLike, *, low: float | None = None, high: float | None = None) -> Schedule:
-    """`schedule` kept between `low` and `high`. `boundaries` does not list the steps at which it reaches them.
+    """Keep `schedule` between `low` and `high`. `boundaries` does not list the steps at which it reaches them.
 
     >>> from opt_scheduler import linear
     >>> clip(linear(1.0, 0.0, steps=10), low=0.2).values([0, 7, 9])
@@ -153,7 +153,7 @@ class Moved(Schedule):
 
 
 def shift(schedule: ScheduleLike, steps: float) -> Schedule:
-    """`schedule` delayed by `steps`, with its first value until then. A negative `steps` moves it earlier.
+    """Delay `schedule` by `steps`, with its first value until then. A negative `steps` moves it earlier.
 
     >>> from opt_scheduler import linear
     >>> shift(linear(1.0, 0.0, steps=10), 5).values([0, 5, 10, 15])
@@ -163,7 +163,7 @@ def shift(schedule: ScheduleLike, steps: float) -> Schedule:
 
 
 def stretch(schedule: ScheduleLike, factor: float) -> Schedule:
-    """`schedule` made `factor` times as long. From steps to samples, `factor` is the batch size.
+    """Make `schedule` `factor` times as long. From steps to samples, `factor` is the batch size.
 
     >>> from opt_scheduler import linear
     >>> stretch(linear(1.0, 0.0, steps=10), 256)(1280)
@@ -173,7 +173,7 @@ def stretch(schedule: ScheduleLike, factor: float) -> Schedule:
 
 
 def cut(schedule: ScheduleLike, steps: float) -> Schedule:
-    """The first `steps` of `schedule`, then the value that it has there.
+    """Return the first `steps` of `schedule`, then the value that it has there.
 
     >>> from opt_scheduler import linear
     >>> cut(linear(1.0, 0.0, steps=10), 5).values([4, 5, 6])

@@ -47,7 +47,7 @@ def named(name: str, *, has_warmup: bool = False, **defaults: Any) -> Callable[[
 
 @named("constant", has_warmup=True)
 def constant(value: float, *, steps: float | None = None) -> Schedule:
-    """`value` at every step. With `steps` it has an end, so that another schedule can follow it in `join`.
+    """Return `value` at every step. With `steps` it has an end, so that another schedule can follow it in `join`.
 
     >>> constant(3e-4)(0), constant(3e-4)(10**9)
     (0.0003, 0.0003)
@@ -79,7 +79,7 @@ class Ramp(Timed):
 
 
 def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Schedule:
-    """From `start` at step 0 to `end` at step `steps`: end + f(n / steps) · (start - end), with f from `shapes.SHAPES`.
+    """Go from `start` at step 0 to `end` at `steps`: end + f(n / steps) · (start - end), with f from `shapes.SHAPES`.
 
     >>> ramp(1.0, 0.0, steps=100, shape="minus_sqrt").values([0, 25, 100, 101])
     [1.0, 0.5, 0.0, 0.0]
@@ -89,7 +89,7 @@ def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Sc
 
 @named("linear", has_warmup=True, end=0.0)
 def linear(start: float, end: float, *, steps: float) -> Schedule:
-    """A straight line.
+    """Follow a straight line.
 
     >>> linear(1.0, 0.0, steps=100).values([0, 25, 100, 101])
     [1.0, 0.75, 0.0, 0.0]
@@ -99,7 +99,7 @@ def linear(start: float, end: float, *, steps: float) -> Schedule:
 
 @named("cosine", has_warmup=True, end=0.0)
 def cosine(start: float, end: float, *, steps: float) -> Schedule:
-    """Half a cosine wave (https://arxiv.org/abs/1608.03983, equation 5). It does not rise again past its end.
+    """Follow half a cosine wave (https://arxiv.org/abs/1608.03983, equation 5). It does not rise again past its end.
 
     >>> cosine(1.0, 0.0, steps=100).values([0, 50, 100, 150])
     [1.0, 0.5, 0.0, 0.0]
@@ -109,7 +109,7 @@ def cosine(start: float, end: float, *, steps: float) -> Schedule:
 
 @named("minus_sqrt", has_warmup=True, end=0.0)
 def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
-    """1 - √r, the anneal that https://arxiv.org/abs/2405.18392 found best after a constant phase.
+    """Follow 1 - √r, the anneal that https://arxiv.org/abs/2405.18392 found best after a constant phase.
 
     >>> minus_sqrt(1.0, 0.0, steps=100).values([0, 25, 100])
     [1.0, 0.5, 0.0]
@@ -119,13 +119,13 @@ def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
 
 @named("minus_square", has_warmup=True, end=0.0)
 def minus_square(start: float, end: float, *, steps: float) -> Schedule:
-    """1 - r², slow at first."""
+    """Follow 1 - r², slow at first."""
     return ramp(start, end, steps=steps, shape="minus_square")
 
 
 @named("shifted_exponential", has_warmup=True, end=0.0)
 def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
-    """2 · 2^-r - 1, Megatron-Core's "exponential" anneal, shifted so that it can reach any `end`, 0 included.
+    """Follow 2 · 2^-r - 1, Megatron-Core's "exponential" anneal, shifted so that it can reach any `end`, 0 included.
 
     >>> [round(v, 6) for v in shifted_exponential(1.0, 0.0, steps=100).values([0, 50, 100])]
     [1.0, 0.414214, 0.0]
@@ -135,7 +135,7 @@ def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
 
 @named("polynomial", has_warmup=True, end=0.0)
 def polynomial(start: float, end: float, *, steps: float, power: float = 1.0) -> Schedule:
-    """end + (1 - r)^power · (start - end); power 1 is a line, larger powers fall faster at first.
+    """Follow end + (1 - r)^power · (start - end); power 1 is a line, larger powers fall faster at first.
 
     >>> polynomial(1.0, 0.0, steps=100, power=2).values([0, 50, 100])
     [1.0, 0.25, 0.0]
@@ -162,7 +162,7 @@ class Exponential(Timed):
 
 @named("exponential", has_warmup=True)
 def exponential(start: float, end: float, *, steps: float) -> Schedule:
-    """A true exponential, start · (end / start)^r. Both values must be more than 0.
+    """Follow a true exponential, start · (end / start)^r. Both values must be more than 0.
 
     >>> [round(v, 6) for v in exponential(1.0, 0.01, steps=100).values([0, 50, 100])]
     [1.0, 0.1, 0.01]
@@ -191,7 +191,7 @@ class Power(Timed):
 
 
 def power(start: float, *, exponent: float, timescale: float, steps: float | None = None) -> Schedule:
-    """start · (1 + n / timescale)^exponent: a power law of the step, as in https://arxiv.org/abs/2408.13359.
+    """Follow start · (1 + n / timescale)^exponent: a power law of the step, as in https://arxiv.org/abs/2408.13359.
 
     It ends at `steps` and keeps its value there; without `steps` it has no end.
 
@@ -203,7 +203,7 @@ def power(start: float, *, exponent: float, timescale: float, steps: float | Non
 
 @named("inverse_sqrt", has_warmup=True, timescale=None)
 def inverse_sqrt(start: float, *, timescale: float, steps: float | None = None) -> Schedule:
-    """start · √(timescale / (n + timescale)), the decay of https://arxiv.org/abs/1706.03762, section 5.3.
+    """Follow start · √(timescale / (n + timescale)), the decay of https://arxiv.org/abs/1706.03762, section 5.3.
 
     After a warmup of `timescale` steps it is start · √(warmup / step).
 
@@ -244,7 +244,7 @@ class PiecewiseLinear(Schedule):
 
 
 def piecewise_linear(*points: tuple[float, float]) -> Schedule:
-    """Straight lines between (step, value) points, the first at step 0.
+    """Draw straight lines between (step, value) points, the first at step 0.
 
     >>> piecewise_linear((0, 0.0), (10, 1.0), (110, 0.0)).values([0, 5, 10, 60, 200])
     [0.0, 0.5, 1.0, 0.5, 0.0]

@@ -12,7 +12,7 @@ from .schedule import Schedule, ScheduleLike, as_schedule
 
 
 def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: str = "linear") -> Schedule:
-    """A rise from `start` to the first value of `schedule` over `steps`, then `schedule` from its own step 0.
+    """Rise from `start` to the first value of `schedule` over `steps`, then `schedule` from its own step 0.
 
     With `start=0` the update at step 0 changes nothing; `start=peak / steps` avoids that. `steps=0` adds no warmup.
 
@@ -28,7 +28,7 @@ def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: s
 def cooldown(
     schedule: ScheduleLike, *, at: float, steps: float, end: float = 0.0, shape: str = "minus_sqrt"
 ) -> Schedule:
-    """`schedule` until step `at`, then from its value there down to `end` over `steps`.
+    """Follow `schedule` until step `at`, then go from its value there down to `end` over `steps`.
 
     This branches a finished model off a run that continues with `schedule`.
 
@@ -54,7 +54,7 @@ def wsd(
     end: float = 0.0,
     shape: str = "minus_sqrt",
 ) -> Schedule:
-    """Warmup, stable, decay (https://arxiv.org/abs/2404.06395). `repeat` or `join` several of them for WSD-S.
+    """Warm up, stay, decay (https://arxiv.org/abs/2404.06395). `repeat` or `join` several of them for WSD-S.
 
     Pass the length of all three as `steps`, or that of the stable phase as `stable_steps`.
 
@@ -91,7 +91,7 @@ def one_cycle(
     end: float = 0.0,
     shape: str = "cosine",
 ) -> Schedule:
-    """One rise to `peak` and one fall (https://arxiv.org/abs/1708.07120). `start` is peak / 25 by default.
+    """Rise once to `peak` and fall once (https://arxiv.org/abs/1708.07120). `start` is peak / 25 by default.
 
     torch's OneCycleLR(total_steps=T, pct_start=p) is up_steps=p·T - 1, down_steps=T - p·T, end=start / 1e4.
 
@@ -105,7 +105,7 @@ def one_cycle(
 
 @named("cyclic")
 def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times: int | None = None) -> Schedule:
-    """Triangles between two values (https://arxiv.org/abs/1506.01186), `times` of them, or forever.
+    """Repeat triangles between two values (https://arxiv.org/abs/1506.01186), `times` of them, or forever.
 
     >>> cyclic(0.0, 1.0, up_steps=2, down_steps=4).values([0, 1, 2, 4, 6, 7])
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
@@ -116,7 +116,7 @@ def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times
 
 @named("piecewise_constant")
 def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Schedule:
-    """`values[0]` until step `at[0]`, then `values[1]` until step `at[1]`, and so on.
+    """Keep `values[0]` until step `at[0]`, then `values[1]` until step `at[1]`, and so on.
 
     >>> piecewise_constant([1.0, 0.1, 0.01], at=[100, 150]).values([0, 99, 100, 149, 150])
     [1.0, 1.0, 0.1, 0.1, 0.01]
@@ -140,7 +140,7 @@ def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Sched
 
 @named("step_decay")
 def step_decay(start: float, *, factor: float, every: float, times: int) -> Schedule:
-    """`start`, multiplied by `factor` after every `every` steps, `times` times in all.
+    """Multiply `start` by `factor` after every `every` steps, `times` times in all.
 
     >>> step_decay(1.0, factor=0.5, every=10, times=2).values([0, 9, 10, 20, 1000])
     [1.0, 1.0, 0.5, 0.25, 0.25]

@@ -141,7 +141,7 @@ def _not_numbers(s: Settings) -> Iterator[str]:
 
 
 def bounds_problems(s: Settings, bounds: Bounds) -> Iterator[str]:
-    """One sentence for each reason why a group cannot anneal between these bounds, which it overrides or takes."""
+    """Yield a sentence for each reason why a group cannot anneal between these bounds, which it overrides or takes."""
     for name, value in bounds._asdict().items():
         if isinstance(value, str) or not value >= 0:
             yield f"{name}={value!r} must be a number, at least 0"
