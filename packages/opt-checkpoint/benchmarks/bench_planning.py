@@ -34,8 +34,9 @@ from measure import highest_resident_bytes, write_results
 from opt_checkpoint import ShardedTensor, load, read_index
 from opt_checkpoint.boxes import boxes_of
 from opt_checkpoint.dcp.layout import MAIN, LocalContents, LocalLayout
-from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, Offer, PlanCache
-from opt_checkpoint.dcp.saving import CheckpointWriter, ShardedSavePlanner, WrittenFile
+from opt_checkpoint.dcp.plan import AssignedParts, Offer, PlanCache
+from opt_checkpoint.dcp.saving import agree, assign, describe, take, to_cache
+from opt_checkpoint.dcp.writing import CheckpointWriter, WrittenFile
 from opt_checkpoint.disk.archives import dump_object
 from opt_checkpoint.disk.data_file import crc32, file_header
 from opt_checkpoint.disk.index import COMMON_KEY, PIECE_BYTES, ByteRange, StoredFile, StoredTensors
@@ -68,7 +69,7 @@ def shards_of_rank(params: int, states: int, tensor_parallel: int, ranks: int, r
 
 
 def contents_of(shards: Sequence[ShardedTensor]) -> LocalContents:
-    """The message of one rank to the coordinator."""
+    """The message of one rank to rank 0."""
     held = [(shard, tuple(boxes_of(shard))) for shard in shards]
     layout = LocalLayout.of(held, [MAIN] * len(held))
     return LocalContents(layout=layout, digests=np.zeros(0, np.int64))
@@ -110,43 +111,41 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     remembered = cache.plan.name
     layouts = [own.layout for own in contents if own.layout is not None]
     offers = [pickle.dumps(Offer({}, layout.fingerprint, b"", remembered)) for layout in layouts]
-    planner = ShardedSavePlanner({}, cache=cache)
     save_id = uuid.uuid4().hex
     (store, name) = target_at(path)
     temporary = path.parent / store.folder(name, save_id)
     writer = CheckpointWriter(path, save_id, details={}, target=None, replace=False)
-    planner.describe(0, {})
+    held = describe({}, 0, policy="equal", cached=cache.plan)
     clock = Clock()
-    planner.accept([pickle.loads(offer) for offer in offers])
-    is_cached = planner.is_cached
+    agreed = agree("equal", [pickle.loads(offer) for offer in offers])
     clock.lap("agree")
-    sent = [LocalContents(layout=None if is_cached else o.layout, digests=o.digests) for o in contents]
+    sent = [LocalContents(layout=None if agreed.is_cached else o.layout, digests=o.digests) for o in contents]
     messages = [pickle.dumps(own) for own in sent]
     clock.lap()
     received = [pickle.loads(message) for message in messages]
     clock.lap("unpickle plans")
-    assigned_parts = planner.assign(received)
+    assigned = assign(held, agreed, received)
     clock.lap("global plan")
-    messages_back = writer.begin(planner)
+    messages_back = writer.begin(assigned)
     clock.lap("prepare")
-    answers = [pickle.dumps(answer) for answer in zip(assigned_parts, messages_back, strict=True)]
+    answers = [pickle.dumps(answer) for answer in zip(assigned.to_ranks, messages_back, strict=True)]
     clock.lap("pickle plans")
     results = []
     common = dump_object({}, "common")
     for rank, answer in enumerate(answers):
-        assigned = pickle.loads(answer)[0] or ranks_remember[rank]
-        ranks_remember[rank] = assigned
+        parts = pickle.loads(answer)[0] or ranks_remember[rank]
+        ranks_remember[rank] = parts
         place = ByteRange(file="__0_0.distcp", start=64, nbytes=len(common), sums=(crc32(common),), archive=True)
-        own = written_by(rank, assigned, {COMMON_KEY: place} if rank == 0 else {})
+        own = written_by(rank, parts, {COMMON_KEY: place} if rank == 0 else {})
         with (temporary / own.name).open("wb") as file:
             file.write(file_header(messages_back[0]) + (common if rank == 0 else b""))
             file.truncate(own.stored.size)
         results.append(pickle.dumps(own))
-    cache.plan = CachedPlan(planner.plan_name, 0, ranks_remember[0], planner.plan)
+    cache.plan = to_cache(agreed, take(held, ranks_remember[0], assigned), assigned)
     clock.lap()
     unpickled = [pickle.loads(result) for result in results]
     clock.lap("unpickle results")
-    writer.finish(planner, unpickled)
+    writer.finish(assigned, unpickled)
     clock.lap("index, .metadata, manifest")
     clock.steps |= {"rank 0, all": sum(clock.steps.values()), "rank 0, all, of the processor": clock.cpu}
     tensors = read_index(path).tensors

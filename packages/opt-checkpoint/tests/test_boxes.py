@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from opt_checkpoint import ShardedTensor
 from opt_checkpoint.boxes import Box, boxes_of, columns_of, cut_flat_range, overlapping_pairs
+from opt_checkpoint.dcp.writing import reorder_runs
 from opt_checkpoint.state.tensors import Cut, one_run
 
 SHAPES = st.lists(st.integers(1, 6), max_size=5).map(tuple)
@@ -85,3 +86,14 @@ def test_uneven_parts_are_accepted_only_if_both_readings_agree() -> None:
     assert [one_run(9, cuts(dp, tp, 4, 2)) for dp, tp in ((3, 0), (3, 1), (0, 0))] == [None, None, range(2)]
     assert one_run(8, [Cut(0, 2, split_factor=2)]) is None  # a part of each of several runs
     assert (one_run(5, []), one_run(2, [Cut(2, 3)])) == (range(5), range(0))
+
+
+@given(st.lists(st.integers(0, 4), max_size=9).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(len(n))))))
+@settings(max_examples=300)
+def test_reordered_runs_keep_their_values(drawn: tuple[list[int], list[int]]) -> None:
+    lengths, order = drawn
+    values = np.arange(sum(lengths), dtype="<u4")
+    runs = np.split(values, np.cumsum(lengths)[:-1]) if lengths else []
+    expected = [value for part in order for value in runs[part].tolist()]
+    columns = np.array(lengths, np.int64), np.array(order, np.int64)
+    assert reorder_runs(values, *columns).tolist() == expected

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, flat_bounds
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -115,6 +116,26 @@ def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
         whole = Box((0,) * shard.prepend_axis_num + local.offsets, prepended + local.sizes)
         yield FlatBox(whole.moved(shard.global_offset), position, position + whole.numel)
         position += whole.numel
+
+
+def view_of(shard: ShardedTensor, flat_box: FlatBox, part: Box) -> Tensor:
+    """Return the values of `part`, a box within a box of the shard, as a view of the shard's data.
+
+    Args:
+        shard: the shard, with data.
+        flat_box: one of `boxes_of(shard)`.
+        part: a box inside `flat_box.box`, in global coordinates.
+    """
+    if shard.data is None:
+        raise CheckpointValueError(f"{shard.key} has no data")
+    values = shard.data.detach()
+    if shard.flattened_range is not None:
+        if not values.is_contiguous():
+            raise CheckpointValueError(f"{shard.key} holds a flat range in memory that is not contiguous")
+        values = values[flat_box.start : flat_box.stop].view(flat_box.box.sizes)
+    elif shard.prepend_axis_num:
+        values = values[(None,) * shard.prepend_axis_num]
+    return values if part == flat_box.box else flat_box.box.part_of(values, part)
 
 
 def split_rows(box: Box, parts: int) -> Iterator[Box]:

@@ -29,7 +29,7 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.run.ranks import Turns, from_all, from_first, through_first
+from opt_checkpoint.run.ranks import Turns, from_all, from_rank_0, through_rank_0
 
 
 class Counted(ThreadRanks):
@@ -136,8 +136,8 @@ def test_an_exchange_completes_and_raises_on_every_rank(kind: type[BaseException
         if where == "all":
             return from_all(ranks, fail, "it")
         if where == "first":
-            return from_first(ranks, fail, "it")
-        return through_first(ranks, fail if where == "each" else int, fail if where == "combined" else len, "it")
+            return from_rank_0(ranks, fail, "it")
+        return through_rank_0(ranks, fail if where == "each" else int, fail if where == "combined" else len, "it")
 
     results = on_threads(2, work)
     if where in ("first", "combined") and culprit == 1:
@@ -176,8 +176,8 @@ def test_threads_on_one_group_take_turns_in_the_order_of_rank_zero() -> None:
 def test_a_value_that_does_not_pickle_is_an_error_on_every_rank() -> None:
     for act in (
         lambda ranks: from_all(ranks, threading.Lock if ranks.rank else int, "it"),
-        lambda ranks: from_first(ranks, threading.Lock, "it"),
-        lambda ranks: through_first(ranks, int, lambda _: threading.Lock(), "it"),
+        lambda ranks: from_rank_0(ranks, threading.Lock, "it"),
+        lambda ranks: through_rank_0(ranks, int, lambda _: threading.Lock(), "it"),
     ):
         error = error_on_all(2, act)
         assert isinstance(error, CheckpointFailedError)

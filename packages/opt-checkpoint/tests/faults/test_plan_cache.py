@@ -28,7 +28,8 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.dcp.plan import GlobalPlan
-from opt_checkpoint.dcp.saving import CheckpointWriter, ShardedSavePlanner
+from opt_checkpoint.dcp.writing import CheckpointWriter
+from opt_checkpoint.run import save_load
 from opt_checkpoint.run.series import step_name
 
 
@@ -184,15 +185,15 @@ def test_two_saves_at_once_with_one_cache_do_not_take_each_others_plan(
 ) -> None:
     """The second began once the first had agreed to use the cached plan: values went under the other's keys."""
     cache = PlanCache()
-    accept = ShardedSavePlanner.accept
+    agree = save_load.agree
     save(rows_of("w", wholes(1), [], 0), tmp_path / "1", plans=cache)
 
-    def interrupted(planner: ShardedSavePlanner, offers: Any) -> None:
-        accept(planner, offers)
-        monkeypatch.setattr(ShardedSavePlanner, "accept", accept)
+    def interrupted(policy: str, offers: Any) -> Any:
+        monkeypatch.setattr(save_load, "agree", agree)
         save(rows_of("other", wholes(3), [], 0), tmp_path / "other", plans=cache)
+        return agree(policy, offers)
 
-    monkeypatch.setattr(ShardedSavePlanner, "accept", interrupted)
+    monkeypatch.setattr(save_load, "agree", interrupted)
     save(rows_of("w", wholes(2), [], 0), tmp_path / "2", plans=cache)
     assert list(read_index(tmp_path / "2").tensors) == ["w"]
     assert torch.equal(saved_values(tmp_path / "2", "w")["w"], wholes(2))

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_checkpoint.boxes import Box, boxes_of, row_major_strides, split_rows
+from opt_checkpoint.boxes import Box, row_major_strides, split_rows, view_of
 from opt_checkpoint.convert.name_maps import Described, Piece, to_ours, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NamePattern, NameRule, fingerprint, names_of
 from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
-from opt_checkpoint.dcp.saving import ShardedSavePlanner, view_of
+from opt_checkpoint.dcp.saving import Assigned, Held, Taken
 from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.checkpoint import Opened, read_common, read_index
 from opt_checkpoint.disk.data_file import bytes_view
@@ -44,12 +44,12 @@ from opt_checkpoint.disk.index import (
     StoredTensor,
 )
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
-from opt_checkpoint.run.ranks import from_first, ranks_of, same_everywhere, through_first
+from opt_checkpoint.run.ranks import from_rank_0, ranks_of, same_everywhere, through_rank_0
 from opt_checkpoint.run.save_load import LoadReport, PathLike, carry_out_load, carry_out_save, save
 from opt_checkpoint.state.factory import ShardedTensorFactory
-from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedStateDict, ShardedTensor, path_text
 from opt_checkpoint.state.tensors import dtype_from_name, sharded_like
-from opt_checkpoint.state.tree import FlatState, leaves, path_text
+from opt_checkpoint.state.tree import leaves
 from opt_checkpoint.store import AnyPath
 from opt_checkpoint.store.directory import Directory
 from opt_checkpoint.store.paths import local_path
@@ -93,22 +93,21 @@ def save_safetensors(
     """
     ranks = ranks_of(process_group)
     what = f"exporting to {folder}"
-    planner = ShardedSavePlanner(state)
 
     def new_writer() -> _Writer:
         if others := [path_text(path) for path, value in leaves(state) if not isinstance(value, _SAVED)]:
             raise CheckpointValueError(f"safetensors files hold tensors only; leave out {', '.join(others[:8])}")
         return _Writer(local_path(folder, _FOLDER), names, dtype, shard_bytes)
 
-    def finish(writer: _Writer) -> None:
-        through_first(ranks, lambda: writer.check_tied(planner.flat), lambda _: writer.commit(), what)
+    def finish(writer: _Writer, held: Held) -> None:
+        through_rank_0(ranks, lambda: writer.check_tied(held), lambda _: writer.commit(), what)
 
     arguments = {"names": fingerprint(names), "dtype": dtype, "shard_bytes": shard_bytes}
-    carry_out_save(ranks, planner, new_writer, what, arguments, then=finish)
+    carry_out_save(ranks, state, new_writer, what, arguments, then=finish)
 
 
 class _WriteTo(NamedTuple):
-    """The coordinator's message to a rank.
+    """The message of rank 0 to a rank.
 
     Args:
         folder: the temporary directory, in the parent of the target.
@@ -140,10 +139,10 @@ class _Writer:
     def temporary(self) -> Path:
         return self._store.path(self._store.folder(self.path.name, self._save_id))
 
-    def begin(self, planner: ShardedSavePlanner) -> list[_WriteTo]:
-        """On the coordinator, assign every array to a file and create the files with their headers."""
-        plan = planner.plan
-        tensors = planner.plan.tensors
+    def begin(self, assigned: Assigned) -> list[_WriteTo]:
+        """Assign every array to a file, and create the files with their headers; on rank 0."""
+        tensors = assigned.plan.tensors
+        parts = assigned.plan.parts
         described: dict[str, Described] = {}
         columns = (tensors.key.tolist(), tensors.dtype.tolist(), tensors.ndim.tolist(), tensors.shape.tolist())
         for key, dtype, ndim, shape in zip(*columns, strict=True):
@@ -154,8 +153,7 @@ class _Writer:
         self._store.begin(self.path.name, self._save_id)
         self._store.write_small(self.temporary.name, self._layout.headers)
         keys: list[dict[str, None]] = [{} for _ in range(tensors.ranks)]
-        written = tensors.key[tensors.owner[plan.parts.box]]
-        for rank, key in zip(plan.parts.rank.tolist(), written.tolist(), strict=True):
+        for rank, key in zip(parts.rank.tolist(), tensors.box_key[parts.box].tolist(), strict=True):
             keys[rank][tensors.keys[key]] = None
         messages = []
         for of_rank in keys:
@@ -165,11 +163,11 @@ class _Writer:
             messages.append(_WriteTo(self.temporary.name, pieces, mapped.tied, arrays))
         return messages
 
-    def write(self, to: _WriteTo, planner: ShardedSavePlanner) -> int:
+    def write(self, to: _WriteTo, taken: Taken) -> int:
         """Write this rank's boxes of all arrays and sync them; returns the number of bytes."""
         self._to = to
         by_file: dict[str, list[tuple[Tensor, Box, Piece]]] = defaultdict(list)
-        for key, box, values in planner.parts():
+        for key, box, values in taken.parts():
             for piece in to.pieces.get(key, ()):
                 if piece.box.overlap(box) is not None:
                     by_file[to.arrays[piece.theirs].file].append((values, box, piece))
@@ -182,23 +180,23 @@ class _Writer:
                         nbytes += len(raw)
         return nbytes
 
-    def finish(self, planner: ShardedSavePlanner, written: list[int]) -> None:
-        """On the coordinator, write the index after all arrays."""
+    def finish(self, assigned: Assigned, written: Sequence[int]) -> None:
+        """Write the index after all arrays, on rank 0."""
         if sum(written) != self._layout.nbytes:
             raise CheckpointValueError(f"{sum(written)} bytes were written, {self._layout.nbytes} were planned")
         self._store.write_small(self.temporary.name, self._layout.encode_index())
 
-    def check_tied(self, flat: FlatState) -> None:
+    def check_tied(self, held: Held) -> None:
         """Compare this rank's tied tensors with the written values of the tensors that they are tied to.
 
         Raises:
             CheckpointMismatchError: the values differ.
         """
         assert self._to is not None
-        for shard in flat.tensors.values():
-            for piece, held in itertools.product(self._to.tied.get(shard.key, ()), boxes_of(shard)):
+        for shard, boxes in held.shards:
+            for piece, flat_box in itertools.product(self._to.tied.get(shard.key, ()), boxes):
                 array = self._to.arrays[piece.theirs]
-                for position, raw in _runs(view_of(shard, held, held.box), held.box, piece, array):
+                for position, raw in _runs(view_of(shard, flat_box, flat_box.box), flat_box.box, piece, array):
                     stored = memoryview(bytearray(len(raw)))
                     self._store.read_into(f"{self._to.folder}/{array.file}", position, stored)
                     if stored != raw:
@@ -207,7 +205,7 @@ class _Writer:
                         )
 
     def commit(self) -> None:
-        """On the coordinator, rename the folder to its final name after all ranks have finished."""
+        """Rename the folder to its final name, on rank 0, after all ranks have finished."""
         self._store.commit(self.path.name, self._save_id, {})
 
     def abandon(self) -> None:
@@ -228,8 +226,7 @@ def _runs(values: Tensor, box: Box, piece: Piece, array: Array) -> Iterator[tupl
         return
     for part in split_rows(shared, -(-shared.numel * values.element_size() // _COPY_BYTES)):
         converted = box.part_of(values, part).to(array.dtype)
-        offsets = tuple(o - b for o, b in zip(part.offsets, piece.box.offsets))
-        region = piece.within.region(offsets, part.sizes)
+        region = piece.within.region(part.within(piece.box), part.sizes)
         raw = bytes_view(contiguous(piece.within.as_stored(converted)))
         strides = [n * array.dtype.itemsize for n in row_major_strides(region.chunk)]
         # The region is complete along all axes after `axis`, so its part at one index of the axes before is one run.
@@ -282,7 +279,7 @@ def load_safetensors(
     given = Path(str(folder)).absolute()
     same_everywhere(ranks, "loading", folder=given, names=fingerprint(names), strict=strict, dtype=dtype)
     source = local_path(folder, _FOLDER)
-    index = from_first(ranks, lambda: _index_of(source, names), f"loading {source}")
+    index = from_rank_0(ranks, lambda: _index_of(source, names), f"loading {source}")
     planner = ShardedLoadPlanner(state, Opened(index=index, common={}), strict=strict, dtype=dtype)
     return carry_out_load(ranks, planner, threads=threads, verify="none")
 

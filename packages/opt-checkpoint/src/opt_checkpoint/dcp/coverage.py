@@ -12,9 +12,8 @@ import numpy as np
 from opt_checkpoint.boxes import Array, Box, overlapping_pairs
 from opt_checkpoint.dcp.layout import MAIN, MAY_REPEAT, PLAIN, LocalLayout
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.sharded import Shape, ShardedObject, is_main_replica
+from opt_checkpoint.state.sharded import Path, Shape, ShardedObject, is_main_replica, path_text
 from opt_checkpoint.state.tensors import dtype_from_name
-from opt_checkpoint.state.tree import Path, path_text
 
 _SHOWN = 8
 _EXACT = 1 << 62  # above, products of sizes are computed by Python
@@ -35,9 +34,11 @@ class TensorsOfRanks:
         dtype: (t,) index of the dtype.
         ndim: (t,) number of axes.
         shape: (t, axes) global shape; axes that a tensor lacks count 1.
-        main: (t,) whether this is a main replica.
+        main: (t,) whether this is a main replica: coverage counts these; any rank that holds the box may write it.
         may_repeat: (t,) whether there is a digest of the values.
         owner: (b,) the index of the tensor of each box.
+        box_key: (b,) the index of its key.
+        box_rank: (b,) the rank that holds it, ascending.
         offsets: (b, axes) its offsets; 0 on axes that a tensor lacks.
         sizes: (b, axes) its sizes; 1 on axes that a tensor lacks.
         usable: (b,) whether its holder may write it.
@@ -56,6 +57,8 @@ class TensorsOfRanks:
     main: Array
     may_repeat: Array
     owner: Array
+    box_key: Array
+    box_rank: Array
     offsets: Array
     sizes: Array
     usable: Array
@@ -63,44 +66,49 @@ class TensorsOfRanks:
     first_of_key: Array
 
     @classmethod
-    def of(cls, layouts: Sequence[LocalLayout], *, only_first: bool) -> TensorsOfRanks:
-        """The columns of all ranks, with one main replica of every plain tensor, on the first rank that holds it.
+    def of(cls, layouts: Sequence[LocalLayout], *, first_holder_only: bool) -> TensorsOfRanks:
+        """Return the columns of all ranks. Of a plain tensor, the first rank that holds it has the main replica.
 
         Args:
             layouts: by rank.
-            only_first: whether the other ranks' copies of plain tensors may not be written, because they may differ.
+            first_holder_only: whether the other ranks' copies of plain tensors may not be written, because they may
+                differ.
         """
         keys = dict[str, int]()
         dtypes = dict[str, int]()
         key = np.fromiter((keys.setdefault(k, len(keys)) for layout in layouts for k in layout.keys), np.int64)
         dtype = np.fromiter((dtypes.setdefault(n, len(dtypes)) for layout in layouts for n in layout.dtypes), np.int64)
-        ndim = np.concatenate([layout.ndim for layout in layouts])
+        itemsize = np.array([dtype_from_name(name).itemsize for name in dtypes] or [1])  # (dtypes,)
+        rank = np.repeat(np.arange(len(layouts)), [len(layout.keys) for layout in layouts])
         flags = np.concatenate([layout.flags for layout in layouts])
-        owner = np.repeat(np.arange(len(key)), np.concatenate([layout.boxes for layout in layouts]))
-        plain = np.flatnonzero(flags & PLAIN)
-        again = np.ones(len(plain), bool)
-        again[np.unique(key[plain], return_index=True)[1]] = False
-        main = flags & MAIN > 0
-        copies = np.zeros(len(key), bool)
-        main[plain[again]] = False
-        copies[plain[again]] = only_first
+        ndim = np.concatenate([layout.ndim for layout in layouts])
         axes = max(1, int(ndim.max(initial=0)))
+        owner = np.repeat(np.arange(len(key)), np.concatenate([layout.boxes for layout in layouts]))
+        shapes = np.concatenate([layout.shapes for layout in layouts])  # one after another, as offsets and sizes
+        offsets = np.concatenate([layout.offsets for layout in layouts])
+        sizes = np.concatenate([layout.sizes for layout in layouts])
+        copies = _later_copies(key, flags & PLAIN > 0)
+        usable = np.full(len(owner), True)
+        if first_holder_only:
+            usable = ~copies[owner]
         return cls(
             keys=list(keys),
             dtype_names=list(dtypes),
             ranks=len(layouts),
             key=key,
-            rank=np.repeat(np.arange(len(layouts)), [len(layout.keys) for layout in layouts]),
+            rank=rank,
             dtype=dtype,
             ndim=ndim,
-            shape=_padded(np.concatenate([layout.shapes for layout in layouts]), ndim, axes, 1),
-            main=main,
+            shape=_padded(shapes, ndim, axes, 1),
+            main=(flags & MAIN > 0) & ~copies,
             may_repeat=flags & MAY_REPEAT > 0,
             owner=owner,
-            offsets=_padded(np.concatenate([layout.offsets for layout in layouts]), ndim[owner], axes, 0),
-            sizes=_padded(np.concatenate([layout.sizes for layout in layouts]), ndim[owner], axes, 1),
-            usable=~copies[owner],
-            itemsize=np.array([dtype_from_name(name).itemsize for name in dtypes] or [1])[dtype],
+            box_key=key[owner],
+            box_rank=rank[owner],
+            offsets=_padded(offsets, ndim[owner], axes, 0),
+            sizes=_padded(sizes, ndim[owner], axes, 1),
+            usable=usable,
+            itemsize=itemsize[dtype],
             first_of_key=np.unique(key, return_index=True)[1],
         )
 
@@ -112,6 +120,15 @@ class TensorsOfRanks:
     def shape_of(self, number: int) -> Shape:
         """The global shape of a held tensor."""
         return tuple(self.shape[number, : self.ndim[number]].tolist())
+
+
+def _later_copies(key: Array, is_plain: Array) -> Array:
+    """(t,) whether a plain tensor has the key of an earlier one."""
+    plain = np.flatnonzero(is_plain)
+    first = np.unique(key[plain], return_index=True)[1]
+    copies: Array = is_plain.copy()
+    copies[plain[first]] = False
+    return copies
 
 
 def _padded(values: Array, ndim: Array, axes: int, fill: int) -> Array:
@@ -132,70 +149,88 @@ def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Seque
         CheckpointingException: tensors of one key differ in dtype or global shape, overlap or leave a hole, objects
             are missing or double. All problems are reported at once, with keys and ranks.
     """
-    problems: dict[int, str] = {}
-    for number, text in _tensor_problems(tensors):
-        problems.setdefault(number, text)
-    texts = [f"{tensors.keys[number]}: {text}" for number, text in sorted(problems.items())]
-    ranks = defaultdict[str, list[int]](list)
-    of_key = dict[str, set[str]]()
-    shapes = {item.key: item.global_shape for items in objects for item in items}
-    for rank, items in enumerate(objects):
-        for item in items:
-            mains = of_key.setdefault(item.key, set())  # of a key that only replicas hold it stays empty
-            if is_main_replica(item.replica_id):
-                ranks[item.unique_key].append(rank)
-                mains.add(item.unique_key)
-    texts += [f"Duplicate ShardedObject keys: {k} on ranks {r}" for k, r in ranks.items() if len(r) > 1]
-    for key, mains in of_key.items():
-        if len(mains) != math.prod(shapes[key]):
-            texts.append(f"{key}: {len(mains)} of {math.prod(shapes[key])} ShardedObject are missing or too many")
+    first_problem: dict[int, str] = {}  # of each key
+    for number, text in (*_misfits(tensors), *_overlaps(tensors), *_holes(tensors)):
+        first_problem.setdefault(number, text)
+    texts = [f"{tensors.keys[number]}: {text}" for number, text in sorted(first_problem.items())]
+    texts += _object_problems(objects)
     if texts:
         more = f"\n... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
         raise CheckpointValueError("the ranks' states do not fit together:\n" + "\n".join(texts[:_SHOWN]) + more)
 
 
-def _tensor_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
-    """Index and problem of each key whose dtype or shape differs between ranks, or whose main replicas overlap or do
-    not cover it. Disjoint boxes cover a tensor if their volumes add up."""
-    t = tensors
-    first = t.first_of_key[t.key]
-    same = (t.dtype == t.dtype[first]) & (t.ndim == t.ndim[first]) & (t.shape == t.shape[first]).all(axis=1)
-    for number in np.flatnonzero(~same).tolist():
-        a, b = (
+def _object_problems(objects: Sequence[Sequence[ShardedObject]]) -> Iterator[str]:
+    ranks = defaultdict[str, list[int]](list)
+    mains_of_key = dict[str, set[str]]()  # empty for a key that only replicas hold
+    shapes = {item.key: item.global_shape for items in objects for item in items}
+    for rank, items in enumerate(objects):
+        for item in items:
+            mains = mains_of_key.setdefault(item.key, set())
+            if is_main_replica(item.replica_id):
+                ranks[item.unique_key].append(rank)
+                mains.add(item.unique_key)
+    for key, holders in ranks.items():
+        if len(holders) > 1:
+            yield f"Duplicate ShardedObject keys: {key} on ranks {holders}"
+    for key, mains in mains_of_key.items():
+        count = math.prod(shapes[key])
+        if len(mains) != count:
+            yield f"{key}: {len(mains)} of {count} ShardedObject are missing or too many"
+
+
+def _misfits(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
+    """Index and problem of each key whose dtype or shape differs between ranks."""
+    first = t.first_of_key[t.key]  # (t,)
+    has_shape = (t.ndim == t.ndim[first]) & (t.shape == t.shape[first]).all(axis=1)
+    for number in np.flatnonzero(~has_shape | (t.dtype != t.dtype[first])).tolist():
+        held = [
             f"rank {t.rank[n]} has {t.dtype_names[t.dtype[n]]} {list(t.shape_of(n))}" for n in (first[number], number)
-        )
-        yield int(t.key[number]), f"{a}, {b}"
-    mains = np.flatnonzero(t.main[t.owner] & t.usable)
-    key_of_main = t.key[t.owner[mains]]
-    for left, right in overlapping_pairs(key_of_main, t.offsets[mains], t.sizes[mains]):
-        for numbers in np.sort(mains[np.stack([left, right], axis=1)], axis=1).tolist():
-            box, other_box = map(t.box, numbers)
-            rank, other = (int(t.rank[t.owner[number]]) for number in numbers)
-            copies = "" if rank == other or box != other_box else "; of equal copies, only one may have replica_id 0"
+        ]
+        yield int(t.key[number]), ", ".join(held)
+
+
+def _overlaps(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
+    """Index and problem of each key whose main replicas overlap."""
+    mains = np.flatnonzero(t.main[t.owner] & t.usable)  # (mains,) boxes
+    for left, right in overlapping_pairs(t.box_key[mains], t.offsets[mains], t.sizes[mains]):
+        pairs = np.sort(mains[np.stack([left, right], axis=1)], axis=1)  # (pairs, 2)
+        for number, other_number in pairs.tolist():
+            box = t.box(number)
+            other = t.box(other_number)
+            rank = t.box_rank[number]
+            other_rank = t.box_rank[other_number]
+            are_copies = rank != other_rank and box == other
+            hint = "; of equal copies, only one may have replica_id 0" if are_copies else ""
             yield (
-                int(t.key[t.owner[numbers[0]]]),
-                f"Invalid access pattern: rank {rank} holds {_span(box)} and rank {other} {_span(other_box)}, "
+                int(t.box_key[number]),
+                f"Invalid access pattern: rank {rank} holds {_span(box)} and rank {other_rank} {_span(other)}, "
                 f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
                 f"different keys, as add_prefix_for_sharding gives them, or for parts of one model "
-                f"sharded_model(model, groups=...){copies}",
+                f"sharded_model(model, groups=...){hint}",
             )
-    shape = t.shape[t.first_of_key]
-    covered = np.zeros(len(t.keys), np.int64)
-    np.add.at(covered, key_of_main, np.prod(t.sizes[mains], axis=1))
-    huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
-    for key in np.flatnonzero(huge | (covered != np.prod(shape, axis=1))).tolist():
+
+
+def _holes(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
+    """Index and problem of each key that its main replicas do not cover: disjoint boxes do if their volumes add up."""
+    mains = np.flatnonzero(t.main[t.owner] & t.usable)  # (mains,) boxes
+    shape = t.shape[t.first_of_key]  # (keys, axes)
+    covered = np.zeros(len(t.keys), np.int64)  # elements
+    np.add.at(covered, t.box_key[mains], np.prod(t.sizes[mains], axis=1))
+    is_huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
+    for key in np.flatnonzero(is_huge | (covered != np.prod(shape, axis=1))).tolist():
         total = math.prod(shape[key].tolist())
-        if covered[key] != total:
-            ranks = sorted(set(t.rank[t.owner[mains]][key_of_main == key].tolist()))
-            others = sorted(set(t.rank[(t.key == key) & ~t.main].tolist()))
-            replicas = f"; ranks {others} hold replicas, of which none is main (replica_id=0)" if others else ""
-            yield (
-                key,
-                f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "
-                f"{list(t.shape_of(int(t.first_of_key[key])))} (ranks {ranks}){replicas}; a shard is missing. If ranks "
-                f"have different parts of one model, or rank 0 lacks one of its buffers, pass "
-                f"sharded_model(model, groups=...) or register the buffer on every rank",
-            )
+        if covered[key] == total:
+            continue
+        ranks = sorted(set(t.box_rank[mains[t.box_key[mains] == key]].tolist()))
+        others = sorted(set(t.rank[(t.key == key) & ~t.main].tolist()))
+        replicas = f"; ranks {others} hold replicas, of which none is main (replica_id=0)" if others else ""
+        yield (
+            key,
+            f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "
+            f"{list(t.shape_of(int(t.first_of_key[key])))} (ranks {ranks}){replicas}; a shard is missing. If ranks "
+            f"have different parts of one model, or rank 0 lacks one of its buffers, pass "
+            f"sharded_model(model, groups=...) or register the buffer on every rank",
+        )
 
 
 def _span(box: Box) -> str:

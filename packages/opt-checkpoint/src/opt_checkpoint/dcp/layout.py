@@ -1,11 +1,12 @@
-"""The tensors and objects that a rank holds, as columns of integers and names, which are sent to the coordinator."""
+"""The tensors and objects that a rank holds, as columns of integers and names, which are sent to rank 0."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import isroutine
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,14 +15,21 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import Array, FlatBox
 from opt_checkpoint.disk.archives import contiguous
-from opt_checkpoint.disk.data_file import byte_tensor, bytes_view
+from opt_checkpoint.disk.data_file import bytes_view
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.sharded import ShardedObject, ShardedTensor, ShardIdentity, is_main_replica
+from opt_checkpoint.state.checksums import are_equal, checksums
+from opt_checkpoint.state.sharded import (
+    Path,
+    Shape,
+    ShardedObject,
+    ShardedTensor,
+    ShardIdentity,
+    is_main_replica,
+    path_text,
+)
 from opt_checkpoint.state.tensors import DTYPE_NAMES, check_dense, is_dtensor
-from opt_checkpoint.state.tree import FlatState, Path, path_text
+from opt_checkpoint.state.tree import FlatState
 
-_SUMMED_BYTES = 1 << 20  # bytes that a sum converts to 64 bits at a time
-_ODD = 0x9E3779B1
 # Flags of a tensor.
 MAIN = 1  # a main replica
 MAY_REPEAT = 2  # with a digest
@@ -42,7 +50,7 @@ class LocalLayout(NamedTuple):
         offsets: the offsets of all boxes, concatenated, int64.
         sizes: the sizes of all boxes, as `offsets`.
         objects: the sharded objects, without data.
-        plain: paths of the plain tensors, by key; the first rank that holds one is its main replica. Also those of
+        plain: paths of the plain tensors, by key; the first rank that holds one has the main replica. Also those of
             DTensors, and of sharded tensors in lists that have the keys of plain tensors.
     """
 
@@ -59,17 +67,18 @@ class LocalLayout(NamedTuple):
 
     @classmethod
     def of(cls, shards: Shards, flags: Sequence[int]) -> LocalLayout:
-        """The layout of tensors."""
+        """Return the layout of tensors."""
+        tensors = [shard for shard, _ in shards]
         boxes = [flat.box for _, of_shard in shards for flat in of_shard]
         return cls(
-            keys=[shard.key for shard, _ in shards],
-            dtypes=[DTYPE_NAMES[shard.dtype] for shard, _ in shards],
+            keys=[tensor.key for tensor in tensors],
+            dtypes=[DTYPE_NAMES[tensor.dtype] for tensor in tensors],
             flags=np.array(flags, np.uint8),
-            ndim=np.array([len(shard.global_shape) for shard, _ in shards], np.uint8),
+            ndim=np.array([len(tensor.global_shape) for tensor in tensors], np.uint8),
             boxes=np.array([len(of_shard) for _, of_shard in shards], np.int32),
-            shapes=np.array([n for shard, _ in shards for n in shard.global_shape], np.int64),
-            offsets=np.array([n for box in boxes for n in box.offsets], np.int64),
-            sizes=np.array([n for box in boxes for n in box.sizes], np.int64),
+            shapes=_joined([tensor.global_shape for tensor in tensors]),
+            offsets=_joined([box.offsets for box in boxes]),
+            sizes=_joined([box.sizes for box in boxes]),
         )
 
     @property
@@ -83,11 +92,15 @@ class LocalLayout(NamedTuple):
         return digest.digest()
 
 
+def _joined(rows: Iterable[Shape]) -> Array:
+    return np.fromiter(chain.from_iterable(rows), np.int64)
+
+
 class LocalContents(NamedTuple):
-    """The message of a rank to the coordinator.
+    """The message of a rank to rank 0.
 
     Args:
-        layout: what the rank holds; None if the coordinator has it cached.
+        layout: what the rank holds; None if rank 0 has it cached.
         digests: of the values of each tensor with the flag `MAY_REPEAT`, int64.
         common: fingerprints of plain values and of plain tensors, by path; empty if they are known to be equal.
     """
@@ -98,7 +111,7 @@ class LocalContents(NamedTuple):
 
 
 def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
-    """Describe a rank's state for the coordinator.
+    """Describe a rank's state for rank 0.
 
     Two tensors of this rank may share an identity if their values are equal, such as a parameter that two model chunks
     share. Only the first of them is a main replica.
@@ -115,7 +128,7 @@ def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
     first = dict[ShardIdentity, Path]()
     mains = set[ShardIdentity]()
     flags = []
-    digests = []
+    repeating = []
     for path, shard in flat.tensors.items():
         data = _storable(shard)
         identity = shard.identity
@@ -130,42 +143,27 @@ def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
         if is_main_replica(shard.replica_id) and identity not in mains:
             mains.add(identity)
             flag |= MAIN
-            if shard.may_repeat:  # on a device a weighted sum, so that values stay there
+            if shard.may_repeat:
                 flag |= MAY_REPEAT
-                digests.append(fingerprint(data) if data.device.type == "cpu" else weighted_sum(data))
+                repeating.append(data)
         flags.append(flag)
     paths = {flat.tensors[path].key: path for path in flat.plain}
-    paths |= {
-        tensor.key: path
-        for path, tensor in flat.tensors.items()
-        if tensor.key == path_text(path) and any(type(part) is int for part in path)
-    }
+    for path, tensor in flat.tensors.items():
+        if tensor.key == path_text(path) and any(type(part) is int for part in path):
+            paths[tensor.key] = path
     objects = tuple(item.without_data() for item in flat.objects.values())
     return LocalContents(
         layout=LocalLayout.of(shards, flags)._replace(objects=objects, plain=paths),
-        digests=np.array(digests, np.int64),
+        digests=_digests(repeating),
         common={path: fingerprint(value) for path, value in {**flat.common, **plain}.items()},
     )
 
 
-def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits_of(a), _bits_of(b))
-
-
-def _bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor: 1-D, uint8, on its device."""
-    return byte_tensor(tensor.detach().resolve_conj().resolve_neg().contiguous())
-
-
-def weighted_sum(tensor: Tensor) -> int:
-    """A sum of a tensor's bytes, weighted by position so that it detects swapped values. Reads one number on the
-    host."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in torch.split(_bits_of(tensor), _SUMMED_BYTES):
-        places = torch.arange(1, part.numel() + 1, dtype=torch.int64, device=tensor.device)
-        total = total * _ODD + (places * part).sum()  # wraps around
-    return int(total)
+def _digests(tensors: Sequence[Tensor]) -> Array:
+    """(tensors,) int64, of their values; on a device a checksum, so that values stay there."""
+    on_device = checksums({at: tensor for at, tensor in enumerate(tensors) if tensor.device.type != "cpu"})
+    digests = [on_device[at] if at in on_device else fingerprint(tensor) for at, tensor in enumerate(tensors)]
+    return np.array(digests, np.int64)
 
 
 def _storable(shard: ShardedTensor) -> Tensor:

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes import boxes_of, columns_of, overlapping_pairs
-from opt_checkpoint.dcp.layout import are_equal
+from opt_checkpoint.boxes import boxes_of, columns_of, overlapping_pairs, view_of
 from opt_checkpoint.dcp.names import (
     StrictHandling,
     Strictness,
@@ -26,7 +25,6 @@ from opt_checkpoint.dcp.names import (
     stored_under,
     warn_of_left_out,
 )
-from opt_checkpoint.dcp.saving import view_of
 from opt_checkpoint.dcp.shared_memory import are_stored_equal, sharing_pairs
 from opt_checkpoint.dcp.templates import check_form, inner_value, value_for
 from opt_checkpoint.disk.archives import SafeGlobals, loaded_whole
@@ -34,11 +32,12 @@ from opt_checkpoint.disk.checkpoint import Opened, read_objects
 from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.index import COMMON_KEY, COPIES, PADDED, Kind, Region, StoredChunk, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
+from opt_checkpoint.state.checksums import are_equal
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.model_parallel import check_stages
-from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.sharded import Path, ShardedStateDict, ShardedTensor, path_text
 from opt_checkpoint.state.tensors import check_dense, converts_exactly, is_dtensor, local_tensor, sharded_like
-from opt_checkpoint.state.tree import ABSENT, Path, flatten_state, leaves, lookup, path_text, scopes, without_tensors
+from opt_checkpoint.state.tree import ABSENT, flatten_state, is_below, leaves, lookup, scopes, without_tensors
 
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state returns
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
@@ -175,7 +174,7 @@ class ShardedLoadPlanner:
             if stored is ABSENT:
                 continue
             check_form(path, template, stored)
-            if not any(path[: len(scope)] == scope for scope in scoped):
+            if not is_below(path, scoped):
                 self._find_tensors_in(path, template, stored)
             if value is not ABSENT:
                 self._plain[path] = value

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from opt_checkpoint.disk.index import PATHS, CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointKeyError
 from opt_checkpoint.state.optimizer_state import LAYOUT_MARK, SPLIT_MARK
-from opt_checkpoint.state.tree import ABSENT, FlatState, Path, leaves, lookup, path_text
+from opt_checkpoint.state.sharded import Path, path_text
+from opt_checkpoint.state.tree import ABSENT, FlatState, leaves, lookup
 from opt_checkpoint.state.wrappers import former_names
 
 _MAINS = "optimizer.state.fp32_param."

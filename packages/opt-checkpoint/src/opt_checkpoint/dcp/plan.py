@@ -10,7 +10,7 @@ if the number or order of ranks or the shape of a tensor changes, all ranks make
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class AssignedParts(NamedTuple):
 
     @property
     def crc(self) -> int:
-        """CRC-32 of the parts; the coordinator compares it to check that a rank wrote exactly these."""
+        """CRC-32 of the parts; rank 0 compares it to check that a rank wrote exactly these."""
         return crc32(np.concatenate([self.box, self.offsets.ravel(), self.sizes.ravel()]).tobytes())
 
 
@@ -82,52 +82,60 @@ class GlobalPlan:
     layouts: Sequence[LocalLayout]
 
     @classmethod
-    def of(cls, layouts: Sequence[LocalLayout], digests: Array, *, only_first: bool) -> GlobalPlan:
+    def of(cls, layouts: Sequence[LocalLayout], digests: Array, *, first_holder_only: bool) -> GlobalPlan:
         """Validate what all ranks hold, and assign every part to a rank.
 
         Args:
             layouts: what each rank holds, by rank.
             digests: of all ranks' tensors that may repeat, concatenated.
-            only_first: whether only the first rank that holds a plain tensor writes it, because the others may differ.
+            first_holder_only: whether a plain tensor is written by the first rank that holds it, because the others'
+                may differ.
 
         Raises:
             CheckpointingException: the layouts do not fit together, or values that must be equal are not.
         """
-        tensors = TensorsOfRanks.of(layouts, only_first=only_first)
-        at = np.flatnonzero(tensors.may_repeat & tensors.main)
-        bounds = np.searchsorted(tensors.owner, np.stack([at, at + 1], axis=1))
-        first = dict[tuple[int, bytes, bytes], int]()
-        pairs = []  # tensors of the same boxes, on two ranks
-        for number, (low, high) in zip(at.tolist(), bounds.tolist()):
-            if low < high:
-                boxes = tensors.offsets[low:high].tobytes(), tensors.sizes[low:high].tobytes()
-                if (other := first.setdefault((int(tensors.key[number]), *boxes), number)) != number:
-                    pairs.append((other, number))
-        repeats = np.array(pairs, np.int64).reshape(-1, 2)
+        tensors = TensorsOfRanks.of(layouts, first_holder_only=first_holder_only)
+        repeats = _repeats(tensors)
         main = tensors.main.copy()  # the second of two equal blocks is a replica; validation rejects two that differ
         main[repeats[_are_equal(tensors, repeats, digests), 1]] = False
         checked = replace(tensors, main=main)
         validate_sharding_integrity(checked, [layout.objects for layout in layouts])
         parts = assign_parts(checked)
-        first_box = np.searchsorted(tensors.rank[tensors.owner], np.arange(tensors.ranks))
-        local = parts.box - first_box[parts.rank]
-        ends = np.searchsorted(parts.rank, np.arange(tensors.ranks + 1))
-        objects = [[o.unique_key for o in layout.objects if is_main_replica(o.replica_id)] for layout in layouts]
-        assigned = [
-            AssignedParts(local[a:b], parts.offsets[a:b], parts.sizes[a:b], keys)
-            for a, b, keys in zip(ends.tolist(), ends[1:].tolist(), objects)
-        ]
+        first_box = np.searchsorted(tensors.box_rank, np.arange(tensors.ranks))  # (ranks,)
+        local_box = parts.box - first_box[parts.rank]  # (parts,) as each rank numbers its boxes
+        bounds = np.searchsorted(parts.rank, np.arange(tensors.ranks + 1)).tolist()  # of each rank's parts
+        assigned = []
+        for layout, start, stop in zip(layouts, bounds, bounds[1:]):
+            objects = [item.unique_key for item in layout.objects if is_main_replica(item.replica_id)]
+            offsets = parts.offsets[start:stop]
+            assigned.append(AssignedParts(local_box[start:stop], offsets, parts.sizes[start:stop], objects))
         return cls(tensors=tensors, repeats=repeats, parts=parts, assigned=assigned, layouts=layouts)
 
     def fits(self, digests: Array) -> bool:
-        """Whether blocks that several ranks hold have equal values in a later save with the same layouts."""
+        """Return whether blocks that several ranks hold have equal values in a later save with the same layouts."""
         return bool(_are_equal(self.tensors, self.repeats, digests).all())
+
+
+def _repeats(tensors: TensorsOfRanks) -> Array:
+    """(pairs, 2) main replicas with the same key and boxes on two ranks, the first of these and another one."""
+    repeating = np.flatnonzero(tensors.may_repeat & tensors.main)
+    first_box = np.searchsorted(tensors.owner, repeating)
+    last_box = np.searchsorted(tensors.owner, repeating + 1)
+    first = dict[tuple[int, bytes, bytes], int]()
+    pairs = []
+    for number, low, high in zip(repeating.tolist(), first_box.tolist(), last_box.tolist()):
+        block = int(tensors.key[number]), tensors.offsets[low:high].tobytes(), tensors.sizes[low:high].tobytes()
+        other = first.setdefault(block, number) if low < high else number
+        if other != number:
+            pairs.append((other, number))
+    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def _are_equal(tensors: TensorsOfRanks, repeats: Array, digests: Array) -> Array:
     """(pairs,) whether both tensors of each pair have equal values."""
-    place = np.cumsum(tensors.may_repeat) - 1
-    equal: Array = digests[place[repeats[:, 0]]] == digests[place[repeats[:, 1]]]
+    place = np.cumsum(tensors.may_repeat) - 1  # (tensors,) of the digest of those that have one
+    digest_pairs = digests[place[repeats]]  # (pairs, 2)
+    equal: Array = digest_pairs[:, 0] == digest_pairs[:, 1]
     return equal
 
 
@@ -141,7 +149,7 @@ class Offer(NamedTuple):
         cached: name of the plan that it has cached; empty for none.
     """
 
-    arguments: dict[str, str]
+    arguments: Mapping[str, str]
     layout: bytes
     common: bytes
     cached: bytes
@@ -154,7 +162,7 @@ class CachedPlan(NamedTuple):
         name: from the agreement of the save; empty for no plan.
         rank: this rank.
         assigned: what this rank writes.
-        plan: all of the plan, on the coordinator.
+        plan: all of the plan, on rank 0; else None.
     """
 
     name: bytes = b""
@@ -203,67 +211,85 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
         tensors: the validated contents of all ranks.
     """
     groups = _grouped(tensors)
-    itemsize = tensors.itemsize[tensors.owner[groups.main]]
-    nbytes = np.prod(tensors.sizes[groups.main], axis=1) * itemsize
-    single = groups.holders == 1
-    alone = groups.members[groups.start[single]]
-    load = np.bincount(tensors.rank[tensors.owner[alone]], weights=nbytes[single], minlength=tensors.ranks)
+    itemsize = tensors.itemsize[tensors.owner[groups.main]]  # (groups,)
+    nbytes = np.prod(tensors.sizes[groups.main], axis=1) * itemsize  # (groups,)
+    is_single = groups.holders == 1
+    single = groups.members[groups.start[is_single]]  # (single,) the boxes with one holder
+    load = np.bincount(tensors.box_rank[single], weights=nbytes[is_single], minlength=tensors.ranks)  # (ranks,)
     largest = max(_SMALLEST_PIECE_BYTES, int(int(nbytes.sum()) / tensors.ranks / _PIECES_PER_RANK))
-    count = np.where(single, 0, -(-nbytes // largest))  # of pieces: rows of boxes that several ranks hold
+    pieces = _cut(tensors, groups, np.where(is_single, 0, -(-nbytes // largest)))
+    piece_bytes = np.prod(pieces.sizes, axis=1) * itemsize[pieces.group]  # (pieces,)
+    order = np.lexsort((-piece_bytes, groups.holders[pieces.group]))
+    pieces = _Pieces(pieces.group[order], pieces.offsets[order], pieces.sizes[order])
+    chosen = _least_loaded(tensors, groups, pieces.group, piece_bytes[order], [int(n) for n in load])
+    box = np.concatenate([single, chosen])  # (parts,)
+    offsets = np.concatenate([tensors.offsets[single], pieces.offsets])
+    sizes = np.concatenate([tensors.sizes[single], pieces.sizes])
+    rank = tensors.box_rank[box]
+    by_rank = np.argsort(rank, kind="stable")
+    return Parts(rank[by_rank], box[by_rank], offsets[by_rank], sizes[by_rank])
+
+
+class _Pieces(NamedTuple):
+    """Rows of boxes that several ranks hold.
+
+    Args:
+        group: (pieces,) the group of the box.
+        offsets: (pieces, axes) offsets in the tensor.
+        sizes: (pieces, axes).
+    """
+
+    group: Array
+    offsets: Array
+    sizes: Array
+
+
+def _cut(tensors: TensorsOfRanks, groups: _Groups, count: Array) -> _Pieces:
+    """Cut the box of each group into `count` pieces, (groups,); those with a count of 0 are left out."""
     uncut = np.flatnonzero(count == 1)
-    columns = [(uncut, tensors.offsets[groups.main[uncut]], tensors.sizes[groups.main[uncut]])]
+    main = groups.main[uncut]
+    columns = [(uncut, tensors.offsets[main], tensors.sizes[main])]
     for number in np.flatnonzero(count > 1).tolist():
-        boxes = list(split_rows(tensors.box(groups.main[number]), int(count[number])))
-        columns.append((np.full(len(boxes), number), *columns_of(boxes, tensors.offsets.shape[1])))
-    group, offsets, sizes = map(np.concatenate, zip(*columns))
-    nbytes = np.prod(sizes, axis=1) * itemsize[group]
-    order = np.lexsort((-nbytes, groups.holders[group]))
-    group = group[order]
-    offsets = offsets[order]
-    sizes = sizes[order]
-    chosen = _least_loaded(tensors, groups, group, nbytes[order], [int(n) for n in load])
-    box = np.concatenate([alone, chosen])
-    rank = tensors.rank[tensors.owner[box]]
-    order = np.argsort(rank, kind="stable")
-    offsets = np.concatenate([tensors.offsets[alone], offsets])
-    sizes = np.concatenate([tensors.sizes[alone], sizes])
-    return Parts(rank[order], box[order], offsets[order], sizes[order])
+        rows = list(split_rows(tensors.box(groups.main[number]), int(count[number])))
+        offsets, sizes = columns_of(rows, tensors.offsets.shape[1])
+        columns.append((np.full(len(rows), number), offsets, sizes))
+    return _Pieces(*map(np.concatenate, zip(*columns)))
 
 
 def _grouped(tensors: TensorsOfRanks) -> _Groups:
     """Group equal boxes of one tensor, for groups that contain a main replica."""
-    at = np.flatnonzero(tensors.usable)
-    owner = tensors.owner[at]
-    rows = np.column_stack([tensors.key[owner], tensors.offsets[at], tensors.sizes[at]])
+    usable = np.flatnonzero(tensors.usable)
+    rows = np.column_stack([tensors.box_key[usable], tensors.offsets[usable], tensors.sizes[usable]])
     order = np.lexsort(rows.T)  # equal rows become neighbours, in the order of the ranks
-    group = np.cumsum(np.diff(rows[order], axis=0, prepend=-1).any(axis=1)) - 1
-    main = np.full(int(group.max(initial=-1)) + 1, -1)
-    is_main = tensors.main[owner[order]]
-    main[group[is_main][::-1]] = at[order][is_main][::-1]
-    rank = tensors.rank[owner[order]]
+    is_new = np.diff(rows[order], axis=0, prepend=-1).any(axis=1)  # (usable,) whether a row begins a group
+    group = np.cumsum(is_new) - 1  # (usable,)
+    box = usable[order]  # (usable,) by group
+    rank = tensors.box_rank[box]
+    is_main = tensors.main[tensors.owner[box]]
+    main = np.full(int(group.max(initial=-1)) + 1, -1)  # (all groups,) the first main replica; -1 without one
+    main[group[is_main][::-1]] = box[is_main][::-1]
     # A rank may hold a box twice, as a shared parameter; of these the first counts.
-    wanted = (np.diff(group, prepend=-1) > 0) | (np.diff(rank, prepend=-1) != 0)
-    wanted &= main[group] >= 0
-    members = at[order][wanted]
-    group = group[wanted]
-    kept, start, count = np.unique(group, return_index=True, return_counts=True)
-    in_order = np.argsort(members[start], kind="stable")  # as the ranks hold them
-    return _Groups(members, start[in_order], count[in_order], main[kept][in_order])
+    is_member = is_new | (np.diff(rank, prepend=-1) != 0)
+    is_member &= main[group] >= 0
+    members = box[is_member]
+    kept, start, holders = np.unique(group[is_member], return_index=True, return_counts=True)
+    as_held = np.argsort(members[start], kind="stable")  # (groups,) in the order in which ranks hold them
+    return _Groups(members, start[as_held], holders[as_held], main[kept][as_held])
 
 
 def _least_loaded(tensors: TensorsOfRanks, groups: _Groups, group: Array, nbytes: Array, load: list[int]) -> Array:
     """The box of the least loaded holder of each piece, with one heap per set of holders. Writes to `load`."""
     heaps: dict[bytes, list[tuple[int, int]]] = {}
-    of_group: dict[int, tuple[list[tuple[int, int]], Array, Array]] = {}
+    found: dict[int, tuple[list[tuple[int, int]], Array, Array]] = {}  # by group: heap, ranks and boxes of its holders
     chosen = np.zeros(len(group), np.int64)
     for number, (group_id, size) in enumerate(zip(group.tolist(), nbytes.tolist())):
-        if group_id not in of_group:
+        if group_id not in found:
             boxes = groups.members[groups.start[group_id] :][: groups.holders[group_id]]
-            holders = tensors.rank[tensors.owner[boxes]]
+            holders = tensors.box_rank[boxes]
             if (name := holders.tobytes()) not in heaps:
                 heaps[name] = sorted((load[r], r) for r in holders.tolist())
-            of_group[group_id] = heaps[name], holders, boxes
-        heap, holders, boxes = of_group[group_id]
+            found[group_id] = heaps[name], holders, boxes
+        heap, holders, boxes = found[group_id]
         seen, rank = heap[0]
         while seen != load[rank]:  # another set of holders has loaded this rank since
             heapq.heapreplace(heap, (load[rank], rank))

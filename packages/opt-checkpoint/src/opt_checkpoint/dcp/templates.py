@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointMismatchError
-from opt_checkpoint.state.tree import ABSENT, Path, path_text
+from opt_checkpoint.state.sharded import Path, path_text
+from opt_checkpoint.state.tree import ABSENT
 
 _AS_STORED = "pass None in its place to take it as it is stored"
 

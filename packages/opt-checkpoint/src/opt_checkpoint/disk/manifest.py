@@ -25,7 +25,7 @@ from opt_checkpoint.boxes import Array
 from opt_checkpoint.disk.data_file import crc32
 from opt_checkpoint.disk.index import PATHS, ByteRange, CheckpointIndex, Kind, StoredFile, StoredTensors, check_index
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.state.tree import Path, path_text
+from opt_checkpoint.state.sharded import Path, path_text
 from opt_checkpoint.store import MANIFEST, Location, store_at
 
 _ALIGNMENT = 8

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from opt_checkpoint.boxes import boxes_of
-from opt_checkpoint.dcp.saving import view_of
+from opt_checkpoint.boxes import boxes_of, view_of
 from opt_checkpoint.disk.main_weights import Compared, compare_end, shifted_of
 from opt_checkpoint.state.megatron_types import MEGATRON
 from opt_checkpoint.state.sharded import ShardedTensor

@@ -27,9 +27,9 @@ from opt_checkpoint.run.ranks import Ranks, check_equal, from_all, leave, ranks_
 from opt_checkpoint.run.save_load import NO_DETAILS, save_as
 from opt_checkpoint.run.unreported import unreported
 from opt_checkpoint.state.factory import ShardedTensorFactory
-from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.sharded import Path, ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor
-from opt_checkpoint.state.tree import Path, flatten_state, map_leaves
+from opt_checkpoint.state.tree import flatten_state, map_leaves
 from opt_checkpoint.store import AnyPath, Location, location_of, target_at
 
 SAVE_TIMEOUT_S = 1800.0

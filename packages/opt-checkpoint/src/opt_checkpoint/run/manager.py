@@ -26,7 +26,7 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.best import KeepBest, metric_number, to_details
-from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_everywhere, same_location
+from opt_checkpoint.run.ranks import Ranks, from_all, from_rank_0, ranks_of, same_everywhere, same_location
 from opt_checkpoint.run.save_load import LoadReport, load, save_as
 from opt_checkpoint.run.series import Series, committed_steps, named_steps, step_name
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
@@ -264,7 +264,7 @@ class CheckpointManager(Closing):
         """
         self.wait()
         look = lambda: self.series.newest(self._damaged, at_most=at_most)
-        return from_first(self._ranks, look, f"listing {self.directory}")
+        return from_rank_0(self._ranks, look, f"listing {self.directory}")
 
     def best(self) -> int | None:
         """The step with the best metric, by `keep_best`, as seen by rank 0; None if none has a metric.
@@ -281,13 +281,13 @@ class CheckpointManager(Closing):
             raise CheckpointValueError("best() needs CheckpointManager(..., keep_best=KeepBest(count, mode))")
         self.wait()
         look = lambda: self.series.best(rule, self._damaged)
-        return next(iter(from_first(self._ranks, look, f"listing {self.directory}")), None)
+        return next(iter(from_rank_0(self._ranks, look, f"listing {self.directory}")), None)
 
     def steps(self) -> list[int]:
         """All steps with committed and complete checkpoints, in order. Waits and raises like `latest`."""
         self.wait()
         found = lambda: [step for step in committed_steps(self.directory) if step not in self._damaged]
-        return from_first(self._ranks, found, f"listing {self.directory}")
+        return from_rank_0(self._ranks, found, f"listing {self.directory}")
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
         """Load a step, by default the newest good one. First waits for the running save.
@@ -385,7 +385,7 @@ class CheckpointManager(Closing):
             return False
 
         what = f"verifying step {step} of {self.directory}"
-        problem, folder, save_id, files = from_first(self._ranks, opened, what)
+        problem, folder, save_id, files = from_rank_0(self._ranks, opened, what)
         if problem is None and save_id not in self._verified:
             path = reached_from(self.directory, folder)
             share = sorted(files.items())
@@ -394,7 +394,7 @@ class CheckpointManager(Closing):
         if problem is None:
             self._verified.add(save_id)
             return True
-        if from_first(self._ranks, is_gone, what):
+        if from_rank_0(self._ranks, is_gone, what):
             raise removed(self.series.path(step))
         self._damaged.add(step)
         if self._ranks.rank == 0:

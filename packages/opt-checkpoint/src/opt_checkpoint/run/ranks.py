@@ -237,7 +237,7 @@ def from_all(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
     return exchange.values(ranks.gather_objects(exchange.attempt(compute)))
 
 
-def from_first(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
+def from_rank_0(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
     """Compute a value on rank 0 only, and return it on every rank. One exchange. Arguments are as for `from_all`.
 
     Raises:
@@ -249,7 +249,7 @@ def from_first(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
     return value
 
 
-def through_first(
+def through_rank_0(
     ranks: Ranks, compute: Callable[[], S], combine: Callable[[list[S]], Any], what: str, *, each: bool = False
 ) -> Any:
     """Compute a value on each rank, combine the values on rank 0, and return the result. Two exchanges.

@@ -6,7 +6,7 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,9 +17,21 @@ import torch.distributed as dist
 from opt_checkpoint.dcp.layout import LocalContents
 from opt_checkpoint.dcp.load_planner import NO_ALIASES, ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
-from opt_checkpoint.dcp.plan import AssignedParts, Offer, PlanCache
+from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader, Verify
-from opt_checkpoint.dcp.saving import CheckpointWriter, ShardedSavePlanner
+from opt_checkpoint.dcp.saving import (
+    Assigned,
+    Held,
+    Taken,
+    agree,
+    assign,
+    contents_for,
+    describe,
+    offer_of,
+    take,
+    to_cache,
+)
+from opt_checkpoint.dcp.writing import CheckpointWriter
 from opt_checkpoint.disk.archives import SafeGlobals
 from opt_checkpoint.disk.checkpoint import Opened, check_sizes, open_checkpoint, removed, was_removed
 from opt_checkpoint.disk.index import Kind
@@ -29,11 +41,11 @@ from opt_checkpoint.run.ranks import (
     Ranks,
     check_equal,
     from_all,
-    from_first,
+    from_rank_0,
     ranks_of,
     same_location,
     texts_of,
-    through_first,
+    through_rank_0,
 )
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location, Target, location_of
@@ -77,9 +89,10 @@ def save(
 ) -> None:
     """Save a state as a new checkpoint; all ranks of the group call this together.
 
-    Every element is written once, by a rank that holds it; plain values once, by rank 0. When this returns on any rank,
-    the checkpoint is complete and survives a power loss. An error is raised on every rank and leaves no checkpoint.
-    One exception: if only the last sync fails, the checkpoint exists, and the message says so.
+    Every element is written once, by a rank that holds it; plain values by rank 0, as a whole and, for stock readers,
+    each under its key. When this returns on any rank, the checkpoint is complete and survives a power loss. An error is
+    raised on every rank and leaves no checkpoint. One exception: if only the last sync fails, the checkpoint exists,
+    and the message says so.
 
     Args:
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and
@@ -144,8 +157,16 @@ def save_as(
         name = save_id or uuid.uuid4().hex
         return CheckpointWriter(place, save_id=name, details=recorded, target=target, replace=replaces)
 
-    planner = ShardedSavePlanner(state, common=common, cache=plans)
-    carry_out_save(ranks, planner, new_writer, f"saving {path}", {"common": common, **arguments}, committed=committed)
+    carry_out_save(
+        ranks,
+        state,
+        new_writer,
+        f"saving {path}",
+        {"common": common, **arguments},
+        policy=common,
+        cache=plans,
+        committed=committed,
+    )
 
 
 class Writer(Protocol):
@@ -153,70 +174,90 @@ class Writer(Protocol):
 
     path: Any  # the target, which must be the same on all ranks
 
-    def begin(self, planner: ShardedSavePlanner) -> list[Any]:
-        """On rank 0, create the directory; returns the message for each rank."""
+    def begin(self, assigned: Assigned) -> Sequence[Any]:
+        """Create the directory, on rank 0; return a message for each rank."""
 
-    def write(self, message: Any, planner: ShardedSavePlanner) -> Any:
-        """Write the parts of this rank; returns what rank 0 must know of them."""
+    def write(self, message: Any, taken: Taken) -> Any:
+        """Write what this rank has taken; return what rank 0 must know of it."""
 
-    def finish(self, planner: ShardedSavePlanner, written: list[Any]) -> None:
-        """On rank 0, complete the save after all ranks have written; gets what each rank has returned."""
+    def finish(self, assigned: Assigned, written: Sequence[Any]) -> None:
+        """Complete the save, on rank 0, with what `write` has returned on each rank."""
 
     def abandon(self) -> None:
-        """Remove it."""
+        """Remove the directory."""
 
 
 def carry_out_save(
     ranks: Ranks,
-    planner: ShardedSavePlanner,
+    state: ShardedStateDict,
     new_writer: Callable[[], Writer],
     what: str,
     arguments: Mapping[str, object],
     *,
+    policy: str = "equal",
+    cache: PlanCache | None = None,
     committed: Callable[[], object] = lambda: None,
-    then: Callable[[Any], object] = lambda writer: None,
+    then: Callable[[Any, Held], object] = lambda writer, held: None,
 ) -> None:
-    """Describe, gather, assign, write, commit, in five exchanges; all ranks call this together.
+    """Save a state; all ranks call this together. `dcp.saving` has the phases; these are the exchanges between them:
 
-    If a save fails, written files are removed.
+    | collective | what is sent                               | what rank 0 does before it answers                     |
+    |------------|--------------------------------------------|--------------------------------------------------------|
+    | all-gather | arguments, fingerprints, cached plan's name | nothing: each rank compares them                      |
+    | gather     | what the rank holds, unless it is cached   | validate, assign, and begin the target of the writer   |
+    | scatter    | the parts and objects that the rank writes | -                                                      |
+    | gather     | checksums and places of what it has written | check them, write the index, commit, call `committed` |
+    | broadcast  | nothing: the save is complete              | -                                                      |
+
+    Every message may be a failure instead, which all ranks raise. The files of a failed save are removed.
 
     Args:
         ranks: those that save.
-        planner: of this rank.
+        state: of this rank.
         new_writer: makes the writer of this rank.
         what: named in errors.
         arguments: must be the same on all ranks.
+        policy: what to do if plain values differ between ranks, as `common` of `save`.
+        cache: the plan of an earlier save, which is replaced.
         committed: called on rank 0 after the last rank has written and the writer has finished.
-        then: called on every rank after all of them have written, with its writer.
+        then: called on every rank after that, with its writer and what it holds.
 
     Raises:
         CheckpointingException: as `save`.
     """
+    cached = CachedPlan() if cache is None else cache.plan
     writers: list[Writer] = []
+    local: list[Held] = []
+    of_all: list[Assigned] = []  # on rank 0
 
-    def describe() -> Offer:
+    def offer() -> Offer:
         writers.append(new_writer())
-        return planner.describe(ranks.rank, texts_of({"path": writers[0].path, **arguments}))
+        local.append(describe(state, ranks.rank, policy=policy, cached=cached))
+        return offer_of(local[0], texts_of({"path": writers[0].path, **arguments}))
 
-    def assign(contents: list[LocalContents]) -> list[tuple[AssignedParts | None, Any]]:
-        assigned = planner.assign(contents)
-        return list(zip(assigned, writers[0].begin(planner), strict=True))
+    def plan(contents: list[LocalContents]) -> list[tuple[AssignedParts | None, Any]]:
+        assigned = assign(local[0], agreed, contents)
+        of_all.append(assigned)
+        return list(zip(assigned.to_ranks, writers[0].begin(assigned), strict=True))
 
     def write() -> Any:
-        planner.take(assigned)
-        return writers[0].write(message, planner)
+        assigned = of_all[0] if of_all else None
+        taken = take(local[0], parts, assigned)
+        if cache is not None:
+            cache.plan = to_cache(agreed, taken, assigned)
+        return writers[0].write(message, taken)
 
     def commit(written: list[Any]) -> None:
-        writers[0].finish(planner, written)
+        writers[0].finish(of_all[0], written)
         committed()
 
     try:
-        offers = from_all(ranks, describe, what)
+        offers = from_all(ranks, offer, what)
         check_equal(what.partition(" ")[0], [offer.arguments for offer in offers])
-        planner.accept(offers)
-        assigned, message = through_first(ranks, planner.contents, assign, what, each=True)  # gather, scatter
-        through_first(ranks, write, commit, what)  # gather, broadcast
-        then(writers[0])
+        agreed = agree(policy, offers)
+        parts, message = through_rank_0(ranks, lambda: contents_for(local[0], agreed), plan, what, each=True)
+        through_rank_0(ranks, write, commit, what)
+        then(writers[0], local[0])
     except BaseException:
         if ranks.rank == 0 and writers:
             try:
@@ -307,12 +348,12 @@ def opened_everywhere(
 
     save_id: str | None = None
     try:
-        opened = from_first(ranks, open_first, f"loading {source}")
+        opened = from_rank_0(ranks, open_first, f"loading {source}")
         save_id = opened.index.save_id
         # Each rank reads by its own client of the store.
         yield replace(opened, index=replace(opened.index, path=reached_from(source, opened.index.path)))
     except CheckpointCorruptError as error:  # the same on every rank
-        if from_first(ranks, lambda: was_removed(source, save_id), f"loading {source}"):
+        if from_rank_0(ranks, lambda: was_removed(source, save_id), f"loading {source}"):
             raise removed(source) from error
         raise
 
@@ -345,7 +386,7 @@ def carry_out_load(
             refuse_shifted(planner.index, unexpected)
         return unexpected
 
-    unexpected = through_first(ranks, plan, unexpected_of, f"loading {planner.index.path}")
+    unexpected = through_rank_0(ranks, plan, unexpected_of, f"loading {planner.index.path}")
     return read_planned(ranks, planner, reader, unexpected)
 
 

@@ -23,8 +23,9 @@ from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks
 from opt_checkpoint.run.save_load import carry_out_load
+from opt_checkpoint.state.sharded import Path, path_text
 from opt_checkpoint.state.tensors import sharded_like
-from opt_checkpoint.state.tree import Path, lookup, path_text
+from opt_checkpoint.state.tree import lookup
 from opt_checkpoint.state.wrappers import former_names
 
 PREFIX = "optimizer.state."

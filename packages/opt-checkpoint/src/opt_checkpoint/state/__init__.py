@@ -1,5 +1,6 @@
 """Descriptions of what a rank holds: sharded tensors and objects, nested states, optimizer state and groups."""
 
+from opt_checkpoint.state.checksums import checksums
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
 from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.model_parallel import ModelAxes, Replica, place_
@@ -10,5 +11,5 @@ from opt_checkpoint.state.wrappers import former_names
 
 __all__ = [
     "NO_OVERRIDE", "SPLIT_MARK", "Conflict", "FlatState", "ModelAxes", "Replica", "ShardedStateDict", "StateDict",
-    "flatten_state", "former_names", "from_megatron", "place_",
+    "checksums", "flatten_state", "former_names", "from_megatron", "place_",
 ]  # fmt: skip

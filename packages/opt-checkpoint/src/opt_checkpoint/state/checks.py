@@ -7,14 +7,8 @@ from typing import Any
 
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.factory import ShardedTensorFactory
-from opt_checkpoint.state.sharded import ShardedTensor
+from opt_checkpoint.state.sharded import Path, ShardedTensor, path_text
 from opt_checkpoint.state.tensors import is_dtensor, local_tensor, sharded_like
-
-Path = tuple[str | int, ...]
-
-
-def _text(path: Path) -> str:
-    return ".".join(map(str, path))
 
 
 def check_tree(state: Any) -> None:
@@ -29,7 +23,7 @@ def check_tree(state: Any) -> None:
         if isinstance(value, dict | list | tuple):
             if id(value) in around:
                 raise CheckpointValueError(
-                    f"{_text(path)} is {_text(around[id(value)]) or 'the state'} again, which contains it; a "
+                    f"{path_text(path)} is {path_text(around[id(value)]) or 'the state'} again, which contains it; a "
                     f"state must be a tree: leave out the reference"
                 )
             around[id(value)] = path
@@ -38,12 +32,12 @@ def check_tree(state: Any) -> None:
             del around[id(value)]
         elif isinstance(value, BytesIO):
             raise CheckpointValueError(
-                f"{_text(path)} is a BytesIO, which cannot be stored; pass its getvalue(), and let get_extra_state "
+                f"{path_text(path)} is a BytesIO, which cannot be stored; pass its getvalue(), and let get_extra_state "
                 f"of a module return bytes or a uint8 tensor"
             )
         elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
             raise CheckpointValueError(
-                f"{_text(path)} is a {type(value).__name__}, an object with a state_dict, which is neither saved "
+                f"{path_text(path)} is a {type(value).__name__}, an object with a state_dict, which is neither saved "
                 f"nor loaded; pass its state_dict() and give the loaded one to its load_state_dict(), or pass "
                 f"sharded_model(model) for a module and sharded_optimizer(model, optimizer) for an optimizer"
             )

@@ -32,9 +32,10 @@ from opt_checkpoint.state.sharded import (
     StateDict,
     flat_bounds,
     is_main_replica,
+    path_text,
 )
 from opt_checkpoint.state.tensors import local_tensor, sharded_like
-from opt_checkpoint.state.tree import leaves, path_text, sharded_values
+from opt_checkpoint.state.tree import leaves, sharded_values
 
 LAYOUT_MARK = "@layout="
 SPLIT_MARK = "@split="  # in the name of a state that depends on how rows are split into separate matrices

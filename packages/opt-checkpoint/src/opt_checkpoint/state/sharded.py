@@ -12,21 +12,24 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
 
-if TYPE_CHECKING:
-    from opt_checkpoint.state.model_parallel import Marks
-
 ReplicaId: TypeAlias = int | tuple[int, ...]
 Shape: TypeAlias = tuple[int, ...]
 StateDict: TypeAlias = dict[Any, Any]
 ShardedStateDict: TypeAlias = dict[Any, Any]
+Path: TypeAlias = tuple[str | int, ...]  # the keys that lead to a value of a nested state
 T = TypeVar("T")
+
+
+def path_text(path: Path) -> str:
+    """Return a path as people write it: `optimizer.param_groups.0`."""
+    return ".".join(map(str, path))
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
@@ -52,6 +55,45 @@ class ShardIdentity(NamedTuple):
     key: str
     global_offset: Shape
     flat: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What a rank knows about a tensor of its model without knowing the groups.
+
+    Args:
+        name: in the model.
+        tensor: the parameter or buffer.
+        is_expert: whether each expert-parallel rank has another one (`allreduce=False`).
+        is_cut: whether each tensor-parallel rank has another part (`tensor_model_parallel=True`).
+        dim: the dim that is cut; None if it is not known.
+        stride: into how many pieces each rank's part is cut (`partition_stride`).
+        is_on_stages: whether several pipeline stages have a copy.
+        list_name: the name of the outermost list of modules that contains the tensor; None without such a list.
+        list_len: the number of its modules.
+    """
+
+    name: str
+    tensor: Tensor
+    is_expert: bool
+    is_cut: bool
+    dim: int | None
+    stride: int
+    is_on_stages: bool
+    list_name: str | None
+    list_len: int
+
+    def problem(self) -> str:
+        """What must be given before this may be saved or loaded on several ranks; empty if nothing."""
+        if not (self.is_expert or self.is_cut):
+            return ""
+        kind = "an expert (allreduce=False)" if self.is_expert else "tensor parallel (tensor_model_parallel=True)"
+        return (
+            f"{self.name} is {kind}, and which part of the whole model this rank has is unknown without process "
+            f"groups; pass sharded_model(model, groups=opt_stack.ProcessGroups(dp=..., tp=..., ...)), and the same "
+            f"groups to sharded_optimizer and load_optimizer for an optimizer of torch; or pass the result of "
+            f"sharded_model to optimizer.sharded_state_dict before the save or load"
+        )
 
 
 class ShardedBase(ABC):

@@ -8,10 +8,10 @@ always values. So two lists of different length meet nowhere, and nothing is eve
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -22,14 +22,15 @@ from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.model_parallel import has_other_ranks
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
+    Path,
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    path_text,
 )
 from opt_checkpoint.state.tensors import DTYPE_NAMES, is_dtensor, sharded_like
 
-Path: TypeAlias = tuple[str | int, ...]
 S = TypeVar("S", ShardedTensor, ShardedObject)
 
 
@@ -75,11 +76,6 @@ class Leaf(NamedTuple):
     value: Any
 
 
-def path_text(path: Path) -> str:
-    """A path as people write it: `optimizer.param_groups.0`."""
-    return ".".join(map(str, path))
-
-
 def holds_sharded(value: object) -> bool:
     """Whether something sharded is a value, or anywhere inside its dicts, lists and tuples."""
     if isinstance(value, dict):
@@ -111,7 +107,7 @@ def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
 
 
 def scopes(state: Any, path: Path = ()) -> Iterator[Leaf]:
-    """The scoped parts of a state, outer ones first, each with its path."""
+    """Every `ScopedState` in a state, outer ones first, each with its path."""
     if isinstance(state, ScopedState):
         yield Leaf(path, state)
     if isinstance(state, dict):
@@ -121,6 +117,11 @@ def scopes(state: Any, path: Path = ()) -> Iterator[Leaf]:
     elif isinstance(state, list) and holds_sharded(state):
         for index, value in enumerate(state):
             yield from scopes(value, (*path, index))
+
+
+def is_below(path: Path, places: Iterable[Path]) -> bool:
+    """Return whether a path begins with one of others, or is one of them."""
+    return any(path[: len(place)] == place for place in places)
 
 
 ABSENT: Any = object()  # stands for a value that does not exist
@@ -262,7 +263,7 @@ def apply_prefix_mapping(state: ShardedStateDict, prefixes: Mapping[str, str]) -
 
 
 class Relative(NamedTuple):
-    """The key of a value within its scoped part, and the path of that part."""
+    """The key of a value within its scope, and the path of that scope."""
 
     scope: Path
     key: str
@@ -280,7 +281,7 @@ class FlatState:
         built: the tensors that each factory built.
         empty: paths of empty dicts, which request nothing and may be non-empty on another rank.
         plain: paths of those `tensors` that are plain tensors or DTensors in the state; their path is their key.
-        relative: the relative key of every tensor and object in a scoped part.
+        relative: the relative key of every tensor and object in a `ScopedState`.
     """
 
     state: ShardedStateDict
@@ -297,9 +298,9 @@ class FlatState:
 
         Lists of a `ScopedState`, such as parameter groups, stay values.
         """
-        parts = [path for path, _ in scopes(self.state)]
+        scoped = [path for path, _ in scopes(self.state)]
         for path, value in self.common.items():
-            if type(value) in (list, tuple) and not any(path[: len(part)] == part for part in parts):
+            if type(value) in (list, tuple) and not is_below(path, scoped):
                 self.common[path], tensors = without_tensors(value)
                 for inner, tensor in tensors.items():
                     self.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)
@@ -318,7 +319,7 @@ class FlatState:
         """
 
         def loaded(path: Path, value: Any) -> Any:
-            if path in dropped or (path in self.built and any(d[: len(path)] == path for d in dropped)):
+            if path in dropped or (path in self.built and any(is_below(d, [path]) for d in dropped)):
                 return ABSENT
             if path in common:
                 return common[path]
@@ -353,9 +354,9 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     check_tree(state)
     state = from_megatron(state)
     flat = FlatState(state=state, tensors={}, objects={}, common={}, built={}, empty={}, plain={}, relative={})
-    parts: dict[Path, ScopedState] = dict(scopes(state))
-    for part in parts.values():
-        part.check()
+    scoped: dict[Path, ScopedState] = dict(scopes(state))
+    for scope in scoped.values():
+        scope.check()
     for path, value in leaves(state):
         if isinstance(value, ShardedTensor | ShardedTensorFactory):
             read_source_(value)
@@ -368,14 +369,14 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
                         f"may be"
                     )
                 piece.has_mains = value.has_mains
-                flat.tensors[path + inner] = _with_stored_key(flat, path + inner, piece, parts)
+                flat.tensors[path + inner] = _with_stored_key(flat, path + inner, piece, scoped)
         elif isinstance(value, ShardedTensor):
             problem = "" if value.marks is None else value.marks.problem()
             if problem and has_other_ranks():  # it is a part of something larger, and the part is unknown
                 raise CheckpointValueError(problem)
-            flat.tensors[path] = _with_stored_key(flat, path, value, parts)
+            flat.tensors[path] = _with_stored_key(flat, path, value, scoped)
         elif isinstance(value, ShardedObject):
-            flat.objects[path] = _with_stored_key(flat, path, value, parts)
+            flat.objects[path] = _with_stored_key(flat, path, value, scoped)
         elif isinstance(value, Tensor):
             flat.tensors[path] = sharded_like(path_text(path), value)
             flat.plain[path] = value
@@ -386,12 +387,12 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     return flat
 
 
-def _with_stored_key(flat: FlatState, path: Path, value: S, parts: Mapping[Path, ScopedState]) -> S:
+def _with_stored_key(flat: FlatState, path: Path, value: S, scoped: Mapping[Path, ScopedState]) -> S:
     """The value with its stored key: the value itself, or a shallow copy if its key is relative."""
-    scope = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in parts), None) if parts else None
-    if scope is None:
+    at = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in scoped), None) if scoped else None
+    if at is None:
         return value
-    flat.relative[path] = Relative(scope, value.key)
+    flat.relative[path] = Relative(at, value.key)
     named = copy.copy(value)
-    named.key = parts[scope].key_at(scope, value.key)
+    named.key = scoped[at].key_at(at, value.key)
     return named

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from opt_checkpoint.boxes import boxes_of
-from opt_checkpoint.dcp.layout import are_equal
+from opt_checkpoint.boxes import boxes_of, view_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.saving import view_of
 from opt_checkpoint.disk.checkpoint import Opened, read_common
 from opt_checkpoint.disk.index import COMMON_KEY, PATHS, CheckpointIndex, StoredChunk, StoredTensor
 from opt_checkpoint.disk.manifest import read_manifest
@@ -27,6 +25,7 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
+from opt_checkpoint.state.checksums import are_equal
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import DTYPE_NAMES, dtype_from_name, sharded_like
 from opt_checkpoint.state.tree import ABSENT, flatten_state, selected

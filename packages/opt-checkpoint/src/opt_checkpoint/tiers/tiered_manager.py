@@ -30,7 +30,7 @@ from opt_checkpoint.errors import (
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver, background_group
 from opt_checkpoint.run.best import KeepBest
 from opt_checkpoint.run.manager import LOAD_ATTEMPTS, CheckpointManager, Closing, step_number
-from opt_checkpoint.run.ranks import Ranks, from_all, from_first, in_turn, leave, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import Ranks, from_all, from_rank_0, in_turn, leave, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -180,12 +180,12 @@ class TieredCheckpointManager(Closing):
     def _write_local(self, ranks: Ranks, tier: LocalTier, state: ShardedStateDict, step: int) -> None:
         """Save a step to the local tier. Later durable steps are abandoned once all ranks have their parts."""
         series = self._durable.series
-        save = from_first(ranks, lambda: uuid.uuid4().hex, "naming a save")
-        goes_back = from_first(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
+        save = from_rank_0(ranks, lambda: uuid.uuid4().hex, "naming a save")
+        goes_back = from_rank_0(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
         tier.write(ranks, state, step, save)
         if goes_back:
             what = f"recording step {step} in {series.directory} (it is in the local tier)"
-            from_first(ranks, lambda: series.finish(step, save), what)
+            from_rank_0(ranks, lambda: series.finish(step, save), what)
 
     def wait(self) -> None:
         """Wait for the running saves. Raises CheckpointingException if one failed; the same on every rank."""
@@ -292,7 +292,7 @@ class TieredCheckpointManager(Closing):
     def _unrecorded(self, tier: LocalTier, durable: int) -> Verdict | None:
         """The local step of a run that went back and died before the durable tier recorded that it is complete."""
         series = self._durable.series
-        for rollback in from_first(self._ranks, lambda: series.read()[1], f"reading {series.directory}"):
+        for rollback in from_rank_0(self._ranks, lambda: series.read()[1], f"reading {series.directory}"):
             if rollback.step < durable:
                 verdict = tier.settle(self._ranks, not_before=rollback.step)
                 if verdict.local is not None and verdict.local.save == rollback.save_id:
@@ -420,7 +420,7 @@ class TieredCheckpointManager(Closing):
         if self._tier is None:
             durable = self._durable.directory
             name = lambda: run_name(self._durable.series.store, may_write=may_write)
-            run = from_first(self._ranks, name, f"naming the run of {durable}")
+            run = from_rank_0(self._ranks, name, f"naming the run of {durable}")
             if run is not None:
                 self._tier = LocalTier(self._local_path, run, keep=self._keep_local, keeper_of=self._keepers)
         return self._tier

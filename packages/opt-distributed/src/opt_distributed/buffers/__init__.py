@@ -27,7 +27,6 @@ from opt_distributed.buffers.stored import (
     check_apart,
     check_replicas,
     check_untrained,
-    checksums,
     compare_copies,
     copied_ids,
     describe_stored,
@@ -41,6 +40,6 @@ __all__ = [
     "AS_IT_CAME", "CODED_MULTIPLE", "AwaitedGroup", "BufferPlan", "DistributedDataParallel", "Metas",
     "ParamAndGradBuffer", "Params", "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer",
     "UnusableGradientError", "WorldSizes", "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained",
-    "checksums", "compare_copies", "copied_ids", "default_bucket_size", "describe_stored", "is_bound", "matches",
-    "naming", "not_trained", "plan_buffers", "share_launch_order", "short", "stored_params", "uses_qk_layernorm",
+    "compare_copies", "copied_ids", "default_bucket_size", "describe_stored", "is_bound", "matches", "naming",
+    "not_trained", "plan_buffers", "share_launch_order", "short", "stored_params", "uses_qk_layernorm",
 ]  # fmt: skip

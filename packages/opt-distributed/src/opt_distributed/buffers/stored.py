@@ -4,17 +4,18 @@ Copies start from bitwise equal values: trained parameters, frozen ones and pers
 broadcast.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from opt_checkpoint.state import checksums
 from opt_config import ConfigError
 from opt_distributed.comm.collectives import Comm, TorchComm, agree, group_of
 from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_outside
@@ -22,16 +23,12 @@ from opt_distributed.comm.roles import Roles
 from opt_kernels.quantized import FP8, is_quantized, quantized
 from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, is_dtensor, parameters_by_id
 
-CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd, as a signed 64-bit number
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPE = attrgetter("dtype")
 _DEVICE = attrgetter("device")
 _STOP = attrgetter("stop")
 
 Params = Mapping[ParamId, nn.Parameter]
 Metas = Mapping[ParamId, ParamMeta]
-Key = TypeVar("Key", bound=Hashable)
 
 
 class StorageError(ValueError):
@@ -260,44 +257,14 @@ def _sums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, list[object]]:
     """The shapes of each tensor's parts, because zeros of any shape have the same sum, and their checksums."""
     parts = {id: list(_parts(tensor)) for id, tensor in tensors.items()}
     sums: dict[ParamId, list[object]] = {id: [_shapes(of_tensor)] for id, of_tensor in parts.items()}
-    bits = {(id, number): _bits(part) for id, of_tensor in parts.items() for number, part in enumerate(of_tensor)}
-    for (id, _), checksum in checksums(bits).items():
+    numbered = {(id, number): part for id, of_tensor in parts.items() for number, part in enumerate(of_tensor)}
+    for (id, _), checksum in checksums(numbered).items():
         sums[id].append(checksum)
     return sums
 
 
 def _shapes(parts: Iterable[Tensor]) -> str:
     return str([(part.dtype, part.shape) for part in parts])
-
-
-def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
-    """A 64-bit checksum of the bits of each tensor, in their order. One host read for each device."""
-    by_device: dict[torch.device, list[Key]] = {}
-    for id, tensor in tensors.items():
-        if not tensor.is_meta:
-            by_device.setdefault(tensor.device, []).append(id)
-    found = dict.fromkeys(tensors, 0)
-    for device, ids in by_device.items():
-        longest = min(CHUNK_NUMEL, max(1, *(tensors[id].numel() for id in ids)))
-        # Pseudo-random odd numbers, so that no simple pattern of differences cancels.
-        weights = torch.arange(longest, dtype=torch.int64, device=device).mul_(_GOLDEN)
-        weights ^= weights >> 29
-        weights *= _GOLDEN
-        weights ^= weights >> 32
-        weights.mul_(2).add_(1)
-        found.update(zip(ids, torch.stack([_checksum(tensors[id], weights) for id in ids]).tolist(), strict=True))
-    return found
-
-
-def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
-    """0-d int64. Products wrap around; odd weights lose no bit."""
-    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for chunk in torch.split(bits, CHUNK_NUMEL):
-        wide = chunk.to(torch.int64)
-        wide = wide ^ (wide >> 32)  # the sign of a float64 must not stay in the highest bit, where two of them cancel
-        total = total * _GOLDEN + (wide * weights[: chunk.numel()]).sum()
-    return total
 
 
 def _copies_by_comm(tensors: Mapping[ParamId, Tensor], metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:

@@ -10,13 +10,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from opt_checkpoint.state import checksums
 from opt_distributed.buffers import (
     DistributedDataParallel,
     Metas,
     Params,
     ReplicaError,
     check_replicas,
-    checksums,
     compare_copies,
 )
 from opt_distributed.comm import Roles, agree
