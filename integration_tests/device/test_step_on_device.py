@@ -25,7 +25,8 @@ from opt_kernels import hooks
 from opt_kernels.hooks import measured
 from opt_kernels.quantized import RECIPES
 from opt_kernels.works import Batch
-from opt_stack import Optimizer, StepStats, build
+from opt_stack import Optimizer, StepStats
+from opt_stack.building import units
 from opt_stack.planning import design
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
@@ -104,7 +105,7 @@ def test_state_on_the_host_gives_the_bits_of_a_cpu_in_every_order(
     name: str, offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each piece is copied separately, so that copies and updates interleave.
-    monkeypatch.setattr(build, "PART_NUMEL", 1)
+    monkeypatch.setattr(units, "PART_NUMEL", 1)
     case, fields = CASES[name]
     on_device.assert_bits_of_a_cpu(case, on_device=(OFFLOADS[offload],), **fields)
 

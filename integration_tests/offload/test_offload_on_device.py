@@ -42,7 +42,8 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Comm
 from opt_kernels.works import Batch, Works
-from opt_stack import Optimizer, QKClip, build, get_optimizer
+from opt_stack import Optimizer, QKClip, get_optimizer
+from opt_stack.building import units
 from opt_stack.qk_clip import fused_qkv
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
@@ -53,7 +54,7 @@ OFFLOADS = (ALL | OVERLAPS, HALF | OVERLAPS)
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy each piece separately, so that copies and updates interleave."""
-    monkeypatch.setattr(build, "PART_NUMEL", 1)
+    monkeypatch.setattr(units, "PART_NUMEL", 1)
 
 
 PRECISIONS = [Numbers.FP32, Numbers.BF16, Numbers.REMAINDER]

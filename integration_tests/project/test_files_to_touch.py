@@ -74,7 +74,7 @@ ADDITIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "a field of the configuration": {
         "opt_config/optimizer_config.py": (FIELD, "    clip_factor: float = 1.0\n" + FIELD),
-        "opt_stack/build.py": (MAX, f"{MAX} * config.clip_factor"),
+        "opt_stack/building/parts.py": (MAX, f"{MAX} * config.clip_factor"),
     },
 }
 PROGRAM = """
@@ -112,7 +112,7 @@ def files_of(addition: str) -> list[str]:
     rows = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()
     (row,) = [row for row in rows if row.startswith(f"| {addition} |")]
     named = re.findall(r"`([\w./]+)`", row.split("|")[2])
-    named += ["opt_stack/build.py"] if "the module that reads it" in row else []
+    named += ["opt_stack/building/parts.py"] if "the module that reads it" in row else []
     return [re.sub(r"\b[A-Z]+\b", "*", name) for name in named]
 
 

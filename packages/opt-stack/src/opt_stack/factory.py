@@ -32,7 +32,8 @@ from opt_paramgroups import (
 )
 from opt_paramgroups.overrides import read_overrides
 from opt_paramgroups.vocabulary import is_vector
-from opt_stack.build import build_parts, build_stepper, holds_parts
+from opt_stack.building.parts import build_parts, build_stepper
+from opt_stack.building.units import holds_parts
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.diagnosis.tensor_stats import TensorSums
 from opt_stack.optimizer import Optimizer

@@ -17,7 +17,7 @@ from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import reset_state_
 from opt_distributed.step import Stepper, StepResult
 from opt_paramgroups import ParamId
-from opt_stack.build import Parts
+from opt_stack.building.parts import Parts
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import ClippedGrads, GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan

@@ -1,0 +1,146 @@
+"""`build_parts` allocates what steps work on; `build_stepper` makes the step of it, with its guards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from opt_config import ConfigError
+from opt_distributed.buffers import copied_ids
+from opt_distributed.comm import device as devices
+from opt_distributed.pieces import PeerSums
+from opt_distributed.step import (
+    EqualGroups,
+    Family,
+    Guards,
+    Limits,
+    Scaler,
+    Stepper,
+    Unit,
+    Watch,
+    WrittenReplicas,
+    profiler_spans,
+    scaler_of,
+    timer_spans,
+)
+from opt_kernels.quantized import quantized
+from opt_paramgroups import ParamId
+from opt_stack.building.sources import build_sources
+from opt_stack.building.units import build_units
+from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, refuse
+from opt_stack.planning.design import Design
+from opt_stack.state.live import Held, SharedCopies
+from opt_stack.state.weights import Evaluation, Groups, LoadedWeights, OptimizerStateGuard
+
+NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatron-Core's separate ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What steps work on: memory is allocated."""
+
+    device: torch.device
+    units: tuple[Unit, ...]
+    families: tuple[Family, ...]
+    peer_sums: PeerSums
+    slots: tuple[str, ...]  # names of the gradient norms, equal on all ranks
+    scaler: Scaler
+    held: Mapping[ParamId, Held]  # the pieces of this rank
+    evaluation: Evaluation
+    loaded: LoadedWeights
+
+
+@torch.inference_mode(False)  # steps outside of inference mode must be able to write what is made here, too
+def build_parts(design: Design, device: torch.device) -> Parts:
+    """Allocate what the plan of `design` says, on `device`. Raises ConfigError."""
+    plan = design.plan
+    roles = design.request.roles
+    config = design.request.config
+    refuse(design, [partial(check_graphs, device=device)])
+    if config.barrier_with_L1_time and config.timers is None:
+        raise ConfigError("barrier_with_L1_time=True has no effect without timers; set timers, or leave it at False")
+    sources = build_sources(design, device)
+    slots = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms)))  # equal on all ranks
+    units = tuple(build_units(design, device, sources, slots))
+    for param in design.model.params.values():
+        if (found := quantized(param)) is not None:
+            found.forget_initial()
+    families = []
+    for is_expert, axes in ((False, roles.dense), (True, roles.expert)):
+        of_family = [sources.of_buffers[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
+        families.append(Family(sources=of_family, axes=axes))
+    held = {piece.id: Held(unit, piece) for unit in units for piece in unit.pieces}
+    evaluation = Evaluation(units)
+    loaded = LoadedWeights(
+        [piece for _, piece in held.values()],
+        design.groups.groups,
+        design.request.chunks,
+        averaged=[piece for unit, piece in held.values() if evaluation.keeps_weights_of(unit)],
+        copied=copied_ids(design.model.params, design.model.metas, roles),
+    )
+    return Parts(
+        device=device,
+        units=units,
+        families=tuple(families),
+        peer_sums=sources.peer_sums,
+        slots=slots,
+        scaler=scaler_of(config.loss_scaling),
+        held=held,
+        evaluation=evaluation,
+        loaded=loaded,
+    )
+
+
+def build_stepper(design: Design, parts: Parts, groups: Groups, copies: SharedCopies, watch: Watch) -> Stepper:
+    """Build the stepper of `parts`, with its guards in the order in which their errors are raised. Collective.
+
+    `groups` are those that the optimizer will have. Raises GraphError if the device has no graphs.
+    """
+    config = design.request.config
+    roles = design.request.roles
+    everyone = roles.totals
+    instances = roles.dense.inter
+    used = roles.everyone.gather_objects({piece.norm_slot for _, piece in parts.held.values()})
+    sources = [source for family in parts.families for source in family.sources]
+    rules = {piece.group: unit.rule for unit, piece in parts.held.values()}
+    equal = EqualGroups(
+        groups,
+        rules,
+        own={name for rule in rules.values() for name in getattr(rule, "hyper_names", ())},
+        everyone=everyone if everyone.size > 1 else instances,  # instances of one rank each
+    )
+    written = [WrittenReplicas(copies, device=devices.device_of(parts.device))] if roles.everyone.size > 1 else []
+    guards = Guards(
+        groups,
+        sources,
+        rules,
+        equal,
+        everyone=everyone,
+        instances=instances,
+        first=[OptimizerStateGuard(parts.loaded, design.model.wrapped.values(), roles)],
+        last=written,
+    )
+    timers = config.timers
+    return Stepper(
+        units=parts.units,
+        families=parts.families,
+        guards=guards,
+        everyone=everyone,
+        instances=instances,
+        device=parts.device,
+        scaler=parts.scaler,
+        limits=Limits(
+            slots=parts.slots,
+            clips=tuple(slot in NORM_SLOTS for slot in parts.slots),
+            max_norm=config.clip_grad,
+            skip_above=config.grad_norm_skip_threshold,
+            count_zeros=config.log_num_zeros_in_grad,
+        ),
+        spans=profiler_spans if timers is None else timer_spans(timers, barrier=config.barrier_with_L1_time),
+        graphs=config.optimizer_cuda_graph,
+        peer_sums=parts.peer_sums,
+        empty_slots=frozenset(range(len(parts.slots))).difference(*used),
+        at_start=[guard.at_start for guard in written],
+        watch=watch,
+    )

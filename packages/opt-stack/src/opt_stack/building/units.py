@@ -1,0 +1,229 @@
+"""Units with their pieces: main values and the rule's state, before the first step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from opt_config import ConfigError, OnHost
+from opt_distributed.buffers import AS_IT_CAME, BufferPlan
+from opt_distributed.comm import Axes, Comm, HostComm, is_outside, mesh_of, replicas_outside
+from opt_distributed.comm import device as devices
+from opt_distributed.layout import Computes
+from opt_distributed.pieces import (
+    HostMain,
+    HostSide,
+    Main,
+    Numbers,
+    OwnedPiece,
+    init_state,
+    is_first_replica,
+    local,
+    make_main,
+)
+from opt_distributed.step import Unit
+from opt_kernels.backends import is_dense
+from opt_kernels.hooks import HookedUpdate, Hyperball, hooks_of
+from opt_kernels.rules import Needs
+from opt_kernels.works import NOT_SPLIT
+from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.building.cut_params import cut_params
+from opt_stack.building.sources import Sources
+from opt_stack.planning.design import Design
+from opt_stack.planning.matrices import PlacedMatrix, place_matrices
+from opt_stack.planning.plan import Plan, UnitPlan
+
+PART_NUMEL = 1 << 24
+"""Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24
+elements, an update takes about 10 ms and a copy 2 ms."""
+
+
+def build_units(design: Design, device: torch.device, sources: Sources, slots: Sequence[str]) -> Iterator[Unit]:
+    """Build the units, in the order of the step.
+
+    Units on the device come first, so that it works while the host, which has to wait for the verdict, updates its own.
+    """
+    plan = design.plan
+    roles = design.request.roles
+    placement = design.request.config.placement
+    sides = [(unit, side) for side in ((False, True) if plan.hosted else (False,)) for unit in plan.units]
+    last = {buffer.name: _last_unit(buffer, sides, plan) for buffer in plan.buffers}
+    # Shared by both sides: hooks sum over all parts of a parameter that is cut.
+    cut = {unit.name: cut_params(unit, design) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
+    queue = devices.device_of(device)
+    for number, (planned, on_host) in enumerate(sides):
+        away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
+
+        def over(comm: Comm, away: devices.Device | None = away) -> Comm:
+            """The group for tensors on the host, if these are copied to and from the device."""
+            return comm if away is None or comm.size == 1 else HostComm(comm, away)
+
+        placed = {id: PlacedMatrix(planned.splits.get(id, NOT_SPLIT)) for id in planned.ids}
+        if planned.compute:
+            tensor_parallel = (roles.expert if planned.is_expert else roles.dense).tp
+            splits = {id: at.spec for id, at in placed.items()}
+            placed = place_matrices(
+                planned.compute, splits, design.model.params, design.model.metas, tensor_parallel, over=over
+            )
+        norms, rows = cut.get(planned.name, ((), ()))
+        unit = Unit(
+            name=f"{planned.name}/host" if on_host else planned.name,
+            rule=planned.rule_of(on_host=on_host),
+            pieces=list(_pieces(planned, design, sources, placed, slots, on_host=on_host, away=away)),
+            completes=[sources.fp8.get(name, sources.of_buffers[name]) for name, at in last.items() if at == number],
+            stages=list(dict.fromkeys(matrix.stage for matrix in placed.values() if matrix.stage is not None)),
+            cut=norms,
+            cut_rows=rows,
+        )
+        if away is None:
+            yield unit
+        else:
+            assert isinstance(placement, OnHost)
+            yield from _host_parts(unit, placement, away)
+
+
+def _last_unit(buffer: BufferPlan, sides: Sequence[tuple[UnitPlan, bool]], plan: Plan) -> int:
+    """Return the number of the last unit that writes to a buffer; the same on all ranks."""
+    ids = {param.id for param in buffer.params}
+    has_hosted = any(plan.hosted.get(buffer.name, ()))
+    writers = [
+        number
+        for number, (unit, on_host) in enumerate(sides)
+        if not ids.isdisjoint(unit.ids) and (has_hosted or not on_host)
+    ]
+    return writers[-1]
+
+
+def _host_parts(unit: Unit, placement: OnHost, device: devices.Device) -> Iterator[Unit]:
+    """Split `unit` into parts with separate copies: while one part is updated, the next is copied.
+
+    Yields one part if the unit's update is collective, if copies do not overlap, or if this rank has no pieces.
+    """
+    parts: list[list[OwnedPiece]] = [[]]
+    meets = isinstance(unit.rule, HookedUpdate) or unit.rule.needs is Needs.MATRICES
+    for piece in unit.pieces:
+        if placement.overlap and not meets and sum(p.main.shape.numel() for p in parts[-1]) >= PART_NUMEL:
+            parts.append([])
+        parts[-1].append(piece)
+    for pieces in parts:
+        side = HostSide(pieces, device, placement)
+        yield replace(unit, pieces=pieces, host=side, completes=unit.completes if pieces is parts[-1] else ())
+
+
+def _pieces(
+    unit: UnitPlan,
+    design: Design,
+    sources: Sources,
+    placed: Mapping[ParamId, PlacedMatrix],
+    slots: Sequence[str],  # the names of the step's norms
+    *,
+    on_host: bool,
+    away: devices.Device | None,  # if main values and states are copied to the host from there
+) -> Iterator[OwnedPiece]:
+    """Yield the pieces of a unit on this rank, with main values and the rule's state before the first step."""
+    plan = design.plan
+    rule = unit.rule_of(on_host=on_host)
+    keeps_norm = any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(unit.rule))
+    for buffer in plan.buffers:
+        axes = design.axes_of(buffer)
+        is_sharded = buffer.layout.num_shards > 1
+        rank = axes.dp.rank if is_sharded else 0
+        for number, (id, of_param) in enumerate(buffer.runs(rank)):
+            if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
+                continue
+            param = design.model.params[id]
+            meta = design.model.metas[id]
+            group = design.groups.index_of[id]
+            at = placed[id]
+            stored = local(param) if meta.is_dtensor else param
+            if buffer.name in sources.fp8:
+                main: Main = sources.fp8[buffer.name].main(id, of_param)
+            else:
+                main = _main(unit.numbers[buffer.dtype], stored, id, of_param, away)
+            with main.device.on_host() if isinstance(main, HostMain) else nullcontext():
+                value = main.on_host.value() if isinstance(main, HostMain) else main.value()
+                state = init_state(rule, value, id=id, matrix=at.spec, stage=at.stage)
+            is_whole = of_param == slice(0, stored.numel())
+            if keeps_norm and is_whole and stored.numel() and not stored.any():
+                raise ConfigError(
+                    f"hooks: Hyperball() keeps the initial norm of weights, but {str(id)!r} is all zeros; use "
+                    "Hyperball(radius=...), or initialise the parameter first"
+                )
+            # Data-parallel replicas hold the same reduced gradient and share its inspection. All other copies, over
+            # tensor-parallel ranks or over axes of a DTensor's mesh, are computed and inspected separately.
+            is_shared = buffer.kind is not AS_IT_CAME and not is_sharded
+            inspected = not is_shared or number % axes.dp.size == axes.dp.rank
+            yield OwnedPiece(
+                id=id,
+                param=param,
+                of_param=of_param,
+                group=group,
+                source=sources.of_buffers[buffer.name],
+                main=main,
+                state=state,
+                norm_slot=slots.index(plan.norms[group] or meta.grad_norm_group or ""),
+                counted=inspected and _is_counted(design, buffer, id),
+                inspected=inspected,
+                replica=axes.inter.rank if is_sharded else None,
+                part=_part(meta, axes),
+                matrix=at.spec,
+                stage=at.stage,
+            )
+
+
+def _main(numbers: Numbers, stored: Tensor, id: ParamId, of_param: slice, away: devices.Device | None) -> Main:
+    """Return the main values of the elements `of_param` of this rank's part of a parameter.
+
+    Raises:
+        ConfigError: no update could write the parameter.
+    """
+    if stored.is_neg() or not is_dense(stored):
+        raise ConfigError(
+            f"parameter {str(id)!r} of shape {tuple(stored.shape)} and strides {stored.stride()} has "
+            "holes, overlapping elements or its negative bit set; allowed are elements that fill their "
+            "memory, in any order of dimensions; make it contiguous: "
+            "nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
+        )
+    is_whole = of_param == slice(0, stored.numel())
+    target = stored if is_whole else stored.detach().view(-1)[of_param]
+    return make_main(numbers, target) if away is None else HostMain.of(numbers, target, away)
+
+
+def _is_counted(design: Design, buffer: BufferPlan, id: ParamId) -> bool:
+    """Return whether norms and zero counts include this rank's copy of a gradient that it inspects."""
+    meta = design.model.metas[id]
+    param = design.model.params[id]
+    axes = design.axes_of(buffer)
+    if meta.shared or (axes.inter.rank > 0 and design.request.roles.instance is None):
+        return False
+    if buffer.kind is AS_IT_CAME:
+        outside = list(replicas_outside(param, (axes.dp, axes.inter), name=str(id)))
+        outside += [axes.tp] if is_outside(axes.tp, mesh_of(param)) else []
+        return is_first_replica(param) and all(comm.rank == 0 for comm in outside)
+    return axes.tp.rank == 0 or meta.tensor_parallel
+
+
+def _part(meta: ParamMeta, axes: Axes) -> str:
+    """Return the suffix that names this tensor-parallel part of a plain parameter; empty if it is whole."""
+    is_part = meta.tensor_parallel and not meta.is_dtensor and axes.tp.size > 1
+    return f"@{axes.tp.rank}of{axes.tp.size}" if is_part else ""
+
+
+# --- parts of the model that ranks hold -------------------------------------------------------------------------------
+
+
+def holds_parts(design: Design) -> bool:
+    """Return whether this rank holds plain state tensors that other ranks of the same model do not hold."""
+    if any(buffer.layout.num_shards > 1 for buffer in design.plan.buffers):
+        return True
+    for unit in design.plan.units:
+        axes = design.request.roles.expert if unit.is_expert else design.request.roles.dense
+        if any(_part(design.model.metas[id], axes) for id in unit.ids):
+            return True
+        # State of whole matrices may be distributed over the ranks that store their parts.
+        layouts = [compute.layout for compute in unit.compute if any(spec.whole for spec in unit.rule.state_specs)]
+        if any(layout.computes is Computes.OWNER or layout.kept for layout in layouts):
+            return True
+    return False
