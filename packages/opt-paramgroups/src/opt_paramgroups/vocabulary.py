@@ -129,7 +129,7 @@ def _named(matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
 
 
 def fused_qkv_rows(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
-    """Return the rows of q, k and v in a query group, by the `id()` of a fused weight; also of an output gate.
+    """Return the rows of q, k, v and, if any, an output gate in one query group, by the `id()` of a fused weight.
 
     As in Megatron-Core, a fused weight is a matrix called `*linear_qkv.weight`. The innermost module around it with a
     transformer `config` says how many heads there are. A weight whose rows, on this rank, are not whole query groups is

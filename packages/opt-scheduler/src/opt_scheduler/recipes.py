@@ -54,7 +54,7 @@ def wsd(
     end: float = 0.0,
     shape: str = "minus_sqrt",
 ) -> Schedule:
-    """Warm up, stay, decay (https://arxiv.org/abs/2404.06395). `repeat` or `join` several of them for WSD-S.
+    """Warm up, stay stable, decay (https://arxiv.org/abs/2404.06395). `repeat` or `join` several of them for WSD-S.
 
     Pass the length of all three as `steps`, or that of the stable phase as `stable_steps`.
 
