@@ -284,7 +284,7 @@ def get_param_groups_and_buffers(
     attributes = {
         number: getattr(chunk, buffer_name, None) for number, chunk in enumerate(model_chunks, model_chunk_offset)
     }
-    buffers = {number: held for number, held in attributes.items() if held is not None and not callable(held)}
+    buffers = {number: buffer for number, buffer in attributes.items() if buffer is not None and not callable(buffer)}
     return GroupsAndBuffers([group for group in groups if filter_fn(group)], buffers)
 
 

@@ -33,7 +33,7 @@ class VocabularyRole(NamedTuple):
     guess: str = ""  # reason for an uncertain decision; empty: certain
 
 
-class _Held(NamedTuple):
+class _Matrix(NamedTuple):
     """A matrix, the module that holds it, and the last part of its name."""
 
     param: nn.Parameter
@@ -77,12 +77,12 @@ def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
     roles = {id(param): VocabularyRole(is_embedding=True) for param in tables}
     for param in _named_embeddings(roots):
         roles.setdefault(id(param), VocabularyRole(is_embedding=False))
-    matrices = [held for root in roots for held in _matrices(root)]
-    has_output = any(isinstance(held.module, nn.Linear) and id(held.param) in roles for held in matrices)
-    unknown = [held for held in matrices if id(held.param) not in roles]
+    matrices = [matrix for root in roots for matrix in _matrices(root)]
+    has_output = any(isinstance(matrix.module, nn.Linear) and id(matrix.param) in roles for matrix in matrices)
+    unknown = [matrix for matrix in matrices if id(matrix.param) not in roles]
     by_shape = () if has_output else _shaped_like(tables, unknown)
-    for held, guess in (*by_shape, *_named(unknown)):
-        roles.setdefault(id(held.param), VocabularyRole(held.last_name in _EMBEDDINGS, guess))
+    for matrix, guess in (*by_shape, *_named(unknown)):
+        roles.setdefault(id(matrix.param), VocabularyRole(matrix.last_name in _EMBEDDINGS, guess))
     return roles
 
 
@@ -100,18 +100,18 @@ def _named_embeddings(roots: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
                 yield weight
 
 
-def _matrices(root: nn.Module) -> Iterator[_Held]:
+def _matrices(root: nn.Module) -> Iterator[_Matrix]:
     for path, module in root.named_modules():
         for name, param in module.named_parameters(recurse=False):
             if param.dim() == 2:
-                yield _Held(param, module, path.rpartition(".")[2] if name == "weight" else name)
+                yield _Matrix(param, module, path.rpartition(".")[2] if name == "weight" else name)
 
 
-def _shaped_like(tables: Sequence[nn.Parameter], matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
+def _shaped_like(tables: Sequence[nn.Parameter], matrices: Sequence[_Matrix]) -> Iterator[tuple[_Matrix, str]]:
     """The output layer of these tables, if it can be distinguished from hidden layers."""
     shapes = {tuple(table.shape) for table in tables}
-    linears = [held for held in matrices if isinstance(held.module, nn.Linear)]
-    candidates = [held for held in linears if tuple(held.param.shape) in shapes]
+    linears = [matrix for matrix in matrices if isinstance(matrix.module, nn.Linear)]
+    candidates = [matrix for matrix in linears if tuple(matrix.param.shape) in shapes]
     if linears and candidates and linears[-1] is candidates[-1]:
         rows, columns = candidates[-1].param.shape
         yield candidates[-1], "" if rows != columns else "it is the last Linear, with the shape of an embedding"
@@ -119,13 +119,13 @@ def _shaped_like(tables: Sequence[nn.Parameter], matrices: Sequence[_Held]) -> I
         yield candidates[0], "it is the only Linear with the shape of an embedding"
 
 
-def _named(matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
+def _named(matrices: Sequence[_Matrix]) -> Iterator[tuple[_Matrix, str]]:
     if matrices and matrices[-1].last_name in _HEADS_IF_LAST:
         yield matrices[-1], f"it is the last matrix, called {matrices[-1].last_name!r}"
-    for held in matrices:
-        names = _HEADS if isinstance(held.module, nn.Linear) else _HEADS | _EMBEDDINGS
-        if held.last_name in names:
-            yield held, f"it is called {held.last_name!r}"
+    for matrix in matrices:
+        names = _HEADS if isinstance(matrix.module, nn.Linear) else _HEADS | _EMBEDDINGS
+        if matrix.last_name in names:
+            yield matrix, f"it is called {matrix.last_name!r}"
 
 
 def fused_qkv_rows(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
