@@ -166,8 +166,7 @@ def _show(options: argparse.Namespace) -> int:
             span = f"min {finite.min():.6g}  max {finite.max():.6g}  mean {finite.mean():.6g}" if finite.numel() else ""
             print(f"    {span}  non-finite {values.numel() - finite.numel()}")
         for chunk in stored.chunks if options.chunks else ():
-            box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk.box.offsets, chunk.box.sizes))
-            print(f"    [{box}]  {chunk.place.file} at {chunk.place.start}")
+            print(f"    {chunk.box.text}  {chunk.place.file} at {chunk.place.start}")
     for key in sorted(k for k in index.objects if fnmatch.fnmatchcase(k, options.tensor)):
         print(f"{key}  object  {_size(index.objects[key].nbytes)}")
     return FINE

@@ -8,8 +8,9 @@ message. Boxes of many tensors are rows of integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from operator import add, mul, sub
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.sharded import Shape, ShardedTensor, flat_bounds
+from opt_checkpoint.state.sharded import Shape, ShardedTensor, flat_bounds, with_axis
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -28,29 +29,43 @@ class Box(NamedTuple):
     offsets: Shape
     sizes: Shape
 
+    @classmethod
+    def whole(cls, shape: Shape) -> Box:
+        """Return the box of a whole tensor."""
+        return cls((0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def stops(self) -> Shape:
+        """One past its last element, along every axis."""
+        return tuple(map(add, self.offsets, self.sizes))
+
+    @property
+    def text(self) -> str:
+        """The box as people write it: `[0:4, 8:16]`."""
+        spans = (f"{start}:{stop}" for start, stop in zip(self.offsets, self.stops))
+        return f"[{', '.join(spans)}]"
+
     def moved(self, by: Shape) -> Box:
-        """The same box with `by` added to its offsets."""
-        return Box(tuple(o + b for o, b in zip(self.offsets, by)), self.sizes)
+        """Return the same box with `by` added to its offsets."""
+        return Box(tuple(map(add, self.offsets, by)), self.sizes)
 
     def within(self, outer: Box) -> Shape:
-        """The offsets relative to those of a box that contains this one."""
-        return tuple(o - b for o, b in zip(self.offsets, outer.offsets))
+        """Return the offsets relative to those of a box that contains this one."""
+        return tuple(map(sub, self.offsets, outer.offsets))
 
     def overlap(self, other: Box) -> Box | None:
-        """The elements that both boxes have; None if there are none."""
-        start = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets))
-        sizes = tuple(
-            min(a + m, b + n) - s for a, m, b, n, s in zip(self.offsets, self.sizes, other.offsets, other.sizes, start)
-        )
+        """Return the elements that both boxes have; None if there are none."""
+        start = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(map(sub, map(min, self.stops, other.stops), start))
         return None if any(n <= 0 for n in sizes) else Box(start, sizes)
 
     def part_of(self, values: Tensor, part: Box) -> Tensor:
-        """The values of a box within this one, as a view of the values of this one."""
+        """Return the values of a box within this one, as a view of the values of this one."""
         for axis, (start, size) in enumerate(zip(part.within(self), part.sizes)):
             values = values.narrow(axis, start, size)
         return values
@@ -72,6 +87,11 @@ def row_major_strides(shape: Shape) -> Shape:
     return tuple(strides)
 
 
+def position_of(index: Iterable[int], strides: Shape) -> int:
+    """Return the position of an element, given by its index along every axis."""
+    return sum(map(mul, index, strides))
+
+
 def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Cut elements `[start, stop)` of a block of `shape` into as few boxes as possible, each a row-major run.
 
@@ -91,13 +111,13 @@ def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         yield Box((), ())
         return
     while position < stop:
-        axis = next(d for d, s in enumerate(strides) if position % s == 0 and position + s <= stop)
-        stride = strides[axis]
+        left = stop - position
+        axis = next(d for d, s in enumerate(strides) if position % s == 0 and s <= left)
         index = tuple(position // s % n for s, n in zip(strides, shape))
-        rows = min((stop - position) // stride, shape[axis] - index[axis])
+        rows = min(left // strides[axis], shape[axis] - index[axis])
         offsets = index[: axis + 1] + (0,) * (len(shape) - axis - 1)
         yield Box(offsets, (1,) * axis + (rows,) + shape[axis + 1 :])
-        position += rows * stride
+        position += rows * strides[axis]
 
 
 def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
@@ -147,17 +167,16 @@ def split_rows(box: Box, parts: int) -> Iterator[Box]:
     rows = box.sizes[axis]
     edges = sorted({rows * k // parts for k in range(parts + 1)})
     for low, high in pairwise(edges):
-        offsets = tuple(o + low if d == axis else o for d, o in enumerate(box.offsets))
-        yield Box(offsets, tuple(high - low if d == axis else n for d, n in enumerate(box.sizes)))
+        offsets = with_axis(box.offsets, axis, box.offsets[axis] + low)
+        yield Box(offsets, with_axis(box.sizes, axis, high - low))
 
 
 def columns_of(boxes: Sequence[Box], axes: int) -> tuple[Array, Array]:
-    """Offsets and sizes of boxes, (n, axes) each; axes that a box lacks have offset 0 and size 1."""
-    zeros = (0,) * axes
-    ones = (1,) * axes
-    numbers = chain.from_iterable((o + zeros)[:axes] + (s + ones)[:axes] for o, s in boxes)
-    both = np.fromiter(numbers, np.int64, 2 * axes * len(boxes)).reshape(len(boxes), 2 * axes)
-    return both[:, :axes], both[:, axes:]
+    """Return offsets and sizes of boxes, (n, axes) each; axes that a box lacks have offset 0 and size 1."""
+    shape = len(boxes), axes
+    offsets = [box.offsets + (0,) * (axes - len(box.offsets)) for box in boxes]
+    sizes = [box.sizes + (1,) * (axes - len(box.sizes)) for box in boxes]
+    return np.array(offsets, np.int64).reshape(shape), np.array(sizes, np.int64).reshape(shape)
 
 
 def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
@@ -174,16 +193,18 @@ def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[t
     """
     if not len(tensor):
         return
-    extent = np.zeros((int(tensor.max()) + 1, offsets.shape[1]))
-    np.maximum.at(extent, tensor, offsets + sizes)
-    length = np.stack([np.bincount(tensor, weights=sizes[:, d]) for d in range(offsets.shape[1])], axis=1)
-    axis = np.argmin(length / np.maximum(extent, 1), axis=1)[tensor]
+    stops = offsets + sizes  # (n, axes)
+    extent = np.zeros((int(tensor.max()) + 1, offsets.shape[1]))  # (tensors, axes) where the last box ends
+    np.maximum.at(extent, tensor, stops)
+    length = np.stack([np.bincount(tensor, weights=column) for column in sizes.T], axis=1)  # (tensors, axes)
+    axis = np.argmin(length / np.maximum(extent, 1), axis=1)[tensor]  # (n,) along which each box is sorted
     rows = np.arange(len(tensor))
-    start = offsets[rows, axis]
-    order = np.lexsort((start, tensor))
-    tensor, start, stop = tensor[order], start[order], (start + sizes[rows, axis])[order]
+    order = np.lexsort((offsets[rows, axis], tensor))  # (n,); all that follows is in this order
+    tensor = tensor[order]
     low = offsets[order]
-    high = (offsets + sizes)[order]
+    high = stops[order]
+    start = low[rows, axis[order]]
+    stop = high[rows, axis[order]]
     left = rows
     distance = 1
     while len(left):

@@ -211,10 +211,10 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
     for slot in sorted(slots, key=lambda slot: slot.start):
         by_bucket[_BucketId(slot.optimizer, slot.group, slot.buffer, slot.bucket)].append(slot)
     if unknown := by_bucket.keys() - buckets.keys():
-        raise CheckpointValueError(
-            f"{by_bucket[min(unknown)][0].name}: no bucket has {min(unknown)}; there are "
-            f"{'; '.join(map(str, sorted(buckets)))}"
-        )
+        first_unknown = min(unknown)
+        known = "; ".join(map(str, sorted(buckets)))
+        name = by_bucket[first_unknown][0].name
+        raise CheckpointValueError(f"{name}: no bucket has {first_unknown}; there are {known}")
     for key, placed in [(key, by_bucket[bucket]) for bucket, states in buckets.items() for key in states.values()]:
         end = 0
         numel = math.prod(index.tensors[key].shape)

@@ -17,7 +17,7 @@ from opt_checkpoint.convert.name_rules import NamePattern, NameRule, names_of
 from opt_checkpoint.dcp.names import some_of
 from opt_checkpoint.disk.index import Within
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError
-from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.state.sharded import Shape, with_axis
 
 
 class Described(NamedTuple):
@@ -76,11 +76,10 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
         names = instance.names
         sizes = _sizes_of(instance, tensors)
         stack = sides[known].stack
-        made = {
-            (text, index): pattern.filled({**instance.common, **dict(zip(stack, map(str, index)))})
-            for text, (pattern, _) in sides[1 - known].patterns.items()
-            for index in itertools.product(*(range(sizes.stacks[name]) for name in stack))
-        }
+        made: _Names = {}
+        for index in itertools.product(*(range(sizes.stacks[name]) for name in stack)):
+            for text, (pattern, _) in sides[1 - known].patterns.items():
+                made[text, index] = instance.filled(pattern, stack, index)
         if known == 0:
             ours = names
             theirs = made
@@ -106,8 +105,9 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
             if other is None:
                 raise CheckpointKeyError(f"{name} is tied to {piece.theirs}, but no tensor is converted to that name")
             if other != (piece.within.shape, own):
+                shape = list(piece.within.shape)
                 raise CheckpointMismatchError(
-                    f"{name} is {own} and tied to {piece.theirs} of shape {list(piece.within.shape)}, which another "
+                    f"{name} is {own} and tied to {piece.theirs} of shape {shape}, which another "
                     f"rule makes {other.dtype} of shape {list(other.shape)}"
                 )
     return mapped
@@ -148,13 +148,17 @@ _Names: TypeAlias = dict[tuple[str, Shape], str]  # of one side's tensors: by pa
 @lru_cache(maxsize=1024)
 def _sides_of(rule: NameRule) -> _Sides:
     """Our side and their side; one without names has no parts."""
-    ours, theirs = (
-        tuple(map(NamePattern, names * rule.parts if len(names) == 1 else names))
-        for names in (names_of(side) if side else () for side in (rule.ours, rule.theirs))
-    )
-    numbers = [side[0].numbers if side else () for side in (ours, theirs)]
-    our_stack = tuple(name for name in numbers[1] if name not in numbers[0])
-    their_stack = tuple(name for name in numbers[0] if name not in numbers[1])
+
+    def patterns_of(names: str | tuple[str, ...]) -> tuple[NamePattern, ...]:
+        patterns = tuple(map(NamePattern, names_of(names))) if names else ()
+        return patterns * rule.parts if len(patterns) == 1 else patterns
+
+    ours = patterns_of(rule.ours)
+    theirs = patterns_of(rule.theirs)
+    our_numbers = ours[0].numbers if ours else ()
+    their_numbers = theirs[0].numbers if theirs else ()
+    our_stack = tuple(name for name in their_numbers if name not in our_numbers)
+    their_stack = tuple(name for name in our_numbers if name not in their_numbers)
     return (_Side(ours, rule.groups, our_stack, False), _Side(theirs, rule.their_groups, their_stack, rule.transposed))
 
 
@@ -175,16 +179,24 @@ class _Instance(NamedTuple):
     common: dict[str, str]
     names: _Names
 
+    def filled(self, pattern: NamePattern, stack: Sequence[str], index: Shape) -> str:
+        """The name that a pattern gives the tensor with these numbers."""
+        return pattern.filled({**self.common, **dict(zip(stack, map(str, index)))})
+
 
 def _instances(rules: Sequence[NameRule], tensors: Mapping[str, Described], known: int) -> list[_Instance]:
     """Every rule with each combination of common placeholders found in the names."""
     sides = [_sides_of(rule) for rule in rules]
-    patterns = [[pattern for pattern, _ in own[known].patterns.values()] for own in sides]
+    patterns = [(number, own) for number, pair in enumerate(sides) for own, _ in pair[known].patterns.values()]
     found: dict[tuple[int, frozenset[tuple[str, str]]], _Instance] = {}
     unmapped = []
     for name in tensors:
-        fitting = [(i, p, v) for i, own in enumerate(patterns) for p in own if (v := p.match(name)) is not None]
-        untied = [rules[i] for i, _, _ in fitting if not rules[i].tied]
+        fitting = []
+        for number, pattern in patterns:
+            values = pattern.match(name)
+            if values is not None:
+                fitting.append((number, pattern, values))
+        untied = [rules[number] for number, _, _ in fitting if not rules[number].tied]
         if len(untied) > 1:
             raise CheckpointKeyError(f"{name} is named by several rules: {untied[0]} and {untied[1]}")
         if not fitting:
@@ -226,7 +238,7 @@ class _Sizes(NamedTuple):
         by_pattern = {}
         for text, (_, parts) in side.patterns.items():
             length = sum(self.lengths[number][part] for part in parts)
-            block = tuple(length if d == self.dim else n for d, n in enumerate(self.block))
+            block = with_axis(self.block, self.dim, length)
             by_pattern[text] = Described((*lead, *side.axes(block)), self.dtype)
         return ((name, by_pattern[text]) for (text, _), name in names.items())
 
@@ -245,15 +257,15 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
     counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
     if math.prod(counts) * len(side.patterns) != len(names):  # they are distinct: if as many, none is missing
         every = itertools.product(side.patterns.items(), itertools.product(*map(range, counts)))
-        (_, (pattern, _)), index = next(pair for pair in every if (pair[0][0], pair[1]) not in names)
-        missing = pattern.filled({**instance.common, **dict(zip(other.stack, map(str, index)))})
+        pattern, index = next((pattern, index) for (text, (pattern, _)), index in every if (text, index) not in names)
+        missing = instance.filled(pattern, other.stack, index)
         raise CheckpointKeyError(f"{missing} is missing; {next(iter(names.values()))} cannot be converted without it")
     (text, _), name = next(iter(names.items()))
     first = tensors[name]
     depth = len(side.stack)
-    if len(first.shape) < depth + (2 if rule.transposed else 0) or (
-        (rule.parts > 1 or rule.rows is not None) and len(first.shape) - depth <= rule.dim
-    ):
+    num_axes = len(first.shape) - depth
+    is_cut = rule.parts > 1 or rule.rows is not None
+    if num_axes < (2 if rule.transposed else 0) or (is_cut and num_axes <= rule.dim):
         raise CheckpointMismatchError(f"{name} has shape {list(first.shape)}, too few axes for {rule}")
     block = side.axes(first.shape[depth:])
     shares = rule.shares or (1,) * rule.parts
@@ -266,19 +278,17 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
             f"{groups} group(s): {rule}"
         )
     lengths = tuple(length * share // total for share in shares)
-    if rule.rows is not None and (lengths[0] < rule.rows or (instance.known == 1 and lengths[0] != rule.rows)):
+    padding = 0 if rule.rows is None else lengths[0] - rule.rows
+    if padding < 0 or (padding and instance.known == 1):
         raise CheckpointMismatchError(f"{name} of shape {list(first.shape)} does not have {rule.rows} rows: {rule}")
-    sizes = _Sizes(
-        stacks=dict(zip((*other.stack, *side.stack), (*counts, *first.shape))),
-        block=block,
-        dim=rule.dim,
-        lengths=(lengths, lengths if rule.rows is None else (rule.rows,)),
-        dtype=first.dtype,
-    )
+    stacks = dict(zip((*other.stack, *side.stack), (*counts, *first.shape)))
+    their_lengths = lengths if rule.rows is None else (rule.rows,)
+    sizes = _Sizes(stacks, block, rule.dim, (lengths, their_lengths), first.dtype)
     for own, expected in sizes.described(instance.known, instance.sides, names):
-        if expected != tensors[own]:
+        found = tensors[own]
+        if expected != found:
             raise CheckpointMismatchError(
-                f"{own} has {tensors[own].dtype} {list(tensors[own].shape)}, which does not fit {name} of "
+                f"{own} has {found.dtype} {list(found.shape)}, which does not fit {name} of "
                 f"{first.dtype} {list(first.shape)} by {rule}"
             )
     return sizes
@@ -300,7 +310,7 @@ def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Itera
     their_depth = len(sides[1].stack)
     logical = tuple(range(our_depth, our_depth + len(sizes.block)))
     axes = ((None,) * their_depth) + sides[1].axes(logical)
-    shapes = {text: own.shape for text, own in sizes.described(1, sides, {(t, ()): t for t in sides[1].patterns})}
+    described = dict(sizes.described(1, sides, {(text, ()): text for text in sides[1].patterns}))
     segments: list[dict[int, list[_Segment]]] = [defaultdict(list), defaultdict(list)]  # of each side, by part
     for side, lengths, found in zip(sides, sizes.lengths, segments, strict=True):
         for text, (_, parts) in side.patterns.items():
@@ -315,15 +325,15 @@ def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Itera
         for own, other in itertools.product(of_part, segments[1][part]):
             start = max(own.first, other.first)
             end = min(own.end, other.end)
-            block = tuple(end - start if d == sizes.dim else n for d, n in enumerate(sizes.block))
+            block = with_axis(sizes.block, sizes.dim, end - start)
             if start < end and 0 not in block:
-                at = [
-                    tuple(segment.position + start - segment.first if d == sizes.dim else 0 for d in range(len(block)))
-                    for segment in (own, other)
-                ]
-                runs[own.text, other.text].append((at[0], sides[1].axes(at[1]), (1,) * our_depth + block))
+                zeros = (0,) * len(block)
+                ours_at = with_axis(zeros, sizes.dim, own.position + start - own.first)
+                theirs_at = with_axis(zeros, sizes.dim, other.position + start - other.first)
+                run = ours_at, sides[1].axes(theirs_at), (1,) * our_depth + block
+                runs[own.text, other.text].append(run)
     for (their_text, in_ours), their_name in theirs.items():
         for (our_text, in_theirs), our_name in ours.items():
             for ours_at, theirs_at, extent in runs.get((our_text, their_text), ()):
-                within = Within(shapes[their_text], (*in_theirs, *theirs_at), axes)
+                within = Within(described[their_text].shape, (*in_theirs, *theirs_at), axes)
                 yield our_name, Piece(Box((*in_ours, *ours_at), extent), their_name, within)

@@ -180,10 +180,8 @@ def megatron_llama_names(
         raise CheckpointValueError(f"heads={heads} must be a multiple of query_groups={query_groups}")
     ours = _layer(stacked)
     theirs = "model.layers.{layer}"
-    parts = [
-        _qkv(ours, tuple(f"{theirs}.self_attn.{p}_proj" for p in "qkv"), what, heads // groups, groups)
-        for what in ("weight", *(["bias"] if qkv_bias else []))
-    ]
+    qkv = tuple(f"{theirs}.self_attn.{part}_proj" for part in "qkv")
+    parts = [_qkv(ours, qkv, what, heads // groups, groups) for what in ("weight", "bias")[: 1 + qkv_bias]]
     plain = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
@@ -194,16 +192,14 @@ def megatron_llama_names(
         plain["self_attention.q_layernorm.weight"] = "self_attn.q_norm.weight"
         plain["self_attention.k_layernorm.weight"] = "self_attn.k_norm.weight"
     embedding = "model.embed_tokens.weight"
-    output = "lm_head.weight"
+    output = embedding if tied else "lm_head.weight"
+    gate_and_value = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
     return (
         NameRule(ours="embedding.word_embeddings.weight", theirs=embedding, rows=vocab),
-        NameRule(ours="output_layer.weight", theirs=embedding if tied else output, rows=vocab, tied=tied),
+        NameRule(ours="output_layer.weight", theirs=output, rows=vocab, tied=tied),
         NameRule(ours="decoder.final_layernorm.weight", theirs="model.norm.weight"),
         *parts,
-        NameRule(
-            ours=f"{ours}.mlp.linear_fc1.weight",
-            theirs=(f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"),
-        ),
+        NameRule(ours=f"{ours}.mlp.linear_fc1.weight", theirs=gate_and_value),
         *(NameRule(ours=f"{ours}.{a}", theirs=f"{theirs}.{b}") for a, b in plain.items()),
     )
 
@@ -230,11 +226,10 @@ def megatron_gpt2_names(*, heads: int, vocab: int | None = None, stacked: bool =
         turned = what == "weight"
         rules.append(NameRule(ours=f"decoder.final_layernorm.{what}", theirs=f"transformer.ln_f.{what}"))
         rules.append(_qkv(ours, (f"{theirs}.attn.c_attn",) * 3, what, 1, heads, turned=turned))
-        rules += [
-            NameRule(ours=f"{ours}.{a}.{what}", theirs=f"{theirs}.{b}.{what}", transposed=turned)
-            for a, b in linear.items()
-        ]
-        rules += [NameRule(ours=f"{ours}.{a}_{what}", theirs=f"{theirs}.{b}.{what}") for a, b in norms.items()]
+        for a, b in linear.items():
+            rules.append(NameRule(ours=f"{ours}.{a}.{what}", theirs=f"{theirs}.{b}.{what}", transposed=turned))
+        for a, b in norms.items():
+            rules.append(NameRule(ours=f"{ours}.{a}_{what}", theirs=f"{theirs}.{b}.{what}"))
     return tuple(rules)
 
 

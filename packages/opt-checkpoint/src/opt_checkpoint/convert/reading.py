@@ -121,8 +121,7 @@ def read_whole(index: CheckpointIndex, key: str) -> Tensor:
     Raises:
         CheckpointingException: as `load`.
     """
-    stored = index.tensors[key]
-    return _read_box(index, key, Box((0,) * len(stored.shape), stored.shape))
+    return _read_box(index, key, Box.whole(index.tensors[key].shape))
 
 
 def _read_box(index: CheckpointIndex, key: str, box: Box) -> Tensor:
@@ -180,8 +179,7 @@ def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str
     nans = [0, 0]  # elements that are NaN in one checkpoint only
     stored = first.tensors[key]
     rows = -(-stored.nbytes // _PIECE_BYTES)
-    whole = Box((0,) * len(stored.shape), stored.shape)
-    for piece in split_rows(whole, rows) if rows else ():
+    for piece in split_rows(Box.whole(stored.shape), rows) if rows else ():
         values = []
         for which, index in (("first", first), ("second", second)):
             try:
@@ -211,4 +209,5 @@ def _same(a: Tensor, b: Tensor, rtol: float) -> Tensor:
         wide = torch.complex128 if a.is_complex() else torch.float64
         return torch.isclose(a.to(wide), b.to(wide), rtol=rtol, atol=0.0, equal_nan=True)
     width = a.dtype.itemsize
-    return (a.reshape(-1).view(torch.uint8) == b.reshape(-1).view(torch.uint8)).view(-1, width).all(dim=1)
+    are_bytes_equal = a.reshape(-1).view(torch.uint8) == b.reshape(-1).view(torch.uint8)
+    return are_bytes_equal.view(-1, width).all(dim=1)

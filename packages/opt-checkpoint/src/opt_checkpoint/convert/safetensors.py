@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_checkpoint.boxes import Box, row_major_strides, split_rows, view_of
+from opt_checkpoint.boxes import Box, position_of, row_major_strides, split_rows, view_of
 from opt_checkpoint.convert.name_maps import Described, Piece, to_ours, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NamePattern, NameRule, fingerprint, names_of
 from opt_checkpoint.convert.reading import read_mapped, scratch_folder
@@ -228,15 +228,15 @@ def _runs(values: Tensor, box: Box, piece: Piece, array: Array) -> Iterator[tupl
         converted = box.part_of(values, part).to(array.dtype)
         region = piece.within.region(part.within(piece.box), part.sizes)
         raw = bytes_view(contiguous(piece.within.as_stored(converted)))
-        strides = [n * array.dtype.itemsize for n in row_major_strides(region.chunk)]
+        strides = tuple(n * array.dtype.itemsize for n in row_major_strides(region.chunk))
         # The region is complete along all axes after `axis`, so its part at one index of the axes before is one run.
-        axis = next((d for d in reversed(range(len(region.sizes))) if region.sizes[d] != region.chunk[d]), 0)
-        first = array.start + sum(o * s for o, s in zip(region.offsets, strides))
+        cut = [d for d, (size, whole) in enumerate(zip(region.sizes, region.chunk)) if size != whole]
+        axis = cut[-1] if cut else 0
+        first = array.start + position_of(region.offsets, strides)
         indices = list(itertools.product(*map(range, region.sizes[:axis])))
         nbytes = len(raw) // len(indices)
         for number, index in enumerate(indices):
-            position = first + sum(i * s for i, s in zip(index, strides))
-            yield position, raw[number * nbytes :][:nbytes]
+            yield first + position_of(index, strides), raw[number * nbytes :][:nbytes]
 
 
 def load_safetensors(

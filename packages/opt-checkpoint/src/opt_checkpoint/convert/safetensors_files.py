@@ -220,6 +220,10 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
+
+
 def _array(file: str, name: str, entry: Any, first: int) -> Array:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointCorruptError(f"{name} must have dtype, shape and data_offsets, and has {entry!r:.200}")
@@ -228,11 +232,7 @@ def _array(file: str, name: str, entry: Any, first: int) -> Array:
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CheckpointCorruptError(f"{name} has dtype {dtype!r:.50}; known are {', '.join(sorted(_DTYPES))}")
-    are_sizes = all(
-        isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
-        for values in (shape, offsets)
-    )
-    if not (are_sizes and len(shape) <= MAX_DIMS and len(offsets) == 2):
+    if not (_are_sizes(shape) and _are_sizes(offsets) and len(shape) <= MAX_DIMS and len(offsets) == 2):
         raise CheckpointCorruptError(f"{name} has shape {shape!r:.100} and offsets {offsets!r:.100}")
     array = Array(file, _DTYPES[dtype], tuple(shape), first + offsets[0])
     if offsets[1] - offsets[0] != array.nbytes:

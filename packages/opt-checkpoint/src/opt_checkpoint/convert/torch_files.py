@@ -143,10 +143,9 @@ def checkpoint_to_torch_file(
         states = {name: {s: tensors[key] for s, key in saved.keys.get(name, {}).items()} for name in index}
         for name, plain in saved.plain_state.items():
             states[name].update(plain)
-        groups = [
-            {**group, "params": [index[name] for name in own], "param_names": list(own)}
-            for group, own in zip(saved.groups, saved.names, strict=True)
-        ]
+        groups = []
+        for group, own in zip(saved.groups, saved.names, strict=True):
+            groups.append({**group, "params": [index[name] for name in own], "param_names": list(own)})
         state = {index[name]: dict(sorted(own.items())) for name, own in states.items() if own}
         torch.save({"state": state, "param_groups": groups}, Path(scratch) / "whole.pt")
         os.replace(Path(scratch) / "whole.pt", target)
@@ -177,7 +176,9 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
     saved = find_optimizer(opened, at)
     archives = read_dcp_index(source, store_at(source).sizes())
     name = name or ".".join(at)
-    keys = {key: f"{name}.state.{p}.{state}" for p, states in saved.keys.items() for state, key in states.items()}
+    keys: dict[str, str] = {}
+    for param, states in saved.keys.items():
+        keys.update((key, f"{name}.state.{param}.{state}") for state, key in states.items())
     tensors = {keys.get(key, key): tensor for key, tensor in archives.tensors.items()}
     objects = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
     write_linked(archives, target, tensors, objects, lambda out: _write_values(out / _GROUPS_FILE, saved, name))
@@ -223,7 +224,9 @@ def write_linked(
         values = {**objects, **(write_more(out) or {})}
         stored |= {key: dcp.BytesStorageMetadata() for key in values}
         places |= {dcp.MetadataIndex(key): place for key, place in values.items()}
-        storage = {index: _StorageInfo(files.get(p.file, p.file), p.start, p.nbytes) for index, p in places.items()}
+        storage = {}
+        for index, place in places.items():
+            storage[index] = _StorageInfo(files.get(place.file, place.file), place.start, place.nbytes)
         metadata = dcp.Metadata(stored, planner_data={key: (key,) for key in stored}, storage_data=storage)
         (out / METADATA).write_bytes(pickle.dumps(metadata))
         out.rename(target)
@@ -232,7 +235,9 @@ def write_linked(
 def _write_values(file: Path, saved: SavedOptimizer, name: str) -> dict[str, ByteRange]:
     """Write every field of every group by number and by parameter, and the states that are no tensors, each as an
     archive of `torch.save`; equal values are written once. Returns their places by key."""
-    values = {f"{name}.state.{p}.{state}": v for p, own in saved.plain_state.items() for state, v in own.items()}
+    values: dict[str, Any] = {}
+    for param, own in saved.plain_state.items():
+        values.update((f"{name}.state.{param}.{state}", value) for state, value in own.items())
     for number, (group, members) in enumerate(zip(saved.groups, saved.names, strict=True)):
         for field, value in group.items():
             values |= {f"{name}.param_groups.{of}.{field}": value for of in (number, *members)}

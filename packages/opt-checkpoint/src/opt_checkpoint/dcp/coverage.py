@@ -115,7 +115,8 @@ class TensorsOfRanks:
     def box(self, number: int) -> Box:
         """A box as an object."""
         axes = int(self.ndim[self.owner[number]])
-        return Box(tuple(self.offsets[number, :axes].tolist()), tuple(self.sizes[number, :axes].tolist()))
+        offsets = self.offsets[number, :axes].tolist()
+        return Box(tuple(offsets), tuple(self.sizes[number, :axes].tolist()))
 
     def shape_of(self, number: int) -> Shape:
         """The global shape of a held tensor."""
@@ -183,9 +184,10 @@ def _misfits(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
     first = t.first_of_key[t.key]  # (t,)
     has_shape = (t.ndim == t.ndim[first]) & (t.shape == t.shape[first]).all(axis=1)
     for number in np.flatnonzero(~has_shape | (t.dtype != t.dtype[first])).tolist():
-        held = [
-            f"rank {t.rank[n]} has {t.dtype_names[t.dtype[n]]} {list(t.shape_of(n))}" for n in (first[number], number)
-        ]
+        held = []
+        for n in (first[number], number):
+            dtype = t.dtype_names[t.dtype[n]]
+            held.append(f"rank {t.rank[n]} has {dtype} {list(t.shape_of(n))}")
         yield int(t.key[number]), ", ".join(held)
 
 
@@ -201,9 +203,10 @@ def _overlaps(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
             other_rank = t.box_rank[other_number]
             are_copies = rank != other_rank and box == other
             hint = "; of equal copies, only one may have replica_id 0" if are_copies else ""
+            key = int(t.box_key[number])
             yield (
-                int(t.box_key[number]),
-                f"Invalid access pattern: rank {rank} holds {_span(box)} and rank {other_rank} {_span(other)}, "
+                key,
+                f"Invalid access pattern: rank {rank} holds {box.text} and rank {other_rank} {other.text}, "
                 f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
                 f"different keys, as add_prefix_for_sharding gives them, or for parts of one model "
                 f"sharded_model(model, groups=...){hint}",
@@ -224,17 +227,14 @@ def _holes(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
         ranks = sorted(set(t.box_rank[mains[t.box_key[mains] == key]].tolist()))
         others = sorted(set(t.rank[(t.key == key) & ~t.main].tolist()))
         replicas = f"; ranks {others} hold replicas, of which none is main (replica_id=0)" if others else ""
+        whole = list(t.shape_of(int(t.first_of_key[key])))
         yield (
             key,
             f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "
-            f"{list(t.shape_of(int(t.first_of_key[key])))} (ranks {ranks}){replicas}; a shard is missing. If ranks "
+            f"{whole} (ranks {ranks}){replicas}; a shard is missing. If ranks "
             f"have different parts of one model, or rank 0 lacks one of its buffers, pass "
             f"sharded_model(model, groups=...) or register the buffer on every rank",
         )
-
-
-def _span(box: Box) -> str:
-    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes)) + "]"
 
 
 def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:

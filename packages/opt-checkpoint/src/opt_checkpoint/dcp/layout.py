@@ -70,15 +70,17 @@ class LocalLayout(NamedTuple):
         """Return the layout of tensors."""
         tensors = [shard for shard, _ in shards]
         boxes = [flat.box for _, of_shard in shards for flat in of_shard]
+        num_boxes = [len(of_shard) for _, of_shard in shards]
+        shapes = [tensor.global_shape for tensor in tensors]
         return cls(
             keys=[tensor.key for tensor in tensors],
             dtypes=[DTYPE_NAMES[tensor.dtype] for tensor in tensors],
             flags=np.array(flags, np.uint8),
-            ndim=np.array([len(tensor.global_shape) for tensor in tensors], np.uint8),
-            boxes=np.array([len(of_shard) for _, of_shard in shards], np.int32),
-            shapes=_joined([tensor.global_shape for tensor in tensors]),
-            offsets=_joined([box.offsets for box in boxes]),
-            sizes=_joined([box.sizes for box in boxes]),
+            ndim=np.array(list(map(len, shapes)), np.uint8),
+            boxes=np.array(num_boxes, np.int32),
+            shapes=_joined(shapes),
+            offsets=_joined(box.offsets for box in boxes),
+            sizes=_joined(box.sizes for box in boxes),
         )
 
     @property
@@ -152,11 +154,9 @@ def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
         if tensor.key == path_text(path) and any(type(part) is int for part in path):
             paths[tensor.key] = path
     objects = tuple(item.without_data() for item in flat.objects.values())
-    return LocalContents(
-        layout=LocalLayout.of(shards, flags)._replace(objects=objects, plain=paths),
-        digests=_digests(repeating),
-        common={path: fingerprint(value) for path, value in {**flat.common, **plain}.items()},
-    )
+    layout = LocalLayout.of(shards, flags)._replace(objects=objects, plain=paths)
+    common = {path: fingerprint(value) for path, value in {**flat.common, **plain}.items()}
+    return LocalContents(layout=layout, digests=_digests(repeating), common=common)
 
 
 def _digests(tensors: Sequence[Tensor]) -> Array:

@@ -137,11 +137,8 @@ class ShardedLoadPlanner:
         self._find_missing()
         check_stages(self.flat.tensors.values(), index.tensors, where)
         self._strict.report_missing(self.missing, [*index.tensors, *index.objects], where)
-        asked = [
-            (self._names[path], shard)
-            for path, shard in self.flat.tensors.items()
-            if path not in self.dropped and path not in self._plain
-        ]
+        left_out = self.dropped | self._plain.keys()
+        asked = [(self._names[path], shard) for path, shard in self.flat.tensors.items() if path not in left_out]
         within = [part for parts in self._within.values() for part in parts.values()]
         asked += [(part.key, part) for part in within if isinstance(part, ShardedTensor)]
         _check_disjoint({key: index.tensors[key] for key, _ in asked})
@@ -149,7 +146,8 @@ class ShardedLoadPlanner:
         for key, shard in asked:
             self._plan_reads_of(key, shard)
         self._read_objects([self._names[path] for path in self.flat.objects if path not in self.dropped])
-        keys = {*self._names.values(), COMMON_KEY, *asked_plain((*self.flat.common, *self.flat.plain), self._common)}
+        keys = {*self._names.values(), COMMON_KEY}
+        keys.update(asked_plain((*self.flat.common, *self.flat.plain), self._common))
         keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
         keys |= {part if isinstance(part, str) else part.key for part in within}
         return np.packbits([key in keys for key in self._stored_keys()]).tobytes()
@@ -402,7 +400,8 @@ def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:
 def _check_memory(key: str, data: Tensor) -> None:
     """Raise unless every element of a target has memory of its own."""
     check_dense(key, data)
-    if not is_quantized(data) and any(n > 1 and stride == 0 for n, stride in zip(data.shape, data.stride())):
+    is_expanded = any(n > 1 and stride == 0 for n, stride in zip(data.shape, data.stride()))
+    if is_expanded and not is_quantized(data):
         raise CheckpointMismatchError(
             f"{key}: the target of shape {list(data.shape)} is expanded (strides {list(data.stride())}), so that "
             f"several elements share memory; pass target.contiguous()"

@@ -96,8 +96,10 @@ def _main_values(
     stored are read from the parameter.
     """
     stored = index.tensors
-    keys = {path: flat.relative[path].key if path in flat.relative else t.key for path, t in flat.tensors.items()}
-    keys.update({path: keys[path].removesuffix(name) + old for path, (_, name, old) in former.items()})
+    keys = {path: shard.key for path, shard in flat.tensors.items()}
+    keys.update((path, relative.key) for path, relative in flat.relative.items() if path in keys)
+    for path, renamed in former.items():
+        keys[path] = keys[path].removesuffix(renamed.name) + renamed.former
     asked: dict[str, set[str]] = defaultdict(set)
     for path, key in keys.items():
         asked[key].add(names[path])
@@ -176,8 +178,9 @@ def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any
     root: dict[Any, Any] = dict(value) if isinstance(value, dict) else {}
     for key, inner in by_key.items():
         root[key] = merged(root.get(key), inner, lists=lists)
-    is_list = lists and all(type(key) is int for key in root) and sorted(root) == list(range(len(root)))
-    return [root[i] for i in range(len(root))] if is_list else root
+    numbers = range(len(root))
+    is_list = lists and all(type(key) is int for key in root) and root.keys() == set(numbers)
+    return [root[number] for number in numbers] if is_list else root
 
 
 def asked_plain(asked: Iterable[Path], common: Any) -> Iterator[str]:

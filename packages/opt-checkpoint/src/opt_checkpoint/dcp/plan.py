@@ -124,8 +124,10 @@ def _repeats(tensors: TensorsOfRanks) -> Array:
     first = dict[tuple[int, bytes, bytes], int]()
     pairs = []
     for number, low, high in zip(repeating.tolist(), first_box.tolist(), last_box.tolist()):
-        block = int(tensors.key[number]), tensors.offsets[low:high].tobytes(), tensors.sizes[low:high].tobytes()
-        other = first.setdefault(block, number) if low < high else number
+        if low == high:
+            continue
+        offsets = tensors.offsets[low:high].tobytes()
+        other = first.setdefault((int(tensors.key[number]), offsets, tensors.sizes[low:high].tobytes()), number)
         if other != number:
             pairs.append((other, number))
     return np.array(pairs, np.int64).reshape(-1, 2)

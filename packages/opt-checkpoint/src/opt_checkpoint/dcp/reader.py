@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeAlias
@@ -150,21 +149,22 @@ class CheckpointReader:
     def _take(self, raw: memoryview, item: TensorRead) -> None:
         """Copy values from bytes that are already in memory."""
         place = item.chunk.place
-        if self._verify != "none" and len(place.sums) == 1 and len(raw) == place.nbytes and crc32(raw) != place.sums[0]:
+        is_checked = self._verify != "none" and len(raw) == place.nbytes and len(place.sums) == 1
+        if is_checked and crc32(raw) != place.sums[0]:
             raise damage_of(self._files, place, item.key)
-        if place.archive and self._values[item.chunk] is None:
+        chunk = item.chunk
+        if place.archive and self._values[chunk] is None:
             tensor = load_object(bytes(raw))
-            shape = item.chunk.archived or item.chunk.box.sizes
+            shape = chunk.archived or chunk.box.sizes
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != item.dtype:
                 raise CheckpointCorruptError(f"the archive at {place} does not hold {item.dtype} of shape {shape}")
-            whole = tensor.reshape(-1)[item.chunk.first :][: item.chunk.box.numel].view(item.chunk.box.sizes)
-            item.target.copy_(item.region.of_tensor(whole))
+            values = tensor.reshape(-1)[chunk.first :][: chunk.box.numel]
+            item.target.copy_(item.region.of_tensor(values.view(chunk.box.sizes)))
         else:
             size = item.dtype.itemsize
-            chunk = item.chunk
-            is_complete = chunk.within is None and len(raw) == math.prod(chunk.box.sizes) * size
-            values = raw[item.region.span[0] * size :] if is_complete else raw
-            chunk.as_stored(item.target).copy_(item.region.of_bytes(values, item.dtype))
+            is_complete = chunk.within is None and len(raw) == chunk.box.numel * size
+            of_region = raw[item.region.span[0] * size :] if is_complete else raw
+            chunk.as_stored(item.target).copy_(item.region.of_bytes(of_region, item.dtype))
 
 
 def _batches(reads: list[_Read], near_bytes: int) -> Iterator[list[_Read]]:
@@ -176,7 +176,8 @@ def _batches(reads: list[_Read], near_bytes: int) -> Iterator[list[_Read]]:
         is_small = max(read.nbytes, first.nbytes) <= _SMALL_BYTES
         is_near = is_small and read.start + read.nbytes - first.start <= _BATCH_BYTES
         is_near = is_near and read.start - end <= near_bytes
-        if batch and not ((read.file, read.chunk) == (first.file, first.chunk) and (is_near or read.chunk is not None)):
+        is_same_place = (read.file, read.chunk) == (first.file, first.chunk)
+        if batch and not (is_same_place and (is_near or read.chunk is not None)):
             yield batch
             batch = []
             end = 0

@@ -126,11 +126,8 @@ def agree(policy: str, offers: Sequence[Offer]) -> Agreed:
     """Decide from the offers of all ranks, which each of them has, whether to reuse a cached plan."""
     about = [policy.encode(), b"\0", *(offer.layout for offer in offers)]
     name = hashlib.sha256(b"".join(about)).digest()
-    return Agreed(
-        plan_name=name,
-        is_cached=all(offer.cached == name for offer in offers),
-        has_equal_common=len({offer.common for offer in offers}) == 1,
-    )
+    common = {offer.common for offer in offers}
+    return Agreed(name, is_cached={offer.cached for offer in offers} == {name}, has_equal_common=len(common) == 1)
 
 
 def contents_for(held: Held, agreed: Agreed) -> LocalContents:

@@ -28,7 +28,5 @@ def are_stored_equal(first: StoredTensor, second: StoredTensor) -> bool:
     """Whether checksums show that two stored tensors with the same chunks have equal values."""
     if (first.dtype, first.shape, len(first.chunks)) != (second.dtype, second.shape, len(second.chunks)):
         return False
-    return all(
-        a.box == b.box and a.place.sums and a.place.sums == b.place.sums
-        for a, b in zip(first.chunks, second.chunks, strict=True)
-    )
+    sums = [(chunk.box, chunk.place.sums) for chunk in first.chunks]
+    return all(of_chunk for _, of_chunk in sums) and sums == [(c.box, c.place.sums) for c in second.chunks]

@@ -91,14 +91,8 @@ class CheckpointWriter:
             else:
                 places.append((item.values_start, item.start, nbytes))
                 sums += item.sums
-        return WrittenFile(
-            name=name,
-            stored=output.written(),
-            parts_crc=taken.assigned.crc,
-            places=np.array(places, "<i8").reshape(-1, 3),
-            sums=np.array(sums, "<u4"),
-            objects=objects,
-        )
+        columns = np.array(places, "<i8").reshape(-1, 3), np.array(sums, "<u4")
+        return WrittenFile(name, output.written(), taken.assigned.crc, *columns, objects)
 
     def finish(self, assigned: Assigned, written: Sequence[WrittenFile]) -> None:
         """Write the index and commit, on rank 0.
@@ -111,19 +105,21 @@ class CheckpointWriter:
         from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 
         tensors, archives = index_of(assigned, written)
-        objects = {key: place for file in written for key, place in file.objects.items()}
+        files = {file.name: file.stored for file in written}
+        archived = {key: place for file in written for key, place in file.objects.items()}
+        objects = {key: place for key, place in archived.items() if key not in assigned.stock}
         paths = {key: path for layout in assigned.plan.layouts for key, path in layout.plain.items()}
         index = CheckpointIndex(
             path=self.path,
             kind=Kind.OURS,
             tensors=tensors,
-            objects={key: place for key, place in objects.items() if key not in assigned.stock},
-            files={file.name: file.stored for file in written},
+            objects=objects,
+            files=files,
             save_id=self.save_id,
             details={"torch": torch.__version__, PATHS: paths, **self.details},
         )
         contents = {
-            METADATA: encode_dcp_metadata(tensors, objects, list(index.files), archives, paths),
+            METADATA: encode_dcp_metadata(tensors, archived, list(files), archives, paths),
             MEGATRON_MARK: MEGATRON_MARKED,
         }
         index.files.update((name, StoredFile(size=len(raw), crc=crc32(raw))) for name, raw in contents.items())
@@ -182,6 +178,8 @@ def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[Stored
         "dtype": new_dtype[tensors.dtype[first]].astype("|u1"),
         "ndim": tensors.ndim[first].astype("|u1"),
         "shape": tensors.shape[first].astype("<i8"),
+    }
+    columns |= {  # of chunks, but for the first
         "chunks": np.bincount(place_of_part, minlength=len(sorted_keys)).astype("<i8"),
         "offsets": parts.offsets[order].astype("<i8"),
         "sizes": parts.sizes[order].astype("<i8"),
@@ -189,7 +187,8 @@ def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[Stored
         "start": np.ascontiguousarray(places[:, 0]),
         "sums": reorder_runs(sums, sums_of_part, order),
     }
-    return StoredTensors(columns, tuple(dtypes), {file.name: file.stored for file in written}), places[:, 1:]
+    files = {file.name: file.stored for file in written}
+    return StoredTensors(columns, tuple(dtypes), files), places[:, 1:]
 
 
 def reorder_runs(values: Array, lengths: Array, order: Array) -> Array:

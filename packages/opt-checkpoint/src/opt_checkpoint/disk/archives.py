@@ -200,7 +200,8 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
     except Exception as error:  # zipfile raises many kinds on damaged archives
         raise CheckpointCorruptError(f"a stored object is not an archive of torch.save: {error}") from error
     # Entries that are compressed or overlap would be larger in memory than in the file.
-    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > len(raw):
+    nbytes = sum(entry.file_size for entry in entries)
+    if nbytes > len(raw) or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointCorruptError("a stored object is compressed, which torch.save never does; it is not read")
     try:
         with _changing_globals, safe_globals(list(allowed)):

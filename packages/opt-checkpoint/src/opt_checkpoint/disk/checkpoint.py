@@ -257,7 +257,8 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
 
 def _findings(index: CheckpointIndex) -> Iterator[Finding]:
     """The problems of a checkpoint with this index."""
-    places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
+    places = [(key, chunk.place) for key, stored in index.tensors.items() for chunk in stored.chunks]
+    places += index.objects.items()
     files = DataFiles(index)
     if index.save_id is None:  # only the zips of stock files have checksums, which torch never reads
         is_damaged = False

@@ -113,7 +113,7 @@ class DataFileWriter:
             self._gathered += bytes(gap) + framing.before
             yield from self._flushed()
             hashed = PieceSums()
-            whole = Box((0,) * values.dim(), tuple(values.shape))
+            whole = Box.whole(tuple(values.shape))
             parts = [whole] if is_plain else split_rows(whole, -(-nbytes // _COPY_BYTES))
             for part in (whole.part_of(values, part) for part in parts):
                 view = bytes_view(contiguous(part))

@@ -27,6 +27,7 @@ from opt_checkpoint.disk.index import ByteRange, StoredTensors
 from opt_checkpoint.state.tensors import dtype_from_name
 
 Buffer: TypeAlias = bytes | memoryview
+Template: TypeAlias = list[bytes | Array]  # of records of equal length: constants, and a column of integers each
 _NEW = b")\x81"  # an object without arguments
 _OPEN = b"}("  # its state, a dict
 _CLOSE = b"ub"
@@ -84,12 +85,12 @@ class _Memo:
         """The opcodes that push a new object of a class, and begin its state."""
         return self.get(kind) + _NEW + _OPEN
 
-    def shapes(self, rows: Array) -> list[bytes | Array]:
+    def shapes(self, rows: Array) -> Template:
         """A `torch.Size` per row."""
         return [self.get(Size) + b"(", *_integers(rows), b"t\x85R"]
 
 
-def _integers(columns: Array) -> list[bytes | Array]:
+def _integers(columns: Array) -> Template:
     """Opcodes that push the integers of a row, from the columns of an array of int64 that are not negative."""
     is_short = int(columns.max(initial=0)) < 1 << 31
     if is_short:
@@ -101,7 +102,7 @@ def _integers(columns: Array) -> list[bytes | Array]:
     return [part for column in columns.T for part in (opcode, column.astype(dtype))]
 
 
-def _records(rows: int, template: Sequence[bytes | Array]) -> Array:
+def _records(rows: int, template: Template) -> Array:
     """`rows` records of equal length, as rows of bytes: constant bytes, and integers of 4 or 8 bytes from columns."""
     parts = [part if isinstance(part, bytes) else bytes(part.itemsize) for part in template]
     joined = np.frombuffer(b"".join(parts), np.uint8)
@@ -135,36 +136,32 @@ def encode_dcp_metadata(
     c = tensors.columns
     for constant in (*_CLASSES, *_TEXTS):
         memo.number(constant)
-    properties = [memo.number(dcp.TensorProperties(dtype_from_name(n)), ("properties", n)) for n in tensors.dtypes]
+    numbers = [memo.number(dcp.TensorProperties(dtype_from_name(n)), ("properties", n)) for n in tensors.dtypes]
+    properties = np.array(numbers, "<u4")  # (dtypes,)
     keys = memo.texts(key.encode("utf-8", "surrogatepass") for key in tensors)
     file_numbers = memo.texts(name.encode() for name in files)
-    owner = np.repeat(np.arange(len(c["ndim"])), c["chunks"])
+    owner = np.repeat(np.arange(len(c["ndim"])), c["chunks"])  # (chunks,) the tensor of each
     state = list[Buffer]()
     storage = list[Buffer]()
     for axes in np.unique(c["ndim"]).tolist():  # their records have equal lengths
-        at = np.flatnonzero(c["ndim"] == axes)
-        chunks = np.flatnonzero(c["ndim"][owner] == axes)
+        at = np.flatnonzero(c["ndim"] == axes)  # the tensors with so many axes
+        chunks = np.flatnonzero(c["ndim"][owner] == axes)  # their chunks
         offsets = c["offsets"][chunks, :axes]
         sizes = c["sizes"][chunks, :axes]
-        heads = _records(
-            len(at),
-            [
-                _REFERENCE,
-                keys[at],
-                memo.new(dcp.TensorStorageMetadata) + memo.get("properties") + _REFERENCE,
-                np.array(properties, "<u4")[c["dtype"][at]],
-                memo.get("size"),
-                *memo.shapes(c["shape"][at, :axes]),
-                memo.get("chunks") + b"](",
-            ],
-        )
-        begin = [memo.new(dcp.ChunkStorageMetadata) + memo.get("offsets"), *memo.shapes(offsets)]
-        boxes = _records(len(chunks), [*begin, memo.get("sizes"), *memo.shapes(sizes), _CLOSE])
-        bounds = np.searchsorted(owner[chunks], np.append(at, len(c["ndim"]))).tolist()
-        (head, all_heads), (box, all_boxes) = ((rows.shape[1], rows.reshape(-1).data) for rows in (heads, boxes))
+        head: Template = [
+            _REFERENCE,
+            keys[at],
+            memo.new(dcp.TensorStorageMetadata) + memo.get("properties") + _REFERENCE,
+            properties[c["dtype"][at]],
+        ]
+        head += [memo.get("size"), *memo.shapes(c["shape"][at, :axes]), memo.get("chunks") + b"]("]
+        box: Template = [memo.new(dcp.ChunkStorageMetadata) + memo.get("offsets"), *memo.shapes(offsets)]
+        box += [memo.get("sizes"), *memo.shapes(sizes), _CLOSE]
+        heads = _records(len(at), head)  # (tensors, bytes of a record)
+        boxes = _records(len(chunks), box)  # (chunks, bytes of a record)
+        bounds = np.searchsorted(owner[chunks], np.append(at, len(c["ndim"]))).tolist()  # of each tensor, in `boxes`
         for row, (first, last) in enumerate(pairwise(bounds)):
-            tensor = all_heads[row * head : (row + 1) * head]
-            state += [tensor, all_boxes[first * box : last * box], _END_OF_TENSOR]
+            state += [heads[row].data, boxes[first:last].reshape(-1).data, _END_OF_TENSOR]
         template = _stored_at(memo, keys[owner[chunks]], file_numbers[c["file"][chunks]], archives[chunks], offsets)
         storage.append(_records(len(chunks), template).reshape(-1).data)
     for key, location in objects.items():
@@ -180,13 +177,14 @@ def encode_dcp_metadata(
         parts = b"".join(memo.get(_plain(part)) for part in paths[key])
         planner.append(_REFERENCE + struct.pack("<I", position) + b"(" + parts + b"t")
     planner += [memo.get(key) + b"(" + memo.get(key) + b"t" for key in objects]
+    begin = memo.new(dcp.Metadata)
     body = [
-        *(memo.new(dcp.Metadata), memo.get("state_dict_metadata") + b"}(", *state, b"u"),
-        *(memo.get("planner_data") + b"}(", *planner, b"u"),
-        *(memo.get("storage_data") + b"}(", *storage, b"u"),
-        memo.get("storage_meta") + b"N" + memo.get("version") + b"N" + _CLOSE + b".",
+        *(begin, memo.get("state_dict_metadata"), b"}(", *state, b"u"),
+        *(memo.get("planner_data"), b"}(", *planner, b"u"),
+        *(memo.get("storage_data"), b"}(", *storage, b"u"),
     ]
-    return b"".join([b"\x80\x04", memo.written.getvalue(), *body])
+    end = [memo.get("storage_meta"), b"N", memo.get("version"), b"N", _CLOSE, b"."]
+    return b"".join([b"\x80\x04", memo.written.getvalue(), *body, *end])
 
 
 def _plain(part: str | int) -> str | int:
@@ -194,20 +192,12 @@ def _plain(part: str | int) -> str | int:
     return str.__str__(part) if isinstance(part, str) else part if type(part) is bool else int(part)
 
 
-def _stored_at(
-    memo: _Memo, keys: Array, files: Array, places: Array, offsets: Array | None = None
-) -> list[bytes | Array]:
+def _stored_at(memo: _Memo, keys: Array, files: Array, places: Array, offsets: Array | None = None) -> Template:
     """The template of an entry of `storage_data`: where a chunk is stored, or an object, which has no offsets."""
-    return [
-        memo.new(dcp.MetadataIndex) + memo.get("fqn") + _REFERENCE,
-        keys,
-        memo.get("index") + b"N",
-        *([] if offsets is None else [memo.get("offset"), *memo.shapes(offsets)]),
-        _CLOSE + memo.new(_StorageInfo) + memo.get("relative_path") + _REFERENCE,
-        files,
-        memo.get("offset"),
-        *_integers(places[:, :1]),
-        memo.get("length"),
-        *_integers(places[:, 1:]),
-        _CLOSE,
-    ]
+    index: Template = [memo.new(dcp.MetadataIndex) + memo.get("fqn") + _REFERENCE, keys, memo.get("index") + b"N"]
+    if offsets is not None:
+        index += [memo.get("offset"), *memo.shapes(offsets)]
+    info: Template = [_CLOSE + memo.new(_StorageInfo) + memo.get("relative_path") + _REFERENCE, files]
+    info += [memo.get("offset"), *_integers(places[:, :1])]
+    info += [memo.get("length"), *_integers(places[:, 1:]), _CLOSE]
+    return index + info

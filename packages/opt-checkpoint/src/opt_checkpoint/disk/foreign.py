@@ -101,6 +101,9 @@ def read_pickle(raw: bytes, what: str, known: Callable[[Name], bool]) -> Any:
         ) from error
 
 
+_PYTHONS = pickle._Unpickler.dispatch  # by opcode
+
+
 class _Reader(pickle._Unpickler):
     """Python's own unpickler, whose memory is limited by the pickle, with a table of opcodes that run nothing."""
 
@@ -145,7 +148,8 @@ class _Reader(pickle._Unpickler):
             raise TypeError(f"it sets items of a {type(target).__name__}")
         for key, value in zip(values[::2], values[1::2]):
             # Hashing a nested tuple may take time that is exponential in its depth.
-            if type(key) not in _ATOMS and not (type(key) is tuple and all(type(k) in _ATOMS for k in key)):
+            atoms = key if type(key) is tuple else (key,)
+            if not _ATOMS.issuperset(map(type, atoms)):
                 raise TypeError(f"a key is a {type(key).__name__}")
             entries[key] = value
 
@@ -156,18 +160,18 @@ class _Reader(pickle._Unpickler):
         "BINGET LONG_BINGET"
     )
     dispatch: ClassVar[dict[int, Any]] = {
-        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in (getattr(pickle, name) for name in _SAFE.split())},
-        pickle.EMPTY_SET[0]: pickle._Unpickler.dispatch[pickle.EMPTY_LIST[0]],
-        pickle.ADDITEMS[0]: pickle._Unpickler.dispatch[pickle.APPENDS[0]],
-        # Sets are read as lists, because their items may not be hashable.
-        pickle.FROZENSET[0]: pickle._Unpickler.dispatch[pickle.LIST[0]],
-        pickle.REDUCE[0]: _make,
-        pickle.NEWOBJ[0]: _make,
-        pickle.NEWOBJ_EX[0]: lambda reader: (reader.stack.pop(), reader._make()),
-        pickle.BUILD[0]: _build,
-        pickle.SETITEM[0]: lambda reader: reader._set([reader.stack.pop(), reader.stack.pop()][::-1]),
-        pickle.SETITEMS[0]: lambda reader: reader._set(reader.pop_mark()),
+        code[0]: _PYTHONS[code[0]] for code in map(vars(pickle).__getitem__, _SAFE.split())
     }
+    # Sets are read as lists, because their items may not be hashable.
+    dispatch[pickle.EMPTY_SET[0]] = _PYTHONS[pickle.EMPTY_LIST[0]]
+    dispatch[pickle.ADDITEMS[0]] = _PYTHONS[pickle.APPENDS[0]]
+    dispatch[pickle.FROZENSET[0]] = _PYTHONS[pickle.LIST[0]]
+    dispatch[pickle.REDUCE[0]] = _make
+    dispatch[pickle.NEWOBJ[0]] = _make
+    dispatch[pickle.NEWOBJ_EX[0]] = lambda reader: (reader.stack.pop(), reader._make())
+    dispatch[pickle.BUILD[0]] = _build
+    dispatch[pickle.SETITEM[0]] = lambda reader: reader._set([reader.stack.pop(), reader.stack.pop()][::-1])
+    dispatch[pickle.SETITEMS[0]] = lambda reader: reader._set(reader.pop_mark())
 
 
 METADATA = ".metadata"
@@ -239,14 +243,9 @@ def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
             problem = "is not a regular file; it is not read" if name in sizes else "is missing"
             raise CheckpointCorruptError(f"data file {path / name} {problem}")
         files[name] = StoredFile(size=sizes[name])
-    index = CheckpointIndex(
-        path=path,
-        kind=Kind.MEGATRON if MEGATRON_MARK in sizes else Kind.DCP,
-        tensors=tensors,
-        objects=objects,
-        files=files,
-        details={PATHS: _paths_of(metadata, {*tensors, *objects})},
-    )
+    kind = Kind.MEGATRON if MEGATRON_MARK in sizes else Kind.DCP
+    details = {PATHS: _paths_of(metadata, {*tensors, *objects})}
+    index = CheckpointIndex(path=path, kind=kind, tensors=tensors, objects=objects, files=files, details=details)
     check_index(index)
     return index
 
@@ -256,9 +255,12 @@ def _paths_of(metadata: Made, stored: Container[str]) -> dict[str, tuple[str | i
     recorded = metadata.attributes.get("planner_data")
     if type(recorded) is not dict:
         return {}
-    found = {k: p for k, p in recorded.items() if type(k) is str and k in stored and type(p) is tuple}
-    is_plain = {k: all(type(part) in (str, int) for part in p) for k, p in found.items() if 0 < len(p) <= _MAX_DEPTH}
-    return {key: path for key, path in found.items() if is_plain.get(key)}
+    paths = {}
+    for key, path in recorded.items():
+        is_path = type(path) is tuple and 0 < len(path) <= _MAX_DEPTH and {str, int}.issuperset(map(type, path))
+        if type(key) is str and key in stored and is_path:
+            paths[key] = path
+    return paths
 
 
 def _damaged(problem: str) -> CheckpointCorruptError:
@@ -314,9 +316,10 @@ def _places(storage: dict[Any, Any]) -> dict[_Key, ByteRange]:
                 f"{key} was stored through transforms (compression or the like), which this version cannot undo; "
                 f"load it with torch.distributed.checkpoint and save it again without them"
             )
-        places[key, None if offset is None else _integers(offset, key)] = ByteRange(
-            file=file, start=_integer(info.get("offset"), key), nbytes=_integer(info.get("length"), key), archive=True
-        )
+        box_offsets = None if offset is None else _integers(offset, key)
+        start = _integer(info.get("offset"), key)
+        nbytes = _integer(info.get("length"), key)
+        places[key, box_offsets] = ByteRange(file=file, start=start, nbytes=nbytes, archive=True)
     return places
 
 
@@ -358,8 +361,9 @@ def unflattened(key: str, stored: StoredTensor, shape: Shape) -> StoredTensor:
         CheckpointCorruptError: the two shapes do not fit.
     """
     blocks = stored.shape[:-1]
-    fits = len(blocks) == len(shape) and all(b and n % b == 0 for n, b in zip(shape, blocks))
-    if not fits or any(n != 1 for chunk in stored.chunks for n in chunk.box.sizes[:-1]):
+    is_cut_evenly = all(b and n % b == 0 for n, b in zip(shape, blocks))
+    has_long_chunks = any(n != 1 for chunk in stored.chunks for n in chunk.box.sizes[:-1])
+    if len(blocks) != len(shape) or not is_cut_evenly or has_long_chunks:
         raise CheckpointCorruptError(
             f"{key} is stored as flattened blocks of shape {list(stored.shape)}, which do not fit {list(shape)}"
         )

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes import Array, Box, row_major_strides
+from opt_checkpoint.boxes import Array, Box, position_of, row_major_strides
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.state.sharded import Shape, with_axis
 from opt_checkpoint.state.tensors import dtype_from_name
 from opt_checkpoint.store import Location
 
@@ -90,8 +90,9 @@ class Region(NamedTuple):
     def span(self) -> tuple[int, int]:
         """The elements `[start, stop)` of the chunk's row-major order from the first value of the box to its last."""
         strides = row_major_strides(self.chunk)
-        start = sum(o * s for o, s in zip(self.offsets, strides))
-        return start, start + sum((n - 1) * s for n, s in zip(self.sizes, strides)) + 1
+        first = position_of(self.offsets, strides)
+        last = first + position_of([size - 1 for size in self.sizes], strides)
+        return first, last + 1
 
     def of_bytes(self, raw: memoryview, dtype: torch.dtype) -> Tensor:
         """The box as a view of bytes that begin with its span."""
@@ -99,12 +100,12 @@ class Region(NamedTuple):
 
     def of_tensor(self, chunk: Tensor) -> Tensor:
         """The box of a whole chunk, as a view."""
-        return Box((0,) * len(self.chunk), self.chunk).part_of(chunk, Box(self.offsets, self.sizes))
+        return Box.whole(self.chunk).part_of(chunk, Box(self.offsets, self.sizes))
 
     def rows(self, axis: int, start: int, count: int) -> Region:
         """The box's rows `[start, start + count)` along an axis."""
         offsets = tuple(o + start if d == axis else o for d, o in enumerate(self.offsets))
-        return Region(self.chunk, offsets, tuple(count if d == axis else n for d, n in enumerate(self.sizes)))
+        return Region(self.chunk, offsets, with_axis(self.sizes, axis, count))
 
 
 class Within(NamedTuple):
@@ -253,20 +254,19 @@ def _check_place(index: CheckpointIndex, key: str, place: ByteRange) -> None:
 
 
 def _check_tensor(index: CheckpointIndex, key: str, tensor: StoredTensor) -> None:
-    whole = Box((0,) * len(tensor.shape), tensor.shape)
+    whole = Box.whole(tensor.shape)
     if any(n < 0 for n in tensor.shape):
         raise CheckpointCorruptError(f"{key} has shape {tensor.shape}")
     for chunk in tensor.chunks:
         _check_place(index, key, chunk.place)
-        inside = len(chunk.box.offsets) == len(chunk.box.sizes) == len(tensor.shape) and (
-            whole.overlap(chunk.box) == chunk.box
-        )
-        expected = chunk.box.numel * tensor.dtype.itemsize
+        box = chunk.box
         nbytes = chunk.place.nbytes
+        expected = box.numel * tensor.dtype.itemsize
+        has_axes = len(box.offsets) == len(box.sizes) == len(tensor.shape)
         fits = nbytes >= expected if chunk.place.archive else nbytes == expected  # bare values have just this size
-        if not inside or not fits:
+        if not (has_axes and whole.overlap(box) == box and fits):
             raise CheckpointCorruptError(
-                f"chunk {chunk.box} of {key} {tensor.shape} does not fit its tensor or its {chunk.place.nbytes} bytes"
+                f"chunk {box} of {key} {tensor.shape} does not fit its tensor or its {nbytes} bytes"
             )
     if (elements := sum(chunk.box.numel for chunk in tensor.chunks)) != whole.numel:
         raise CheckpointCorruptError(f"the chunks of {key} hold {elements} elements, the tensor {whole.numel}")
@@ -370,25 +370,23 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def __getitem__(self, key: str) -> StoredTensor:
         if key not in self._made:
-            number = self._numbers[key]
-            c = self.columns
-            axes = int(c["ndim"][number])
-            first, last = self._first_chunk[number : number + 2].tolist()
-            columns = [c[name][first:last].tolist() for name in ("offsets", "sizes", "file", "start")]
-            bounds = self._first_sum[first : last + 1].tolist()
-            chunks = []
-            for offsets, sizes, file, start, nbytes, (a, b) in zip(
-                *columns, self._chunk_bytes[first:last].tolist(), pairwise(bounds), strict=True
-            ):
-                sums = tuple(c["sums"][a:b].tolist())
-                place = ByteRange(file=self._file_names[file], start=start, nbytes=nbytes, sums=sums)
-                chunks.append(StoredChunk(box=Box(tuple(offsets[:axes]), tuple(sizes[:axes])), place=place))
-            self._made[key] = StoredTensor(
-                shape=tuple(c["shape"][number, :axes].tolist()),
-                dtype=self._dtypes[c["dtype"][number]],
-                chunks=tuple(chunks),
-            )
+            self._made[key] = self._tensor(self._numbers[key])
         return self._made[key]
+
+    def _tensor(self, number: int) -> StoredTensor:
+        c = self.columns
+        axes = int(c["ndim"][number])
+        first, last = self._first_chunk[number : number + 2].tolist()
+        bounds = self._first_sum[first : last + 1].tolist()
+        columns = [c[name][first:last].tolist() for name in ("offsets", "sizes", "file", "start")]
+        columns.append(self._chunk_bytes[first:last].tolist())
+        chunks = []
+        for at, (offsets, sizes, file, start, nbytes) in enumerate(zip(*columns, strict=True)):
+            sums = tuple(c["sums"][bounds[at] : bounds[at + 1]].tolist())
+            place = ByteRange(file=self._file_names[file], start=start, nbytes=nbytes, sums=sums)
+            chunks.append(StoredChunk(box=Box(tuple(offsets[:axes]), tuple(sizes[:axes])), place=place))
+        shape = tuple(c["shape"][number, :axes].tolist())
+        return StoredTensor(shape=shape, dtype=self._dtypes[c["dtype"][number]], chunks=tuple(chunks))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)

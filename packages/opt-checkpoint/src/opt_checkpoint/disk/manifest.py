@@ -1,8 +1,8 @@
-"""The manifest: the file with its own checksum that makes a directory a checkpoint.
+"""The manifest: a file with its own checksum, by which a checkpoint is recognised.
 
-A checkpoint is committed if and only if its manifest exists and has the right checksum. Our reader needs nothing else
-to locate values, and reads no pickle except in stored objects, which are archives of `torch.save`. Unknown fields are
-ignored; another format is an error.
+A checkpoint is recognised by a manifest with the right checksum; what commits it says `Store.commit`. Our reader needs
+nothing else to locate values, and reads no pickle except in stored objects, which are archives of `torch.save`. Unknown
+fields are ignored; another format is an error.
 
 It is a file of named arrays: half a million chunks take 25 MB in this format and a few milliseconds to read. JSON would
 take 50 MB and many seconds. Layout: a first line that names the format, the length of the header in 8 bytes, a JSON
@@ -122,12 +122,14 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
         raise TypeError("a manifest is made from columns")
     paths = index.details.get(PATHS) or {}
     # Subclasses of text and integers, such as booleans, are not encoded as columns.
-    unusual = {key: path for key, path in paths.items() if any(type(part) not in (str, int) for part in path)}
+    unusual = {key: path for key, path in paths.items() if not {str, int}.issuperset(map(type, path))}
+    objects = [[key, p.file, p.start, p.nbytes, *p.sums] for key, p in sorted(index.objects.items())]
+    files = [[name, file.size, file.crc] for name, file in index.files.items()]
     header = {
         "details": {**index.details, PATHS: unusual},
         "save_id": index.save_id,
-        "files": [[name, file.size, file.crc] for name, file in index.files.items()],
-        "objects": [[key, p.file, p.start, p.nbytes, *p.sums] for key, p in sorted(index.objects.items())],
+        "files": files,
+        "objects": objects,
         "dtypes": list(tensors.dtypes),
     }
     usual = [() if key in unusual else tuple(paths.get(key, ())) for key in tensors]
@@ -164,10 +166,10 @@ def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
         tensors = StoredTensors(columns, tuple(map(str, header["dtypes"])), files)
         details = dict(header["details"])
         details[PATHS] = {**decode_paths(list(tensors), columns), **dict(details.get(PATHS) or {})}
-        objects = {
-            str(key): ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), sums=(int(crc),), archive=True)
-            for key, file, start, nbytes, crc in header["objects"]
-        }
+        objects = {}
+        for key, file, start, nbytes, crc in header["objects"]:
+            place = ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), sums=(int(crc),), archive=True)
+            objects[str(key)] = place
         save_id = str(header["save_id"])
     except CheckpointCorruptError:
         raise

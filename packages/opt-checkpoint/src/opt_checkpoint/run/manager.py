@@ -214,12 +214,14 @@ class CheckpointManager(Closing):
         """Refuse a second trainer, record a rollback, and return whether an existing step is replaced; on rank 0."""
         steps = set(named_steps(self.series.store))
         known = self._known if self._known is not None else self.series.committed()
-        strangers = [s for s in sorted(steps - known) if self.series.is_committed(s)]
-        strangers += [s for s, saves in sorted(self._left.items()) if self.series.save_of(s) not in {*saves, None}]
-        if strangers:
+        foreign_steps = [found for found in sorted(steps - known) if self.series.is_committed(found)]
+        for left, saves in sorted(self._left.items()):
+            if self.series.save_of(left) not in {*saves, None}:
+                foreign_steps.append(left)
+        if foreign_steps:
             raise CheckpointExistsError(
-                f"step {strangers[0]} in {self.directory} was saved by another trainer since this manager was opened; "
-                f"a series has one trainer. Stop one of them, and open a new manager to continue the series"
+                f"step {foreign_steps[0]} in {self.directory} was saved by another trainer since this manager was "
+                f"opened; a series has one trainer. Stop one of them, and open a new manager to continue the series"
             )
         replace = step in steps and self.series.is_committed(step)
         if replace and step not in (*self._left, *self._damaged, *self.series.abandoned()):

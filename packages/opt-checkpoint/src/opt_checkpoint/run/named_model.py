@@ -74,11 +74,11 @@ def sharded_model(
 
 def _places(modules: Iterable[NamedModule]) -> dict[int, str]:
     """The path of each parameter and buffer, by the `id` of the tensor."""
-    return {
-        id(tensor): f"{path}{last}"
-        for module, path, _, _ in modules
-        for last, tensor in (*module._parameters.items(), *module._buffers.items())
-    }
+    names = {}
+    for module, path, _, _ in modules:
+        for last, tensor in (*module._parameters.items(), *module._buffers.items()):
+            names[id(tensor)] = f"{path}{last}"
+    return names
 
 
 def _tensor_now(model: nn.Module, path: str, described: Tensor) -> Tensor:

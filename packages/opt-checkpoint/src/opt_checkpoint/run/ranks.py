@@ -135,11 +135,12 @@ class Failure(NamedTuple):
         """An exception as text."""
         printed = traceback.TracebackException.from_exception(error)  # also if its `__str__` raises
         kind = type(error) if isinstance(error, CheckpointingException) else None
+        is_ours = kind is not None and kind.__module__.startswith("opt_checkpoint.")
         return cls(
             type_name=type(error).__name__,
             text=str(printed),
             trace="".join(printed.format()),
-            kind=kind if kind is not None and kind.__module__.startswith("opt_checkpoint.") else None,
+            kind=kind if is_ours else None,
             errno=error.errno if isinstance(error, OSError) else None,
         )
 

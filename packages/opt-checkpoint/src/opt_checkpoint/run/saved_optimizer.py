@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -62,13 +63,11 @@ def with_current_names(saved: SavedOptimizer, names: Iterable[str]) -> SavedOpti
     def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
         return {now.get(name, name): value for name, value in by_name.items()}
 
+    saved_names = [[now.get(name, name) for name in own] for own in saved.names]
+    plain_state = renamed(saved.plain_state)
+    shapes = renamed(saved.param_shapes)
     return SavedOptimizer(
-        groups=saved.groups,
-        names=[[now.get(name, name) for name in own] for own in saved.names],
-        state_names=renamed(saved.state_names),
-        plain_state=renamed(saved.plain_state),
-        param_shapes=renamed(saved.param_shapes),
-        keys=renamed(saved.keys),
+        saved.groups, saved_names, renamed(saved.state_names), plain_state, shapes, renamed(saved.keys)
     )
 
 
@@ -99,11 +98,10 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     groups, saved_names = _stock_groups(opened, at, saved)
     if not keys and not groups:
         prefixes = sorted({f".{key}".partition(".state.")[0] for key in index.tensors if ".state." in f".{key}"})
-        places = [tuple(prefix.split(".")[1:]) for prefix in prefixes[:4]]
-        raise CheckpointKeyError(
-            f"{index.path} holds no optimizer at {path_text(tuple(at)) or 'its root'}; pass its place as "
-            f"at=(...){'. There are states at ' if places else ''}{', '.join(map(str, places))}"
-        )
+        places = ", ".join(str(tuple(prefix.split(".")[1:])) for prefix in prefixes[:4])
+        hint = f". There are states at {places}" if places else ""
+        where = path_text(tuple(at)) or "its root"
+        raise CheckpointKeyError(f"{index.path} holds no optimizer at {where}; pass its place as at=(...){hint}")
     plain = _fields(opened, at, saved, "state.")
     numbers = lookup(saved, ("state",))  # in a state dict that our `save` stored
     for name, own in numbers.items() if isinstance(numbers, dict) else ():
@@ -111,7 +109,8 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     members = [name for own in saved_names for name in own] or sorted(keys.keys() | plain.keys())
     known = set(members)  # others are of parameters that are gone, unless they are inside a state
     others = (keys.keys() | plain.keys()) - known
-    if strange := sorted(n for n in others if any(n[:at] in known for at, letter in enumerate(n) if letter == ".")):
+    inside = {name for name in others if not known.isdisjoint(accumulate(name.split("."), "{}.{}".format))}
+    if strange := sorted(inside):
         raise CheckpointKeyError(
             f"{index.path} holds states that are lists or dicts: {some_of(strange)}; they are read from checkpoints of "
             f"sharded_optimizer only"
@@ -239,7 +238,8 @@ def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str,
         wanted = {key: sharded_like(key, tensor) for key, tensor in tensors.items()}
         carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened))
         values |= tensors
-    return {name: {k: values[key] for k, key in own.items()} for name, own in _by_param(values, prefix + of).items()}
+    fields = _by_param(values, prefix + of)
+    return {name: {field: values[key] for field, key in own.items()} for name, own in fields.items()}
 
 
 def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[dict[str, Any]], list[list[str]]]:

@@ -89,12 +89,13 @@ def sharded_optimizer(
         return recorded
 
     per_rank = [describe()] if groups is None else from_all(ranks_of(None), describe, "describing an optimizer")
+    plain_states, state_names, shapes, names = zip(*per_rank)
     parts = {
         "state": described[0],
-        "plain_state": _joined([recorded.plain_state for recorded in per_rank]),
-        "state_names": _joined([recorded.state_names for recorded in per_rank]),
-        "param_shapes": _joined([recorded.param_shapes for recorded in per_rank]),
-        **groups_to_saved(optimizer.param_groups, on_all_ranks([recorded.names for recorded in per_rank])),
+        "plain_state": _joined(plain_states),
+        "state_names": _joined(state_names),
+        "param_shapes": _joined(shapes),
+        **groups_to_saved(optimizer.param_groups, on_all_ranks(names)),
     }
     check = partial(_check_current, optimizer, _copied_values(optimizer))
     return ScopedState(parts, replaces=OPTIMIZER, check=check)
@@ -126,13 +127,9 @@ def _states_of(
                 tensors[member.name][state_name] = member.describe(key, value, rank)
             else:
                 plain[member.name][state_name] = value
-    recorded = _Recorded(
-        plain_state=dict(plain),
-        state_names={member.name: sorted(states.get(member.param, {})) for member in members},
-        param_shapes={member.name: list(member.shape) for member in members},
-        names=names_by_group(optimizer, members),
-    )
-    return dict(tensors), recorded
+    state_names = {member.name: sorted(states.get(member.param, {})) for member in members}
+    shapes = {member.name: list(member.shape) for member in members}
+    return dict(tensors), _Recorded(dict(plain), state_names, shapes, names_by_group(optimizer, members))
 
 
 def _refuse_subclass(key: str, value: Tensor) -> None:
@@ -286,20 +283,18 @@ def fill_optimizer(
     from_all(ranks, prepare, what)
     saved, fresh = prepared[0]
     _warn_of_another_class(optimizer, saved, path)
-    wanted = {
-        f"{member.name}/{state_name}": member.describe(saved.keys[member.name][state_name], tensor, ranks.rank)
-        for member in members
-        for state_name, tensor in fresh[member.name].items()
-    }
+    wanted = {}
+    for member in members:
+        for state_name, tensor in fresh[member.name].items():
+            key = saved.keys[member.name][state_name]
+            wanted[f"{member.name}/{state_name}"] = member.describe(key, tensor, ranks.rank)
     read(wanted)
     state = {member.param: {**fresh[member.name], **_plain_state(member, saved)} for member in members}
     report = _replace_state(optimizer, state, set_groups, ranks=ranks, path=path)
     known = {name for own in names for name in own}
-    return OptimizerLoadReport(
-        groups=report,
-        uninitialised=tuple(member.name for member in members if not saved.state_names.get(member.name)),
-        gone=tuple(n for n, states in saved.state_names.items() if states and n not in known),
-    )
+    uninitialised = tuple(member.name for member in members if not saved.state_names.get(member.name))
+    gone = tuple(name for name, states in saved.state_names.items() if states and name not in known)
+    return OptimizerLoadReport(groups=report, uninitialised=uninitialised, gone=gone)
 
 
 def _plain_state(member: NamedParam, saved: SavedOptimizer) -> dict[str, Any]:
@@ -333,10 +328,8 @@ def _replace_state(
     copied = _copied(optimizer.param_groups)
     report = set_groups(copied)
     numbers = itertools.count()
-    packed = {
-        "state": {number: states for number, states in enumerate(state.values()) if states},
-        "param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in copied],
-    }
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in copied]
+    packed = {"state": {n: states for n, states in enumerate(state.values()) if states}, "param_groups": groups}
     what = f"{type(optimizer).__name__}.load_state_dict of what {path} holds"
     from_all(ranks, lambda: optimizer.load_state_dict(packed), what)
     return report

@@ -160,8 +160,9 @@ class ShardedTensorFactory(ShardedBase):
         built = list(tensors_in(self.build_fn(self.key, numbers, self.replica_id, None)))
         found = [_segment_of(self, piece, row_numel=numbers[0].numel()) for piece in built]
         segments = sorted((s for s in found if s is not None), key=lambda segment: segment.row_start)
-        stops = [0, *(segment.row_stop for segment in segments)]
-        if None in found or [s.row_start for s in segments] != stops[:-1] or stops[-1] != len(numbers):
+        starts = [segment.row_start for segment in segments]
+        stops = [segment.row_stop for segment in segments]
+        if None in found or [*starts, len(numbers)] != [0, *stops]:
             return self
         shape = tuple(self.data.shape)
         return dataclasses.replace(self, build_fn=None, merge_fn=None, segments=tuple(segments), local_shape=shape)
@@ -208,9 +209,10 @@ def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_nume
     )
     if not (is_run and is_plain) or start % row_numel or count % row_numel:
         return None
+    first_row = start // row_numel
     return Segment(
-        row_start=start // row_numel,
-        row_stop=(start + count) // row_numel,
+        row_start=first_row,
+        row_stop=first_row + count // row_numel,
         global_shape=piece.global_shape,
         global_offset=piece.global_offset,
         suffix=piece.key.removeprefix(factory.key),

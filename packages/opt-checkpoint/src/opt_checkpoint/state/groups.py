@@ -156,9 +156,10 @@ def _update(group: Group, sources: Sequence[tuple[Group, str]], policy: Conflict
         if not others or policy == "saved":
             update[field] = value
         elif policy == "error":
+            other_value, other = others[0]
             raise GroupMismatchError(
-                f"group field {field!r}: parameter {param} was saved with {value!r}, parameter {others[0][1]} with "
-                f"{others[0][0]!r}, and now they share a group; load with on_conflict='saved' or 'current', or "
+                f"group field {field!r}: parameter {param} was saved with {value!r}, parameter {other} with "
+                f"{other_value!r}, and now they share a group; load with on_conflict='saved' or 'current', or "
                 f"override={{{field!r}: ...}}"
             )
         elif field in group:

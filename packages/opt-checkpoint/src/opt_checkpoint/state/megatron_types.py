@@ -14,6 +14,10 @@ from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ReplicaId, ShardedObject, ShardedTensor
 
 MEGATRON = "megatron.core.dist_checkpointing.mapping"
+_FIELDS = (  # of a ShardedTensor, in the order of both classes
+    "key data dtype local_shape global_shape global_offset axis_fragmentations replica_id prepend_axis_num "
+    "allow_shape_mismatch flattened_range"
+)
 
 
 def from_megatron(state: Any) -> Any:
@@ -36,19 +40,7 @@ def from_megatron(state: Any) -> Any:
 
 def _converted(value: Any, names: list[str]) -> Any:
     if "ShardedTensor" in names:
-        return ShardedTensor(
-            value.key,
-            value.data,
-            value.dtype,
-            value.local_shape,
-            value.global_shape,
-            value.global_offset,
-            value.axis_fragmentations,
-            value.replica_id,
-            value.prepend_axis_num,
-            value.allow_shape_mismatch,
-            value.flattened_range,
-        )
+        return ShardedTensor(*(getattr(value, field) for field in _FIELDS.split()))
     if "ShardedTensorFactory" in names:
 
         def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:

@@ -81,13 +81,15 @@ def marks_of(modules: Iterable[NamedModule], values: Mapping[str, Any]) -> dict[
                 numbers = {**module._modules, **module._parameters}  # of a ModuleList, Sequential, ParameterList
                 length = len(numbers) if sorted(numbers) == sorted(map(str, range(len(numbers)))) else 0
             is_dense = name.removesuffix(name.rpartition(".")[2]) not in experts or isinstance(tensor, nn.Parameter)
+            is_cut = bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor)
+            stride = getattr(tensor, "partition_stride", None) or 1
             marks[name] = Marks(
                 name=name,
                 tensor=tensor,
                 is_expert=not getattr(tensor, "allreduce", is_dense),
-                is_cut=bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor),
+                is_cut=is_cut,
                 dim=None if dim is None or dim < 0 else dim,
-                stride=getattr(tensor, "partition_stride", None) or 1,
+                stride=stride,
                 is_on_stages=any(getattr(tensor, mark, False) for mark in _ON_STAGES),
                 list_name=outer if length else None,
                 list_len=length,
@@ -314,7 +316,8 @@ def _name_layers(pp: Axis, entries: Sequence[_Entry]) -> None:
         elif entry.layers in renumbered:
             parts = entry.name.split(".")
             at = next(index for index, part in enumerate(parts) if part.isdigit())
-            parts[at] = str(int(parts[at]) + sum(own.get(entry.layers, 0) for _, _, own in stages[: pp.rank]))
+            before = sum(own.get(entry.layers, 0) for _, _, own in stages[: pp.rank])
+            parts[at] = str(int(parts[at]) + before)
             entry.name = ".".join(parts)
         elif counts[entry.scoped] > 1:
             entry.name = f"stage{pp.rank}of{pp.size}.{entry.name}"
@@ -380,12 +383,10 @@ def _segments(entry: _Entry, tp: Axis, dim: int) -> tuple[Segment, ...]:
             f"this parameter with a ShardedTensorFactory in a sharded_state_dict(prefix) method of its module"
         )
     rows = shape[0] // marks.stride
-    return tuple(
-        Segment(
-            row_start=number * rows,
-            row_stop=(number + 1) * rows,
-            global_shape=(shape[0] * tp.size, *shape[1:]),
-            global_offset=((number * tp.size + tp.rank) * rows, *(0 for _ in shape[1:])),
-        )
-        for number in range(marks.stride)
-    )
+    whole = (shape[0] * tp.size, *shape[1:])
+    segments = []
+    for number in range(marks.stride):
+        offset = ((number * tp.size + tp.rank) * rows, *(0 for _ in shape[1:]))
+        stop = (number + 1) * rows
+        segments.append(Segment(row_start=number * rows, row_stop=stop, global_shape=whole, global_offset=offset))
+    return tuple(segments)

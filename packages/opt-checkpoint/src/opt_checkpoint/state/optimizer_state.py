@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.factory import ShardedTensorFactory, tensors_in
+from opt_checkpoint.state.factory import Segment, ShardedTensorFactory, tensors_in
 from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
@@ -236,24 +236,24 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     is_first = begins and not any(offset for axis, offset in enumerate(block.global_offset) if axis not in axes)
     is_empty = not all(block.local_shape) and all(block.global_shape)  # such a block is never the main replica
     replica_id = 0 if is_first and not is_empty and is_main_replica(block.replica_id) else 1
+
+    def place_of(described: Segment | _Block) -> dict[str, Any]:
+        """The kept axes of the parameter's block or rows, then whole ones."""
+        return {
+            "global_shape": tuple(described.global_shape[axis] for axis in axes) + whole,
+            "global_offset": tuple(described.global_offset[axis] for axis in axes) + (0,) * len(whole),
+        }
+
     # The rows of a factory may be saved in another order.
     if 0 in kept and isinstance(model_param, ShardedTensorFactory) and (segments := model_param.declared().segments):
-        rows = tuple(
-            replace(
-                segment,
-                global_shape=tuple(segment.global_shape[axis] for axis in axes) + whole,
-                global_offset=tuple(segment.global_offset[axis] for axis in axes) + (0,) * len(whole),
-            )
-            for segment in segments
-        )
+        rows = tuple(replace(segment, **place_of(segment)) for segment in segments)
         return ShardedTensorFactory(key, tensor, segments=rows, local_shape=shape, replica_id=replica_id)
     return ShardedTensor(
         key=key,
         data=tensor,
         dtype=tensor.dtype,
         local_shape=shape,
-        global_shape=tuple(block.global_shape[axis] for axis in axes) + whole,
-        global_offset=tuple(block.global_offset[axis] for axis in axes) + (0,) * len(whole),
+        **place_of(block),
         axis_fragmentations=None,
         replica_id=replica_id,
         prepend_axis_num=block.prepended,

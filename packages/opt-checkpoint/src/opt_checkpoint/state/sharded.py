@@ -27,6 +27,11 @@ Path: TypeAlias = tuple[str | int, ...]  # the keys that lead to a value of a ne
 T = TypeVar("T")
 
 
+def with_axis(values: Shape, axis: int, value: int) -> Shape:
+    """Return values per axis with another one at `axis`, if there is such an axis."""
+    return tuple(value if d == axis else own for d, own in enumerate(values))
+
+
 def path_text(path: Path) -> str:
     """Return a path as people write it: `optimizer.param_groups.0`."""
     return ".".join(map(str, path))
@@ -308,13 +313,10 @@ class ShardedTensor(ShardedBase):
         if self.global_shape[axis] % size or self.global_offset[axis] % size:
             raise CheckpointValueError(f"axis {axis} of {self.key} is not cut into equal blocks of {size}")
 
-        def scaled(values: Shape) -> Shape:
-            return tuple(v // size * length if a == axis else v for a, v in enumerate(values))
-
         data = None if self.data is None else self.data.narrow(dim, start, length)
-        shape = tuple(length if d == dim else n for d, n in enumerate(self.local_shape))
-        whole = scaled(self.global_shape)
-        offset = scaled(self.global_offset)
+        shape = with_axis(local, dim, length)
+        whole = with_axis(self.global_shape, axis, self.global_shape[axis] // size * length)
+        offset = with_axis(self.global_offset, axis, self.global_offset[axis] // size * length)
         return [dataclasses.replace(self, data=data, local_shape=shape, global_shape=whole, global_offset=offset)]
 
 

@@ -4,6 +4,7 @@ block of the global tensor."""
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -25,13 +26,15 @@ STORAGE_CLASSES: Mapping[torch.dtype, str] = MappingProxyType({
     torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
     torch.complex64: "ComplexFloatStorage", torch.complex128: "ComplexDoubleStorage",
 })  # fmt: skip
-_UNTYPED: tuple[torch.dtype, ...] = (
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    torch.uint16, torch.uint32, torch.uint64, torch.complex32,
-    # Dtypes of newer versions of torch. Two values of float4_e2m1fn_x2 share a byte and count as one element.
-    *(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),
-)  # fmt: skip
-_BY_NAME = MappingProxyType({str(d).removeprefix("torch."): d for d in (*STORAGE_CLASSES, *_UNTYPED)})
+# The last two are in newer versions of torch. Two values of float4_e2m1fn_x2 share a byte and count as one element.
+_UNTYPED = (
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz uint16 uint32 uint64 complex32 "
+    "float8_e8m0fnu float4_e2m1fn_x2"
+)
+_BY_NAME: Mapping[str, torch.dtype] = MappingProxyType({
+    **{str(dtype).removeprefix("torch."): dtype for dtype in STORAGE_CLASSES},
+    **{name: getattr(torch, name) for name in _UNTYPED.split() if hasattr(torch, name)},
+})  # fmt: skip
 DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in _BY_NAME.items()})
 BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in STORAGE_CLASSES.items()})
 
@@ -68,7 +71,9 @@ def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:
         other = torch.finfo(wanted)
         return held.eps >= other.eps and held.max <= other.max and held.smallest_normal >= other.smallest_normal
     if _is_integer(stored) and _is_integer(wanted):
-        return torch.iinfo(stored).min >= torch.iinfo(wanted).min and torch.iinfo(stored).max <= torch.iinfo(wanted).max
+        narrow = torch.iinfo(stored)
+        wide = torch.iinfo(wanted)
+        return narrow.min >= wide.min and narrow.max <= wide.max
     return False
 
 
@@ -159,7 +164,7 @@ def _kept_axis(axis: int, param: Shape, state: Shape) -> int | None:
     if len(state) == len(param):
         is_factor = all(n in (1, own) for n, own in zip(state, param))
         return axis if is_factor and state[axis] == param[axis] else None
-    reduced = [d for d in range(len(param)) if (*param[:d], *param[d + 1 :]) == state]
+    reduced = [d for d in range(len(param)) if param[:d] + param[d + 1 :] == state]
     is_kept = len(reduced) == 1 and reduced[0] != axis
     return axis - (reduced[0] < axis) if is_kept else None
 
@@ -181,12 +186,12 @@ def _offset_of(key: str, tensor: DTensor) -> Shape:
             f"tensor. Redistribute it first: tensor.redistribute(placements=[Shard(0), ...])"
         )
     coordinate = _coordinate(tensor)
-    cuts = [
-        (placement.dim, Cut(coordinate[axis], tensor.device_mesh.size(axis), getattr(placement, "split_factor", 1)))
-        for axis, placement in enumerate(tensor.placements)
-        if hasattr(placement, "dim")
-    ]
-    runs = [one_run(length, [cut for at, cut in cuts if at == dim]) for dim, length in enumerate(tensor.shape)]
+    cuts: dict[int, list[Cut]] = defaultdict(list)  # of each axis of the tensor
+    for axis, placement in enumerate(tensor.placements):
+        if hasattr(placement, "dim"):
+            size = tensor.device_mesh.size(axis)
+            cuts[placement.dim].append(Cut(coordinate[axis], size, getattr(placement, "split_factor", 1)))
+    runs = [one_run(length, cuts[dim]) for dim, length in enumerate(tensor.shape)]
     sizes = tuple(local_tensor(tensor).shape)
     if any(run is None or len(run) != n for run, n in zip(runs, sizes, strict=True)):
         raise CheckpointValueError(

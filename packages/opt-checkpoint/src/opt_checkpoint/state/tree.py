@@ -85,38 +85,37 @@ def holds_sharded(value: object) -> bool:
     return isinstance(value, ShardedBase | LocalNonpersistentObject) or is_dtensor(value)
 
 
+def _inner(state: Any) -> list[tuple[Any, Any]]:
+    """The keys and values of a container; none for a value."""
+    if isinstance(state, dict):
+        return list(state.items())
+    return list(enumerate(state)) if isinstance(state, list) and holds_sharded(state) else []
+
+
 def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
-    """The values of a state in order, each with its path; an empty dict is a value.
+    """Yield the values of a state in order, each with its path; an empty dict is a value.
 
     Raises:
         CheckpointingException: something sharded is inside a tuple, where nothing would find it, or a key is neither
             text nor integer.
     """
-    if isinstance(state, dict) and state:
-        for key, value in state.items():
-            if not isinstance(key, str | int):
-                raise CheckpointValueError(f"key {key!r} under {path_text(path)!r} must be a str or an int")
-            yield from leaves(value, (*path, key))
-    elif isinstance(state, list) and holds_sharded(state):
-        for index, value in enumerate(state):
-            yield from leaves(value, (*path, index))
-    elif isinstance(state, tuple) and holds_sharded(state):
-        raise CheckpointValueError(f"{path_text(path)!r} is a tuple that contains sharded values; make it a list")
-    else:
+    inner = _inner(state)
+    if not inner:
+        if isinstance(state, tuple) and holds_sharded(state):
+            raise CheckpointValueError(f"{path_text(path)!r} is a tuple that contains sharded values; make it a list")
         yield Leaf(path, state)
+    for key, value in inner:
+        if not isinstance(key, str | int):
+            raise CheckpointValueError(f"key {key!r} under {path_text(path)!r} must be a str or an int")
+        yield from leaves(value, (*path, key))
 
 
 def scopes(state: Any, path: Path = ()) -> Iterator[Leaf]:
-    """Every `ScopedState` in a state, outer ones first, each with its path."""
+    """Yield every `ScopedState` in a state, outer ones first, each with its path."""
     if isinstance(state, ScopedState):
         yield Leaf(path, state)
-    if isinstance(state, dict):
-        for key, value in state.items():
-            if isinstance(value, dict | list):
-                yield from scopes(value, (*path, key))
-    elif isinstance(state, list) and holds_sharded(state):
-        for index, value in enumerate(state):
-            yield from scopes(value, (*path, index))
+    for key, value in _inner(state):
+        yield from scopes(value, (*path, key))
 
 
 def is_below(path: Path, places: Iterable[Path]) -> bool:
@@ -132,14 +131,14 @@ def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = (), 
 
     A `ScopedState` becomes a plain dict, unless `scoped`.
     """
-    if isinstance(state, dict) and state:
-        changed = {k: map_leaves(v, change, (*path, k), scoped=scoped) for k, v in state.items()}
-        found = {k: v for k, v in changed.items() if v is not ABSENT}
-        return state.like(found) if scoped and isinstance(state, ScopedState) else found
-    if isinstance(state, list) and holds_sharded(state):
-        changed_items = [map_leaves(v, change, (*path, i), scoped=scoped) for i, v in enumerate(state)]
-        return [None if item is ABSENT else item for item in changed_items]
-    return change(path, state)
+    inner = _inner(state)
+    if not inner:
+        return change(path, state)
+    changed = [(key, map_leaves(value, change, (*path, key), scoped=scoped)) for key, value in inner]
+    if isinstance(state, list):
+        return [None if value is ABSENT else value for _, value in changed]
+    found = {key: value for key, value in changed if value is not ABSENT}
+    return state.like(found) if scoped and isinstance(state, ScopedState) else found
 
 
 def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
@@ -147,13 +146,14 @@ def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
 
     `ABSENT` if there are none.
     """
-    if isinstance(state, dict) and state:
-        inner = {key: selected(value, values, (*path, key)) for key, value in state.items()}
-        return {key: value for key, value in inner.items() if value is not ABSENT} or ABSENT
-    if isinstance(state, list) and holds_sharded(state):
-        items = [selected(value, values, (*path, i)) for i, value in enumerate(state)]
-        return ABSENT if all(item is ABSENT for item in items) else [None if i is ABSENT else i for i in items]
-    return values.get(path, ABSENT)
+    inner = _inner(state)
+    if not inner:
+        return values.get(path, ABSENT)
+    found = [(key, selected(value, values, (*path, key))) for key, value in inner]
+    present = {key: value for key, value in found if value is not ABSENT}
+    if isinstance(state, list) and present:
+        return [None if value is ABSENT else value for _, value in found]
+    return present or ABSENT
 
 
 def without_tensors(value: Any) -> tuple[Any, dict[Path, Tensor]]:
@@ -389,7 +389,8 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
 
 def _with_stored_key(flat: FlatState, path: Path, value: S, scoped: Mapping[Path, ScopedState]) -> S:
     """The value with its stored key: the value itself, or a shallow copy if its key is relative."""
-    at = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in scoped), None) if scoped else None
+    outer = (path[:n] for n in range(len(path), -1, -1))
+    at = next((place for place in outer if place in scoped), None)
     if at is None:
         return value
     flat.relative[path] = Relative(at, value.key)

@@ -336,11 +336,9 @@ class Bucket:
             if re.fullmatch(_SAVE_ID, save_id) and file:
                 by_save.setdefault(save_id, {})[file] = meta
         committed = self._committed_id(target)  # after the listing: a save that commits in between is seen
-        return [
-            Leftover(self.folder(target, save_id), self._writer_of(self.folder(target, save_id), files, now))
-            for save_id, files in sorted(by_save.items())
-            if save_id != committed
-        ]
+        by_save.pop(committed or "", None)
+        folders = {self.folder(target, save_id): files for save_id, files in sorted(by_save.items())}
+        return [Leftover(folder, self._writer_of(folder, files, now)) for folder, files in folders.items()]
 
     def _writer_of(self, folder: str, files: Mapping[str, Meta], now: float) -> str | None:
         lease = b""

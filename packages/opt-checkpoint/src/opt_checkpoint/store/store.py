@@ -15,7 +15,7 @@ from opt_checkpoint.errors import CheckpointCorruptError, CheckpointExistsError
 from opt_checkpoint.store.paths import Location
 
 T = TypeVar("T")
-MANIFEST = "manifest.bin"  # written last into a folder: makes a directory a checkpoint
+MANIFEST = "manifest.bin"  # written last into a folder: a checkpoint is recognised by it
 Parts: TypeAlias = Callable[[], Iterable[bytes | memoryview]]
 """The bytes of a file, the same in each call. The memory of a part may not change until the file is written."""
 
@@ -72,6 +72,8 @@ class Store(Protocol):
 
     def commit(self, target: str, save_id: str, sizes: Mapping[str, int], *, replace: bool = False) -> None:
         """Make a checkpoint visible at once, after all its files are written, and end the lease.
+
+        This commits it: in a directory by one rename of the folder, in a bucket by one object that names the folder.
 
         Args:
             target: the checkpoint.

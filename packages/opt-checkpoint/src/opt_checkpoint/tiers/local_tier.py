@@ -15,7 +15,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,8 +97,10 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
             elif missing:
                 reasons.append(f"{_OF_TIER.format(step)}: the parts of ranks {missing} are on no node")
             else:
-                by_rank = sorted(parts, key=lambda part: part.rank)
-                holders = (next(r for r in chain((p.rank,), range(world)) if p in inventories[r]) for p in by_rank)
+                holders = []
+                for part in sorted(parts, key=lambda part: part.rank):
+                    on_nodes = [rank for rank in range(world) if part in inventories[rank]]
+                    holders.append(part.rank if part.rank in on_nodes else on_nodes[0])
                 whole.append(LocalChoice(step, save, tuple(holders)))
         if len(whole) == 1:
             return Verdict(whole[0], tuple(reasons), tuple(unusable))
@@ -341,7 +342,10 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
             attempt(store.make_dir, store.path(folder))
         for number in range(max(map(len, chunks.values()), default=0)):
             works = []
-            now = [(p, own[number], memory[p][: own[number].nbytes]) for p, own in chunks.items() if number < len(own)]
+            now = []
+            for parcel, own in chunks.items():
+                if number < len(own):
+                    now.append((parcel, own[number], memory[parcel][: own[number].nbytes]))
             for parcel, chunk, message in now:
                 if parcel in sources:
                     attempt(sources[parcel].read_into, chunk.file, chunk.start, bytes_view(message))

@@ -74,12 +74,9 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
             if first is not None and not are_equal(first, view):
                 raise CheckpointValueError(f"two different tensors would be {shard.key}; give one of them another key")
             boxes[box] = [shard.key, offsets]
-    described = {
-        "name": name._asdict(),
-        "boxes": boxes,
-        "tensors": {s.key: [DTYPE_NAMES[s.dtype], list(s.global_shape)] for s in flat.tensors.values()},
-        PATHS: {flat.tensors[path].key: list(path) for path in flat.plain},
-    }
+    tensors = {shard.key: [DTYPE_NAMES[shard.dtype], list(shard.global_shape)] for shard in flat.tensors.values()}
+    paths = {flat.tensors[path].key: list(path) for path in flat.plain}
+    described = {"name": name._asdict(), "boxes": boxes, "tensors": tensors, PATHS: paths}
     objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
     common = selected(flat.state, {**flat.empty, **flat.common})
     common = {} if common is ABSENT else common
@@ -100,8 +97,9 @@ def read_part_name(index: CheckpointIndex) -> PartName:
         CheckpointCorruptError: it is not a part.
     """
     try:
-        name = index.details[_DETAILS]["name"]
-        return PartName(str(name["run"]), int(name["step"]), str(name["save"]), int(name["rank"]), int(name["world"]))
+        recorded = index.details[_DETAILS]["name"]
+        step, rank, world = (int(recorded[field]) for field in ("step", "rank", "world"))
+        return PartName(str(recorded["run"]), step, str(recorded["save"]), rank, world)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{index.path} is not one rank's part of a checkpoint") from error
 
