@@ -111,7 +111,8 @@ def test_a_save_survives_one_failure_in_ten_thousand_requests_at_4096_files(buck
             store.write(f"{folder}/{name}", lambda rank=rank: [b"rank", str(rank).encode()])
             sizes[name] = 4 + len(str(rank))
         store.write_small(folder, {"manifest.bin": b"manifest"})
-        store.commit("x", save_id, sizes | {"manifest.bin": 8})
+        store.check_files("x", save_id, sizes | {"manifest.bin": 8})
+        store.commit("x", save_id)
     assert len(failed) > 5
     assert store.committed("x") == folder
 

@@ -272,7 +272,7 @@ def test_tiers_skip_damaged_durable_steps_too(tmp_path: Path, damaged: int) -> N
         with pytest.warns(UserWarning, match="120 is damaged and is skipped"):
             found = tiers.find()
         assert (found.step, found.tier) == (steps[-1], "durable")
-        assert "step 120 of the durable tier is damaged" in found.passed_over
+        assert "step 120 of the durable tier is damaged" in found.skipped_reasons
         assert_is_step(tiers.load(empty()).state, steps[-1], 0, 1)
         tiers.save(120, state_at(121, 0, 1))
     shutil.rmtree(tmp_path / "local")

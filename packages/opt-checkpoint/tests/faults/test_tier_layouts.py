@@ -53,7 +53,7 @@ def resume_in_another_layout(rank: int, size: int, folder: str) -> None:
         assert_is_of_step(manager.load(wanted(rank)).state, 2, rank)
         found = manager.find()
         assert (found.step, found.tier) == (2, "durable")
-        assert "step 3 of the local tier: " in found.passed_over[-1]
+        assert "step 3 of the local tier: " in found.skipped_reasons[-1]
     with tiers(folder, rank) as manager:
         assert manager.latest() == 3
         state = wanted(rank)

@@ -63,7 +63,7 @@ def test_a_damaged_part_is_replaced_by_its_copy_and_an_older_step_taken_if_that_
     flip_bit(own / DATA)
     found = resumed(2, tmp_path)
     assert (found.step, found.tier, found.holders) == (2, "local", (1, 1))
-    (reason,) = found.passed_over
+    (reason,) = found.skipped_reasons
     assert "rank 0's part" in reason
     assert DATA in reason
     assert verify_checkpoint(own) == []
@@ -75,7 +75,7 @@ def test_a_damaged_part_is_replaced_by_its_copy_and_an_older_step_taken_if_that_
         flip_bit(part / DATA)
     found = resumed(2, tmp_path)
     assert (found.step, found.holders) == (1, (0, 1))
-    assert any("the parts of ranks [0] are on no node" in reason for reason in found.passed_over)
+    assert any("the parts of ranks [0] are on no node" in reason for reason in found.skipped_reasons)
 
 
 def test_the_newer_of_two_tiers_is_taken(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path: Path) -> None:
         shutil.copytree(old[node], parts_of(tmp_path, node, 2)[0].with_name("rank-00001"))
     found = resumed(2, tmp_path)
     assert found.step == 1
-    assert len(found.passed_over) == 2
+    assert len(found.skipped_reasons) == 2
 
 
 def test_of_two_whole_saves_of_a_step_none_is_taken_and_ranks_may_change_places() -> None:

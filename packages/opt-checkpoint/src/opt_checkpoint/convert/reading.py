@@ -19,12 +19,10 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import Box, split_rows
 from opt_checkpoint.dcp.layout import fingerprint
-from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.disk.checkpoint import Opened, check_sizes, read_object, size_problems
 from opt_checkpoint.disk.index import CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
-from opt_checkpoint.run.ranks import Ranks
-from opt_checkpoint.run.save_load import PathLike, carry_out_load
+from opt_checkpoint.run.save_load import PathLike, load_alone, read_tensors
 from opt_checkpoint.state.sharded import ShardedTensor
 from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath, location_of
@@ -111,7 +109,8 @@ def read_mapped(index: CheckpointIndex, stored: Mapping[str, StoredTensor], fold
         memory = torch.from_file(str(file), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         mapped[key] = memory[:nbytes].view(tensor.dtype).view(tensor.shape) if nbytes else empty
-    _read(index, {key: sharded_like(key, tensor) for key, tensor in mapped.items()})
+    wanted = {key: sharded_like(key, tensor) for key, tensor in mapped.items()}
+    load_alone(wanted, Opened(index=index, common={}))
     return mapped
 
 
@@ -121,18 +120,15 @@ def read_whole(index: CheckpointIndex, key: str) -> Tensor:
     Raises:
         CheckpointingException: as `load`.
     """
-    return _read_box(index, key, Box.whole(index.tensors[key].shape))
+    return read_tensors(Opened(index=index, common={}), [key])[key]
 
 
 def _read_box(index: CheckpointIndex, key: str, box: Box) -> Tensor:
     stored = index.tensors[key]
     data = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
-    _read(index, {"": ShardedTensor(key, data, stored.dtype, box.sizes, stored.shape, box.offsets, None)})
+    wanted = ShardedTensor(key, data, stored.dtype, box.sizes, stored.shape, box.offsets, None)
+    load_alone({"": wanted}, Opened(index=index, common={}))
     return data
-
-
-def _read(index: CheckpointIndex, wanted: dict[Any, ShardedTensor]) -> None:
-    carry_out_load(Ranks(), ShardedLoadPlanner(wanted, Opened(index=index, common={})))
 
 
 class Difference(NamedTuple):

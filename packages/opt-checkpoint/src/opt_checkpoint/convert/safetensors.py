@@ -206,7 +206,7 @@ class _Writer:
 
     def commit(self) -> None:
         """Rename the folder to its final name, on rank 0, after all ranks have finished."""
-        self._store.commit(self.path.name, self._save_id, {})
+        self._store.commit(self.path.name, self._save_id)
 
     def abandon(self) -> None:
         self._store.abandon(self.path.name, self._save_id)

@@ -207,7 +207,7 @@ class ShardedLoadPlanner:
     def _find_within(self, path: Path) -> dict[Path, ShardedTensor | str]:
         tensors = self.index.tensors
         parts = stored_under(path, self.index)
-        found = {inner: _described(key, tensors[key]) if key in tensors else key for inner, key in parts.items()}
+        found = {inner: whole_tensor(key, tensors[key]) if key in tensors else key for inner, key in parts.items()}
         if found:
             self._within[path] = found
         return found
@@ -408,6 +408,6 @@ def _check_memory(key: str, data: Tensor) -> None:
         )
 
 
-def _described(key: str, stored: StoredTensor) -> ShardedTensor:
-    """A whole stored tensor, to be loaded into new memory."""
+def whole_tensor(key: str, stored: StoredTensor) -> ShardedTensor:
+    """Return the description of a whole stored tensor, to be loaded into new memory."""
     return ShardedTensor(key, None, stored.dtype, stored.shape, stored.shape, (0,) * len(stored.shape), None)

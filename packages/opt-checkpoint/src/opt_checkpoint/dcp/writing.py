@@ -126,7 +126,8 @@ class CheckpointWriter:
         contents[MANIFEST] = encode_manifest(index)
         self._store.write_small(self._store.folder(self._target, self.save_id), contents)
         sizes = {name: file.size for name, file in index.files.items()} | {MANIFEST: len(contents[MANIFEST])}
-        self._store.commit(self._target, self.save_id, sizes, replace=self.replace)
+        self._store.check_files(self._target, self.save_id, sizes)
+        self._store.commit(self._target, self.save_id, replace=self.replace)
 
     def abandon(self) -> None:
         """Remove the files of a failed save, on rank 0, once all ranks have finished."""

@@ -18,7 +18,7 @@ import opt_checkpoint.run.save_load as checkpoints
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.disk.checkpoint import read_common, read_index
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.run.ranks import from_all, ranks_of
+from opt_checkpoint.run.ranks import on_all, ranks_of
 from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict, StateDict
 from opt_checkpoint.state.tree import ABSENT, ScopedState, map_leaves
@@ -81,10 +81,9 @@ def load(
         return value if isinstance(value, ShardedBase | LocalNonpersistentObject | Tensor) else ABSENT
 
     sharded = map_leaves(from_megatron(sharded_state_dict), request, scoped=True)
-    common: list[Any] = []
     # One rank may not see the directory, and the others would wait for it.
-    from_all(ranks_of(None), lambda: common.append(load_common_state_dict(checkpoint_dir)), f"reading {checkpoint_dir}")
-    wanted = _merged(common[0], sharded)
+    common = on_all(ranks_of(None), lambda: load_common_state_dict(checkpoint_dir), f"reading {checkpoint_dir}")
+    wanted = _merged(common, sharded)
     report = checkpoints.load(wanted, checkpoint_dir, strict=strict)
     is_asked = "return" in str(getattr(strict, "value", strict))
     return (report.state, set(report.missing), set(report.unexpected)) if is_asked else report.state

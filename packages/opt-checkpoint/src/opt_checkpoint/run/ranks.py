@@ -238,6 +238,31 @@ def from_all(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
     return exchange.values(ranks.gather_objects(exchange.attempt(compute)))
 
 
+def own_and_all(ranks: Ranks, compute: Callable[[], T], send: Callable[[T], S], what: str) -> tuple[T, list[S]]:
+    """Compute a value on each rank; return this rank's own, and what `send` makes of that of every rank. One exchange.
+
+    Raises:
+        CheckpointingException: some rank raised an error.
+    """
+    own: list[T] = []
+
+    def sent() -> S:
+        own.append(compute())
+        return send(own[0])
+
+    per_rank = from_all(ranks, sent, what)
+    return own[0], per_rank
+
+
+def on_all(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
+    """Compute a value on each rank, and return this rank's own once all ranks have theirs. One exchange.
+
+    Raises:
+        CheckpointingException: some rank raised an error.
+    """
+    return own_and_all(ranks, compute, lambda _: None, what)[0]
+
+
 def from_rank_0(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
     """Compute a value on rank 0 only, and return it on every rank. One exchange. Arguments are as for `from_all`.
 
@@ -293,14 +318,13 @@ def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -
     Raises:
         CheckpointingException: ranks differ, or some rank cannot open the store of a URL; on every rank.
     """
-    found: list[Location] = []
 
-    def given() -> dict[str, str]:
-        found.append(location_of(path))
-        return texts_of({"path": found[0], **arguments})
+    def texts(location: Location) -> dict[str, str]:
+        return texts_of({"path": location, **arguments})
 
-    check_equal(what, from_all(ranks, given, what))
-    return found[0]
+    location, per_rank = own_and_all(ranks, lambda: location_of(path), texts, what)
+    check_equal(what, per_rank)
+    return location
 
 
 def texts_of(arguments: Mapping[str, object]) -> dict[str, str]:

@@ -6,16 +6,17 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch.distributed as dist
+from torch import Tensor
 
 from opt_checkpoint.dcp.layout import LocalContents
-from opt_checkpoint.dcp.load_planner import NO_ALIASES, ShardedLoadPlanner
+from opt_checkpoint.dcp.load_planner import NO_ALIASES, ShardedLoadPlanner, whole_tensor
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader, Verify
@@ -388,6 +389,17 @@ def carry_out_load(
 
     unexpected = through_rank_0(ranks, plan, unexpected_of, f"loading {planner.index.path}")
     return read_planned(ranks, planner, reader, unexpected)
+
+
+def load_alone(wanted: Any, opened: Opened, *, strict: str = "raise_missing") -> Any:
+    """Load a state by this process alone, raises like `load`."""
+    return carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened, strict=strict)).state
+
+
+def read_tensors(opened: Opened, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Read whole stored tensors to the CPU, by this process alone, by key; raises like `load`."""
+    tensors: dict[str, Tensor] = load_alone({key: whole_tensor(key, opened.index.tensors[key]) for key in keys}, opened)
+    return tensors
 
 
 def read_planned(

@@ -17,15 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import some_of
 from opt_checkpoint.disk.checkpoint import Opened, read_object, read_objects
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
-from opt_checkpoint.run.ranks import Ranks
-from opt_checkpoint.run.save_load import carry_out_load
+from opt_checkpoint.run.save_load import load_alone, read_tensors
 from opt_checkpoint.state.sharded import Path, path_text
-from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.state.tree import lookup
 from opt_checkpoint.state.wrappers import former_names
 
@@ -133,16 +130,13 @@ def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: 
         )
     step = read_step(index, opened.common) if index.kind is Kind.MEGATRON else None
     stored = {name: states.pop("step") for name, states in by_state.items() if "step" in states}
-    shapes = {name: index.tensors[key].shape for name, key in stored.items()}
-    steps = {name: torch.empty(shape, dtype=torch.int64, device="cpu") for name, shape in shapes.items()}
-    wanted = {name: sharded_like(key, steps[name]) for name, key in stored.items()}
-    carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened))
+    steps = read_tensors(opened, stored.values())
     keys: dict[str, dict[str, str]] = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, states in by_state.items():
         keys[name] = {state: key for state, key in states.items() if state not in ("param", "fp32_param")}
-        if name in steps:
-            plain[name] = {"step": steps[name].float()}
+        if name in stored:
+            plain[name] = {"step": steps[stored[name]].float()}
         elif step is not None:
             plain[name] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     state_names = {name: sorted({*own, *plain.get(name, {})}) for name, own in keys.items()}
@@ -193,7 +187,7 @@ def _stored_value(path: Path, opened: Opened) -> Any:
     wanted: Any = None
     for key in reversed(path):
         wanted = {key: wanted}
-    return lookup(carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened, strict="return_missing")).state, path)
+    return lookup(load_alone(wanted, opened, strict="return_missing"), path)
 
 
 def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str]]:
@@ -227,17 +221,13 @@ def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str,
         if str(key).startswith(of):  # a list may hold tensors
             values[f"{prefix}{key}"] = _stored_value((*at, key), opened) if isinstance(value, list | tuple) else value
     if of == "param_groups.":
-        found = {key: stored for key, stored in index.tensors.items() if key.startswith(prefix + of)}
-        found = {key: stored for key, stored in found.items() if key.rpartition(".")[0] not in values}
+        found = [key for key in index.tensors if key.startswith(prefix + of) and key.rpartition(".")[0] not in values]
         if lists := [key for key in found if key.rpartition(".")[2].isdigit()]:
             raise CheckpointKeyError(
                 f"{index.path} holds groups with tensors in lists: {some_of(lists)}; they are read from checkpoints of "
                 f"sharded_optimizer only"
             )
-        tensors = {key: torch.empty(stored.shape, dtype=stored.dtype, device="cpu") for key, stored in found.items()}
-        wanted = {key: sharded_like(key, tensor) for key, tensor in tensors.items()}
-        carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened))
-        values |= tensors
+        values |= read_tensors(opened, found)
     fields = _by_param(values, prefix + of)
     return {name: {field: values[key] for field, key in own.items()} for name, own in fields.items()}
 

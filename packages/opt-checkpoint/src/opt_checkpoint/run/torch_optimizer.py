@@ -28,7 +28,7 @@ from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.optimizer_params import NamedParam, named_params, names_by_group, on_all_ranks
-from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
+from opt_checkpoint.run.ranks import Ranks, from_all, on_all, own_and_all, ranks_of, same_location
 from opt_checkpoint.run.save_load import carry_out_load, opened_everywhere
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer, with_current_names
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
@@ -80,18 +80,19 @@ def sharded_optimizer(
         CheckpointingException: a parameter has no name in the model, or a state is neither.
     """
     rank = ranks_of(process_group).rank
-    described: list[ShardedStateDict] = []
 
-    def describe() -> _Recorded:
-        members = named_params(model, optimizer, groups)
-        tensors, recorded = _states_of(members, optimizer, rank)
-        described.append(tensors)
-        return recorded
+    def describe() -> tuple[dict[str, dict[str, ShardedBase]], _Recorded]:
+        return _states_of(named_params(model, optimizer, groups), optimizer, rank)
 
-    per_rank = [describe()] if groups is None else from_all(ranks_of(None), describe, "describing an optimizer")
+    if groups is None:
+        tensors, recorded = describe()
+        per_rank = [recorded]
+    else:
+        recorded_of = lambda described: described[1]
+        (tensors, _), per_rank = own_and_all(ranks_of(None), describe, recorded_of, "describing an optimizer")
     plain_states, state_names, shapes, names = zip(*per_rank)
     parts = {
-        "state": described[0],
+        "state": tensors,
         "plain_state": _joined(plain_states),
         "state_names": _joined(state_names),
         "param_shapes": _joined(shapes),
@@ -253,7 +254,6 @@ def fill_optimizer(
     path = opened.index.path
     what = f"preparing to load the optimizer from {path}"
     members: list[NamedParam] = []
-    prepared: list[tuple[SavedOptimizer, dict[str, dict[str, Tensor]]]] = []
 
     def find_members() -> list[list[str]]:
         members.extend(named_params(model, optimizer, groups))
@@ -261,12 +261,11 @@ def fill_optimizer(
 
     names = [] if groups is None else on_all_ranks(from_all(ranks, find_members, what))
 
-    def set_groups(param_groups: list[dict[str, Any]]) -> GroupReport:
-        saved = prepared[0][0]
+    def set_groups(saved: SavedOptimizer, param_groups: list[dict[str, Any]]) -> GroupReport:
         stored = {"groups": saved.groups, "names": saved.names}
         return apply_saved_groups(param_groups, names, stored, on_conflict=on_conflict, override=override)
 
-    def prepare() -> None:
+    def prepare() -> tuple[SavedOptimizer, dict[str, dict[str, Tensor]]]:
         if groups is None:
             names.extend(find_members())
         own_names = [name for own in names for name in own]
@@ -277,11 +276,11 @@ def fill_optimizer(
                 f"{path} holds nothing of this optimizer's parameters {some_of(own_names)}; its optimizer has "
                 f"{some_of(sorted(known))}. Pass the model under the names that were saved"
             )
-        prepared.append((saved, {member.name: _fresh_state(member, opened.index, saved) for member in members}))
-        set_groups(_copied(optimizer.param_groups))  # finds errors before changes
+        fresh = {member.name: _fresh_state(member, opened.index, saved) for member in members}
+        set_groups(saved, _copied(optimizer.param_groups))  # finds errors before changes
+        return saved, fresh
 
-    from_all(ranks, prepare, what)
-    saved, fresh = prepared[0]
+    saved, fresh = on_all(ranks, prepare, what)
     _warn_of_another_class(optimizer, saved, path)
     wanted = {}
     for member in members:
@@ -290,7 +289,7 @@ def fill_optimizer(
             wanted[f"{member.name}/{state_name}"] = member.describe(key, tensor, ranks.rank)
     read(wanted)
     state = {member.param: {**fresh[member.name], **_plain_state(member, saved)} for member in members}
-    report = _replace_state(optimizer, state, set_groups, ranks=ranks, path=path)
+    report = _replace_state(optimizer, state, partial(set_groups, saved), ranks=ranks, path=path)
     known = {name for own in names for name in own}
     uninitialised = tuple(member.name for member in members if not saved.state_names.get(member.name))
     gone = tuple(name for name, states in saved.state_names.items() if states and name not in known)

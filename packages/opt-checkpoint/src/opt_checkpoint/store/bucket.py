@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store.lease import LEASE, Lease, holder_of
 from opt_checkpoint.store.paths import ObjectPath
-from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there, call, named_in
+from opt_checkpoint.store.store import MANIFEST, Content, Leftover, already_there, call, named_in
 
 with suppress(ImportError):  # an extra
     import obstore
@@ -86,16 +86,16 @@ class Bucket:
                 if left.writer is None:
                     self.discard(left.folder)
 
-    def write(self, name: str, parts: Parts) -> None:
-        """Write an object from parts, which are read again from the first one after a failure.
+    def write(self, name: str, content: Content) -> None:
+        """Write an object from its content, which is read again from the start after a failure.
 
-        The object appears only after all parts. If reading them raises, so does this, and no object appears.
+        The object appears only after all of it. If reading them raises, so does this, and no object appears.
         """
         failures: list[BaseException] = []
 
         def read() -> Iterator[bytes | memoryview]:
             try:
-                yield from (part for part in parts() if len(part))
+                yield from (piece for piece in content() if len(piece))
             except GeneratorExit:  # obstore has given up; it raises its own error
                 raise
             except BaseException as error:
@@ -118,21 +118,24 @@ class Bucket:
         for name, content in contents.items():
             self.put(_joined(folder, name), content)
 
-    def commit(self, target: str, save_id: str, sizes: Mapping[str, int], *, replace: bool = False) -> None:
-        """Check that all files are there, and create the commit object.
-
-        Raises:
-            OSError: the message says so if it is unknown whether the checkpoint was committed.
-        """
+    def check_files(self, target: str, save_id: str, sizes: Mapping[str, int]) -> None:
         folder = self.folder(target, save_id)
-        commit = _joined(target, COMMIT)
-        stored = self.sizes(folder, sizes)  # another save may have removed files if the lease had expired
+        stored = self.sizes(folder, sizes)
         wrong = [name for name, size in sizes.items() if stored.get(name) != size]
         if wrong:
             raise CheckpointCorruptError(
                 f"{self.path(folder)} does not hold what was written: {', '.join(wrong[:4])} is missing or has another "
                 f"size; nothing was committed"
             )
+
+    def commit(self, target: str, save_id: str, *, replace: bool = False) -> None:
+        """Create the commit object.
+
+        Raises:
+            OSError: the message says so if it is unknown whether the checkpoint was committed.
+        """
+        folder = self.folder(target, save_id)
+        commit = _joined(target, COMMIT)
         self._leases[save_id].stop()
         self.remove(_joined(folder, LEASE))
         content = encode_commit(save_id)

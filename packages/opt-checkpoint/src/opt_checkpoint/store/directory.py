@@ -22,7 +22,7 @@ from pathlib import Path
 
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store.lease import LEASE, Lease, holder_of
-from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there, call
+from opt_checkpoint.store.store import MANIFEST, Content, Leftover, already_there, call
 
 logger = logging.getLogger(__name__)
 _TEMPORARY = ".opt-checkpoint-tmp-"
@@ -104,14 +104,14 @@ class Directory:
             except OSError as error:
                 logger.warning("could not remove %s, which an interrupted save left: %s", left, error)
 
-    def write(self, name: str, parts: Parts) -> None:
+    def write(self, name: str, content: Content) -> None:
         written = 0
         started = 0
         path = self.path(name)
         with self._file(path) as fd:
-            for part in parts():
-                _append(fd, path, part)
-                written += len(part)
+            for piece in content():
+                _append(fd, path, piece)
+                written += len(piece)
                 ready = (written - started) // _WRITEBACK_BYTES * _WRITEBACK_BYTES
                 if self._sync and ready and sys.platform == "linux":
                     # For dirty pages, DONTNEED makes Linux start writeback; it keeps the pages until they are on disk.
@@ -124,7 +124,10 @@ class Directory:
                 path = self.path(f"{folder}/{name}")
                 _append(synced.enter_context(self._file(path)), path, content)
 
-    def commit(self, target: str, save_id: str, sizes: Mapping[str, int], *, replace: bool = False) -> None:
+    def check_files(self, target: str, save_id: str, sizes: Mapping[str, int]) -> None:
+        """Do nothing: a folder is renamed before it is deleted, so that the rename of the commit fails."""
+
+    def commit(self, target: str, save_id: str, *, replace: bool = False) -> None:
         """Sync the folder, rename it, and sync its parent.
 
         If only the last step fails, the checkpoint stays: it is complete, and a reader may have opened it.

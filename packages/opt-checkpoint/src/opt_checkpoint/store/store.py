@@ -16,8 +16,8 @@ from opt_checkpoint.store.paths import Location
 
 T = TypeVar("T")
 MANIFEST = "manifest.bin"  # written last into a folder: a checkpoint is recognised by it
-Parts: TypeAlias = Callable[[], Iterable[bytes | memoryview]]
-"""The bytes of a file, the same in each call. The memory of a part may not change until the file is written."""
+Content: TypeAlias = Callable[[], Iterable[bytes | memoryview]]
+"""The bytes of a file, the same in each call. The memory of a piece may not change until the file is written."""
 
 
 class Leftover(NamedTuple):
@@ -64,13 +64,24 @@ class Store(Protocol):
             CheckpointExistsError: something is at `target`.
         """
 
-    def write(self, name: str, parts: Parts) -> None:
+    def write(self, name: str, content: Content) -> None:
         """Write a new file, safely stored on return."""
 
     def write_small(self, folder: str, contents: Mapping[str, bytes]) -> None:
         """Write new small files, by name."""
 
-    def commit(self, target: str, save_id: str, sizes: Mapping[str, int], *, replace: bool = False) -> None:
+    def check_files(self, target: str, save_id: str, sizes: Mapping[str, int]) -> None:
+        """Raise CheckpointCorruptError if a file of a save is gone or has another size, where that can go unnoticed.
+
+        Another save removes the files of this one if its lease has expired. In a directory, the commit then fails.
+
+        Args:
+            target: the checkpoint.
+            save_id: names this save.
+            sizes: of all files, by name.
+        """
+
+    def commit(self, target: str, save_id: str, *, replace: bool = False) -> None:
         """Make a checkpoint visible at once, after all its files are written, and end the lease.
 
         This commits it: in a directory by one rename of the folder, in a bucket by one object that names the folder.
@@ -78,12 +89,10 @@ class Store(Protocol):
         Args:
             target: the checkpoint.
             save_id: names this save.
-            sizes: of all files, by name.
             replace: as for `begin`.
 
         Raises:
             CheckpointExistsError: another save has committed in the meantime.
-            CheckpointCorruptError: files are missing.
         """
 
     def release(self, save_id: str) -> None:

@@ -63,8 +63,8 @@ class Verdict(NamedTuple):
     """The decision about the local tier."""
 
     local: LocalChoice | None  # its newest complete step; None if it has none for this number of ranks
-    passed_over: tuple[str, ...]  # why newer steps were skipped
-    unusable: tuple[str, ...] = ()  # those of `passed_over` that are complete, but cannot be loaded by this world
+    skipped_reasons: tuple[str, ...]  # why newer steps were skipped
+    unusable: tuple[str, ...] = ()  # those of `skipped_reasons` that are complete, but cannot be loaded by this world
 
 
 NOTHING = Verdict(None, ())
@@ -252,7 +252,7 @@ class LocalTier:
             verdict = newest_whole(inventories, run=self._run, not_before=not_before)
             damaged = [] if verdict.local is None else self._fetch(ranks, verdict.local)
             if not damaged:
-                return verdict._replace(passed_over=tuple(dict.fromkeys((*reasons, *verdict.passed_over))))
+                return verdict._replace(skipped_reasons=tuple(dict.fromkeys((*reasons, *verdict.skipped_reasons))))
             reasons += damaged
 
     def _fetch(self, ranks: Ranks, choice: LocalChoice) -> list[str]:

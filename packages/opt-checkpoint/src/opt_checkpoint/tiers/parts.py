@@ -23,7 +23,7 @@ from opt_checkpoint.errors import (
     CheckpointMismatchError,
     CheckpointValueError,
 )
-from opt_checkpoint.run.ranks import Ranks, from_all
+from opt_checkpoint.run.ranks import Ranks, from_all, on_all
 from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
 from opt_checkpoint.state.checksums import are_equal
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
@@ -183,12 +183,12 @@ def load_part(ranks: Ranks, planner: ShardedLoadPlanner) -> LoadReport:
         CheckpointingException: as `load`.
     """
     asked = plan_part(ranks, planner)
-    unexpected = list[tuple[str, ...]]()
     reader = CheckpointReader(planner.index)
 
-    def check() -> None:
-        unexpected.append(planner.unexpected_of([asked]))
+    def check() -> tuple[str, ...]:
+        unexpected = planner.unexpected_of([asked])
         reader.verify(planner)
+        return unexpected
 
-    from_all(ranks, check, f"loading {planner.index.path}")
-    return read_planned(ranks, planner, reader, unexpected[0])
+    unexpected = on_all(ranks, check, f"loading {planner.index.path}")
+    return read_planned(ranks, planner, reader, unexpected)

@@ -8,7 +8,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, SupportsFloat, TypeVar
 
@@ -30,7 +29,17 @@ from opt_checkpoint.errors import (
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver, background_group
 from opt_checkpoint.run.best import KeepBest
 from opt_checkpoint.run.manager import LOAD_ATTEMPTS, CheckpointManager, Closing, step_number
-from opt_checkpoint.run.ranks import Ranks, from_all, from_rank_0, in_turn, leave, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import (
+    Ranks,
+    from_all,
+    from_rank_0,
+    in_turn,
+    leave,
+    on_all,
+    own_and_all,
+    ranks_of,
+    same_everywhere,
+)
 from opt_checkpoint.run.save_load import LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -51,13 +60,13 @@ class Resume(NamedTuple):
         step: the step.
         tier: the tier that it is read from.
         holders: for the local tier, the rank that provided each rank's part; the rank itself if it was on its own node.
-        passed_over: why newer steps, or the other tier, were skipped.
+        skipped_reasons: why newer steps, or the other tier, were skipped.
     """
 
     step: int
     tier: Literal["local", "durable"]
     holders: tuple[int, ...]
-    passed_over: tuple[str, ...]
+    skipped_reasons: tuple[str, ...]
 
 
 class TieredCheckpointManager(Closing):
@@ -110,14 +119,10 @@ class TieredCheckpointManager(Closing):
             raise ValueError(f"durable_every={durable_every}, keep_local={keep_local}: both must be at least 1")
         kept: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         self._durable = CheckpointManager(durable, **kept, process_group=process_group, timeout_s=timeout_s)
-        places: list[Path] = []
-
-        def name_node() -> str:
-            places.append(local_path(local, "the local tier"))
-            return node or this_node()
-
-        self._keepers = keepers(from_all(self._ranks, name_node, "opening the local tier"))
-        self._local_path = places[0]
+        place = lambda: local_path(local, "the local tier")
+        name = lambda _: node or this_node()
+        self._local_path, nodes = own_and_all(self._ranks, place, name, "opening the local tier")
+        self._keepers = keepers(nodes)
         self._durable_every = durable_every
         self._keep_local = keep_local
         self._timeout_s = timeout_s
@@ -235,7 +240,7 @@ class TieredCheckpointManager(Closing):
             self.wait()
             self._resume = self._newest()
             if self._ranks.rank == 0 and self._resume is None:
-                for reason in self._passed_over:
+                for reason in self._skipped_reasons:
                     logger.warning("nothing to resume from: %s", reason)
         if state is None or self._resume is None or self._resume.tier == "durable":
             return self._resume
@@ -249,11 +254,11 @@ class TieredCheckpointManager(Closing):
             durable = self._durable.latest_good()
             if durable is None:
                 raise CheckpointMismatchError(f"{problem}; {self._no_durable()}") from None
-            self._resume = Resume(durable, "durable", (), (*self._resume.passed_over, problem))
+            self._resume = Resume(durable, "durable", (), (*self._resume.skipped_reasons, problem))
         return self._resume
 
     def _newest(self) -> Resume | None:
-        """Like `find`, but ignores the layout. Records in `_passed_over` why steps were skipped."""
+        """Like `find`, but ignores the layout. Records in `_skipped_reasons` why steps were skipped."""
         reasons: list[str] = []
         durable: int | None = None
         damage: CheckpointCorruptError | None = None
@@ -268,23 +273,23 @@ class TieredCheckpointManager(Closing):
             reasons.append(f"the local tier: {self._durable.directory} has no {RUN}, so no local part belongs to it")
         else:
             verdict = tier.settle(self._ranks, not_before=durable or 0)
-            reasons += verdict.passed_over
+            reasons += verdict.skipped_reasons
             if verdict.local is None:
                 verdict = self._unrecorded(tier, durable or 0) or verdict
-        self._passed_over = tuple(reasons)
+        self._skipped_reasons = tuple(reasons)
         if verdict.local is not None:
-            return Resume(verdict.local.step, "local", verdict.local.holders, self._passed_over)
+            return Resume(verdict.local.step, "local", verdict.local.holders, self._skipped_reasons)
         if damage is not None:
             raise damage
         if durable is not None:
             try:
                 if self._durable.is_good(durable):
-                    return Resume(durable, "durable", (), self._passed_over)
+                    return Resume(durable, "durable", (), self._skipped_reasons)
             except CheckpointNotFoundError:  # removed by its trainer, which has a newer one
                 return self._newest()
             newest = self._newest()  # without the damaged step
             skipped = f"step {durable} of the durable tier is damaged"
-            return newest and newest._replace(passed_over=(skipped, *newest.passed_over))
+            return newest and newest._replace(skipped_reasons=(skipped, *newest.skipped_reasons))
         if verdict.unusable:
             raise CheckpointMismatchError(f"{verdict.unusable[0]}; {self._no_durable()}")
         return None
@@ -395,10 +400,8 @@ class TieredCheckpointManager(Closing):
         assert tier is not None  # a local step was found, so the run has a name
         place = tier.place(step, self._ranks.rank)
         what = f"opening step {step} of the local tier"
-        opened: list[Opened] = []
         try:
-            from_all(self._ranks, lambda: opened.append(open_part(place)), what)
-            yield opened[0]
+            yield on_all(self._ranks, lambda: open_part(place), what)
         except (CheckpointCorruptError, CheckpointStorageError) as error:  # the same on every rank
             if not all(from_all(self._ranks, place.is_dir, what)):
                 raise removed(place) from error
