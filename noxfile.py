@@ -188,10 +188,11 @@ def layers(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff: style and format."""
+    """ruff: style and format; codespell."""
     session.install(*GROUPS["lint"])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("codespell")
 
 
 @nox.session
