@@ -12,8 +12,8 @@ from fuzz.running import check_seed
 from opt_distributed.buffers import SyncedBuffer
 from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.comm.threads import ThreadComm
-from opt_distributed.pieces import Main
 from opt_distributed.step import Scaler
+from opt_kernels.params import Main
 
 BY_DEFAULT = 2000 if NIGHT else 48
 

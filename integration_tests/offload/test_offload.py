@@ -49,7 +49,7 @@ def state_bytes(dtype: torch.dtype = FP32, **fields: Any) -> dict[str, int]:
     def rank_main(one: DeferredRank) -> dict[str, int]:
         seen = {"host": 0, "device": 0}
         for piece in (piece for unit in built(Vectors(dtype), **fields).stepper.units for piece in unit.pieces):
-            for tensor in (*piece.state.values(), *piece.main.kept()):
+            for tensor in (*piece.state.values(), *piece.main.kept.values()):
                 seen["host" if one.device.memory.is_on_host(tensor) else "device"] += tensor.nbytes
         return seen
 

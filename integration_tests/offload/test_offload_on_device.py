@@ -176,7 +176,7 @@ launch_on_memory = partial(launch_rules_, kind=LaunchedOnMemory)
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
     pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
-    return [tensor for piece in pieces for tensor in (*piece.state.values(), *piece.main.kept())]
+    return [tensor for piece in pieces for tensor in (*piece.state.values(), *piece.main.kept.values())]
 
 
 def moving(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
@@ -251,7 +251,7 @@ def test_views_of_one_memory_stay_views_of_one_memory() -> None:
 
     def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
         piece = next(p for unit in optimizer.stepper.units for p in unit.pieces if p.id.name.startswith("qkv"))
-        tensors = [piece.state["exp_avg"], piece.state["exp_avg_sq"], piece.main.copy]
+        tensors = [piece.state["exp_avg"], piece.state["exp_avg_sq"], piece.main.kept.get("main")]
         memory = torch.arange(257).to(torch.uint8)
         flat = memory[:256].view(torch.float32)
         flat.copy_(torch.arange(64.0))

@@ -39,7 +39,7 @@ from opt_distributed.layout.forward import forward_layout
 ARE_FLAT = lambda sharding, meta, needs_whole: isinstance(sharding, FlatShards)
 FORWARD = LayoutKind(name="forward order", plan=forward_layout, is_sharded=True, cuts=True, applies=ARE_FLAT)
 """
-LAYOUTS = "LAYOUTS = (AS_IT_CAME, REPLICATED, "
+LAYOUTS = "LAYOUTS = (PRE_SHARDED, REPLICATED, "
 WIRES = "    return SumEverywhere("
 WIRE = """
 from opt_distributed.buffers.wires import SumEverywhere

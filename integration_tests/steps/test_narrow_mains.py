@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from opt_config import OptimizerConfig
-from opt_distributed.pieces import CodedMain
 from opt_kernels.codecs import join, split_
+from opt_kernels.params import CodedMain
 from opt_stack import Optimizer, get_optimizer
 
 BF16 = torch.bfloat16
@@ -88,8 +88,8 @@ def test_values_beyond_the_parameters_dtype_are_kept_and_one_that_is_not_finite_
 
 def test_a_skip_decided_on_the_device_changes_no_byte() -> None:
     main = CodedMain.of(torch.randn(300).to(BF16))
-    before = [tensor.clone() for tensor in (main.target, *main.kept())]
+    before = [tensor.clone() for tensor in (main.target, *main.kept.values())]
     for skips in (True, False):
         main.open_().mul_(2.0)
         main.close_(skip=torch.tensor(skips))
-        assert all(map(torch.equal, before, (main.target, *main.kept()))) is skips
+        assert all(map(torch.equal, before, (main.target, *main.kept.values()))) is skips

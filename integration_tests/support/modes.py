@@ -107,7 +107,7 @@ REFUSALS: Sequence[Refusal] = (
 def allocated(optimizer: Optimizer) -> int:
     """Bytes of storage that the optimizer holds in addition to parameters and gradients."""
     pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
-    kept = [tensor for piece in pieces for tensor in (*piece.main.kept(), *piece.state.values())]
+    kept = [tensor for piece in pieces for tensor in (*piece.main.kept.values(), *piece.state.values())]
     storages = {storage.data_ptr(): storage.nbytes() for tensor in kept if (storage := tensor.untyped_storage())}
     return sum(storages.values())
 

@@ -104,7 +104,7 @@ class DeferredDevice(devices.Device):
         self._check_not_capturing("memory that is given back")
         self.memory.release(tensor)
 
-    def take_back_(self, tensor: Tensor) -> None:
+    def reclaim_(self, tensor: Tensor) -> None:
         self.memory.allocated(tensor, self._current)
         self.mode.queue("uninitialised memory", poison_, (tensor,))
 

@@ -95,7 +95,7 @@ def test_memory_is_given_back_and_taken_again_by_its_size() -> None:
     whole = torch.arange(6.0)
     Accelerator(CUDA).release_(whole[2:4])
     assert whole.untyped_storage().nbytes() == 0
-    Accelerator(CUDA).take_back_(whole)
+    Accelerator(CUDA).reclaim_(whole)
     assert whole.untyped_storage().nbytes() == 24
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from opt_config import DynamicScale
-from opt_distributed.pieces.piece import StepCount
 from opt_distributed.step import Limits, StepResult, scaler_of
 from opt_distributed.step.verdict import Report, clip_coefficients, decide
+from opt_kernels.params import Count
 
 RULE = DynamicScale(initial=16.0, minimum=4.0, window=2, hysteresis=2, growth=2.0, backoff=0.5)
 NAN = math.nan
@@ -70,7 +70,7 @@ def test_a_loss_scale_stops_growing_where_one_skip_brings_it_back(growth: float,
 def test_a_count_follows_what_the_device_decides() -> None:
     """Copies are separate, because counts are written in place. The next number is always in the tensor that a captured
     graph reads."""
-    count = StepCount(3)
+    count = Count(3)
     for skip in (False, True, False):
         count.advance(torch.tensor(skip))
     number = count.next()
@@ -85,7 +85,7 @@ def test_a_count_follows_what_the_device_decides() -> None:
 
 def test_a_count_of_replays_is_read_from_the_device_every_time() -> None:
     """A replay counts without the host."""
-    count = StepCount(3)
+    count = Count(3)
     count.stay_on(torch.device("cpu"))
     for number in (3, 4, 5):
         assert int(count) == number
@@ -95,7 +95,7 @@ def test_a_count_of_replays_is_read_from_the_device_every_time() -> None:
 
 
 def test_a_count_that_began_in_inference_mode_goes_on_outside_of_it() -> None:
-    count = StepCount()
+    count = Count()
     with torch.inference_mode():
         count.advance(torch.tensor(False))
         copied = count.copy()

@@ -11,7 +11,7 @@ from drop_ins import parameter, step
 from torch import Tensor
 
 from opt_kernels import optim
-from opt_kernels.optim.state import MAIN
+from opt_kernels.params import MAIN
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},

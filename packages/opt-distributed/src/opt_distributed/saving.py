@@ -31,11 +31,13 @@ from opt_checkpoint import (
 )
 from opt_checkpoint import StateSpec as SavedSpec
 from opt_checkpoint.state import SPLIT_MARK
-from opt_distributed.pieces.dtensor import laid_out_like, local_part, part_of_mesh
-from opt_distributed.pieces.piece import Numbers, OwnedPiece, encode_again_, init_state, values_of
+from opt_distributed.pieces.dtensor import part_of_mesh
+from opt_distributed.pieces.piece import OwnedPiece, init_state
 from opt_distributed.step.unit import Unit
 from opt_kernels.backends import in_memory_order
 from opt_kernels.codecs import StateCodec, scale_name
+from opt_kernels.dtensor import distributed_like, local_like
+from opt_kernels.params import encode_again_, values_of
 from opt_kernels.works import StateKind, StateSpec
 from opt_paramgroups import is_dtensor
 
@@ -168,7 +170,9 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
             value = piece.main.value().detach().clone() if copies_main else piece.main.value()
         else:
             value = decoded(unit, piece, spec) if _saves_values(piece) else piece.state[spec.name]
-        state[_saved_name(piece, spec)] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
+        if _is_like_param(piece, spec) and value.dim():
+            value = distributed_like(value.detach(), piece.param)
+        state[_saved_name(piece, spec)] = value
     has_parts = any(spec.name not in state for spec in specs)
     state.update(piece.main.extra())
     return PieceState(state) if has_parts else state
@@ -237,7 +241,7 @@ def _specs(unit: Unit, piece: OwnedPiece) -> list[StateSpec]:
     specs = list(kept_states(unit, piece))
     if not _saves_values(piece):
         specs = [spec for spec in unit.rule.state_specs if spec.name in piece.state]
-    return [*specs, *([_OF_MAIN] if piece.main.numbers is not Numbers.DIRECT else [])]
+    return [*specs, *([_OF_MAIN] if piece.main.kept else [])]
 
 
 def _saved_name(piece: OwnedPiece, spec: StateSpec) -> str:
@@ -280,7 +284,8 @@ def _values(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> dict[str
         shape = piece.main.shape if spec is _OF_MAIN else piece.state[spec.name].shape
         if _is_like_param(piece, spec):
             try:
-                value = local_part(value, piece.param)
+                if is_dtensor(value) or is_dtensor(piece.param):
+                    value = local_like(value, piece.param)
             except ValueError as error:
                 raise StateError(f"{where} {error}") from error
             if not piece.is_whole and value.shape == piece.param.shape:
@@ -344,7 +349,7 @@ def sharded_piece(
             else:  # can only be loaded if the same number of parts makes up the matrix
                 saved_spec = LayoutBound(fingerprint=f"parts{piece.stage.layout.num_ranks}")
         described[spec.name] = make_sharded_state(of, decoded(unit, piece, spec), key, saved_spec)
-    if always_main or piece.main.numbers is not Numbers.DIRECT:
+    if always_main or piece.main.kept:
         described[MAIN] = make_sharded_state(part, piece.main.value(), MAIN, LikeParam())
     for name, tensor in piece.main.extra().items():  # of the fp8 parameter itself: once for what this rank stores of it
         # Each tensor-parallel rank scales its own part, so that scales are meaningless for a part of another size.

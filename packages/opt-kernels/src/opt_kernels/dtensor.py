@@ -11,6 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+__all__ = ["Span", "are_dtensors", "distributed_like", "is_dtensor", "local", "local_like", "spans"]
+
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether `tensor` is a DTensor. Does not import their module: without it no DTensor exists."""

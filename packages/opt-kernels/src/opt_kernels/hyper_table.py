@@ -13,34 +13,36 @@ that are not numbers; whether a number that switches off a part of a formula is 
 of the groups, so that the caller can capture again if it changed.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels.works import is_number
+from opt_kernels.works import HYPER_FIELDS, is_number
 
 Group = Mapping[str, Any]
 
 
 class HyperTable:
-    """The numbers of these names of all groups. `upload` copies a host tensor to the device."""
+    """The numbers of all groups that these rules read. `upload` copies a host tensor to the device."""
 
     def __init__(
         self,
-        names: Collection[str],
+        rules: Sequence[object],  # without hooks
         *,
         device: torch.device,
         upload: Callable[[Tensor], Tensor],
-        choosing: Collection[str] = (),  # names whose zero is frozen, because it selects another formula
+        more: Sequence[str] = (),  # further names of numbers
     ) -> None:
         self.groups: list[dict[str, Any]] = []
         """The entries of these names by group. Numbers are 0-d float64 views of the table."""
         self.frozen: Hashable = None
         """Unchanged between two refreshes if nothing changed that a capture freezes."""
-        self._names = tuple(names)
-        self._choosing = frozenset(choosing)
+        own = [name for rule in rules for name in getattr(rule, "hyper_names", ())]
+        self._names = (*HYPER_FIELDS, *more, *own)
+        # Names whose zero is frozen, because it selects another formula.
+        self._choosing = frozenset(name for rule in rules for name in getattr(rule, "choosing_numbers", ()))
         self._device = device
         self._upload = upload
         self._table = torch.empty(0, dtype=torch.float64, device=device)
@@ -65,23 +67,25 @@ class HyperTable:
         return _host_numbers(self._entries(groups)) != self._numbers
 
     def _entries(self, groups: Sequence[Group]) -> list["_Entry"]:
-        return [
-            _Entry(number, name, group[name], isinstance(group[name], tuple | list), self._parts(name, group[name]))
-            for number, group in enumerate(groups)
-            for name in self._names
-            if name in group
-        ]
+        entries = []
+        for number, group in enumerate(groups):
+            for name in filter(group.__contains__, self._names):
+                value = group[name]
+                entries.append(_Entry(number, name, value, self._parts(name, value)))
+        return entries
 
     def _parts(self, name: str, value: Any) -> tuple[float | Tensor, ...]:
         """The numbers of an entry, including device tensors; none if the entry is frozen."""
         values = value if isinstance(value, tuple | list) else (value,)
         if not all(map(is_number, values)):
             return ()
-        return tuple(
-            number if isinstance(number, Tensor) and number.device == self._device else float(number)
-            for number in values
-            if isinstance(number, Tensor) or number != 0 or name not in self._choosing
-        )
+        parts: list[float | Tensor] = []
+        for number in values:
+            if isinstance(number, Tensor) and number.device == self._device:
+                parts.append(number)
+            elif isinstance(number, Tensor) or number != 0 or name not in self._choosing:
+                parts.append(float(number))
+        return tuple(parts)
 
     def _lay_out(self, num_groups: int, entries: Sequence["_Entry"]) -> None:
         size = sum(not isinstance(part, Tensor) for entry in entries for part in entry.parts)
@@ -92,7 +96,10 @@ class HyperTable:
         self.groups = [{} for _ in range(num_groups)]
         for entry in entries:
             views = tuple(part if isinstance(part, Tensor) else next(places) for part in entry.parts)
-            self.groups[entry.group][entry.name] = entry.value if not views else views if entry.is_row else views[0]
+            if not views:
+                self.groups[entry.group][entry.name] = entry.value
+            else:
+                self.groups[entry.group][entry.name] = views if entry.is_row else views[0]
 
 
 class _Entry(NamedTuple):
@@ -101,8 +108,12 @@ class _Entry(NamedTuple):
     group: int
     name: str
     value: Any
-    is_row: bool  # whether the value is a tuple or a list
     parts: tuple[float | Tensor, ...]  # its numbers; empty if it is frozen
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the value is a tuple or a list."""
+        return isinstance(self.value, tuple | list)
 
     @property
     def frozen(self) -> Hashable:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opt_config import ConfigError, NoScale
 from opt_distributed.buffers import StorageError
-from opt_distributed.pieces import OwnedPiece, OwnGrads, Ready, Update, check_dense, check_unfused
+from opt_distributed.pieces import OwnedPiece, ParamGrads, Ready, Update, check_dense, check_unfused
 from opt_distributed.step import StepResult, Unit
 from opt_kernels.backends import grad_stats
 from opt_kernels.precision import without_autocast
@@ -198,7 +198,7 @@ def _problems(optimizer: Optimizer) -> Iterator[str]:
             "process only; shard over ranks without it"
         )
     for unit in optimizer.stepper.units:
-        if any(not isinstance(piece.source, OwnGrads) for piece in unit.pieces):
+        if any(not isinstance(piece.source, ParamGrads) for piece in unit.pieces):
             yield (
                 "gradients of DistributedDataParallel chunks and of DTensors are complete only after backward; pass a "
                 "plain module"

@@ -4,7 +4,7 @@ from torch.amp import GradScaler
 
 from opt_config import ConfigError
 from opt_distributed.comm import mesh_of
-from opt_distributed.pieces import LaidOutGrads, OwnGrads, Source
+from opt_distributed.pieces import DTensorGrads, ParamGrads, Source
 from opt_distributed.step import Stepper
 
 
@@ -32,9 +32,9 @@ def check_scaler(scaler: object, stepper: Stepper, num_ranks: int) -> None:
 def _is_equal_on(source: Source, num_ranks: int) -> bool:
     """Whether an overflow in the gradients of `source` is found on all ranks: torch's wrapper has averaged them, or
     they are DTensors, for which torch shares it over the mesh."""
-    if isinstance(source, OwnGrads):
+    if isinstance(source, ParamGrads):
         return source.comm.size == num_ranks
-    if isinstance(source, LaidOutGrads):
+    if isinstance(source, DTensorGrads):
         covers_all = all(mesh_of(param).size() == num_ranks for param in source.params.values())
         return covers_all and not source.has_outer_replicas
     return False

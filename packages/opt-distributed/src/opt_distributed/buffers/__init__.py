@@ -8,8 +8,8 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel, share
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.param_sync import AwaitedGroup, stored_params
 from opt_distributed.buffers.planner import (
-    AS_IT_CAME,
     CODED_MULTIPLE,
+    PRE_SHARDED,
     BufferPlan,
     WorldSizes,
     default_bucket_size,
@@ -37,7 +37,7 @@ from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.roles import uses_qk_layernorm
 
 __all__ = [
-    "AS_IT_CAME", "CODED_MULTIPLE", "AwaitedGroup", "BufferPlan", "DistributedDataParallel", "Metas",
+    "CODED_MULTIPLE", "PRE_SHARDED", "AwaitedGroup", "BufferPlan", "DistributedDataParallel", "Metas",
     "ParamAndGradBuffer", "Params", "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer",
     "UnusableGradientError", "WorldSizes", "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained",
     "compare_copies", "copied_ids", "default_bucket_size", "describe_stored", "is_bound", "matches", "naming",

@@ -114,7 +114,7 @@ class BucketState(Enum):
     ACCUMULATING = auto()  # after `begin`: backward passes add to it
     IN_FLIGHT = auto()  # after `launch`: its memory must not be used
     REDUCED = auto()  # after `finish`: this rank's shard holds the result
-    AWAY = auto()  # its memory is freed, until `begin`
+    RELEASED = auto()  # its memory is freed, until `begin`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ class GradBucket:
                     "the optimizer's zero_grad(), and run the iteration again"
                 )
             return
-        self._land()
+        self._on_arrival()
         if self.reduction.scale_after != 1.0:
             self.result.mul_(self.reduction.scale_after)
         self.state = BucketState.REDUCED
@@ -282,7 +282,7 @@ class GradBucket:
 
     def begin(self) -> None:
         """Begin an iteration."""
-        self._land()
+        self._on_arrival()
         self.state = BucketState.ACCUMULATING
         self.memory.reduces_everywhere = False
         self.problem = self.checks = None
@@ -306,7 +306,7 @@ class GradBucket:
         for tensor in (self.memory.grad_bucket(self.index), *self.sums.values()):
             tensor.mul_(factor)
 
-    def lend_(self) -> None:
+    def lend_storage_(self) -> None:
         """Let the gradients be overwritten. Until `begin`, `problem` says so if they are used again.
 
         Raises:
@@ -327,12 +327,12 @@ class GradBucket:
 
     def check_here(self) -> None:
         """Raise GradientError if the gradients' memory was freed."""
-        if self.state is BucketState.AWAY:
+        if self.state is BucketState.RELEASED:
             raise GradientError(
                 "the gradients' memory was freed by offload_grad_buffers(); call restore_grad_buffers() first"
             )
 
-    def _land(self) -> None:
+    def _on_arrival(self) -> None:
         flight = self._flight
         self._flight = None
         if self.checks is not None:

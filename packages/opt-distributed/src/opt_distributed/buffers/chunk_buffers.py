@@ -87,7 +87,7 @@ class SyncedBuffer:
         """The wire of parameters that are gathered through the gradients' memory; None if they are not."""
         return self.memory.wire if isinstance(self.memory.wire, Fp8ThroughGrads) else None
 
-    def lend_grads_(self) -> None:
+    def lend_grad_storage_(self) -> None:
         """Lend the gradients' memory to the parameters, until the next iteration.
 
         Raises:
@@ -95,7 +95,7 @@ class SyncedBuffer:
         """
         for bucket in self._grad_sync.buckets:
             if bucket.memory is self.memory:
-                bucket.lend_()
+                bucket.lend_storage_()
 
     def owned(self) -> Iterator[Piece]:
         """The pieces whose reduced gradients this rank has: its own, or all after a reduction on every rank."""

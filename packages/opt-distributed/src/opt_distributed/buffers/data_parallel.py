@@ -291,7 +291,7 @@ class DistributedDataParallel(nn.Module):
         if synchronize:
             self._synchronize()
         for bucket in self.grad_sync.buckets:
-            bucket.state = BucketState.AWAY
+            bucket.state = BucketState.RELEASED
         for buffer in self.synced_buffers:
             buffer.memory.grads.release_()
             buffer.sums.release_()

@@ -216,7 +216,7 @@ class GradSync:
         finally:
             self.is_last_microbatch = before
 
-    def take(self, id: ParamId, param: nn.Parameter, accumulator: Tensor) -> None:
+    def accumulate(self, id: ParamId, param: nn.Parameter, accumulator: Tensor) -> None:
         """Add a gradient that autograd left to its accumulator. In the last microbatch, launch buckets that are ready.
 
         A gradient that cannot be used is dropped: `finish` raises, after the reductions that other ranks take part in.
@@ -374,6 +374,6 @@ def grad_hook(grad_sync: GradSync, id: ParamId, accumulator: Tensor) -> Callable
 
     def hook(param: nn.Parameter) -> None:
         if (found := weak()) is not None:
-            found.take(id, param, accumulator)
+            found.accumulate(id, param, accumulator)
 
     return hook

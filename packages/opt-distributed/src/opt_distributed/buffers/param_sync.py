@@ -159,8 +159,24 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-class AwaitedParams(dict[str, Any]):
-    """A module's `_parameters`, whose reads wait until the values have arrived. Copies and pickles are plain dicts."""
+class _Awaited(dict[str, Any]):
+    """A dict whose reads wait. Copies and pickles are plain dicts."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+
+class AwaitedParams(_Awaited):
+    """A module's `_parameters`, whose reads wait until the values have arrived."""
 
     def __init__(self, params: Mapping[str, Any], sync: ParamSync):
         super().__init__(params)
@@ -172,12 +188,6 @@ class AwaitedParams(dict[str, Any]):
             self._sync.wait_for((param,))
         return param
 
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
     def items(self) -> Any:
         self._wait()
         return super().items()
@@ -186,20 +196,14 @@ class AwaitedParams(dict[str, Any]):
         self._wait()
         return super().values()
 
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (self.copy(),)
-
     def _wait(self) -> None:
         if not torch.compiler.is_compiling() and self._sync.is_pending:
             self._sync.wait_for(super().values())
 
 
-class AwaitedGroup(dict[str, Any]):
+class AwaitedGroup(_Awaited):
     """A parameter group, in which a read of `params` waits until the values have arrived; reads of other entries do
-    not. `stored_params` does not wait, either. Copies and pickles are plain dicts."""
+    not. `stored_params` does not wait, either."""
 
     def __init__(self, group: Mapping[str, Any], syncs: Iterable[ParamSync]):
         super().__init__(group)
@@ -217,23 +221,11 @@ class AwaitedGroup(dict[str, Any]):
         """Defined so that `dict(group)` and `{**group}` read entries by `__getitem__`."""
         return super().__iter__()
 
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
     def items(self) -> Any:
         return dict(self).items()
 
     def values(self) -> Any:
         return dict(self).values()
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
 
 
 def stored_params(group: Mapping[str, Any]) -> Any:

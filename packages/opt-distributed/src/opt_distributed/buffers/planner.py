@@ -34,7 +34,7 @@ class LayoutKind:
     cuts: bool = False  # whether a parameter may be cut at any element: refused for rules that need whole matrices
 
 
-AS_IT_CAME = LayoutKind(
+PRE_SHARDED = LayoutKind(
     name="as it came",  # the local shard of the caller's DTensor, which is not sharded again
     plan=lambda params, *, bucket_size, **_: replicated_layout(params, bucket_size=bucket_size),
     applies=lambda sharding, meta, needs_whole: meta.is_dtensor,
@@ -42,7 +42,7 @@ AS_IT_CAME = LayoutKind(
 )
 REPLICATED = LayoutKind(
     name="replicated",
-    plan=AS_IT_CAME.plan,
+    plan=PRE_SHARDED.plan,
     applies=lambda sharding, meta, needs_whole: isinstance(sharding, Replicated),
     is_sharded=False,
 )
@@ -59,7 +59,7 @@ FLAT = LayoutKind(
     is_sharded=True,
     cuts=True,
 )
-LAYOUTS = (AS_IT_CAME, REPLICATED, WHOLE, FLAT)
+LAYOUTS = (PRE_SHARDED, REPLICATED, WHOLE, FLAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class BufferPlan:
     def runs(self, rank: int) -> Iterator[Run]:
         """Yield the runs that shard `rank` keeps. DTensor parameters are included even if their local shard is empty,
         because this rank may still compute the update of such a matrix."""
-        if self.kind is AS_IT_CAME:
+        if self.kind is PRE_SHARDED:
             return (Run(param.id, slice(0, param.numel)) for param in self.params)
         return (Run(piece.id, piece.of_param) for _, piece in self.layout.owned(rank % self.layout.num_shards))
 

@@ -85,7 +85,7 @@ class ReducedGrads:
         unreadable: Exception | None = None
         flights: deque[InFlight] = deque()
         for scratch in self._scratch:
-            self._queues.take_back_(scratch)
+            self._queues.reclaim_(scratch)
             scratch.zero_()  # padding is zero
         try:
             for index, places in enumerate(self._places):

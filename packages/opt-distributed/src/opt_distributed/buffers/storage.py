@@ -39,7 +39,7 @@ class Sums:
         """Begin an iteration with zeros, padding included. Allocates the memory again if it was freed."""
         if self._is_released:
             self._is_released = False
-            self._queues.take_back_(self.data)
+            self._queues.reclaim_(self.data)
         self.data.zero_()
 
     def release_(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,12 @@ from opt_config import ConfigError
 from opt_distributed.comm.collectives import Comm, TorchComm, agree, group_of
 from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_outside
 from opt_distributed.comm.roles import Roles
+from opt_kernels.params import overlapping
 from opt_kernels.quantized import FP8, is_quantized, quantized
-from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, is_dtensor, parameters_by_id
+from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, parameters_by_id
 
 _DTYPE = attrgetter("dtype")
 _DEVICE = attrgetter("device")
-_STOP = attrgetter("stop")
 
 Params = Mapping[ParamId, nn.Parameter]
 Metas = Mapping[ParamId, ParamMeta]
@@ -85,15 +85,6 @@ def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
         )
 
 
-class _Range(NamedTuple):
-    """The addresses of one tensor's bytes."""
-
-    start: int
-    stop: int
-    name: str
-    is_param: bool
-
-
 def check_apart(params: Mapping[ParamId, Tensor], others: Iterable[tuple[str, Tensor]] = ()) -> None:
     """Check that no memory of `params` is also that of another of them or of `others`.
 
@@ -103,41 +94,19 @@ def check_apart(params: Mapping[ParamId, Tensor], others: Iterable[tuple[str, Te
     Raises:
         StorageError: two of them share memory.
     """
-    named = [*((str(id), param, True) for id, param in params.items()), *((*pair, False) for pair in others)]
-    found: dict[torch.device, list[_Range]] = {}
-    for name, tensor, is_param in named:
-        stored = _stored(tensor)
-        if stored is not None:
-            last = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.stride(), strict=True))
-            stop = stored.data_ptr() + (last + 1) * stored.element_size()
-            found.setdefault(stored.device, []).append(_Range(stored.data_ptr(), stop, name, is_param))
-    for ranges in found.values():
-        furthest = furthest_param = _Range(0, 0, "", False)
-        for span in sorted(ranges):
-            before = furthest if span.is_param else furthest_param  # one of the two is a parameter
-            if span.start < before.stop:
-                raise StorageError(
-                    f"{before.name} and {span.name} share memory; tie parameters by using one nn.Parameter twice, "
-                    "not by views"
-                )
-            furthest = max(furthest, span, key=_STOP)
-            if span.is_param:
-                furthest_param = max(furthest_param, span, key=_STOP)
+    named = [*((str(id), param) for id, param in params.items()), *others]
+    pair = overlapping([tensor for _, tensor in named], len(params))
+    if pair is not None:
+        first, second = (named[at][0] for at in pair)
+        raise StorageError(
+            f"{first} and {second} share memory; tie parameters by using one nn.Parameter twice, not by views"
+        )
 
 
 def not_trained(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The frozen parameters and the buffers of a module, with their names."""
     yield from nn.Module.named_buffers(module)
     yield from (named for named in nn.Module.named_parameters(module) if not named[1].requires_grad)
-
-
-def _stored(tensor: Tensor) -> Tensor | None:
-    """The memory of this rank, or None if there is nothing to compare."""
-    if is_quantized(tensor):
-        return None
-    found = tensor.detach()
-    found = found.to_local() if is_dtensor(found) else found
-    return found if found.layout is torch.strided and not found.is_meta and found.numel() else None
 
 
 class Moved:

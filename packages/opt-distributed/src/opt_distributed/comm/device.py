@@ -136,7 +136,7 @@ class Device:
         """
         tensor.untyped_storage().resize_(0)
 
-    def take_back_(self, tensor: Tensor) -> None:
+    def reclaim_(self, tensor: Tensor) -> None:
         """Allocate the memory of `tensor` and of its views again, uninitialised."""
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 

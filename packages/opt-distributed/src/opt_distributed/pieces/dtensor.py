@@ -11,7 +11,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from opt_checkpoint import sharded_like
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm import device as devices
@@ -41,56 +40,6 @@ class FullySharded:
             module: Any = found()
             if module is not None:
                 module.reshard()
-
-
-def laid_out_like(part: Tensor, param: Tensor) -> Tensor:
-    """Wrap `part` as the local part of a DTensor with `param`'s mesh and placements, sharing memory.
-
-    Returns `part` itself if `param` is not a DTensor, or has a local part of another shape.
-    """
-    if not is_dtensor(param) or part.shape != local(param).shape or part.dim() == 0:
-        return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part.detach(), param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-
-
-def local_part(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`, with the placements of `param`.
-
-    `tensor` is a whole tensor or a DTensor on the mesh of `param`. If its placements differ, the call is collective.
-
-    Raises:
-        ValueError: `tensor` is a DTensor and `param` is not, or on another mesh; or its shape is not that of `param`.
-            The message continues a sentence about the tensor.
-    """
-    if not is_dtensor(param):
-        if is_dtensor(tensor):
-            raise ValueError("is a DTensor, but the parameter is a plain tensor; pass tensor.full_tensor()")
-        return tensor
-    if tensor.shape != param.shape:
-        raise ValueError(
-            f"has shape {tuple(tensor.shape)}, but the parameter is a DTensor of shape {tuple(param.shape)}; pass a "
-            "DTensor or the whole tensor, of that shape"
-        )
-    if not is_dtensor(tensor):
-        whole = tensor.detach()
-        shape = local(param).shape
-        if not shape.numel():
-            return whole.new_empty(shape)
-        offset = sharded_like("", param.detach()).global_offset if shape != whole.shape else ()
-        for dim, (start, length) in enumerate(zip(offset, shape)):
-            whole = whole.narrow(dim, start, length)
-        return whole
-    if tensor.device_mesh != param.device_mesh:
-        raise ValueError(
-            f"is on the mesh {tensor.device_mesh}, the parameter on {param.device_mesh}; pass tensor.full_tensor()"
-        )
-    if tensor.placements != param.placements:
-        tensor = tensor.redistribute(placements=param.placements)
-    return local(tensor)
 
 
 def part_of_mesh(param: Tensor) -> str:
@@ -131,7 +80,7 @@ def mesh_comms(tensor: Tensor, axes: Sequence[int]) -> tuple[TorchComm, ...]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-class LaidOutGrads:
+class DTensorGrads:
     """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
 
     If a parameter has replicas outside of its mesh, as with a tensor-parallel plan on one axis of a larger mesh, its

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from opt_config import OnHost
 from opt_distributed.comm.device import Device, Event, HostCopy
-from opt_distributed.pieces.piece import Groups, Main, Numbers, OwnedPiece, Ready, Update, make_main
+from opt_distributed.pieces.piece import Groups, OwnedPiece, Ready, Update
+from opt_kernels.params import Main, MainFormat, make_main
 from opt_paramgroups import ParamId
 
 
@@ -38,11 +39,12 @@ class HostMain(Main):
     device: Device
 
     @classmethod
-    def of(cls, numbers: Numbers, target: Tensor, device: Device) -> "HostMain":
+    def of(cls, format: MainFormat, target: Tensor, device: Device) -> "HostMain":
         """Create the main values of `target` from its present values, for which the host waits."""
         here = device.to_host(target.detach())
         with device.on_host():
-            return cls(numbers=numbers, target=target, on_host=make_main(numbers, here.contiguous()), device=device)
+            on_host = make_main(format, here.contiguous())
+        return cls(target=target, kept=on_host.kept, on_host=on_host, device=device)
 
     @property
     def updated(self) -> Main:
@@ -54,16 +56,20 @@ class HostMain(Main):
         return self.on_host.target
 
     @property
+    def is_copy(self) -> bool:
+        return self.on_host.is_copy
+
+    @property
     def reads_param(self) -> bool:
         """Whether an update reads the parameter, because its bits are the main values or a half of them."""
-        return self.numbers in (Numbers.DIRECT, Numbers.REMAINDER, Numbers.SHORT_REMAINDER)
+        return not self.is_copy
 
-    def kept(self) -> tuple[Tensor, ...]:
-        return self.on_host.kept()
+    def present(self) -> Tensor:
+        return self.device.to_host(self.target)
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        if self.numbers is Numbers.DIRECT:
+        if not self.kept:
             return self.target
         if self.reads_param:
             self.staged.copy_(self.target)

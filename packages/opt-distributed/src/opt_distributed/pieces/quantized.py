@@ -15,8 +15,8 @@ from torch import Tensor
 from opt_distributed.buffers.chunk_buffers import SyncedBuffer
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm, Op
-from opt_distributed.pieces.piece import Main, Numbers
 from opt_distributed.pieces.sources import Source
+from opt_kernels.params import MAIN, Main, MainColumns
 from opt_kernels.quantized import QuantizedParam
 from opt_paramgroups import ParamId
 
@@ -28,7 +28,7 @@ INITIAL_FAR = 1 / 8
 class QuantizedMain(Main):
     """fp32 main values of one piece of an fp8 parameter, which `QuantizedSource` quantises.
 
-    `target` is `copy`: the memory of the parameter holds codes, which cannot be written elementwise.
+    `target` is the copy: the memory of the parameter holds codes, which cannot be written elementwise.
     """
 
     id: ParamId
@@ -49,7 +49,14 @@ class QuantizedMain(Main):
             start = initial if bool(((present - initial).abs() <= far).all()) else present
         is_whole = of_param == slice(0, param.shape.numel())
         copy = start.clone().view(param.shape if is_whole else (-1,))
-        return cls(numbers=Numbers.FP32_COPY, target=copy, copy=copy, id=id, param=param, of_param=of_param)
+        return cls(target=copy, kept={MAIN: copy}, id=id, param=param, of_param=of_param)
+
+    @property
+    def is_copy(self) -> bool:
+        return False  # codes depend on their scales, too
+
+    def columns(self) -> MainColumns:
+        return MainColumns(self.target, None, None)
 
     def open_(self) -> Tensor:
         """Return the values, which a rule updates until `close_`."""
@@ -115,7 +122,7 @@ class QuantizedSource:
         """
         if self._reusing is not None:  # the wire quantises whole parameters on arrival
             assert self._reusing.through_grads is not None
-            self._reusing.lend_grads_()
+            self._reusing.lend_grad_storage_()
             self._reusing.through_grads.stage_({main.id: (main.of_param.start, main.target) for main in self._mains})
             for main in self._mains:
                 main.is_updated = False

@@ -66,7 +66,7 @@ class Source(Publisher, Protocol):
         ...
 
 
-class Settled:
+class GradSource:
     """Plain parameters whose gradients are final, and whose new values need not be sent."""
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter], *, grad_scale: float = 1.0):
@@ -85,7 +85,7 @@ class Settled:
         return None
 
 
-class OwnGrads(Settled):
+class ParamGrads(GradSource):
     """Gradients that are used where autograd left them, without a reduction.
 
     Either no other rank contributes to them, or they are reduced already, for example by torch's own
@@ -155,7 +155,7 @@ def is_sparse(grad: Tensor | None) -> bool:
     return grad is not None and grad.layout is not torch.strided
 
 
-class ReducedMainGrads(OwnGrads):
+class ReducedMainGrads(ParamGrads):
     """Gradients that a wrapper reduces on every rank, in `param.main_grad`: Megatron-Core's, or ours without shards.
 
     They are final: means, or sums that were divided by the number of tokens. The step does not scale them. Every rank
@@ -196,7 +196,7 @@ class BufferedGrads:
 
     If state is sharded, this rank keeps its shards of the sums, and new values are gathered once all are updated. If it
     is replicated, every rank updates everything, and nothing is gathered. `num_replicas` counts dense replicas, for
-    experts too (see `OwnGrads`).
+    experts too (see `ParamGrads`).
 
     A parameter may have a gradient on some ranks only: others reduce zeros. The step sums `has_grads` over ranks and
     passes the sums to `resolve_`. Parameters that no rank has used are `unused`: they keep their values and state.

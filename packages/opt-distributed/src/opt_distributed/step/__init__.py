@@ -7,7 +7,7 @@ from opt_distributed.step.guards import EqualGroups, Guards, Refusal
 from opt_distributed.step.hooked import CutParams, CutRows
 from opt_distributed.step.outcome import Outcome, Scaler, StepResult, scaler_of
 from opt_distributed.step.stepper import Stepper
-from opt_distributed.step.unit import Unit, read_hyper
+from opt_distributed.step.unit import Unit
 from opt_distributed.step.verdict import Family, Limits
 from opt_distributed.step.watch import Watch, profiler_spans, timer_spans
 from opt_distributed.step.written_replicas import NOTHING_WRITTEN, Written, WrittenReplicas
@@ -15,5 +15,5 @@ from opt_distributed.step.written_replicas import NOTHING_WRITTEN, Written, Writ
 __all__ = [
     "NOTHING_WRITTEN", "CutParams", "CutRows", "EqualGroups", "Family", "Guards", "Limits", "Outcome", "Refusal",
     "Scaler", "StepResult", "Stepper", "Unit", "Watch", "Written", "WrittenReplicas",
-    "profiler_spans", "read_hyper", "scaler_of", "timer_spans",
+    "profiler_spans", "scaler_of", "timer_spans",
 ]  # fmt: skip

@@ -19,15 +19,14 @@ from torch import Tensor
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device
-from opt_distributed.pieces.dtensor import LaidOutGrads
+from opt_distributed.pieces.dtensor import DTensorGrads
 from opt_distributed.pieces.piece import Groups, Ready
-from opt_distributed.pieces.sources import BufferedGrads, OwnGrads, Source
+from opt_distributed.pieces.sources import BufferedGrads, ParamGrads, Source
 from opt_distributed.step.outcome import Scaler
 from opt_distributed.step.unit import Unit
 from opt_distributed.step.verdict import Limits, Verdict
 from opt_kernels.backends import HyperTable
 from opt_kernels.hooks import bare
-from opt_kernels.works import HYPER_FIELDS
 
 T = TypeVar("T")
 MANY_MISSES = 10  # successive steps without a graph, after which a warning says so
@@ -86,21 +85,19 @@ class CapturedStep:
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
         self._accelerator = devices.device_of(device)
         self._work: CapturedWork[Verdict] = CapturedWork(self._accelerator)
-        own = [name for unit in units for name in getattr(unit.rule, "hyper_names", ())]
-        choosing = [name for unit in units for name in getattr(bare(unit.rule), "choosing_numbers", ())]
-        self._table = HyperTable(
-            (*HYPER_FIELDS, *own), device=device, upload=self._accelerator.upload, choosing=choosing
-        )
+        rules = [bare(unit.rule) for unit in units]
+        self._table = HyperTable(rules, device=device, upload=self._accelerator.upload)
         self._copies: list[dict[int, Tensor]] = [{} for _ in units]
-        pieces = [piece for unit in units for piece in unit.pieces]  # updates write their memory
-        self._memory = [t for p in pieces for t in (p.main.target, *p.state.values(), *p.main.kept())]
+        self._memory: list[Tensor] = []  # which updates write
+        for piece in (piece for unit in units for piece in unit.pieces):
+            self._memory += [piece.main.target, *piece.state.values(), *piece.main.kept.values()]
 
     def lacking(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
         """Return the error for a parameter that has no gradient on this rank; None if all have one."""
         lacking = [id for source in self._buffered for id in source.ids if source.params[id].grad is None]
-        for unit, of_unit in zip(self.units, ready, strict=True):
-            if of_unit.pieces is not unit.pieces:
-                there = {piece.id for piece in of_unit.pieces}
+        for unit, unit_grads in zip(self.units, ready, strict=True):
+            if unit_grads.pieces is not unit.pieces:
+                there = {piece.id for piece in unit_grads.pieces}
                 lacking += [piece.id for piece in unit.pieces if piece.id not in there]
         if not lacking:
             return None
@@ -115,16 +112,18 @@ class CapturedStep:
         The tensors of the result are valid until the next call.
         """
         is_complete = self.lacking(ready) is None
-        ready = [_in_fixed_memory(of_unit, copies) for of_unit, copies in zip(ready, self._copies, strict=True)]
+        ready = [_in_fixed_memory(unit_grads, copies) for unit_grads, copies in zip(ready, self._copies, strict=True)]
         self._table.refresh_(groups)
         self.scaler.stay_on(self._accelerator)
         if not is_complete:
             return work(ready, flags, self._table.groups)
         # Everything that a capture freezes. Counts are compared by identity: loading state replaces them.
-        counts = [run.count for unit, of_unit in zip(self.units, ready, strict=True) for run in unit.runs(of_unit)]
+        counts = [
+            run.count for unit, unit_grads in zip(self.units, ready, strict=True) for run in unit.runs(unit_grads)
+        ]
         for count in counts:
             count.stay_on(self.device)
-        grads = [grad for of_unit in ready for grad in of_unit.grads]
+        grads = [grad for unit_grads in ready for grad in unit_grads.grads]
         addresses = tuple(map(Tensor.data_ptr, [*grads, *self._memory, flags]))
         key = tuple(counts), addresses, self._table.frozen, limits
         return self._work(lambda: work(ready, flags, self._table.groups), key)
@@ -133,7 +132,7 @@ class CapturedStep:
 def _in_fixed_memory(ready: Ready, copies: dict[int, Tensor]) -> Ready:
     """Copy gradients that autograd allocates anew in each backward pass to `copies`, by position among the pieces.
     Others are in buffers already."""
-    moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, OwnGrads | LaidOutGrads)]
+    moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, ParamGrads | DTensorGrads)]
     if not moving:
         return ready
     grads = list(ready.grads)

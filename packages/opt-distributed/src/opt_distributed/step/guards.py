@@ -7,7 +7,6 @@ entries of `param_groups` that no step supports, and numbers in them that differ
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from operator import is_
 from typing import Any, Protocol
 from weakref import ref
 from zlib import crc32
@@ -20,11 +19,11 @@ from opt_distributed.buffers.param_sync import stored_params
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.pieces.piece import Groups, check_rate
+from opt_distributed.pieces.piece import Groups
 from opt_distributed.pieces.sources import Source
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import check_numbers, check_unread, reads_weight_decay
-from opt_kernels.params import CHOICES, FIXED, SCHEDULED, WEIGHT_DECAY
+from opt_kernels.params import CHOICES, FIXED, SCHEDULED, WEIGHT_DECAY, GroupEntries, check_rate
 from opt_kernels.rules import Rule
 from opt_kernels.works import HYPER_FIELDS, is_number, is_on_device
 
@@ -286,13 +285,13 @@ class UsableGroups(Refusal):
     def __init__(self, groups: Groups, rules: Mapping[int, Rule]):
         self.rules = rules
         self._built = [{name: group[name] for name in group if name != "params"} for group in groups]
-        # Schedulers write the others in every step; they may be any number, if the rule reads them.
+        # Schedulers write their entries in every step; they may be any number, if the rule reads them.
         unread = {index for index, rule in self.rules.items() if not reads_weight_decay(rule)}
-        self._watched = [
-            [name for name in built if name not in SCHEDULED or (name == WEIGHT_DECAY and index in unread)]
-            for index, built in enumerate(self._built)
-        ]
-        self._seen: list[tuple[Any, ...]] = [() for _ in groups]
+
+        def is_watched(index: int, name: str) -> bool:
+            return name not in ("params", *SCHEDULED) or (name == WEIGHT_DECAY and index in unread)
+
+        self._entries = GroupEntries(is_watched)
 
     def find(self, groups: Groups) -> ValueError | None:
         try:
@@ -305,17 +304,14 @@ class UsableGroups(Refusal):
         """Raise ValueError for a group without a learning rate, and GroupError for an entry that was removed, for a
         fixed one that was changed or added, and for numbers of another form or out of the bounds of their rule.
         Unchanged groups cost one pass in C each, and the bounds of rate and decay."""
-        for index, group in enumerate(groups if self._built else ()):
-            seen = self._seen[index]
-            present = (len(group), *map(group.get, self._watched[index]))
-            if len(seen) != len(present) or not all(map(is_, seen, present)):
-                for problem in self._problems(index, group):
-                    raise GroupError(f"group {self._built[index].get('name', index)!r}: {problem}")
-                self._check_bounds(index, group, self._watched[index])
-                own = getattr(self.rules.get(index), "hyper_names", ())
-                self._seen[index] = (
-                    () if any(_may_change(group.get(name)) for name in (*HYPER_FIELDS, *own)) else present
-                )
+        for index, _, names in self._entries.changes(groups if self._built else ()):
+            group = groups[index]
+            for problem in self._problems(index, group):
+                raise GroupError(f"group {self._built[index].get('name', index)!r}: {problem}")
+            self._check_bounds(index, group, names)
+            own = getattr(self.rules.get(index), "hyper_names", ())
+            if not any(_may_change(group.get(name)) for name in (*HYPER_FIELDS, *own)):
+                self._entries.accept(index, group)
         for index in self.rules:
             check_rate(groups[index])
             self._check_bounds(index, groups[index], SCHEDULED)
@@ -384,8 +380,8 @@ def _has_form_of(value: Any, built: Any) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether a value can be written in place, so that comparing objects does not show a change."""
-    return isinstance(value, list | Tensor) or (isinstance(value, tuple) and any(map(_may_change, value)))
+    """Whether a value has tensors, whose numbers change in place, so that they are checked in every step."""
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_may_change, value)))
 
 
 class EqualGroups:

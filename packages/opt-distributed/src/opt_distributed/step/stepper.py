@@ -275,7 +275,7 @@ class Stepper:
             skip = None
         hosts = [unit.host for unit in self.units if unit.host is not None]
         on_host = hosts[0].fetch_numbers(verdict.skip, scales) if hosts else None
-        updates = [Update(of_unit, groups, scales, skip, on_host) for of_unit in ready]
+        updates = [Update(unit_grads, groups, scales, skip, on_host) for unit_grads in ready]
         each = list(zip(self.units, updates, strict=True))
         # Sums over ranks of what hooks read of parameters that are cut; without such hooks nothing is sent.
         means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in each], device=self.device)

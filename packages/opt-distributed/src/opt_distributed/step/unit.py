@@ -4,13 +4,12 @@ A *run* is the pieces that are updated with the same hyper-parameters, the same 
 of one scale: one `Batch` for the rule.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +17,15 @@ from torch import Tensor
 from opt_distributed.buffers.main_grad import SparseGradientError
 from opt_distributed.pieces.exchange import ComputeStage, update_
 from opt_distributed.pieces.offload import HostSide
-from opt_distributed.pieces.piece import (
-    CodedMain,
-    Kinds,
-    OwnedPiece,
-    Ready,
-    StepCount,
-    Update,
-    check_rate,
-    kinds_of,
-)
+from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, Update, kinds_of
 from opt_distributed.pieces.quantized import QuantizedMain
 from opt_distributed.pieces.sources import Publisher, ReadGrads, check_unfused, is_sparse
 from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import NUM_SUMS, HookedUpdate
+from opt_kernels.params import CodedMain, Count, read_hyper
 from opt_kernels.rules import Needs, Rule
-from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, Works, as_float
+from opt_kernels.works import Batch, Works
 from opt_paramgroups import ParamId
 
 DECODED_NUMEL = 1 << 25
@@ -60,7 +51,7 @@ class Unit:
     _readers: Sequence[ReadGrads] = field(init=False)  # of all pieces, in order
     _kinds: Kinds = field(init=False)  # of all pieces
     _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
-    _counts: list[StepCount] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
+    _counts: list[Count] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
 
     def __post_init__(self) -> None:
         self._kinds = kinds_of(self.pieces)
@@ -183,7 +174,7 @@ class Unit:
         return batches
 
     def runs(self, ready: Ready) -> "list[PieceRun]":
-        """The runs of these pieces. Those of all pieces are kept until one gets another `StepCount`: by a load, or an
+        """The runs of these pieces. Those of all pieces are kept until one gets another `Count`: by a load, or an
         update of some of them."""
         if ready.pieces is not self.pieces:
             return runs_of(ready.pieces)
@@ -196,20 +187,8 @@ class Unit:
 
     def state_bytes(self) -> int:
         """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
-        kept = [tensor for piece in self.pieces for tensor in (*piece.state.values(), *piece.main.kept())]
+        kept = [tensor for piece in self.pieces for tensor in (*piece.state.values(), *piece.main.kept.values())]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
-
-def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Iterable[str] = ()) -> Hyper:
-    """Return a group's row for this step (counted from 1). Fields that the group lacks have their defaults.
-
-    `own` names further entries that the rule reads.
-
-    Raises ValueError if the group has no learning rate yet.
-    """
-    check_rate(group)
-    numbers = {name: as_float(group[name]) for name in HYPER_FIELDS if name in group}
-    return Hyper(step=step, own={name: as_float(group[name]) for name in own}, **numbers)
 
 
 class PieceRun:
@@ -224,15 +203,16 @@ class PieceRun:
         self.count = pieces[0].count.copy()  # shared by its pieces from now on
         for piece in pieces:
             piece.count = self.count
-        mains = [piece.main.updated for piece in pieces]
+        updated = [piece.main.updated for piece in pieces]
         # Those that must be stored after an update.
-        self.opened = [main for main in mains if isinstance(main, CodedMain | QuantizedMain)]
+        self.opened = [main for main in updated if isinstance(main, CodedMain | QuantizedMain)]
+        columns = [main.columns() for main in updated]
         self._columns = Works(  # without gradients
             (),
-            mains=_column([main.main for main in mains]),
+            mains=_column([tensors.main for tensors in columns]),
             states=[piece.state for piece in pieces],
-            outs=_column([main.out for main in mains]),
-            remainders=_column([main.remainder for main in mains]),
+            outs=_column([tensors.out for tensors in columns]),
+            remainders=_column([tensors.remainder for tensors in columns]),
             matrices=[piece.matrix for piece in pieces],
         )
 

@@ -219,8 +219,8 @@ def used(families: Sequence[Family], ready: Sequence[Ready]) -> Sequence[Ready]:
     if not unused:
         return ready
     kept = []
-    for of_unit in ready:
-        pairs = [pair for pair in zip(of_unit.pieces, of_unit.grads, strict=True) if pair[0].id not in unused]
+    for unit_grads in ready:
+        pairs = [pair for pair in zip(unit_grads.pieces, unit_grads.grads, strict=True) if pair[0].id not in unused]
         kept.append(Ready([piece for piece, _ in pairs], [grad for _, grad in pairs]))
     return kept
 
@@ -261,8 +261,8 @@ class Prepared(NamedTuple):
         """
         local = []
         is_largest = math.isinf(norm_type)
-        for source, of_slots in _by_source(self.ready).items():
-            found = grad_stats(of_slots.get(0, []), count_zeros=False, norm_type=norm_type)
+        for source, grads_by_slot in _by_source(self.ready).items():
+            found = grad_stats(grads_by_slot.get(0, []), count_zeros=False, norm_type=norm_type)
             scale = source.grad_scale if is_largest else source.grad_scale**norm_type
             local.append(float(found.sum_of_squares) * scale)
         here = _largest(local) if is_largest else sum(local)
@@ -278,13 +278,13 @@ class Prepared(NamedTuple):
         scale = float(self.verdict.inv_scale)
         return [
             grad.to(torch.float32) * (source.grad_scale * scale)
-            for source, of_slots in _by_source(self.ready).items()
-            for grad in of_slots.get(slot, ())
+            for source, grads_by_slot in _by_source(self.ready).items()
+            for grad in grads_by_slot.get(slot, ())
         ]
 
     def num_zeros(self, *, everyone: Comm) -> int:
         """Count the zero elements of the gradients over the whole model, each once. Collective."""
-        counted = (grads for of_slots in _by_source(self.ready).values() for grads in of_slots.values())
+        counted = (grads for grads_by_slot in _by_source(self.ready).values() for grads in grads_by_slot.values())
         return sum(everyone.gather_objects(sum(int(grad_stats(grads, count_zeros=True).zeros) for grads in counted)))
 
 
@@ -303,9 +303,9 @@ def _by_source(ready: Iterable[Ready]) -> Mapping[Source, Mapping[int, list[Tens
 
 
 def _by_kind(ready: Iterable[Ready]) -> Iterator[tuple[Kind, Sequence[Tensor]]]:
-    for of_unit in ready:
-        grads = of_unit.grads
-        kinds = kinds_of(of_unit.pieces) if of_unit.kinds is None else of_unit.kinds
+    for unit_grads in ready:
+        grads = unit_grads.grads
+        kinds = kinds_of(unit_grads.pieces) if unit_grads.kinds is None else unit_grads.kinds
         for kind, places in kinds.items():
             yield kind, grads if len(places) == len(grads) else [grads[place] for place in places]
 
@@ -313,8 +313,8 @@ def _by_kind(ready: Iterable[Ready]) -> Iterator[tuple[Kind, Sequence[Tensor]]]:
 def _swept(ready: Sequence[Ready], device: torch.device, limits: Limits) -> Tensor:
     """(slots + 2,) float64: squares by slot, non-finite elements and zeros, of the gradients of this rank."""
     entries: list[list[Tensor]] = [[] for _ in range(len(limits.slots) + 2)]  # whose sums are the numbers
-    for source, of_slots in _by_source(ready).items():
-        for slot, grads in of_slots.items():
+    for source, grads_by_slot in _by_source(ready).items():
+        for slot, grads in grads_by_slot.items():
             found = grad_stats(grads, count_zeros=limits.count_zeros)
             entries[slot].append(times(found.sum_of_squares.to(device), source.grad_scale**2))
             entries[-2].append(found.nonfinite.to(device))

@@ -4,7 +4,7 @@ A call of a sweep processes whole columns and creates no object per tensor, beca
 """
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from types import NoneType
@@ -13,20 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.memory import is_dense
 from opt_kernels.codecs import StateCodec, narrow, scale_name
 from opt_kernels.works import Batch, Work, Works
-
-
-class Run(NamedTuple):
-    """The tensors of a work in one order of elements: flat, (n,), unless `dense_run_of` created it."""
-
-    grad: Tensor  # (n,)
-    main: Tensor | None  # (n,)
-    out: Tensor | None  # (n,)
-    remainder: Tensor | None  # (n,)
-    state: Mapping[str, Tensor]  # (n,) each, except block scales
-    first: int = 0  # number of the first element
 
 
 class LayoutError(ValueError):
@@ -49,8 +37,9 @@ def skipped(skip: Tensor | None) -> bool:
     return skip is not None and bool(skip)
 
 
-def run_of(work: Work, codes: Sequence[str] = ()) -> Run:
-    """`work` as flat runs. The states in `codes` must have one element per element of the parameter.
+def run_of(work: Work, codes: Sequence[str] = ()) -> Work:
+    """`work` with flat tensors (n,) in one order of elements; block scales stay. The states in `codes` must have one
+    element per element of the parameter.
 
     Raises LayoutError if a tensor to be written has holes, another order or another number of elements.
     """
@@ -58,93 +47,85 @@ def run_of(work: Work, codes: Sequence[str] = ()) -> Run:
     anchor = work.main if work.main is not None else work.out
     assert anchor is not None
     _same_shape(work.grad, anchor, "grad")
-    is_readable = _same_order(work.grad, anchor) and not work.grad.is_neg()  # as it lies in memory
-    grad = work.grad if is_readable else torch.empty_like(anchor, dtype=work.grad.dtype)
-    if grad is not work.grad:
-        grad.copy_(work.grad)
+    grad = work.grad
+    if not _same_order(grad, anchor) or grad.is_neg():  # it cannot be read as it lies in memory
+        grad = torch.empty_like(anchor, dtype=grad.dtype).copy_(grad)
     # Block scales are one number a block: another length than the anchor's, and always flat.
-    state = {
-        name: flat(tensor, anchor, name) if name in codes or tensor.shape == anchor.shape else tensor
-        for name, tensor in work.state.items()
-    }
-    return Run(
-        flat(grad, anchor, "grad"),
-        None if work.main is None else flat(work.main, anchor, "main"),
-        None if work.out is None else flat(work.out, anchor, "out"),
-        None if work.remainder is None else flat(work.remainder, anchor, "remainder"),
-        state,
-        work.first,
-    )
+    state = dict(work.state)
+    for name, tensor in work.state.items():
+        if name in codes or tensor.shape == anchor.shape:
+            state[name] = flat(tensor, anchor, name)
+    main = None if work.main is None else flat(work.main, anchor, "main")
+    out = None if work.out is None else flat(work.out, anchor, "out")
+    remainder = None if work.remainder is None else flat(work.remainder, anchor, "remainder")
+    return replace(work, grad=flat(grad, anchor, "grad"), main=main, out=out, remainder=remainder, state=state)
 
 
-def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run:
+def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Work:
     """`work` with only these states, all in one order of elements; in its own shape if that is contiguous.
 
     For sweeps that accept any shape, because a view costs as much as launching an operation.
     """
     check_halves(work)
+    if len(work.state) != len(codes) + len(scales):
+        work = replace(work, state={name: work.state[name] for name in (*codes, *scales)})
     # Fused sweeps traverse memory and ignore strides.
-    grad = work.grad
-    state = work.state
-    shape = grad.shape
-    if len(state) != len(codes) + len(scales):
-        state = {name: state[name] for name in (*codes, *scales)}
-    if not grad.is_contiguous() or grad.is_neg():
-        return run_of(replace(work, state=state), codes)
-    for tensor in (work.main, work.out, work.remainder, *[state[name] for name in codes]):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == shape and not tensor.is_neg()):
-            return run_of(replace(work, state=state), codes)
-    return Run(grad, work.main, work.out, work.remainder, state, work.first)
+    shape = work.grad.shape
+    for tensor in (work.grad, work.main, work.out, work.remainder, *[work.state[name] for name in codes]):
+        if tensor is not None and not (lies_in_order(tensor) and tensor.shape == shape):
+            return run_of(work, codes)
+    return work
 
 
-def compute_dtype(run: Run | Work) -> torch.dtype:
+def compute_dtype(work: Work) -> torch.dtype:
     """The compute dtype: float64 if the main is float64, else float32."""
-    return torch.float64 if run.main is not None and run.main.dtype is torch.float64 else torch.float32
+    return torch.float64 if work.main is not None and work.main.dtype is torch.float64 else torch.float32
 
 
-def read_main(run: Run) -> Tensor:
-    """A copy of the main in its compute dtype, joined from `out` and `remainder` if there is no main."""
-    if run.main is not None:
-        return run.main.to(compute_dtype(run), copy=True)
-    assert run.out is not None
-    assert run.remainder is not None
-    return narrow.join(run.out, run.remainder)
+def read_main(work: Work, *, copy: bool = False) -> Tensor:
+    """The main in its compute dtype: the tensor itself if it has this dtype and no `copy` is needed, else a new one."""
+    if work.main is not None:
+        return work.main.to(compute_dtype(work), copy=copy)
+    check_halves(work)
+    assert work.out is not None
+    assert work.remainder is not None
+    return narrow.join(work.out, work.remainder)
 
 
-def write_main_(run: Run, value: Tensor, *, stochastic_step: int | None = None) -> None:
+def write_main_(work: Work, value: Tensor, *, stochastic_step: int | None = None) -> None:
     """Write `value` to the main and the out, or split it into `out` and `remainder`.
 
     With `stochastic_step`, the step, a bfloat16 main is rounded stochastically.
     """
-    if run.main is not None:
-        if stochastic_step is not None and rounds_stochastically(run):
-            narrow.round_(run.main, value, first=run.first, step=stochastic_step)
+    if work.main is not None:
+        if stochastic_step is not None and rounds_stochastically(work):
+            narrow.round_(work.main, value, first=work.first, step=stochastic_step)
         else:
-            run.main.copy_(value)
-        if run.out is not None:
-            run.out.copy_(value)
+            work.main.copy_(value)
+        if work.out is not None:
+            work.out.copy_(value)
         return
-    assert run.out is not None
-    assert run.remainder is not None
-    narrow.split_(run.out, run.remainder, value)
+    assert work.out is not None
+    assert work.remainder is not None
+    narrow.split_(work.out, work.remainder, value)
 
 
-def rounds_stochastically(run: Run) -> bool:
+def rounds_stochastically(work: Work) -> bool:
     """Whether stochastic rounding applies to the main. Raises ValueError for a main that it does not support."""
-    if run.main is not None and run.main.dtype is torch.float16:
+    if work.main is not None and work.main.dtype is torch.float16:
         raise ValueError(
             "stochastic_rounding=True with a float16 main: only bfloat16 is rounded "
             "stochastically; keep a float32 main of float16 parameters, or pass stochastic_rounding=False"
         )
-    return run.main is not None and run.main.dtype is torch.bfloat16
+    return work.main is not None and work.main.dtype is torch.bfloat16
 
 
-def scaled_grad(run: Run, scale: float) -> Tensor:
+def scaled_grad(work: Work, scale: float) -> Tensor:
     """The gradient in the compute dtype, times `scale`: a new tensor."""
-    dtype = compute_dtype(run)
-    if run.grad.dtype is dtype:
-        return run.grad * scale
-    wide = run.grad.to(dtype)
+    dtype = compute_dtype(work)
+    if work.grad.dtype is dtype:
+        return work.grad * scale
+    wide = work.grad.to(dtype)
     return wide if scale == 1.0 else wide.mul_(scale)
 
 
@@ -167,6 +148,18 @@ def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
             f"{anchor.stride()}; allowed are equal strides without holes; make the parameter contiguous"
         )
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps. True for empty tensors."""
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -192,8 +185,16 @@ def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
     return all(a == b for size, a, b in zip(anchor.shape, tensor.stride(), anchor.stride()) if size > 1)
 
 
+class Item(NamedTuple):
+    """One work of a call."""
+
+    row: int  # of the hyper-parameter table
+    work: Work
+    tensors: list[Tensor | None]  # in the order of `names_of_columns`; a remainder is in the column of the main
+
+
 class Columns(NamedTuple):
-    """The tensors of a call, and their addresses."""
+    """The tensors of a call, and their addresses. What `key` identifies is derived once from its `items`."""
 
     parts: list[tuple[int, Works]]  # works with the same kinds of tensors, and their row of the hyper-parameter table
     grads: list[Tensor]
@@ -210,9 +211,14 @@ class Columns(NamedTuple):
         kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in self.parts])
         return self.others_at, kinds, tuple(codecs.items())
 
-    def works(self) -> Iterator[tuple[int, Work]]:
-        """All works with their rows."""
-        return ((row, work) for row, works in self.parts for work in works)
+    def items(self, codecs: Mapping[str, StateCodec]) -> list[Item]:
+        """All works."""
+        _, _, *names = names_of_columns(codecs)
+        found = []
+        for row, work in ((row, work) for row, works in self.parts for work in works):
+            main = work.remainder if work.main is None else work.main
+            found.append(Item(row, work, [main, work.out, *(work.state[name] for name in names)]))
+        return found
 
 
 def parts_of(batches: Sequence[Batch]) -> list[tuple[int, Works]]:
@@ -227,24 +233,19 @@ def uniform(works: Sequence[Work]) -> list[Works]:
     """`works` as columns, grouped by whether they have a main and an out."""
     if isinstance(works, Works) or not works:
         return [works] if isinstance(works, Works) else []
-    grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, works))
-    kinds = [set(map(type, column)) for column in (mains, outs)]
-    if any(NoneType in types and len(types) > 1 for types in kinds):
-        by_kind: dict[tuple[bool, bool], list[Work]] = {}
-        for work in works:
-            by_kind.setdefault((work.main is None, work.out is None), []).append(work)
-        return [columns for of_kind in by_kind.values() for columns in uniform(of_kind)]
-    return [
-        Works(
-            grads,
-            mains=None if mains[0] is None else mains,
-            states=states,
-            outs=None if outs[0] is None else outs,
-            remainders=None if mains[0] is not None else remainders,
-            matrices=matrices,
-            firsts=firsts,
-        )
-    ]
+    by_kind: dict[tuple[bool, bool], list[Work]] = {}
+    for work in works:
+        by_kind.setdefault((work.main is None, work.out is None), []).append(work)
+    found = []
+    for (is_joined, has_no_out), alike in by_kind.items():
+        grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, alike))
+        columns = Works(grads, mains=mains, states=states, matrices=matrices, firsts=firsts)
+        columns.outs = None if has_no_out else outs
+        if is_joined:
+            columns.mains = None
+            columns.remainders = remainders
+        found.append(columns)
+    return found
 
 
 def in_order(batches: Sequence[Batch], codes: Sequence[str] = ()) -> list[Batch]:
@@ -253,7 +254,7 @@ def in_order(batches: Sequence[Batch], codes: Sequence[str] = ()) -> list[Batch]
 
     Raises LayoutError if a tensor to be written has holes.
     """
-    return [Batch(hyper, [Work(**run_of(work, codes)._asdict()) for work in works]) for hyper, works in batches]
+    return [Batch(hyper, [run_of(work, codes) for work in works]) for hyper, works in batches]
 
 
 def columns_of(parts: list[tuple[int, Works]], codecs: Mapping[str, StateCodec]) -> Columns:
@@ -282,31 +283,28 @@ def names_of_columns(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
     return {"main": 1, "out": 1} | dict.fromkeys(codecs, 1) | scales
 
 
-def tensors_of(work: Work, codecs: Mapping[str, StateCodec]) -> list[Tensor | None]:
-    """The tensors of a work in the order of `names_of_columns`. A remainder is in the column of the main."""
-    _, _, *names = names_of_columns(codecs)
-    return [work.remainder if work.main is None else work.main, work.out, *(work.state[name] for name in names)]
-
-
 def lies_in_order(tensor: Tensor) -> bool:
     """Whether `tensor` is contiguous and its memory holds its values: a view with the negative bit set does not."""
     return tensor.is_contiguous() and not tensor.is_neg()
 
 
-def are_in_order(columns: Columns, codecs: Mapping[str, StateCodec]) -> bool:
+def are_in_order(items: Sequence[Item], num_states: int) -> bool:
     """Whether all tensors are contiguous, and those with an entry per element have the shape of their gradient."""
-    return all(map(lies_in_order, columns.tensors)) and all(
-        tensor is None or tensor.shape == work.grad.shape
-        for _, work in columns.works()
-        for tensor in tensors_of(work, codecs)[: 2 + len(codecs)]
-    )
+    for item in items:
+        grad = item.work.grad
+        tensors = [grad, *item.tensors]
+        if not all(tensor is None or lies_in_order(tensor) for tensor in tensors):
+            return False
+        if not all(tensor is None or tensor.shape == grad.shape for tensor in tensors[: 3 + num_states]):
+            return False
+    return True
 
 
-def check_work(work: Work, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
-    """Raise LayoutError unless a sweep on `device` can update contiguous tensors of `work`."""
-    check_halves(work)
-    grad = work.grad
-    for (name, elements), tensor in zip(names_of_columns(codecs).items(), tensors_of(work, codecs)):
+def check_item(item: Item, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
+    """Raise LayoutError unless a sweep on `device` can update contiguous tensors of a work."""
+    check_halves(item.work)
+    grad = item.work.grad
+    for (name, elements), tensor in zip(names_of_columns(codecs).items(), item.tensors):
         if tensor is None:
             continue
         if tensor.device != device or grad.device != device:
@@ -314,8 +312,8 @@ def check_work(work: Work, codecs: Mapping[str, StateCodec], device: torch.devic
         expected = math.ceil(grad.numel() / elements)
         is_scale = elements > 1
         if tensor.numel() != expected or (is_scale and tensor.dtype is not torch.float32):
+            wanted = f"{expected} elements{', torch.float32' * is_scale}"
             raise LayoutError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} with a "
-                f"gradient of shape {tuple(grad.shape)}; allowed is a contiguous tensor of {expected} elements"
-                f"{', torch.float32' * is_scale}"
+                f"gradient of shape {tuple(grad.shape)}; allowed is a contiguous tensor of {wanted}"
             )

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import Run, compute_dtype, read_main, run_of, scaled_grad, skipped, write_main_
+from opt_kernels.backends.elements import compute_dtype, read_main, run_of, scaled_grad, skipped, write_main_
 from opt_kernels.codecs import Plain, StateCodec, scale_name, without_outliers
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.works import Batch
+from opt_kernels.works import Batch, Work
 
 
 class GradStats(NamedTuple):
@@ -73,12 +73,14 @@ def update_(
         stochastic_step = int(hyper.step) if stochastic_rounding else None
         for run in [run_of(work, tuple(codecs)) for work in works]:
             states = decoded(run, codecs)
-            main, *values = formula.updated(read_main(run), scaled_grad(run, float(grad_scale)), states, scalars)
+            main, *values = formula.updated(
+                read_main(run, copy=True), scaled_grad(run, float(grad_scale)), states, scalars
+            )
             write_main_(run, main, stochastic_step=stochastic_step)
             encode_(run, codecs, values)
 
 
-def decoded(run: Run, codecs: Mapping[str, StateCodec], *, in_place: bool = False) -> dict[str, Tensor]:
+def decoded(run: Work, codecs: Mapping[str, StateCodec], *, in_place: bool = False) -> dict[str, Tensor]:
     """The states of a run in its compute dtype: new tensors, or `in_place` the states that are stored in this dtype."""
     dtype = compute_dtype(run)
     values = {}
@@ -92,7 +94,7 @@ def decoded(run: Run, codecs: Mapping[str, StateCodec], *, in_place: bool = Fals
     return values
 
 
-def encode_(run: Run, codecs: Mapping[str, StateCodec], values: Sequence[Tensor]) -> None:
+def encode_(run: Work, codecs: Mapping[str, StateCodec], values: Sequence[Tensor]) -> None:
     """Write the states of a run from their values, in the order of `codecs`; zeros for outliers."""
     for (name, codec), value in zip(codecs.items(), without_outliers([*codecs.values()], values), strict=True):
         codec.encode_(run.state[name], run.state.get(scale_name(name)), value)

@@ -16,7 +16,7 @@ from opt_kernels.codecs import Plain, StateCodec, scale_name
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.sgd import SGD
-from opt_kernels.works import Batch, Hyper
+from opt_kernels.works import Batch, Hyper, Work
 
 # Elements that are converted at a time: 512 KiB of float32, so that later passes read the cache. A multiple of every
 # codec's block.
@@ -61,7 +61,7 @@ def update_(
         direct = {id(run) for run in whole}
         for piece in (piece for run in runs if id(run) not in direct for piece in _pieces(run, codecs)):
             dtype = elements.compute_dtype(piece)
-            main = piece.main if piece.main is not None and piece.main.dtype is dtype else elements.read_main(piece)
+            main = elements.read_main(piece)
             grad = piece.grad if piece.grad.dtype is dtype and scale == 1.0 else elements.scaled_grad(piece, scale)
             values = decoded(piece, codecs, in_place=True)
             update([main], [grad], {name: [value] for name, value in values.items()})
@@ -69,7 +69,7 @@ def update_(
             encode_(piece, codecs, list(values.values()))
 
 
-def _is_direct(run: elements.Run, codecs: Mapping[str, StateCodec]) -> bool:
+def _is_direct(run: Work, codecs: Mapping[str, StateCodec]) -> bool:
     """Whether a fused optimizer can update the tensors of a run themselves: all are in the compute dtype, and no out is
     to be written."""
     dtype = elements.compute_dtype(run)
@@ -78,7 +78,7 @@ def _is_direct(run: elements.Run, codecs: Mapping[str, StateCodec]) -> bool:
     return all(isinstance(codec, Plain) and codec.dtype is dtype for codec in codecs.values())
 
 
-def _pieces(run: elements.Run, codecs: Mapping[str, StateCodec]) -> Iterator[elements.Run]:
+def _pieces(run: Work, codecs: Mapping[str, StateCodec]) -> Iterator[Work]:
     """The run in flat pieces."""
     if run.grad.dim() == 1 and run.grad.numel() <= PIECE_NUMEL:
         yield run
@@ -89,11 +89,20 @@ def _pieces(run: elements.Run, codecs: Mapping[str, StateCodec]) -> Iterator[ele
 
     blocks = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
     states = {name: split(tensor, blocks.get(name, 1)) for name, tensor in run.state.items()}
-    mains, outs, remainders = map(split, (run.main, run.out, run.remainder))
+    mains = split(run.main)
+    outs = split(run.out)
+    remainders = split(run.remainder)
     for index, grad in enumerate(split(run.grad)):
         state = {name: next(parts) for name, parts in states.items()}
         first = run.first + index * PIECE_NUMEL
-        yield elements.Run(grad, next(mains, None), next(outs, None), next(remainders, None), state, first)
+        yield Work(
+            grad=grad,
+            main=next(mains, None),
+            state=state,
+            out=next(outs, None),
+            remainder=next(remainders, None),
+            first=first,
+        )
 
 
 def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Update:

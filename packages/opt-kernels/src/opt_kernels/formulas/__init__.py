@@ -20,10 +20,12 @@ from opt_kernels.formulas.functions import (
     tanh,
     where,
 )
-from opt_kernels.formulas.registry import FORMULAS
-from opt_kernels.formulas.schedule_free import RisingRates
 from opt_kernels.formulas.syntax import FormulaError
 from opt_kernels.works import Choice, Number, NumberError
+
+# isort: split
+from opt_kernels.formulas.registry import FORMULAS  # the file of a new rule may import the names above from here
+from opt_kernels.formulas.schedule_free import RisingRates
 
 __all__ = [
     "FORMULAS", "Choice", "Formula", "FormulaError", "Number", "NumberError", "RisingRates", "State", "absolute",

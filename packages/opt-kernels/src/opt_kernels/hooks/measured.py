@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import tensors_of, version
+from opt_kernels.backends.elements import read_main
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import sign, where
@@ -31,7 +32,6 @@ from opt_kernels.hooks.sums import (
     sums_of,
 )
 from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks, RowFloor
-from opt_kernels.matrices.access import read_main
 from opt_kernels.rules.base import Needs, Rule, init_state
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import check_halves, compute_dtype, flat
+from opt_kernels.backends.elements import compute_dtype, flat
 from opt_kernels.codecs import StateCodec, narrow, scale_name, without_outliers
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 
@@ -166,16 +166,6 @@ def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
 def weight_for(x: Tensor, number: float | Tensor) -> float | Tensor:
     """`number` as a weight for `x.lerp_`: a tensor in the dtype of `x`."""
     return number.to(x.dtype) if isinstance(number, Tensor) else number
-
-
-def read_main(work: Work) -> Tensor:
-    """The main in its compute dtype: the tensor itself if it has this dtype, else a copy."""
-    if work.main is not None:
-        return work.main.to(compute_dtype(work))
-    check_halves(work)
-    assert work.out is not None
-    assert work.remainder is not None
-    return narrow.join(work.out, work.remainder)
 
 
 def write_main_(work: Work, value: Tensor, skip: Tensor | None) -> None:

@@ -4,6 +4,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import filterfalse
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
@@ -20,11 +21,11 @@ from opt_kernels.optim.checked import check_param, for_dtype, rounds_stochastica
 from opt_kernels.optim.groups import ParamGroup, params_with_groups
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
-from opt_kernels.optim.state import MAIN, Mains, Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
-from opt_kernels.params import HOOKS, NEUTRAL, SCHEDULED
+from opt_kernels.optim.state import Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
+from opt_kernels.params import HOOKS, MAIN, NEUTRAL, SCHEDULED, GroupEntries, MainFormat, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, MatrixSpec, as_float, is_on_device
+from opt_kernels.works import Batch, Hyper, MatrixSpec, is_on_device
 
 logger = logging.getLogger(__name__)
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
@@ -85,7 +86,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         # Gradient norm of the last step before clipping: None without max_norm, a 0-d device tensor if capturable.
         self.grad_norm: float | Tensor | None = None
         self._rows: Rows | None = None  # rebuilt whenever parameters, gradients or states changed
-        self._entries: groups.GroupEntries | None = None  # of the groups in the last step; None: not built yet
+        self._entries: GroupEntries | None = None  # of the groups in the last step; None: not built yet
         groups.check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
         self._check_effects()
@@ -122,7 +123,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
         if self._entries is not None:
-            self._entries.accept(self.param_groups)
+            self._entries.accept(len(self.param_groups) - 1, self.param_groups[-1])
 
     def _check_numbers(self, values: Mapping[str, Any]) -> None:
         """Raise NumberError, a ValueError, for a number that is not allowed."""
@@ -140,30 +141,38 @@ class RuleOptimizer(torch.optim.Optimizer):
         not supported, and for an entry that was removed."""
         assert self._entries is not None
         changes = self._entries.changes(self.param_groups)
+        for index, _, _ in changes:
+            for name in filterfalse(self.param_groups[index].__contains__, self.defaults):
+                raise ValueError(f"parameter group {index} has no entry {name!r}, which every step reads; set it")
         for group in self.param_groups:  # `changes` leaves out what schedulers set
             scheduled = {name: group[name] for name in self.scheduled}
             self._check_numbers({name: value for name, value in scheduled.items() if not self._waits_for(value)})
-        if not changes:
-            return
         flags = NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
-        for number, before, names in changes:
-            group = self.param_groups[number]
-            groups.check_flags({name: group[name] for name in names & flags})
+        for index, former, changed in changes:
+            group = self.param_groups[index]
+            groups.check_flags({name: group[name] for name in changed & flags})
             self._check_group(group)
-            self._check_read(group, names)
+            self._check_read(group, changed)
+            names = changed if HOOKS in group else changed | (former.keys() & {HOOKS})  # which may be removed
             if not names.isdisjoint((HOOKS, *self.structural)):
-                self._check_changed(group, {**self.defaults, **before})
+                self._check_changed(group, {**self.defaults, **former})
                 for param in group["params"]:
                     self._check_param(group, param)
                 self._rows = None
-        self._entries.accept(self.param_groups)
+        for index, _, _ in changes:
+            self._entries.accept(index, self.param_groups[index])
 
     def _waits_for(self, value: object) -> bool:
         """Whether the host would wait for an accelerator if it read an entry of a group."""
         return is_on_device(value) or (self.capturable and isinstance(value, Tensor))
 
-    def _new_entries(self) -> groups.GroupEntries:
-        return groups.GroupEntries(list(self.defaults), self.param_groups, scheduled=self.scheduled)
+    def _new_entries(self) -> GroupEntries:
+        """The entries of the present groups, except numbers that schedulers set."""
+        unwatched = ("params", *self.scheduled)
+        entries = GroupEntries(lambda _, name: name not in unwatched)
+        for index, group in enumerate(self.param_groups):
+            entries.accept(index, group)
+        return entries
 
     def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
         """Raise ValueError if entries of a group that were changed, `names`, would have no effect."""
@@ -190,7 +199,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if any(is_lazy(param) for _, param in pairs):
             return
         dtypes = ", ".join(sorted({str(param.dtype) for _, param in pairs}))
-        if self.mains is not Mains.PARAM and not any(is_narrow(param) for _, param in pairs):
+        if self.mains is not MainFormat.PARAM and not any(is_narrow(param) for _, param in pairs):
             raise ValueError(
                 f"mains={self.mains.value!r} has no effect: all parameters are {dtypes}, and only narrower ones have "
                 "separate mains; convert the model (model.bfloat16()), or leave mains at 'param'"
@@ -368,21 +377,20 @@ class RuleOptimizer(torch.optim.Optimizer):
             self.grad_norm = None if norm is None else float(norm)
             if self.grad_norm is not None and not self.grad_norm < math.inf:
                 return
-        for sweep, batches in self._batches(made=None if skip is None else ~skip).items():
+        for sweep, batches in self._batches().items():
             sweep.rule.update_(batches, grad_scale=scale, skip=skip)
         if self._rows is not None:
-            self._rows.mains.end_update_()
+            self._rows.count(skip)
         if self._on_device is not None and self._on_device.is_capturing:
             self._captured_at = addresses([param.grad for param in params])
 
-    def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
-        """The works of this step by rule and device, in batches by parameter group and step. Counts the step of each
-        parameter, unless `made` (0-d, on the device) is zero."""
+    def _batches(self) -> dict[Sweep, list[Batch]]:
+        """The works of this step by rule and device, in batches by parameter group and step."""
         rows = self._current_rows()
         if rows is None:
             rows = self._rows = self._new_rows()
         rows.mains.begin_update_()
-        return rows.batches(self._hyper_of, made)
+        return rows.batches(self._hyper_of)
 
     def _new_rows(self) -> Rows:
         before = self._rows
@@ -393,9 +401,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         rows = self._rows
         return rows if rows is not None and rows.hold(self.param_groups, self.state) else None
 
-    def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
+    def _hyper_of(self, group: int, sweep: Sweep, step: int | Tensor) -> Hyper:
         of_step = self.param_groups if self._on_device is None else self._on_device.of(sweep.device, self.param_groups)
         return self._hyper(of_step[group], sweep.rule, step)
+
+    def _hyper(self, group: ParamGroup, rule: Rule, step: int | Tensor) -> Hyper:
+        """The hyper-parameters that `rule` reads from `group` in this step."""
+        return read_hyper(group, step=step, own=getattr(rule, "hyper_names", ()))
 
     def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
         """The row entry of `param`, whose state is created if it has none."""
@@ -412,10 +424,3 @@ class RuleOptimizer(torch.optim.Optimizer):
         names = dict(zip(map(id, group["params"]), group.get("param_names", ())))
         shape = f"shape {tuple(param.shape)}"
         return f"{names[id(param)]!r} of {shape}" if id(param) in names else f"a parameter of {shape}"
-
-    def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
-        """The hyper-parameters that `rule` reads from `group` in this step."""
-        numbers = {name: as_float(group[name]) for name in HYPER_FIELDS if name in group}
-        if names := getattr(rule, "hyper_names", ()):
-            numbers["own"] = {name: as_float(group[name]) for name in names if name in group}
-        return Hyper(step=step if isinstance(step, Tensor) else int(step), **numbers)

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.memory import is_dense
+from opt_kernels.backends.elements import is_dense
 from opt_kernels.dtensor import Span, is_dtensor, local, spans
-from opt_kernels.optim.state import Mains, init_main
+from opt_kernels.optim.state import init_main
+from opt_kernels.params import MainFormat
 from opt_kernels.quantized.adapters import is_quantized
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import ElementwiseRule, Rule
@@ -32,17 +33,21 @@ def for_dtype(rule: Rule, param: Tensor) -> Rule:
     return replace(rule, backend=rule.backend or "torch", **wide)
 
 
-def rounds_stochastically(rule: Rule, mains: Mains, param: Tensor) -> bool:
+def rounds_stochastically(rule: Rule, mains: MainFormat, param: Tensor) -> bool:
     """Whether `param` is rounded stochastically. The noise of an element depends on its number."""
-    return bool(getattr(rule, "stochastic_rounding", False)) and mains is Mains.PARAM and param.dtype is torch.bfloat16
+    return (
+        bool(getattr(rule, "stochastic_rounding", False))
+        and mains is MainFormat.PARAM
+        and param.dtype is torch.bfloat16
+    )
 
 
-def spans_of(rule: Rule, mains: Mains, param: Tensor) -> tuple[Span, ...]:
+def spans_of(rule: Rule, mains: MainFormat, param: Tensor) -> tuple[Span, ...]:
     """The local elements of `param` in spans of consecutive indices, for stochastic rounding."""
     return (spans(param) or ()) if rounds_stochastically(rule, mains, param) else (Span(0, param.numel(), 0),)
 
 
-def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
+def check_param(param: Tensor, rule: Rule, mains: MainFormat) -> None:
     """Raise ValueError for a parameter that `rule` cannot update."""
     shard = local(param).detach()
     if not param.is_floating_point():
@@ -65,7 +70,7 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
     init_main(mains, shard.to("meta"))
     if rounds_stochastically(rule, mains, param):
         _check_spans(param, rule)
-    if getattr(rule, "stochastic_rounding", False) and mains is Mains.PARAM and param.dtype is torch.float16:
+    if getattr(rule, "stochastic_rounding", False) and mains is MainFormat.PARAM and param.dtype is torch.float16:
         raise ValueError(
             "stochastic_rounding=True with a float16 parameter: only bfloat16 is rounded stochastically; pass "
             "mains='float32', or stochastic_rounding=False"

@@ -22,8 +22,8 @@ from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
 from opt_kernels.optim.param_rows import Member, Sweep
-from opt_kernels.optim.state import MAIN, STEP, saved_main
-from opt_kernels.params import HOOKS
+from opt_kernels.optim.state import STEP
+from opt_kernels.params import HOOKS, MAIN, Main
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import SGD as sgd_rule
 from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise
@@ -115,12 +115,12 @@ class MomentumOptimizer(FormulaOptimizer):
         formula = self.rule.formula.with_constants(has_momentum=has_buffer)
         return for_dtype(replace(self.rule, formula=formula), param)
 
-    def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
+    def _batches(self) -> dict[Sweep, list[Batch]]:
         have_momentum = tuple(bool(group["momentum"]) for group in self.param_groups)
         if have_momentum != self._have_momentum:
             self._rows = None
             self._have_momentum = have_momentum
-        return super()._batches(made)
+        return super()._batches()
 
     def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
         """Add a buffer of zeros if the momentum of the group was set after the first step of the parameter."""
@@ -202,8 +202,7 @@ class AveragedOptimizer(FormulaOptimizer):
         """The averaged weights computed from the trained weights, or with `back` the reverse, in float32."""
         shard = local(param).detach()
         state = self.state[param]
-        main = saved_main(shard, state)
-        values = shard.to(torch.promote_types(shard.dtype, torch.float32)) if main is None else main
+        values = Main(shard, state).value().to(torch.promote_types(shard.dtype, torch.float32))
         rule = self.rule_of(group, param)
         states = {}
         for name, codec in codecs_of(rule).items():
@@ -211,7 +210,8 @@ class AveragedOptimizer(FormulaOptimizer):
             codes = flat(state[name], shard, name)
             scales = state.get(scale_name(name))
             codec.decode_(flat(states[name], shard, name), codes, scales)
-        return self.formula.evaluated(values, states, self._hyper(group, rule, float(state[STEP])), back=back)
+        hyper = self._hyper(group, rule, int(state[STEP]))
+        return self.formula.evaluated(values, states, hyper, back=back)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's form. In evaluation mode it includes the trained weights, which a load restores."""
@@ -252,10 +252,10 @@ class AveragedOptimizer(FormulaOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_trained": self._trained, "_shown": [], "_rates": RisingRates()}
 
-    def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
+    def _batches(self) -> dict[Sweep, list[Batch]]:
         if self.formula.name == "schedule_free":
             self._rates.note(enumerate(self.param_groups))
-        return super()._batches(made)
+        return super()._batches()
 
     def _update_(self) -> None:
         if self._trained or not self.is_training:

@@ -1,4 +1,4 @@
-"""Parameter groups: validation of their options and hooks, changes between steps, and the groups of a state_dict."""
+"""Parameter groups: validation of their options and hooks, and the groups of a state_dict."""
 
 import copy
 import logging
@@ -7,12 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from inspect import Signature
-from itertools import filterfalse, pairwise
-from operator import is_
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.hooks import (
@@ -27,12 +25,11 @@ from opt_kernels.hooks import (
     shape_problem,
 )
 from opt_kernels.optim.state import StateDictError
-from opt_kernels.params import HOOKS, NEUTRAL, SCHEDULED
+from opt_kernels.params import HOOKS, NEUTRAL, frozen, overlapping
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Number
 
 ParamGroup = dict[str, Any]
-Group = Mapping[str, Any]
 
 # Entries that schedulers, trainers, loggers and `opt_paramgroups` keep in groups. Optimizers ignore them.
 _OF_OTHERS = frozenset(
@@ -141,36 +138,25 @@ def check_distinct(params: Sequence[Tensor]) -> None:
 
 def check_apart(params: Sequence[Tensor]) -> None:
     """Raise ValueError for parameters that share memory: each update would be overwritten by the other one, or race
-    with it. The elements of each fill their memory."""
-    spans = []
-    for index, param in enumerate(params):
-        if not is_lazy(param) and (shard := local(param)).numel():
-            begin = shard.data_ptr()
-            spans.append((str(shard.device), begin, begin + shard.numel() * shard.itemsize, index))
-    spans.sort()
-    for (device, _, end, one), (other_device, begin, _, other) in pairwise(spans):
-        if device == other_device and begin < end and begin != 0:  # 0: has no memory
-            shapes = [tuple(params[index].shape) for index in sorted((one, other))]
-            raise ValueError(
-                f"parameters {min(one, other)} and {max(one, other)}, of shapes {shapes[0]} and {shapes[1]}, share "
-                "memory; tie parameters by using one nn.Parameter twice, or pass only one of them"
-            )
+    with it."""
+    pair = overlapping(params, len(params))
+    if pair is not None:
+        shapes = [tuple(params[index].shape) for index in sorted(pair)]
+        raise ValueError(
+            f"parameters {min(pair)} and {max(pair)}, of shapes {shapes[0]} and {shapes[1]}, share "
+            "memory; tie parameters by using one nn.Parameter twice, or pass only one of them"
+        )
 
 
 def check_fixed(group: Mapping[str, Any], defaults: Mapping[str, Any], fixed: Sequence[str]) -> None:
     """Raise ValueError if `group` changes an option that must be equal in all groups."""
     for name in fixed:
         is_neutral = name in NEUTRAL and group.get(name) is None
-        if name in group and not is_neutral and _plain(group[name]) != _plain(defaults[name]):
+        if name in group and not is_neutral and frozen(group[name]) != frozen(defaults[name]):
             raise ValueError(
                 f"{name}={group[name]!r} in a parameter group, but the optimizer was built with {defaults[name]!r} "
                 f"for all groups; build it with {name}={group[name]!r}"
             )
-
-
-def _plain(value: object) -> object:
-    """`value` with lists as tuples, because JSON and YAML turn tuples into lists."""
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def saved_in_order(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
@@ -257,59 +243,6 @@ def loaded_groups(
         kept = {name: value for name, value in copy.deepcopy(of_saved).items() if name != HOOKS}
         loaded.append({**defaults, **kept, **own})
     return loaded
-
-
-class GroupEntries:
-    """The entries of groups in the last step."""
-
-    def __init__(self, names: Sequence[str], groups: Sequence[Group], *, scheduled: Sequence[str] = SCHEDULED) -> None:
-        """`names` are the entries that every group must have; those in `scheduled` may become any number."""
-        self._names = tuple(names)
-        self._free = {"params", *scheduled}
-        self.accept(groups)
-
-    def accept(self, groups: Sequence[Group]) -> None:
-        """Compare with the present entries from now on."""
-        self._seen: list[Group] = [
-            {name: frozen(group[name]) for name in group if name != "params"} for group in groups
-        ]
-
-    def changes(self, groups: Sequence[Group]) -> list[tuple[int, Group, frozenset[str]]]:
-        """The groups whose entries have changed since `accept`: number, former entries, and the names of those that
-        were changed or added, and "hooks" if they were removed. Raises ValueError for another entry that was removed.
-        """
-        found = []
-        for index, group in enumerate(groups):
-            for name in filterfalse(group.__contains__, self._names):
-                raise ValueError(f"parameter group {index} has no entry {name!r}, which every step reads; set it")
-            seen: Group = self._seen[index] if index < len(self._seen) else {}
-            names = [
-                name
-                for name, value in group.items()
-                if value is not seen.get(name, self) and name not in self._free and not _is_in(seen, name, value)
-            ]
-            if HOOKS in seen and HOOKS not in group:
-                names.append(HOOKS)
-            if names:
-                found.append((index, seen, frozenset(names)))
-        return found
-
-
-def frozen(value: object) -> object:
-    """`value` itself if it cannot change in place, else lists as tuples and mappings as tuples of their items."""
-    if isinstance(value, Mapping):
-        return tuple((name, frozen(entry)) for name, entry in value.items())
-    if not isinstance(value, list | tuple):
-        return value
-    parts = tuple(map(frozen, value))
-    return value if isinstance(value, tuple) and all(map(is_, value, parts)) else parts
-
-
-def _is_in(seen: Group, name: str, value: object) -> bool:
-    if name not in seen:
-        return False
-    present = frozen(value)
-    return present is seen[name] or bool(present == seen[name])
 
 
 logger = logging.getLogger(__name__)

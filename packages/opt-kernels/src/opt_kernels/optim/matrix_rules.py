@@ -73,7 +73,7 @@ class Muon(MatrixOptimizer):
         scale = {"scale_mode": _scale(given["adjust_lr_fn"], given["scale_mode"]), "num_ns_steps": given["ns_steps"]}
         return made(MuonRule, {**chosen, **scale, **_coefficients(given)})
 
-    def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
+    def _hyper(self, group: ParamGroup, rule: Rule, step: int | Tensor) -> Hyper:
         own = super()._hyper(group, rule, step)
         return own if rule.needs is Needs.MATRICES else replace(own, eps=group["scalar_eps"])
 

@@ -16,7 +16,6 @@ from opt_kernels.dtensor import local
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.hyper_table import HyperTable
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import HYPER_FIELDS
 
 logger = logging.getLogger(__name__)
 DEVICES = ("cuda", "meta")  # devices with graphs; a meta tensor may still move to one
@@ -31,9 +30,7 @@ class GroupsOnDevice:
 
     def __init__(self, rules: Sequence[Rule]):
         """For the numbers that these rules read."""
-        own = [name for rule in rules for name in getattr(rule, "hyper_names", ())]
-        self._names = (*HYPER_FIELDS, "scalar_eps", *own)
-        self._choosing = [name for rule in rules for name in getattr(rule, "choosing_numbers", ())]
+        self._rules = rules
         self._tables: dict[torch.device, HyperTable] = {}
         self._fresh: set[torch.device] = set()  # devices whose tables are up to date in this step
         self._captured: list[object] | None = None  # what the captured step froze
@@ -49,7 +46,10 @@ class GroupsOnDevice:
         """The groups with their numbers on `device`."""
         if device not in self._tables:
             self._tables[device] = HyperTable(
-                self._names, device=device, upload=lambda host: tables.to_device(host, device), choosing=self._choosing
+                self._rules,
+                device=device,
+                upload=lambda host: tables.to_device(host, device),
+                more=["scalar_eps"],
             )
         table = self._tables[device]
         if tables.is_capturing(device):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import grad_stats
 from opt_kernels.dtensor import Span, are_dtensors, local
-from opt_kernels.optim.state import MAIN, REMAINDER, STEP, FollowingMains
+from opt_kernels.optim.state import STEP
+from opt_kernels.params import MAIN, REMAINDER, Count, FollowingMains
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Works
 
@@ -43,50 +44,25 @@ class Member(NamedTuple):
     spans: tuple[Span, ...]  # of the local elements, by their numbers in the parameter
 
 
-class Steps:
-    """The `step` states of parameters that are updated together, as elements of one tensor."""
-
-    def __init__(self, step: float, count: int, device: torch.device | None) -> None:
-        # float32 as in torch.optim; on the host unless a device is given
-        with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
-            self._all = torch.full((count,), step, dtype=torch.float32, device=device or "cpu")
-            self.elements = self._all.unbind()
-        self._on_host: float | None = step if device is None else None
-        self._version = self._all._version
-
-    def are_as_counted(self) -> bool:
-        """Whether no other code has changed any of them since they were counted. Also compares values on the host:
-        collectives, `.data` and NumPy write without increasing the version counter."""
-        is_written = self._all._version != self._version
-        return not is_written and (self._on_host is None or bool((self._all == self._on_host).all()))
-
-    def count(self, made: Tensor | None = None) -> float | Tensor:
-        """Count a step, unless `made` (0-d, on the device) is zero. Returns the number of the attempted step, without
-        synchronizing."""
-        if self._on_host is not None:
-            self._on_host += 1
-            self._all.fill_(self._on_host)
-            self._version = self._all._version
-            return self._on_host
-        before = None if made is None else self._all[0] + 1
-        self._all.add_(1 if made is None else made)
-        self._version = self._all._version
-        return self._all[0] if before is None else before
-
-
 class _Row:
     """Parameters of one sweep, group, step count and kind of mains."""
 
-    def __init__(self, sweep: Sweep, members: Sequence[Member], *, step: float, on_device: bool) -> None:
+    def __init__(self, sweep: Sweep, members: Sequence[Member], *, step: int, on_device: bool) -> None:
         self.sweep = sweep
         self.group = members[0].group
         self.params = [member.param for member in members]
         self.positions = [member.position for member in members]
         self.states = [member.state for member in members]
         self.kind = _kind(members[0])
-        self.steps = Steps(step, len(members), sweep.device if on_device else None)
-        for state, element in zip(self.states, self.steps.elements):
+        # float32, and on the host unless capturable, as in torch.optim
+        with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
+            shown = torch.full((len(members),), step, dtype=torch.float32, device=sweep.device if on_device else "cpu")
+            elements = shown.unbind()
+        for state, element in zip(self.states, elements):
             state[STEP] = element
+        self.count = Count(step, shown=shown)
+        if on_device:
+            self.count.stay_on(sweep.device)
         self._matrices = [member.matrix for member in members]
         # With spans, numbers of the first elements of the parameters; else those of the local elements.
         self._spans = [member.spans for member in members] if any(len(m.spans) > 1 for m in members) else None
@@ -96,7 +72,7 @@ class _Row:
     def holds(self) -> bool:
         """Whether all have the same step count, and are on the device of their first gradient."""
         grad = self.params[0].grad
-        return self.steps.are_as_counted() and grad is not None and grad.device == self.sweep.device
+        return self.count.is_as_shown() and grad is not None and grad.device == self.sweep.device
 
     def works(self, grads: list[Any]) -> Works:
         """The works of the row, for tensors at any address. Raises ValueError for a gradient that is not dense."""
@@ -108,16 +84,13 @@ class _Row:
             grads = list(map(local, grads))
         if self._spans is not None:
             return self._works_by_span(params, grads, self._spans)
-        mains = params if self.kind is None else [state[self.kind] for state in self.states]
-        return Works(
-            grads,
-            mains=None if self.kind == REMAINDER else mains,
-            states=self.states,
-            outs=None if self.kind is None else params,
-            remainders=mains if self.kind == REMAINDER else None,
-            matrices=self._matrices,
-            firsts=self._firsts,
-        )
+        works = Works(grads, mains=params, states=self.states, matrices=self._matrices, firsts=self._firsts)
+        if self.kind is not None:
+            kept = [state[self.kind] for state in self.states]
+            works.outs = params
+            works.mains = None if self.kind == REMAINDER else kept
+            works.remainders = kept if self.kind == REMAINDER else None
+        return works
 
     def _works_by_span(self, params: list[Tensor], grads: list[Tensor], spans: list[tuple[Span, ...]]) -> Works:
         """One work per span, for the numbering of stochastic rounding. The parameters are their own mains."""
@@ -126,14 +99,14 @@ class _Row:
         def cut(tensor: Tensor, span: Span) -> Tensor:
             return tensor.view(-1)[span.begin : span.begin + span.numel]
 
-        grads = [grad.contiguous() for grad in grads]
+        states = []
+        for index, span in cuts:
+            state = self.states[index]
+            states.append({name: cut(tensor, span) for name, tensor in state.items() if name != STEP})
         return Works(
-            [cut(grads[index], span) for index, span in cuts],
+            [cut(grads[index].contiguous(), span) for index, span in cuts],
             mains=[cut(params[index], span) for index, span in cuts],
-            states=[
-                {name: cut(state, span) for name, state in self.states[index].items() if name != STEP}
-                for index, span in cuts
-            ],
+            states=states,
             firsts=tuple(self._firsts[index] + span.first for index, span in cuts),
         )
 
@@ -164,11 +137,14 @@ class Rows:
                     members.append(member_of(position, index, param, first))
                 position = position + 1
                 first = first + param.numel()
-        by_row: dict[tuple[Sweep, int, str | None, float], list[Member]] = {}
+        by_row: dict[tuple[Sweep, int, str | None, int], list[Member]] = {}
         for member in members:
             sweep = Sweep(member.rule, member.param.grad.device)  # type: ignore[union-attr]  # members have gradients
-            by_row.setdefault((sweep, member.group, _kind(member), float(member.state[STEP])), []).append(member)
-        self._rows = [_Row(key[0], row, step=key[3], on_device=steps_on_device) for key, row in by_row.items()]
+            key = (sweep, member.group, _kind(member), int(member.state[STEP]))
+            by_row.setdefault(key, []).append(member)
+        self._rows = [
+            _Row(sweep, row, step=step, on_device=steps_on_device) for (sweep, _, _, step), row in by_row.items()
+        ]
         followed = {} if before is None else before.mains.followed
         self.mains: FollowingMains = FollowingMains(
             [(member.param, member.state) for member in members],
@@ -182,29 +158,29 @@ class Rows:
         """Whether the rows are up to date: the same parameters have gradients, and the same objects are their states
         and step counts."""
         self._grads = list(map(_GRAD, self._params))
-        return (
-            list(map(len, map(_PARAMS, groups))) == self._sizes
-            and _same(params_of(groups), self._params)
-            and list(map(is_, self._grads, repeat(None))) == self._missing
-            and _same(list(state.values()), self._states)
-            and _same(list(map(dict.get, self._of_members, repeat(STEP))), self._steps)
-            and all(row.holds() for row in self._rows)
-        )
+        if list(map(len, map(_PARAMS, groups))) != self._sizes or not _same(params_of(groups), self._params):
+            return False
+        if list(map(is_, self._grads, repeat(None))) != self._missing or not _same(list(state.values()), self._states):
+            return False
+        steps = list(map(dict.get, self._of_members, repeat(STEP)))
+        return _same(steps, self._steps) and all(row.holds() for row in self._rows)
 
-    def batches(
-        self, hyper: Callable[[int, Sweep, float | Tensor], Hyper], made: Tensor | None = None
-    ) -> dict[Sweep, list[Batch]]:
-        """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
-        `Hyper`; `made` is passed to `Steps.count`."""
+    def batches(self, hyper: Callable[[int, Sweep, int | Tensor], Hyper]) -> dict[Sweep, list[Batch]]:
+        """The works of this step by sweep. `hyper` maps group, sweep and step to a `Hyper`."""
         found: dict[Sweep, list[Batch]] = {}
         grads = self._grads or list(map(_GRAD, self._params))
         self._grads = []
-        of_rows = [grads if len(r.positions) == len(grads) else [grads[i] for i in r.positions] for r in self._rows]
-        all_works = [row.works(of_row) for row, of_row in zip(self._rows, of_rows)]  # raises before any step is counted
-        for row, works in zip(self._rows, all_works, strict=True):
-            step = row.steps.count(made)
-            found.setdefault(row.sweep, []).append(Batch(hyper(row.group, row.sweep, step), works))
+        for row in self._rows:
+            of_row = grads if len(row.positions) == len(grads) else [grads[i] for i in row.positions]
+            batch = Batch(hyper(row.group, row.sweep, row.count.next()), row.works(of_row))
+            found.setdefault(row.sweep, []).append(batch)
         return found
+
+    def count(self, skip: Tensor | None) -> None:
+        """Count the step of each parameter, unless `skip` (0-d bool, on the device) is set."""
+        for row in self._rows:
+            row.count.advance(skip)
+        self.mains.end_update_()
 
 
 def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -255,10 +231,12 @@ def scaling_of(
             f"max_norm={max_norm} with a DTensor parameter: its norm spans ranks, and this optimizer does not "
             "communicate; set max_norm=None and call torch.nn.utils.clip_grad_norm_"
         )
-    grads = [grad for grad in map(_GRAD, params) if grad is not None]
-    devices = list(dict.fromkeys(map(_DEVICE, grads)))
-    by_device = [[grad for grad in grads if grad.device == device] for device in devices] if devices[1:] else [grads]
-    sums = [grad_stats(same, count_zeros=False).sum_of_squares.to(devices[0]) for same in by_device if same]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in map(_GRAD, params):
+        if grad is not None:
+            by_device.setdefault(grad.device, []).append(grad)
+    first = next(iter(by_device), None)
+    sums = [grad_stats(grads, count_zeros=False).sum_of_squares.to(first) for grads in by_device.values()]
     total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device="cpu")
     norm = total.sqrt() * scale
     is_bad = ~(norm < torch.inf)

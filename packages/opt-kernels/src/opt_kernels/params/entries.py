@@ -1,7 +1,14 @@
-"""Names of entries of parameter groups, and what every optimizer makes of them."""
+"""Entries of parameter groups: their names, those that changed between steps, and the numbers that a rule reads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from opt_kernels.works import HYPER_FIELDS, Hyper, as_float
+
+Group = Mapping[str, Any]
 HELD = ("params", "param_ids", "param_names")  # list the parameters of the group
 RULE = "optimizer"  # names the rule; groups of torch's optimizers have none
 HOOKS = "hooks"  # a group's own hooks; in a state_dict, a record of them
@@ -19,3 +26,83 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "maximize": (None, False),
 }
 """Arguments of torch.optim that choose an implementation, and the values that are accepted without effect."""
+
+
+class Change(NamedTuple):
+    """A group of which entries were changed, added or removed."""
+
+    number: int  # of the group
+    former: Group  # the watched entries as they were accepted, lists as tuples
+    names: frozenset[str]  # of the watched entries that were changed or added
+
+
+class GroupEntries:
+    """The entries of groups when they were last accepted, to find those that other code has changed since.
+
+    What follows is the caller's: a drop-in adopts a change that it supports; a stepper refuses one of structure on
+    every rank. Groups that are unchanged cost one pass in C each.
+    """
+
+    def __init__(self, is_watched: Callable[[int, str], bool]):
+        """`is_watched` tells whether an entry, given its group's index and its name, is compared."""
+        self._is_watched = is_watched
+        self._accepted: dict[int, tuple[Sequence[str], Group]] = {}  # all names, and the watched entries
+
+    def accept(self, index: int, group: Group) -> None:
+        """Compare a group with its present entries from now on."""
+        watched = {name: frozen(value) for name, value in group.items() if self._is_watched(index, name)}
+        self._accepted[index] = list(group), watched
+
+    def changes(self, groups: Sequence[Group]) -> list[Change]:
+        """Return the groups that changed since they were accepted, or were never accepted."""
+        found = []
+        for index, group in enumerate(groups):
+            names, former = self._accepted.get(index, ((), {}))
+            if list(group) == names and all(map(is_, map(group.get, former), former.values())):
+                continue
+            changed = [
+                name for name, value in group.items() if name not in former or not _is_same(frozen(value), former[name])
+            ]
+            watched = frozenset(name for name in changed if self._is_watched(index, name))
+            if watched or group.keys() != set(names):
+                found.append(Change(index, former, watched))
+        return found
+
+
+def frozen(value: object) -> object:
+    """Return `value` itself if it cannot change in place, else lists as tuples and mappings as tuples of items."""
+    if isinstance(value, Mapping):
+        return tuple((name, frozen(entry)) for name, entry in value.items())
+    if not isinstance(value, list | tuple):
+        return value
+    parts = tuple(map(frozen, value))
+    return value if isinstance(value, tuple) and all(map(is_, value, parts)) else parts
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether two frozen values are equal. Tensors are compared by identity: their numbers may be on a device."""
+    if value is before:
+        return True
+    if type(value) is not type(before) or isinstance(value, Tensor):
+        return False
+    if isinstance(value, tuple):
+        return len(value) == len(before) and all(map(_is_same, value, before))
+    return bool(value == before)
+
+
+def check_rate(group: Group) -> None:
+    """Raise ValueError if the group has no learning rate yet."""
+    if group["lr"] is None:
+        raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
+
+
+def read_hyper(group: Group, *, step: int | Tensor, own: Iterable[str] = ()) -> Hyper:
+    """Return a group's row for this step (counted from 1). Fields that the group lacks have their defaults.
+
+    `own` names further entries that the rule reads.
+
+    Raises ValueError if the group has no learning rate yet.
+    """
+    check_rate(group)
+    numbers = {name: as_float(group[name]) for name in HYPER_FIELDS if name in group}
+    return Hyper(step=step, own={name: as_float(group[name]) for name in own if name in group}, **numbers)

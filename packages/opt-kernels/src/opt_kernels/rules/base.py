@@ -16,13 +16,13 @@ from torch import Tensor
 
 from opt_kernels import codecs as codec
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
-from opt_kernels.backends.elements import skipped
+from opt_kernels.backends.elements import read_main, skipped
 from opt_kernels.codecs import StateCodec, codec_for, state_specs
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
-from opt_kernels.matrices.access import check, check_shape, read_main, scaled_grads, stacks, write_main_
+from opt_kernels.matrices.access import check, check_shape, scaled_grads, stacks, write_main_
 from opt_kernels.matrices.muon import decay_of
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, MatrixSpec, Number, StateSpec, Task, unknown

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from opt_distributed.buffers import AS_IT_CAME, BufferPlan
+from opt_distributed.buffers import PRE_SHARDED, BufferPlan
 from opt_distributed.comm import Comm, group_of, is_outside, mesh_of
 from opt_distributed.pieces import mesh_comms
 from opt_distributed.step import CutParams, CutRows
@@ -48,7 +48,7 @@ def _key(comms: tuple[Comm, ...]) -> tuple[int, ...]:
 
 def _cuts(buffer: BufferPlan, id: ParamId, design: Design, from_dim: int) -> Sequence[Comm]:
     """The groups of its mesh or buffer over which a parameter is cut along dim `from_dim` or later."""
-    if buffer.kind is AS_IT_CAME:
+    if buffer.kind is PRE_SHARDED:
         dims = [placed.shard_dim if placed.size > 1 else None for placed in design.model.metas[id].placements]
         return mesh_comms(
             design.model.params[id], [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim]
@@ -61,5 +61,5 @@ def _tensor_cuts(buffer: BufferPlan, id: ParamId, design: Design, from_dim: int)
     meta = design.model.metas[id]
     peers = design.axes_of(buffer).tp
     cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
-    outside = buffer.kind is not AS_IT_CAME or is_outside(peers, mesh_of(design.model.params[id]))
+    outside = buffer.kind is not PRE_SHARDED or is_outside(peers, mesh_of(design.model.params[id]))
     return (peers,) if cuts and peers.size > 1 and outside else ()

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
-from opt_distributed.buffers import AS_IT_CAME, BufferPlan, ParamAndGradBuffer, ReducedGrads
+from opt_distributed.buffers import PRE_SHARDED, BufferPlan, ParamAndGradBuffer, ReducedGrads
 from opt_distributed.comm import Alone, replicas_outside
 from opt_distributed.pieces import (
     BufferedGrads,
-    LaidOutGrads,
-    OwnGrads,
+    DTensorGrads,
+    ParamGrads,
     PeerSums,
     QuantizedSource,
     ReducedMainGrads,
@@ -77,15 +77,15 @@ def _source(
     is_reduced = identities <= reduced
     if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
         check_marks(params, design.model.metas, design.request.roles, qk_layernorm=design.model.qk_layernorm)
-    if buffer.kind is AS_IT_CAME:
+    if buffer.kind is PRE_SHARDED:
         outside = {name: replicas_outside(p, (axes.dp, axes.inter), name=str(name)) for name, p in params.items()}
-        return LaidOutGrads(params, outside, dtype=buffer.grad_dtype)
+        return DTensorGrads(params, outside, dtype=buffer.grad_dtype)
     if is_reduced and not buffer.kind.is_sharded:
         return ReducedMainGrads(params)
     marked = marked_ids(design.model.metas, design.request.roles, qk_layernorm=design.model.qk_layernorm)
     is_marked = not marked.isdisjoint(params)  # then gradients are summed in a buffer
     if axes.num_replicas == 1 and not is_marked and not is_reduced:
-        return OwnGrads(params, num_replicas=replicas)
+        return ParamGrads(params, num_replicas=replicas)
     memory = ParamAndGradBuffer(
         buffer.layout,
         params,
@@ -100,7 +100,7 @@ def _source(
         finishes = [chunk.finish_grad_sync for chunk in design.model.wrapped.values()]
         return ReducedMainGrads(params, finishes=finishes, memory=memory, comm=axes.dp)
     if identities <= averaged and not is_marked:
-        return OwnGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
+        return ParamGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
     sums = ReducedGrads(buffer.layout, params, axes, dtype=buffer.grad_dtype, device=device)
     return BufferedGrads(sums, memory, axes, num_replicas=replicas)
 

@@ -8,24 +8,22 @@ import torch
 from torch import Tensor
 
 from opt_config import ConfigError, OnHost
-from opt_distributed.buffers import AS_IT_CAME, BufferPlan
+from opt_distributed.buffers import PRE_SHARDED, BufferPlan
 from opt_distributed.comm import Axes, Comm, HostComm, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
 from opt_distributed.layout import Computes
 from opt_distributed.pieces import (
     HostMain,
     HostSide,
-    Main,
-    Numbers,
     OwnedPiece,
     init_state,
     is_first_replica,
     local,
-    make_main,
 )
 from opt_distributed.step import Unit
 from opt_kernels.backends import is_dense
 from opt_kernels.hooks import HookedUpdate, Hyperball, hooks_of
+from opt_kernels.params import Main, MainFormat, make_main
 from opt_kernels.rules import Needs
 from opt_kernels.works import NOT_SPLIT
 from opt_paramgroups import ParamId, ParamMeta
@@ -153,7 +151,7 @@ def _pieces(
                 )
             # Data-parallel replicas hold the same reduced gradient and share its inspection. All other copies, over
             # tensor-parallel ranks or over axes of a DTensor's mesh, are computed and inspected separately.
-            is_shared = buffer.kind is not AS_IT_CAME and not is_sharded
+            is_shared = buffer.kind is not PRE_SHARDED and not is_sharded
             inspected = not is_shared or number % axes.dp.size == axes.dp.rank
             yield OwnedPiece(
                 id=id,
@@ -173,7 +171,7 @@ def _pieces(
             )
 
 
-def _main(numbers: Numbers, stored: Tensor, id: ParamId, of_param: slice, away: devices.Device | None) -> Main:
+def _main(numbers: MainFormat, stored: Tensor, id: ParamId, of_param: slice, away: devices.Device | None) -> Main:
     """Return the main values of the elements `of_param` of this rank's part of a parameter.
 
     Raises:
@@ -198,7 +196,7 @@ def _is_counted(design: Design, buffer: BufferPlan, id: ParamId) -> bool:
     axes = design.axes_of(buffer)
     if meta.shared or (axes.inter.rank > 0 and design.request.roles.instance is None):
         return False
-    if buffer.kind is AS_IT_CAME:
+    if buffer.kind is PRE_SHARDED:
         outside = list(replicas_outside(param, (axes.dp, axes.inter), name=str(id)))
         outside += [axes.tp] if is_outside(axes.tp, mesh_of(param)) else []
         return is_first_replica(param) and all(comm.rank == 0 for comm in outside)

@@ -150,8 +150,8 @@ class TensorSums:
         self._before = []
         self._inverse = inverse
         updated: set[int] = set()
-        for of_unit in ready:
-            for piece, grad in zip(of_unit.pieces, of_unit.grads, strict=True):
+        for unit_grads in ready:
+            for piece, grad in zip(unit_grads.pieces, unit_grads.grads, strict=True):
                 if piece.counted and grad.numel():
                     found = backends.grad_stats([grad])
                     at = 6 * self._row_of[piece.id]

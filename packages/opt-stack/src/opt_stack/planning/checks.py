@@ -15,8 +15,8 @@ from torch import nn
 
 from opt_config import ConfigError, DynamicScale, FlatShards, Replicated, WholeParams
 from opt_distributed.buffers import (
-    AS_IT_CAME,
     CODED_MULTIPLE,
+    PRE_SHARDED,
     BufferPlan,
     DistributedDataParallel,
     check_apart,
@@ -25,8 +25,8 @@ from opt_distributed.buffers import (
 )
 from opt_distributed.comm import Axes, Comm, GraphError, group_of
 from opt_distributed.comm import device as devices
-from opt_distributed.pieces import Numbers
 from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_problem
+from opt_kernels.params import MainFormat
 from opt_kernels.quantized import FP8
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_paramgroups import ParamMeta
@@ -328,7 +328,7 @@ def _problem_of_hook(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: Buffer
         return "tensor parallelism cuts it along an unknown dim; set its partition_dim" if unknown else ""
     if not hook.needs_rows or len(meta.shape) < 2:
         return ""
-    if buffer.kind is AS_IT_CAME:
+    if buffer.kind is PRE_SHARDED:
         cuts_rows = any(placed.shard_dim not in (None, 0) and placed.size > 1 for placed in meta.placements)
     else:
         is_flat = buffer.kind.cuts and buffer.layout.num_shards > 1
@@ -384,7 +384,7 @@ def check_graphs(design: Design, device: torch.device) -> Iterator[str]:
                 "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
                 "elementwise rule), or set it to False"
             )
-        if Numbers.FP16_SCALED in unit.numbers.values():
+        if MainFormat.FP16_SCALED in unit.numbers.values():
             yield (
                 f"{_GRAPH} with main_params_dtype={plan.config.main_params_dtype}, whose values are decoded to new "
                 "memory at every step; use remainders or fp32 main values, or set it to False"

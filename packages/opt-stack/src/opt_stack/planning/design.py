@@ -14,8 +14,8 @@ from torch import nn
 
 from opt_config import OnDevice, OptimizerConfig, ParamKey, WholeParams
 from opt_distributed.buffers import (
-    AS_IT_CAME,
     CODED_MULTIPLE,
+    PRE_SHARDED,
     BufferPlan,
     DistributedDataParallel,
     SyncedBuffer,
@@ -26,8 +26,8 @@ from opt_distributed.buffers import (
     uses_qk_layernorm,
 )
 from opt_distributed.comm import Alone, Axes, Roles
-from opt_distributed.pieces import Numbers
 from opt_kernels.hooks import GivenHooks, bare
+from opt_kernels.params import MainFormat
 from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 from opt_scheduler import ParamGroupOverride
@@ -255,15 +255,15 @@ def _with_matrices(
     )
 
 
-def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> Numbers:
+def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> MainFormat:
     """Return how the main values of parameters of `dtype` are kept."""
     if dtype == torch.float32:
-        return Numbers.DIRECT
+        return MainFormat.PARAM
     if dtype == torch.bfloat16 and config.precision.remainder:
-        return Numbers.REMAINDER
+        return MainFormat.REMAINDER
     if dtype == torch.bfloat16 and config.precision.mains is torch.int8:
-        return Numbers.SHORT_REMAINDER
-    return Numbers.FP16_SCALED if config.precision.mains is torch.float16 else Numbers.FP32_COPY
+        return MainFormat.SHORT_REMAINDER
+    return MainFormat.FP16_SCALED if config.precision.mains is torch.float16 else MainFormat.FP32_COPY
 
 
 def _hosted(buffer: BufferPlan, metas: Mapping[ParamId, ParamMeta], fraction: float) -> Iterator[frozenset[ParamId]]:
@@ -273,7 +273,7 @@ def _hosted(buffer: BufferPlan, metas: Mapping[ParamId, ParamMeta], fraction: fl
     elements: at most one piece too many, as in Megatron-Core. DTensors are counted by their whole shapes, because ranks
     that store parts of one matrix must make the same decision.
     """
-    is_laid_out = buffer.kind is AS_IT_CAME
+    is_laid_out = buffer.kind is PRE_SHARDED
     for shard in range(1 if is_laid_out else buffer.layout.num_shards):
         runs = [(run.id, prod(metas[run.id].shape) if is_laid_out else run.numel) for run in buffer.runs(shard)]
         wanted = fraction * sum(numel for _, numel in runs)

@@ -11,11 +11,11 @@ from types import MappingProxyType
 import torch
 
 from opt_config import ConstantScale, DynamicScale, OptimizerConfig
-from opt_distributed.buffers import AS_IT_CAME, BufferPlan, short
+from opt_distributed.buffers import PRE_SHARDED, BufferPlan, short
 from opt_distributed.layout import ComputeLayout, Computes, owner_load
-from opt_distributed.pieces import FP16, Numbers
 from opt_kernels.hooks import hooks_of
 from opt_kernels.matrices import TpMode
+from opt_kernels.params import FP16, MainFormat
 from opt_kernels.quantized import FP8, RECIPES
 from opt_kernels.rules import Rule, init_state
 from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
@@ -34,7 +34,7 @@ class UnitPlan:
     rule: Rule
     is_expert: bool
     ids: frozenset[ParamId]
-    numbers: Mapping[torch.dtype, Numbers]  # how main values are kept, by parameter dtype
+    numbers: Mapping[torch.dtype, MainFormat]  # how main values are kept, by parameter dtype
     compute: tuple[ComputePlan, ...] = ()  # for matrices that are cut over ranks
     splits: Mapping[ParamId, MatrixSpec] = field(default_factory=dict)  # of parameters whose rows are several matrices
     whole_qkv: int = 0  # number of fused q, k and v parameters that the rule updates as one matrix each
@@ -73,7 +73,7 @@ class Plan:
 
     def fingerprint(self, *, experts: bool) -> str:
         """Return a hash that is equal on ranks with the same layouts, rules and parameters: of experts, or dense."""
-        buffers = [b for b in self.buffers if b.is_expert is experts and b.kind is not AS_IT_CAME]
+        buffers = [b for b in self.buffers if b.is_expert is experts and b.kind is not PRE_SHARDED]
         units = [u for u in self.units if u.is_expert is experts]
         text = [f"{b.name}:{b.layout.fingerprint()}" for b in buffers]
         text += [f"{u.name}:{rule_text(u.rule)}:{sorted(u.ids)}" for u in units]
@@ -83,7 +83,7 @@ class Plan:
 
     def layout_id(self, rank: int) -> str:
         """Return an id of this rank's pieces. A rank-local `state_dict` loads only where the id is the same."""
-        shards = [b for b in self.buffers if b.layout.num_shards > 1 or b.kind is AS_IT_CAME]
+        shards = [b for b in self.buffers if b.layout.num_shards > 1 or b.kind is PRE_SHARDED]
         if not shards:
             return "replicated"
         layouts = "|".join(sorted(b.layout.fingerprint() for b in shards))
@@ -101,17 +101,23 @@ def rule_text(rule: Rule) -> str:
 # --- bytes ----------------------------------------------------------------------------------------------------------
 
 
-NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
+NUMBERS_IN_WORDS: Mapping[MainFormat, str] = MappingProxyType(
     {
-        Numbers.DIRECT: "updated in place",
-        Numbers.FP32_COPY: "fp32 mains",
-        Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
-        Numbers.SHORT_REMAINDER: "24 bits as bf16 + 8-bit remainder",
-        Numbers.FP16_SCALED: "scaled fp16 mains",
+        MainFormat.PARAM: "updated in place",
+        MainFormat.FP32_COPY: "fp32 mains",
+        MainFormat.REMAINDER: "fp32 as bf16 + 16-bit remainder",
+        MainFormat.SHORT_REMAINDER: "24 bits as bf16 + 8-bit remainder",
+        MainFormat.FP16_SCALED: "scaled fp16 mains",
     }
 )
-_MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in addition to the parameter
-    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.SHORT_REMAINDER: 1, Numbers.FP16_SCALED: 2}
+_MAIN_BYTES: Mapping[MainFormat, int] = MappingProxyType(  # per element, in addition to the parameter
+    {
+        MainFormat.PARAM: 0,
+        MainFormat.FP32_COPY: 4,
+        MainFormat.REMAINDER: 2,
+        MainFormat.SHORT_REMAINDER: 1,
+        MainFormat.FP16_SCALED: 2,
+    }
 )
 
 
@@ -158,9 +164,9 @@ def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
     return sum(recipe.num_bytes(param.shape) for param in buffer.params)
 
 
-def main_bytes(numbers: Numbers, numel: int) -> int:
+def main_bytes(numbers: MainFormat, numel: int) -> int:
     """Return the bytes of the main values of `numel` elements of one parameter, without the parameter itself."""
-    scales = -(-numel // FP16.block) if numbers is Numbers.FP16_SCALED else 0
+    scales = -(-numel // FP16.block) if numbers is MainFormat.FP16_SCALED else 0
     return numel * _MAIN_BYTES[numbers] + 4 * scales
 
 

@@ -171,7 +171,7 @@ class StateOffload:
 
     def _tensors(self, device: devices.Device) -> Iterator[Tensor]:
         """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
-        kept = [(piece, piece.main.kept()) for unit in self.units if unit.host is None for piece in unit.pieces]
+        kept = [(piece, piece.main.kept.values()) for unit in self.units if unit.host is None for piece in unit.pieces]
         # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
         params = {
             piece.main.target.untyped_storage().data_ptr()
@@ -267,7 +267,7 @@ def _sums_of_states(held: Mapping[ParamId, Held]) -> dict[ParamId, int]:
             of_param[id] = [piece.step]
             whole = {spec.name for spec in unit.rule.state_specs if spec.whole}  # on the rank that computes the matrix
             tensors |= {(id, name): tensor for name, tensor in piece.state.items() if name not in whole}
-            tensors |= {(id, f"main {number}"): tensor for number, tensor in enumerate(piece.main.kept())}
+            tensors |= {(id, f"main {number}"): tensor for number, tensor in enumerate(piece.main.kept.values())}
     for (id, name), number in checksums(tensors).items():
         of_param[id].append((name, number))
     return {id: crc32(repr(found).encode()) for id, found in of_param.items()}

@@ -21,19 +21,18 @@ from torch import Tensor, nn
 from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
 from opt_distributed.comm import Roles
 from opt_distributed.finalize import unfinalized
-from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain, local
+from opt_distributed.pieces import OwnedPiece, QuantizedMain, local
 from opt_distributed.saving import decoded, kept_states
-from opt_distributed.step import NOTHING_WRITTEN, Refusal, Unit, Written, read_hyper
-from opt_kernels.backends import Writes
+from opt_distributed.step import NOTHING_WRITTEN, Refusal, Unit, Written
 from opt_kernels.formulas import Formula, RisingRates
 from opt_kernels.hooks import bare
+from opt_kernels.params import OnForeignWrite, Writes, loses_write_, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import ParamId, is_dtensor
 
 Groups = Sequence[Mapping[str, Any]]
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
 
 
 class LoadedWeights:
@@ -49,8 +48,7 @@ class LoadedWeights:
         copied: Collection[ParamId] = (),  # parameters of which other ranks hold copies
     ):
         """Notes from now on every load of the modules of `chunks`, and the parameters that they have."""
-        # Main values that are a copy of the parameter in another format. fp8 codes depend on their scales as well.
-        self._copied = [p for p in pieces if p.main.numbers in _COPIES and not isinstance(p.main, QuantizedMain)]
+        self._copied = [piece for piece in pieces if piece.main.is_copy]
         self._averaged = averaged
         self._ids: dict[nn.Parameter, ParamId] = {  # of all parameters of the optimizer
             param: id for group in groups for id, param in zip(group["param_ids"], group["params"], strict=True)
@@ -167,7 +165,8 @@ class LoadedWeights:
             return replaced
         if not self.are_new:
             return None
-        other = next((piece for piece in self._copied if not _agrees(piece)), None)
+        refuse = OnForeignWrite.REFUSE
+        other = next((piece for piece in self._copied if loses_write_(piece.main, refuse)), None)
         if other is not None:
             return UnusableGradientError(
                 f"weights were loaded into the model: {str(other.id)!r} has other values than its main values, which "
@@ -240,16 +239,6 @@ def _counted(param: Tensor) -> list[Tensor]:
     tensors = [param, param.to_local()] if is_dtensor(param) else [param]
     # Nothing counts the writes of a tensor that was made in torch.inference_mode().
     return [tensor for tensor in tensors if not tensor.is_inference()]
-
-
-@torch.no_grad()
-def _agrees(piece: OwnedPiece) -> bool:
-    """Whether the parameter holds the rounded main values; NaNs agree with NaNs."""
-    main = piece.main
-    assert not isinstance(main, QuantizedMain)
-    target = main.device.to_host(main.target) if isinstance(main, HostMain) else main.target
-    rounded: Tensor = main.value().to(target.dtype)
-    return bool(((rounded == target) | (rounded.isnan() & target.isnan())).all())
 
 
 class Evaluation:

@@ -153,8 +153,8 @@ def update_(
         if not (is_swept and _swept(sweep, columns, formula, rows, stochastic_rounding)):
             others += sweep.works
     if others:
-        works = list(columns.works())
-        rest = [Batch(batches[works[i][0]].hyper, [works[i][1]]) for i in others]
+        items = columns.items(codecs)
+        rest = [Batch(batches[items[i].row].hyper, [items[i].work]) for i in others]
         torch_native.update_(rest, formula, codecs, stochastic_rounding=stochastic_rounding, grad_scale=scale)
 
 
@@ -193,34 +193,31 @@ def _sweeps_of(columns: elements.Columns, codecs: Mapping[str, StateCodec]) -> l
 
 
 def _sweeps(columns: elements.Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
-    if not elements.are_in_order(columns, codecs):
+    items = columns.items(codecs)
+    if not elements.are_in_order(items, len(codecs)):
         return None
-    works = list(columns.works())
     by_formats: dict[Formats, list[int]] = {}
-    for index, (_, work) in enumerate(works):
-        by_formats.setdefault(Formats.of(work, codecs), []).append(index)
-    return [_sweep(formats, numbers, works, codecs) for formats, numbers in by_formats.items()]
+    for index, item in enumerate(items):
+        by_formats.setdefault(Formats.of(item.work, codecs), []).append(index)
+    return [_sweep(formats, numbers, items, codecs) for formats, numbers in by_formats.items()]
 
 
 def _sweep(
-    formats: Formats, numbers: list[int], works: Sequence[tuple[int, Work]], codecs: Mapping[str, StateCodec]
+    formats: Formats, numbers: list[int], items: Sequence[elements.Item], codecs: Mapping[str, StateCodec]
 ) -> _Sweep:
     types = formats.codec_types(codecs.values())
-    chosen = [works[i] for i in numbers]
-    for _, work in chosen if types is not None else ():
-        elements.check_work(work, codecs, torch.device("cpu"))
-    columns = zip(
-        *([0 if t is None else t.data_ptr() for t in elements.tensors_of(work, codecs)] for _, work in chosen)
-    )
-    mains, outs, *others = map(list, columns)
+    chosen = [items[i] for i in numbers]
+    for item in chosen if types is not None else ():
+        elements.check_item(item, codecs, torch.device("cpu"))
+    addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in item.tensors] for item in chosen]
+    mains, outs, *others = map(list, zip(*addresses))
     codes = others[: len(codecs)]
     scales = iter(others[len(codecs) :])
-    nothing = [0] * len(numbers)
-    of_states = [(of, next(scales) if codec.block else nothing) for of, codec in zip(codes, codecs.values())]
-    numels = [work.grad.numel() for _, work in chosen]
-    rows = [row for row, _ in chosen]
-    firsts = [work.first for _, work in chosen]
-    after = [column for pair in of_states for column in pair] + [numels, rows, firsts]
+    after = []
+    for column, codec in zip(codes, codecs.values()):
+        after += [column, next(scales) if codec.block else [0] * len(numbers)]
+    numels = [item.work.grad.numel() for item in chosen]
+    after += [numels, [item.row for item in chosen], [item.work.first for item in chosen]]
     return _Sweep(formats, types, numbers, _joined([mains, outs]), _joined(after), sum(numels))
 
 

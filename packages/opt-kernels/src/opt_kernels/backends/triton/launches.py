@@ -24,18 +24,18 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import (
     Columns,
+    Item,
     LayoutError,
     are_in_order,
-    check_work,
+    check_item,
     columns_of,
     names_of_columns,
     parts_of,
-    tensors_of,
 )
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, triton_dtype, value_dtype
 from opt_kernels.codecs import StateCodec
-from opt_kernels.works import Batch, Work, Works
+from opt_kernels.works import Batch, Works
 
 LINE = 8  # int64 per 64-byte memory line; a record takes one line, or two
 TRAILING = 3  # elements, row, first: after the addresses
@@ -242,53 +242,46 @@ def known_calls(device: torch.device) -> DeviceTables[_KnownCall]:
     return DeviceTables(device, capacity=CALLS)
 
 
-class _Item(NamedTuple):
-    """One work of a call."""
-
-    row: int
-    work: Work
-    columns: list[Tensor | None]
-
-
 def _parts(
     columns: Columns, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
 ) -> list[_Part] | None:
     """The works by format, with their records on the device. None if some cannot be swept without a copy."""
-    if not are_in_order(columns, codecs):
+    items = columns.items(codecs)
+    if not are_in_order(items, len(codecs)):
         return None
-    items = [_Item(row, work, tensors_of(work, codecs)) for row, work in columns.works()]
     by_formats: dict[LaunchFormats, list[Cut]] = {}
-    for index, (_, work, _) in enumerate(items):
-        if numel := work.grad.numel():
-            check_work(work, codecs, device)
-            cuts = [Cut(index, 0, numel, work.first)] if cutting is None else list(cutting.runs(index, numel))
-            by_formats.setdefault(_formats(items[index], cuts, codecs), []).extend(cuts)
+    for index, item in enumerate(items):
+        if numel := item.work.grad.numel():
+            check_item(item, codecs, device)
+            cuts = [Cut(index, 0, numel, item.work.first)] if cutting is None else list(cutting.runs(index, numel))
+            by_formats.setdefault(_formats(item, cuts, codecs), []).extend(cuts)
     tagged = cutting is not None
     return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]
 
 
-def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
+def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
     """Address of the first element of the run in each column."""
-    return [
-        0 if tensor is None else tensor.data_ptr() + piece.begin // elements * tensor.itemsize
-        for tensor, elements in zip(item.columns, names_of_columns(codecs).values())
-    ]
+    addresses = []
+    for tensor, elements in zip(item.tensors, names_of_columns(codecs).values()):
+        addresses.append(0 if tensor is None else tensor.data_ptr() + piece.begin // elements * tensor.itemsize)
+    return addresses
 
 
-def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
+def _formats(item: Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
     """The formats common to all runs of a work. Block scales are read one at a time, so they need no alignment."""
-    main, out, *states = item.columns
+    main, out, *states = item.tensors
     assert main is not None
     grad = item.work.grad
-    kept = 2 + len(codecs)
-    places = [at for c in cuts for at in (*_addresses(item, c, codecs)[:kept], c.beside)]
-    places += [grad.data_ptr() + c.begin * grad.itemsize for c in cuts]
+    places = 0
+    for piece in cuts:
+        places |= reduce(or_, _addresses(item, piece, codecs)[: 2 + len(codecs)])
+        places |= piece.beside | (grad.data_ptr() + piece.begin * grad.itemsize)
     return LaunchFormats(
         grad=grad.dtype,
         main=main.dtype,
         out=None if out is None else out.dtype,
         states=tuple(state.dtype for state in states[: len(codecs)] if state is not None),
-        aligned=reduce(or_, places) % ALIGNMENT == 0,
+        aligned=places % ALIGNMENT == 0,
         remainder=item.work.main is None,
     )
 
@@ -296,17 +289,16 @@ def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec])
 def _part(
     formats: LaunchFormats,
     cuts: tuple[Cut, ...],
-    items: Sequence[_Item],
+    items: Sequence[Item],
     codecs: Mapping[str, StateCodec],
     device: torch.device,
     tagged: bool,
 ) -> _Part:
     numels = tuple(c.numel for c in cuts)
     extents = Extents(numels, tuple(items[c.work].row for c in cuts), tuple(c.first for c in cuts))
-    columns = [
-        Column(item_bytes=0 if tensor is None else tensor.itemsize, elements=elements)
-        for tensor, elements in zip(items[cuts[0].work].columns, names_of_columns(codecs).values())
-    ]
+    columns = []
+    for tensor, elements in zip(items[cuts[0].work].tensors, names_of_columns(codecs).values()):
+        columns.append(Column(item_bytes=0 if tensor is None else tensor.itemsize, elements=elements))
     addresses = list(zip(*(_addresses(items[c.work], c, codecs) for c in cuts)))
     if tagged:
         columns.append(Column(item_bytes=0))
@@ -314,15 +306,10 @@ def _part(
     chunk = chunk_elements(sum(numels), processors=processors(device))
     records = chunk_records(addresses, columns, extents, chunk=chunk)
     chunks = cut(numels, chunk)
-    begins = [c.begin * formats.grad.itemsize for c in cuts]
-    return _Part(
-        formats,
-        cuts,
-        to_device(records, device),
-        chunk,
-        torch.tensor([c.work for c in cuts], dtype=torch.int64, device="cpu")[chunks.run],
-        moved(begins, chunks, Column(item_bytes=formats.grad.itemsize)),
-    )
+    grad_bytes = formats.grad.itemsize
+    works = torch.tensor([c.work for c in cuts], dtype=torch.int64, device="cpu")
+    begins = moved([c.begin * grad_bytes for c in cuts], chunks, Column(item_bytes=grad_bytes))
+    return _Part(formats, cuts, to_device(records, device), chunk, works[chunks.run], begins)
 
 
 def _launches(
@@ -338,8 +325,8 @@ def _launches(
     if parts is None:
         return None
     grads_at = torch.tensor(columns.grads_at, dtype=torch.int64, device="cpu")
-    addresses = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, known.device) for part in parts]
-    return Launches(
-        Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
-        for part, column in zip(parts, addresses)
-    )
+    launches = []
+    for part in parts:
+        column = to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, known.device)
+        launches.append(Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts))
+    return launches

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.elements import read_main
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices import access
 from opt_kernels.works import Batch, NamedChoice, Task, Work
@@ -113,7 +114,7 @@ def accumulate_(task: Task, grad: Tensor, step: MuonStep, skip: Tensor | None) -
     """Update the momentum, and turn `grad` (*shape), scaled and in the compute dtype, into u in place."""
     hyper, work = task
     if step.decay is Decay.L2:
-        grad.add_(decay_of(access.read_main(work), hyper.weight_decay))
+        grad.add_(decay_of(read_main(work), hyper.weight_decay))
     stored = work.state[MOMENTUM]
     in_place = skip is None and stored.dtype is grad.dtype
     momentum = stored if in_place else access.read_state(work, MOMENTUM, step.codec)
@@ -130,7 +131,7 @@ def descend_(task: Task, update: Tensor, step: MuonStep, skip: Tensor | None) ->
     """p <- p - (decay) - lr s e `update` (*shape), unless the step is skipped. Overwrites `update`."""
     hyper, work = task
     _scale_(work, update, step.factors(work))
-    main = access.read_main(work) if skip is None else access.read_main(work).clone()
+    main = read_main(work, copy=skip is not None)
     if step.decay is not Decay.L2:
         main.mul_(1.0 - (hyper.lr if step.decay is Decay.DECOUPLED else 1.0) * hyper.weight_decay)
     access.write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)

@@ -20,7 +20,7 @@ from opt_kernels.backends.triton.launches import CALLS, Cut, Cutting, Launches, 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.access import stacks
 from opt_kernels.matrices.muon import MOMENTUM, Factors, Inputs
-from opt_kernels.works import Batch, Hyper, Task, Work, Works
+from opt_kernels.works import Batch, Hyper, Task, Work
 
 ROUND_NUMEL = 1 << 27  # elements of the inputs that are held at once: 256 MiB in 16 bits
 APART = 64  # stacks begin at multiples of this number of elements, for alignment
@@ -72,21 +72,15 @@ class Round(NamedTuple):
         raise IndexError(work)
 
 
-def with_ordered_grads(batches: Sequence[Batch]) -> Sequence[Batch]:
+def with_ordered_grads(batches: Sequence[Batch]) -> list[Batch]:
     """`batches`, with contiguous copies of gradients that are not contiguous."""
-    columns = [works.grads if isinstance(works, Works) else [work.grad for work in works] for _, works in batches]
-    if all(lies_in_order(grad) for grads in columns for grad in grads):
-        return batches
-    return [
-        Batch(
-            hyper,
-            [
-                work if lies_in_order(work.grad) else replace(work, grad=work.grad.resolve_neg().contiguous())
-                for work in works
-            ],
-        )
-        for hyper, works in batches
-    ]
+    return [Batch(hyper, list(map(_with_ordered_grad, works))) for hyper, works in batches]
+
+
+def _with_ordered_grad(work: Work) -> Work:
+    if lies_in_order(work.grad):
+        return work
+    return replace(work, grad=work.grad.resolve_neg().contiguous())
 
 
 def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> Iterator[Round]:

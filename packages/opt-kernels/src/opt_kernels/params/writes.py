@@ -1,0 +1,189 @@
+"""Writes of other code to parameters, and what they mean for main values that are copies.
+
+A float32 main is a copy: after `model.load_state_dict`, `torch.nn.utils.vector_to_parameters`, `param.data = ...`, or
+any other write to a bfloat16 or float16 parameter, the next update of its old main would restore the old weights. torch
+counts writes (`_version`), and an assignment moves the parameter; only after either are parameters and mains compared.
+`OnForeignWrite` says what follows. A write through `param.data`, such as `param.data.fill_(0)`, is not seen.
+
+So a write is seen as another version, another address, or another storage at the same address.
+
+Kernels write memory that autograd does not watch. Counting their writes makes a backward pass through an older graph
+raise, as after a step of torch's optimizers. An assignment to `param.data` leaves the version as it was, and may find
+memory at the address of the storage that it releases, so the storage is compared as well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from opt_kernels.backends.elements import flat
+from opt_kernels.dtensor import are_dtensors, local
+from opt_kernels.params.main import MAIN, Main
+
+CHUNK_NUMEL = 1 << 22  # elements that are compared at a time
+
+
+class Mark(NamedTuple):
+    """The version and the memory of a tensor at one time."""
+
+    version: int  # 0 for a tensor made in inference mode: nothing counts its writes
+    address: int  # 0 for a wrapper subclass, such as DTensor, whose elements are in other tensors
+    storage: StorageWeakRef | None  # does not keep the memory
+
+
+class Writes:
+    """Counts the writes of the owner to some tensors, and notices those of others."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._placed = [tensor for tensor in tensors if _has_memory(tensor)]
+        self._version: Callable[[Tensor], int] = _VERSION if len(self._counted) == len(self.tensors) else _version
+        self._address = Tensor.data_ptr if len(self._placed) == len(self.tensors) else _address
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._storages: list[StorageWeakRef | None] = []
+        self._numbers: list[int] = []  # of the storages, in torch
+        self.accept()
+
+    def count(self) -> None:
+        """Count one more write of the owner to each. A tensor that others have moved is still to be noticed."""
+        torch.autograd.graph.increment_version(self._counted)
+        self._versions = list(map(self._version, self.tensors))
+
+    def accept(self) -> None:
+        """Take the writes until now for the owner's."""
+        self._versions = list(map(self._version, self.tensors))
+        if not self._storages or not self._are_in_place():
+            self._addresses = list(map(self._address, self.tensors))
+            self._storages = [_storage(tensor) for tensor in self.tensors]
+            self._numbers = [storage.cdata for storage in self._storages if storage is not None]
+
+    def are_all_own(self) -> bool:
+        """Whether no other code has written to the tensors or moved them."""
+        return list(map(self._version, self.tensors)) == self._versions and self._are_in_place()
+
+    def of_others(self) -> list[Tensor]:
+        """The tensors that other code has written or moved."""
+        return [tensor for tensor, mark in zip(self.tensors, self.marks, strict=True) if not is_unwritten(tensor, mark)]
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The accepted marks of the tensors."""
+        return list(map(Mark, self._versions, self._addresses, self._storages))
+
+    def _are_in_place(self) -> bool:
+        return list(map(self._address, self.tensors)) == self._addresses and not any(map(_IS_RELEASED, self._numbers))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a Writes holds addresses of tensors, so it is not copied or pickled; make another")
+
+
+def is_unwritten(tensor: Tensor, mark: Mark) -> bool:
+    """Whether no other code has written to `tensor` or moved it since `mark`."""
+    is_in_place = mark.storage is None or not _IS_RELEASED(mark.storage.cdata)
+    return is_in_place and (_version(tensor), _address(tensor)) == mark[:2]
+
+
+_VERSION: Callable[[Tensor], int] = attrgetter("_version")
+_IS_RELEASED = cast(Callable[[int], bool], torch.UntypedStorage._expired)
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, or its data
+        return 0
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if _has_memory(tensor) else 0
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    return cast(Any, StorageWeakRef)(tensor.untyped_storage()) if _has_memory(tensor) else None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not hasattr(type(tensor), "__tensor_flatten__")
+
+
+class OnForeignWrite(Enum):
+    """What follows if a parameter is not the rounded main value, because other code has written it."""
+
+    FOLLOW = auto()  # drop-ins, like torch.optim: elements that differ become the main values. The host reads nothing
+    REFUSE = auto()  # pieces of ranks: no step may be made, since replicas on other ranks may not have been written
+
+
+@torch.no_grad()
+def loses_write_(main: Main, on_write: OnForeignWrite) -> bool:
+    """Return whether the next update would restore other values than the parameter has: never if the main follows.
+
+    `main` is a copy of its parameter. NaNs are equal to NaNs.
+    """
+    present = main.present()
+    if on_write is OnForeignWrite.REFUSE:
+        return bool(_differ(main.value(), present).any())
+    of_param = torch.split(flat(present, present, "param"), CHUNK_NUMEL)
+    of_main = torch.split(flat(main.value(), present, MAIN), CHUNK_NUMEL)
+    for new, kept in zip(of_param, of_main, strict=True):
+        kept.copy_(torch.where(_differ(kept, new), new.to(kept.dtype), kept))
+    return False
+
+
+def _differ(values: Tensor, present: Tensor) -> Tensor:
+    """Bools: the rounded main value is not what the parameter has."""
+    rounded = values.to(present.dtype)
+    return ~((rounded == present) | (rounded.isnan() & present.isnan()))
+
+
+class FollowingMains:
+    """The float32 mains of parameters that are updated together. They follow the writes of other code."""
+
+    def __init__(self, params: Sequence[tuple[Tensor, Mapping[str, Tensor]]], followed: Mapping[Tensor, Mark]):
+        """`params` with their states. `followed` are the marks of parameters that mains have followed in earlier steps.
+
+        Also counts the updates of parameters without a main: kernels write memory that autograd does not watch, and a
+        backward pass through an older graph must raise.
+        """
+        # Nothing counts writes to tensors that were made in torch.inference_mode().
+        self._counted = [param for param, _ in params if not param.is_inference()]
+        self._copied = [param for param, state in params if MAIN in state]
+        self._states = [state for _, state in params if MAIN in state]
+        self._followed_before = followed
+        self._writes: Writes | None = None  # None: before the first update
+
+    @property
+    def followed(self) -> dict[Tensor, Mark]:
+        """The marks of the parameters that mains have followed."""
+        marks = [] if self._writes is None else self._writes.marks
+        return {**self._followed_before, **dict(zip(self._copied, marks))}
+
+    def begin_update_(self) -> None:
+        """Let mains take the values of parameters that other code wrote, and count the writes of the update. The host
+        reads no tensor."""
+        with torch.no_grad():  # else `to_local` returns an alias with a version of its own
+            is_sharded = are_dtensors(self._copied)
+            shards = list(map(local, self._copied)) if is_sharded else self._copied  # those of DTensors may be replaced
+        before = self._writes
+        is_same = before is not None and all(map(is_, before.tensors, shards))
+        if before is None or not is_same or not before.are_all_own():
+            followed = self.followed
+            for param, state, shard in zip(self._copied, self._states, shards, strict=True):
+                mark = followed.get(param)
+                if mark is None or not is_unwritten(shard, mark):
+                    loses_write_(Main(shard, state), OnForeignWrite.FOLLOW)
+            self._writes = Writes(shards)
+        torch.autograd.graph.increment_version(self._counted)
+        self.end_update_()
+
+    def end_update_(self) -> None:
+        """Count what torch's operations have written in the update, so that the next one does not take it for writes
+        of other code."""
+        if self._writes is not None:
+            self._writes.accept()
