@@ -96,7 +96,7 @@ def train(case: str, one: DeferredRank | None = None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_replays_are_the_steps_of_an_optimizer_that_reads_on_the_host(case: str) -> None:
+def test_replays_equal_steps_of_an_optimizer_that_syncs(case: str) -> None:
     """With clipping, one step overflows: nothing is updated or counted."""
     expected = train(case)
     (found,) = run_deferred(1, partial(train, case), seed=0, eagerness=1.0)
@@ -128,7 +128,7 @@ CHANGES: dict[str, tuple[Callable[[list[nn.Parameter], Any], object], tuple[type
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_replay_that_would_work_on_other_memory_or_numbers_is_refused(name: str) -> None:
+def test_replays_with_other_memory_or_numbers_are_refused(name: str) -> None:
     change, (error, message) = CHANGES[name]
 
     def rank_main(one: DeferredRank) -> None:

@@ -86,9 +86,7 @@ def launched_version(op: str, function: str, *, backend: str | None, tensors: Se
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "soap"])  # whose update reads on the host
-def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_never_syncs_and_any_order_gives_the_bits_of_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "version", launched_version)
     # More buckets than have memory of their own.
     monkeypatch.setattr(design, "default_bucket_size", lambda num_ranks: 1)
@@ -101,7 +99,7 @@ OFFLOADED = [name for name in CASES if "fp8_recipe" not in CASES[name][1]]
 
 
 @pytest.mark.parametrize(("name", "offload"), in_turn(OFFLOADED, [*OFFLOADS]))
-def test_state_on_the_host_gives_the_bits_of_a_cpu_in_every_order(
+def test_offloaded_state_gives_the_bits_of_a_cpu_in_any_order(
     name: str, offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each piece is copied separately, so that copies and updates interleave.
@@ -111,9 +109,7 @@ def test_state_on_the_host_gives_the_bits_of_a_cpu_in_every_order(
 
 
 @pytest.mark.parametrize("size", [1, SIZE])
-def test_a_step_waits_for_the_verdict_of_the_one_before_and_for_nothing_else(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_only_for_the_verdict_of_the_last_one(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only exception: errors of other ranks must be raised even if results are never read. A process without other
     ranks waits for nothing."""
     waited: list[HostCopy] = []
@@ -231,7 +227,7 @@ def objecting(one: DeferredRank, *, name: str, graphs: bool) -> tuple[list[str],
 @pytest.mark.parametrize(
     ("name", "graphs"), [(name, False) for name in OBJECTIONS] + [(name, True) for name in OF_REPLAYS]
 )
-def test_the_objection_of_a_rank_is_raised_in_the_same_step_on_every_rank(name: str, graphs: bool) -> None:
+def test_a_refusal_of_one_rank_is_raised_in_that_step_on_all(name: str, graphs: bool) -> None:
     """The objecting rank raised at once, the others in the next step; with a wrong group it left the others waiting."""
     _, own, other = OF_REPLAYS[name]
     moves = [True, True, True, False, False, True]

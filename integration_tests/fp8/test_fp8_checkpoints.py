@@ -81,7 +81,7 @@ def test_a_checkpoint_goes_on_in_bf16_and_again_in_fp8(recipe: str, tmp_path: Pa
 
 
 @every_recipe
-def test_weights_alone_are_saved_dequantised_and_quantised_when_loaded(recipe: str, tmp_path: Path) -> None:
+def test_weights_alone_are_saved_dequantised_and_requantised(recipe: str, tmp_path: Path) -> None:
     model = make_model(recipe)
     wide = make_model(None, seed=5)
     other = make_model(recipe, seed=7)
@@ -108,7 +108,7 @@ def test_a_factory_of_fused_rows_quantises_what_it_merges(tmp_path: Path) -> Non
     assert torch.equal(other[0].weight.values(), model[0].weight.values())
 
 
-def test_reloaded_weights_become_main_values_and_exact_ones_are_quantised() -> None:
+def test_weights_become_mains_and_exact_weights_are_quantised() -> None:
     model, _, optimizer = build(Alone(), "blockwise")
     train(model, optimizer, range(2))
     weights = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
@@ -122,7 +122,7 @@ def test_reloaded_weights_become_main_values_and_exact_ones_are_quantised() -> N
     assert same([param.codes for param in fp8_params(model)], [param.codes for param in fp8_params(want)])
 
 
-def test_a_local_state_dict_that_is_broken_on_one_rank_is_refused_on_all() -> None:
+def test_a_state_dict_broken_on_one_rank_is_refused_on_all() -> None:
     """A load ends with collectives over fp8 parameters, in which ranks used to wait for one that had raised."""
 
     def rank_main(comm: Comm) -> str:

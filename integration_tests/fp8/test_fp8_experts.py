@@ -238,7 +238,7 @@ def test_a_checkpoint_of_experts_continues_on_every_grid(recipe: str, spread: st
 
 
 @pytest.mark.parametrize("spread", ["replicated", "flat"])
-def test_experts_in_fp8_on_some_ranks_only_load_without_waiting_for_the_others(spread: str) -> None:
+def test_fp8_experts_on_some_ranks_load_without_the_others(spread: str) -> None:
     """Ranks whose experts are not in fp8 have nothing to quantise after a load."""
 
     def rank_main(place: Place) -> bool:

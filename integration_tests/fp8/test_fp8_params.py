@@ -67,7 +67,7 @@ def test_two_chunks_have_the_codes_of_one_process(recipe: str, layout: str, wrap
     assert all(same(found, alone) for found in run_threads(4, rank_main))
 
 
-def test_ranks_that_read_parameters_in_another_order_have_the_same_codes() -> None:
+def test_reading_order_of_parameters_does_not_change_codes() -> None:
     """Scales of runs were gathered at the first read of a bucket, so that those of different buckets met."""
 
     def rank_main(comm: Comm, *, reverses: bool) -> Any:
@@ -209,7 +209,7 @@ def loaded_over_gradients(comm: Comm) -> None:
 
 
 @pytest.mark.parametrize("program", [used_twice, zeroed, gathered_without_new_values, loaded_over_gradients])
-def test_gradients_and_parameters_in_one_buffer_are_never_taken_for_each_other(
+def test_grads_and_params_in_one_buffer_are_not_confused(
     program: Callable[[Comm], None],
 ) -> None:
     run_threads(2, program)
@@ -229,7 +229,7 @@ def write_codes(model: nn.Module, values: Tensor) -> None:
 
 @pytest.mark.parametrize("keep_initial", [True, False], ids=["offered", "not offered"])
 @pytest.mark.parametrize("change", [None, load, write_codes])
-def test_mains_begin_with_the_values_that_were_quantised_or_loaded_since(keep_initial: bool, change: Any) -> None:
+def test_mains_begin_with_values_quantised_or_loaded_since(keep_initial: bool, change: Any) -> None:
     values, loaded = torch.randn(2, 96, 64, generator=torch.Generator().manual_seed(1))
     model = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
     quantized = QuantizedTensor.of(values, "blockwise", dtype=torch.bfloat16, keep_initial=keep_initial)
@@ -328,7 +328,7 @@ def test_what_differs_or_cannot_be_stored_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("broadcasts", [False, True])
-def test_replicas_that_differ_in_codes_are_refused_or_take_the_first_ones(broadcasts: bool) -> None:
+def test_replicas_with_other_codes_are_refused_or_overwritten(broadcasts: bool) -> None:
     def rank_main(comm: Comm) -> bool:
         model = make_model("delayed", seed=comm.rank)
         config = OptimizerConfig(bf16=True, fp8_recipe="delayed", use_distributed_optimizer=True)

@@ -24,7 +24,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(count or BY_DEFAULT) if only is None else [only])
 
 
-def test_a_composition_has_the_weights_norms_and_verdicts_of_one_process(seed: int) -> None:
+def test_compositions_have_weights_and_verdicts_of_one_process(seed: int) -> None:
     if not FSDP2_RUNS and re.search("layout='?(fsdp2|hsdp)", repr(draw(seed))):
         pytest.skip("this torch runs FSDP2 on GPUs only")
     if found := check_seed(seed):

@@ -154,7 +154,7 @@ def by_one_process(mode: tuple[tuple[str, str], ...]) -> Trained:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_every_rank_has_the_weights_of_one_process_and_main_values_move_as_in_fp32(case: Values) -> None:
+def test_ranks_have_the_weights_and_fp32_mains_of_one_process(case: Values) -> None:
     expected = by_one_process(tuple(alone(case).items()))
     (rtol, atol, mean) = allowed(case)
     for found in run_threads(int(case["world"]), partial(train_on, case)):

@@ -62,7 +62,7 @@ every_precision = pytest.mark.parametrize("numbers", PRECISIONS, ids=lambda numb
 
 
 @every_precision
-def test_what_the_user_writes_counts_and_local_state_is_saved_and_loaded(numbers: Numbers) -> None:
+def test_users_writes_count_and_local_state_is_saved_and_loaded(numbers: Numbers) -> None:
     """Through `.data`, which no version counter sees; where mains are a copy, `reload_model_params` announces it."""
 
     def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
@@ -125,7 +125,7 @@ CLIPPED = [
 
 
 @pytest.mark.parametrize("case", CLIPPED, ids=str)
-def test_qk_clip_has_the_bits_of_a_cpu_with_state_on_the_device_and_on_the_host(case: Case) -> None:
+def test_qk_clip_has_the_bits_of_a_cpu_wherever_state_is(case: Case) -> None:
     assert_bits_of_a_cpu(replace(case, clips=False), clipped, on_device=({}, HALF, ALL | OVERLAPS))
 
 
@@ -133,7 +133,7 @@ MATRICES = [{"optimizer": "muon", "muon_tp_mode": mode} for mode in ("distribute
 
 
 @pytest.mark.parametrize("fields", [*MATRICES, {"optimizer": "soap"}], ids=["distributed", "duplicated", "soap"])
-def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[str, Any]) -> None:
+def test_matrices_in_parts_are_gathered_through_the_device(fields: dict[str, Any]) -> None:
     config = OptimizerConfig(lr=0.02, clip_grad=0.0, muon_fp32_matmul_prec="highest", **fields)
 
     def train(tp: Comm, **offload: Any) -> list[Tensor]:
@@ -216,7 +216,7 @@ def after_a_step(run: Callable[[DeferredRank, nn.Module, Optimizer], Any], size:
     return run_deferred(size, rank_main, seed=0)[0]
 
 
-def test_the_state_is_where_the_last_call_put_it_and_no_parameter_moves() -> None:
+def test_state_is_where_the_last_call_put_it_and_params_stay() -> None:
     """Calls may come twice. One for which memory runs out leaves the state where it is, and may be made again."""
 
     def full(*args: Any, **kwargs: Any) -> Tensor:

@@ -47,7 +47,7 @@ def test_the_lines_for_lightning_return_muon_and_its_schedule() -> None:
     assert all(1e-4 < group["lr"] < 1e-3 for group in made["optimizer"].param_groups)
 
 
-def test_the_plugin_gives_axolotls_trainer_an_optimizer_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_gives_axolotls_trainer_our_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {"post_trainer_create": lambda self, cfg, trainer: None})  # 0.21.0
     outer = {name: ModuleType(name) for name in ("axolotl", "axolotl.integrations")}
@@ -61,7 +61,7 @@ def test_the_plugin_gives_axolotls_trainer_an_optimizer_of_the_stack(monkeypatch
     train(trainer.model, trainer.optimizer)
 
 
-def test_the_optimizer_that_verl_imports_is_called_as_verl_calls_it() -> None:
+def test_the_optimizer_for_verl_accepts_the_calls_of_verl() -> None:
     yaml = pytest.importorskip("yaml")
     config = yaml.safe_load(lines_to_write("verl"))["optim"]
     model = nn.Linear(4, 4).bfloat16()

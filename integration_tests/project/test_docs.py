@@ -41,7 +41,7 @@ def test_every_program_of_a_guide_is_run_by_its_page_or_here() -> None:
         assert f"$ python {program.name}" in page or program.name in Path(__file__).read_text()
 
 
-def test_every_block_is_of_a_language_that_is_run_or_shown_for_a_reason() -> None:
+def test_every_block_is_run_or_only_shown_for_a_reason() -> None:
     known = blocks.RUN | blocks.WRITTEN | blocks.NOT_RUN
     assert [p for p in PAGES if {block.language for block in blocks.blocks(p.read_text())} - known] == []
 
@@ -52,7 +52,7 @@ def source_text() -> str:
     return "\n".join(re.sub(r'"\s*\n\s*f?"', "", text) for text in texts)
 
 
-def test_messages_that_the_page_on_troubleshooting_quotes_are_in_the_source() -> None:
+def test_messages_quoted_in_troubleshooting_are_in_the_source() -> None:
     """Headings that quote a message: code with blanks before a definition."""
     lines = (DOCS / "troubleshooting.md").read_text().splitlines()
     source = source_text()

@@ -29,7 +29,7 @@ def test_every_example_is_run_by_some_test() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == ran_here | imported | tested
 
 
-def test_muon_trains_and_its_plan_leaves_embeddings_and_head_to_adam() -> None:
+def test_muon_trains_and_leaves_embeddings_and_head_to_adam() -> None:
     printed = torchrun("train_muon.py", "--steps", 10, "--batch", 2)
     assert "muon updates 16 parameters" in printed  # four matrices in each of four blocks
     assert "adam updates 37 parameters" in printed
@@ -42,7 +42,7 @@ def test_the_mixture_of_experts_trains() -> None:
     assert math.isfinite(float(loss))
 
 
-def test_the_gpt_trains_resumes_and_refuses_a_batch_that_ranks_cannot_share(tmp_path: Path) -> None:
+def test_gpt_trains_resumes_and_refuses_an_indivisible_batch(tmp_path: Path) -> None:
     printed = torchrun("train_gpt.py", "--dir", tmp_path, "--steps", 4, "--batch", 2)
     assert "adam updates 29 parameters" in printed
     assert "step 4/4  loss" in printed
@@ -53,7 +53,7 @@ def test_the_gpt_trains_resumes_and_refuses_a_batch_that_ranks_cannot_share(tmp_
         torchrun("train_gpt.py", "--dir", tmp_path / "other", "--batch", 3)
 
 
-def test_a_tensor_parallel_run_resumes_on_other_sizes_with_the_same_loss(tmp_path: Path) -> None:
+def test_tensor_parallel_runs_resume_on_other_sizes(tmp_path: Path) -> None:
     def loss(tp: int, steps: int, folder: str) -> float:
         options = ("--tp", tp, "--steps", steps, "--dir", tmp_path / folder)
         printed = torchrun("train_tensor_parallel.py", *options, ranks=4)

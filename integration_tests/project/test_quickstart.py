@@ -45,7 +45,7 @@ def test_the_resumed_run_ends_where_the_uninterrupted_one_does(ran: Any, directo
     assert all((directory / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "schedule.png"))
 
 
-def test_resume_goes_on_with_the_rule_of_the_run_on_another_number_of_ranks(ran: Any, directory: Path) -> None:
+def test_resume_on_other_ranks_keeps_the_rule_of_the_run(ran: Any, directory: Path) -> None:
     again = run("--dir", directory, "--resume", "--ranks", 1, "--more", 2)
     assert again.returncode == 0, again.stderr[-3000:]
     resumed = log(directory / "resumed.json")

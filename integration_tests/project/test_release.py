@@ -29,9 +29,7 @@ def declared(package: str) -> set[str]:
     return {re.split(r"[>=<]", line)[0] for line in lines if line.startswith("opt-")}
 
 
-def test_packages_have_one_version_and_a_tag_needs_it_and_every_change_in_a_changelog(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tag_needs_the_common_version_and_full_changelogs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", stage.version())
     with pytest.raises(SystemExit, match=r"the tag is v9\.9\.9, but the packages have version"):
         stage.stage(tmp_path / "staged", tag="v9.9.9")
@@ -49,7 +47,7 @@ def test_packages_have_one_version_and_a_tag_needs_it_and_every_change_in_a_chan
         stage.stage(tmp_path / "staged", tag="v1.2.3")
 
 
-def test_staged_packages_need_exactly_their_siblings_and_know_their_page(tmp_path: Path) -> None:
+def test_staged_packages_pin_their_siblings_and_link_their_page(tmp_path: Path) -> None:
     stage.stage(tmp_path / "staged", url="https://example.org/o/r")
     for package in PACKAGES:
         project = project_of(tmp_path / "staged" / package)
@@ -70,7 +68,7 @@ def test_the_commands_of_a_package_exist(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_readme_installs_the_package_with_all_siblings_that_it_needs(package: str) -> None:
+def test_the_readme_installs_all_siblings_that_are_needed(package: str) -> None:
     """From the checkout: pip would take what is missing from an index, where the name could be anybody's."""
     needed = {package}
     while more := set().union(*map(declared, needed)) - needed:

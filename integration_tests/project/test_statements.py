@@ -1,10 +1,12 @@
-"""Statements are small: no two unrelated names are bound by one, in any file."""
+"""Statements are small: no two unrelated names are bound by one, in any file. Names of tests are short."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("packages", "integration_tests", "kernels", "examples")
+UNNAMED = ROOT / "packages/opt-kernels/tests"  # whose names are still to be shortened
 
 
 def joined_assignments(source: str) -> list[int]:
@@ -27,10 +29,21 @@ def is_joined(node: ast.Assign) -> bool:
     return True
 
 
+def all_files() -> list[Path]:
+    return sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+
+
 def test_each_statement_binds_one_name() -> None:
     """Write one assignment a line, or an `if` with a block for each arm."""
-    files = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
-    assert not [f"{file.relative_to(ROOT)}:{line}" for file in files for line in joined_assignments(file.read_text())]
+    lines = {file: joined_assignments(file.read_text()) for file in all_files()}
+    assert not [f"{file.relative_to(ROOT)}:{line}" for file in lines for line in lines[file]]
+
+
+def test_names_of_tests_have_at_most_60_letters() -> None:
+    """Name the symptom in a few words; details belong into the docstring."""
+    files = [file for file in all_files() if "src" not in file.parts and UNNAMED not in file.parents]
+    names = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    assert not [name for name in names if len(name) > 60]
 
 
 def test_joined_assignments_are_found() -> None:

@@ -71,7 +71,7 @@ def test_a_published_wheel_needs_its_siblings_at_its_own_version(wheel: zipfile.
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_source_distribution_holds_sources_tests_and_the_licence(package: str) -> None:
+def test_an_sdist_holds_sources_tests_and_the_licence(package: str) -> None:
     found = list(Path(os.environ["OPT_STACK_DIST"]).glob(f"{package.replace('-', '_')}-*.tar.gz"))
     if not found and "OPT_STACK_RELEASE" not in os.environ:
         pytest.skip("only `nox -s release` builds source distributions")

@@ -124,7 +124,7 @@ def leaving(case: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("case", LEAVES)
-def test_ranks_that_wait_for_one_that_left_name_it_and_update_nothing(case: str) -> None:
+def test_waiting_ranks_name_the_absent_one_and_update_nothing(case: str) -> None:
     """They waited until the timeout of the group, half an hour by default, and raised an error without a cause."""
     _, size, of_first, of_others = LEAVES[case]
     (first, is_unchanged), *others = run_processes(size, leaving, case)

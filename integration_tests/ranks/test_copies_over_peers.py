@@ -113,7 +113,7 @@ def backward(model: nn.Module, grid: Place, step: int) -> None:
     ("wrapped", "fields"), [(False, SPREADS[s]) for s in SPREADS] + [(True, w) for w in WRAPPED.values()]
 )
 @pytest.mark.parametrize("mark", MARKS)
-def test_gradients_of_copies_are_completed_once_or_the_step_is_refused(
+def test_grads_of_copies_are_summed_once_or_the_step_is_refused(
     mark: str, wrapped: bool, fields: dict[str, Any]
 ) -> None:
     """A step completes those of plain modules; `finalize_model_grads` those of a wrapper, also if it is called twice.
@@ -172,7 +172,7 @@ def test_chunks_with_copies_are_finalized_in_one_call() -> None:
 
 
 @pytest.mark.parametrize("mark", ROLES)
-def test_a_copy_whose_stages_are_unknown_is_refused_on_every_rank(mark: str) -> None:
+def test_a_copy_with_unknown_stages_is_refused_on_every_rank(mark: str) -> None:
     role = {"shared_embedding": "embd", "shared_position_embedding": "pos_embd", "pipeline_parallel": "pp"}[mark]
 
     def rank_main(grid: Place) -> None:
@@ -216,7 +216,7 @@ def test_a_sum_over_tokens_that_nobody_divides_is_refused(wrapped: str, scales: 
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_norms_of_queries_are_summed_if_the_model_says_that_they_are_partial(wrapped: bool, partial: bool) -> None:
+def test_norms_of_queries_are_summed_if_marked_partial(wrapped: bool, partial: bool) -> None:
     """Each tensor-parallel rank applies them to its own heads; only the model's config says so."""
 
     def rank_main(grid: Place) -> list[float]:

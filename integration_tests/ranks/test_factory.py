@@ -55,7 +55,7 @@ def steps(fields: dict[str, Any], empty: int, bad_step: int) -> Any:
     [(2, 1, {"weight_decay": 0.1, "clip_grad": 0.3, "log_num_zeros_in_grad": True}, -1), (3, 0, FP16, 2)],
     ids=["one of two", "first of three, sharded, with an overflow"],
 )
-def test_a_rank_that_trains_nothing_has_the_result_of_those_that_do(
+def test_a_rank_that_trains_nothing_has_the_same_result(
     size: int, empty: int, fields: dict[str, Any], bad_step: int
 ) -> None:
     found = run_processes(size, steps, fields, empty, bad_step, reuse=True)
@@ -141,7 +141,7 @@ def raise_in_backward(wrapped: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_a_rank_that_raises_in_backward_leaves_the_others_an_error_and_their_weights(wrapped: bool) -> None:
+def test_an_error_in_backward_reaches_all_ranks_keeping_weights(wrapped: bool) -> None:
     (waiting, is_kept), raised = run_processes(2, raise_in_backward, wrapped)
     assert raised == ("RuntimeError: no memory left on this rank", True)
     assert waiting.startswith("CollectiveError: step 2, ")
@@ -233,7 +233,7 @@ def test_a_script_under_a_launcher_averages_gradients_over_ranks(tmp_path: Path)
         assert rank["norm"] == pytest.approx(mean.norm().item(), rel=1e-6)
 
 
-def test_a_world_that_is_announced_by_halves_is_refused_with_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_set_world_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -288,7 +288,7 @@ def test_tasks_that_train_alone_are_warned_of_once(
     assert all(announced in text and "torch.distributed is not initialised" in text for text in texts)
 
 
-def test_a_world_size_that_is_not_a_number_of_ranks_is_refused_and_one_trains_alone(
+def test_a_bad_world_size_is_refused_and_size_one_trains_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for size in ("two", "0", "-1"):

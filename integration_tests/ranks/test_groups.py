@@ -336,7 +336,7 @@ def test_every_layout_of_four_ranks_takes_the_steps_of_one(rule: str, name: str,
 
 @pytest.mark.parametrize("case", IN_TORCHS_WRAPPER)
 @pytest.mark.parametrize("spread", SPREADS)
-def test_a_model_in_torchs_wrapper_takes_the_steps_of_one_process(spread: str, case: str, four: Any) -> None:
+def test_a_model_in_torchs_ddp_takes_the_steps_of_one_process(spread: str, case: str, four: Any) -> None:
     """The step averages what the wrapper ignores, and all parameters if the wrapper averages over other ranks.
 
     Parameters that were unfrozen after the model was wrapped had each rank's own gradients, and replicas diverged.
@@ -346,7 +346,7 @@ def test_a_model_in_torchs_wrapper_takes_the_steps_of_one_process(spread: str, c
     assert_same(four[f"{spread}, {case}"], train(SPREADS[spread], model, [0], 1))
 
 
-def test_a_dtensor_that_one_replica_used_moves_on_both_and_one_that_none_used_keeps_still(four: Any) -> None:
+def test_a_dtensor_moves_on_all_replicas_if_one_used_it(four: Any) -> None:
     assert_same(four["train_with_gaps"], train({}, Mlp(), [0, 1], 2, gaps=True))
 
 
@@ -356,11 +356,11 @@ def test_what_cannot_be_known_is_refused_on_every_rank(name: str, four: Any) -> 
         assert BUILDS[name][1] in outcomes[name]
 
 
-def test_a_broadcast_inside_a_group_starts_at_the_rank_of_the_group(four: Any) -> None:
+def test_a_broadcast_in_a_group_starts_at_the_groups_rank(four: Any) -> None:
     assert four["broadcasts_in_pairs"] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def test_a_rank_without_tensors_follows_the_others_and_models_on_different_devices_are_refused(four: Any) -> None:
+def test_empty_ranks_follow_and_mixed_devices_are_refused(four: Any) -> None:
     message = (
         "model_chunks are on different kinds of device: cpu on ranks [0, 1, 3]; meta on ranks [2]; move all ranks' "
         "models to one kind"

@@ -111,7 +111,7 @@ def test_cut_matrices_take_the_step_of_whole_ones(name: str, four: Any) -> None:
         torch.testing.assert_close(got.norms, want.norms, rtol=1e-6, atol=0)
 
 
-def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Any) -> None:
+def test_fsdp_ranks_together_hold_the_state_of_one_process(four: Any) -> None:
     for name in ("muon, fsdp", "adamuon, fsdp", "namo, fsdp", "soap, fsdp", "soap of parts, fsdp", "soap, tp"):
         alone = train(*CASES[name][:2])
         vector = 2 * 9 * 3 * (name == "soap, tp")  # Adam's, which tensor parallelism repeats on the other three
@@ -122,7 +122,7 @@ def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Any) -
 
 
 @pytest.mark.parametrize("rule", BLOCKWISE)
-def test_blocks_of_tensor_parallelism_stay_blocks_where_fsdp_cuts_them_further(rule: str, four: Any) -> None:
+def test_tensor_parallel_blocks_survive_further_cuts_by_fsdp(rule: str, four: Any) -> None:
     """Row statistics and norms are still those of the whole matrix: summed over the owners of the blocks."""
     blocks = four[f"blocks {rule} replicas_of_tp"]
     for kept, cut in zip(blocks, four[f"blocks {rule} fsdp_x_tp"], strict=True):
@@ -132,14 +132,14 @@ def test_blocks_of_tensor_parallelism_stay_blocks_where_fsdp_cuts_them_further(r
 
 
 @pytest.mark.parametrize(("rule", "lay_out"), HOOKED, ids=lambda value: getattr(value, "optimizer", value))
-def test_norms_and_row_means_of_hooks_are_those_of_whole_parameters(four: Any, rule: Any, lay_out: Any) -> None:
+def test_hooks_use_norms_and_row_means_of_whole_parameters(four: Any, rule: Any, lay_out: Any) -> None:
     wanted = train(rule, EVEN, None, HOOKS).weights
     for rank in four[f"hooks {rule.optimizer} {lay_out.__name__}"]:
         assert_close(rank.weights, wanted, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_heads_of_dtensors_are_scaled_by_qk_clip_as_in_one_process(name: str, four: Any) -> None:
+def test_qk_clip_scales_heads_of_dtensors_as_in_one_process(name: str, four: Any) -> None:
     expected = ranks.clip_attention(CLIPPED[name][0], None)
     before = ranks.clip_attention(CLIPPED[name][0], None, clips=False)
     assert not any(torch.equal(expected[part], before[part]) for part in ("qkv.weight", "column.weight"))

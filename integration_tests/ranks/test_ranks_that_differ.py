@@ -103,7 +103,7 @@ def test_another_option_of_one_rank_is_refused_on_every_rank(case: str, size: in
     assert len(set(run_threads(size, rank_main))) == 1
 
 
-def test_a_group_that_one_replica_of_one_part_has_otherwise_is_refused_on_every_rank() -> None:
+def test_a_group_that_differs_on_one_replica_is_refused_on_all() -> None:
     """Ranks that had found the difference among their replicas did not compare with their tensor-parallel peers, which
     waited for them."""
     parts, replicas = ([World(2, timeout_s=30) for _ in range(2)] for _ in range(2))
@@ -287,9 +287,7 @@ def stepped(optimizer: Optimizer, *, halves: bool) -> str:
 @pytest.mark.parametrize(
     ("name", "wrapped"), [*((name, False) for name in OBJECTIONS), ("sparse", True), ("loaded weights", True)]
 )
-def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_all(
-    name: str, wrapped: bool, halves: bool
-) -> None:
+def test_a_refusal_of_one_stage_refuses_that_step_on_all_ranks(name: str, wrapped: bool, halves: bool) -> None:
     """It raised on that stage alone, and the others waited for its statistics until the timeout."""
     change, message = OBJECTIONS[name]
 
@@ -319,7 +317,7 @@ def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_al
         assert [(bool(error), moved) for error, moved in of_rank] == [(False, True), (True, False), (False, True)]
 
 
-def test_a_released_gradient_that_is_sparse_is_refused_in_backward() -> None:
+def test_a_sparse_released_gradient_is_refused_in_backward() -> None:
     model = Stage(0)
     release = release_gradients(get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model], {}))
     before = model.embedding.weight.detach().clone()

@@ -146,7 +146,7 @@ def two_ranks(comm: Comm, *, wrapped: bool = False, **fields: Any) -> tuple[nn.M
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-def test_a_skipped_step_names_parameter_and_rank_once_in_one_sentence_on_every_rank(kind: str, bad: float) -> None:
+def test_a_skipped_step_names_parameter_and_rank_once_on_all(kind: str, bad: float) -> None:
     def rank_main(comm: Comm) -> tuple[list[str], str]:
         net, optimizer = two_ranks(comm, **KINDS[kind])
         for step in range(4):
@@ -172,7 +172,7 @@ def test_a_skipped_step_names_parameter_and_rank_once_in_one_sentence_on_every_r
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:step 1 was skipped")
-def test_a_nan_of_one_rank_in_a_part_a_copy_or_an_expert_skips_the_step_on_every_rank(kind: str) -> None:
+def test_a_nan_on_one_rank_skips_the_step_on_every_rank(kind: str) -> None:
     def rank_main(place: Place, name: str) -> bool:
         model = Net(place)
         optimizer = get_optimizer(OptimizerConfig(lr=LR, **SGD, **KINDS[kind]), [model], {}, pg_collection=place.roles)
@@ -185,7 +185,7 @@ def test_a_nan_of_one_rank_in_a_part_a_copy_or_an_expert_skips_the_step_on_every
         assert run_grid(partial(rank_main, name=name), tp=2, ep=2, etp=2) == [False] * 4, name
 
 
-def test_a_wrapped_model_names_the_rank_from_the_second_skipped_step_on_or_where_it_is_recorded() -> None:
+def test_wrapped_models_name_the_rank_from_the_second_skip_on() -> None:
     def rank_main(comm: Comm) -> str:
         net, optimizer = two_ranks(comm, wrapped=True, use_distributed_optimizer=True)
         for _ in range(2):
@@ -208,9 +208,7 @@ def test_a_wrapped_model_names_the_rank_from_the_second_skipped_step_on_or_where
         (1e9, "was refused on every rank by rank 1, guard UsableGroups: .*lr"),
     ],
 )
-def test_a_norm_above_the_limit_names_the_largest_parameter_and_a_refusal_its_guard_and_rank(
-    limit: float, warning: str
-) -> None:
+def test_reports_name_the_largest_param_or_the_refusing_guard(limit: float, warning: str) -> None:
     def rank_main(comm: Comm) -> str:
         net, optimizer = two_ranks(comm, grad_norm_skip_threshold=limit)
         net(torch.ones(3, 4)).sum().mul(100).backward()
@@ -227,7 +225,7 @@ def test_a_norm_above_the_limit_names_the_largest_parameter_and_a_refusal_its_gu
 
 
 @pytest.mark.parametrize(("layer_wise", "bad"), [(False, False), (True, False), (True, True)])
-def test_the_spread_of_singular_values_is_that_of_the_whole_matrix(layer_wise: bool, bad: bool) -> None:
+def test_singular_value_spread_is_that_of_the_whole_matrix(layer_wise: bool, bad: bool) -> None:
     """Of weights that are not finite it is NaN, and every rank goes on."""
 
     def rank_main(comm: Comm) -> tuple[StepStats, float]:
@@ -248,7 +246,7 @@ def test_the_spread_of_singular_values_is_that_of_the_whole_matrix(layer_wise: b
         assert stats.params["0.bias"].spread is None
 
 
-def test_other_arguments_on_another_rank_are_refused_on_every_rank() -> None:
+def test_arguments_that_differ_by_rank_are_refused_on_every_rank() -> None:
     def rank_main(comm: Comm) -> None:
         _, optimizer = two_ranks(comm)
         with pytest.raises(ValueError, match=r"ranks differ \(rank 0: stats_every\(1, .*; rank 1: stats_every\(-2, "):
@@ -275,7 +273,7 @@ def test_numbers_of_dtensors_are_those_of_plain_parameters() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_separate_norm_group_is_clipped_by_its_own_norm_and_without_parameters_has_norm_0(kind: str) -> None:
+def test_a_norm_group_is_clipped_alone_and_empty_has_norm_0(kind: str) -> None:
     """After a NaN it was infinite: `{'': nan, 'mtp': inf}`."""
 
     def rank_main(comm: Comm) -> tuple[list[float], list[float], dict[str, float]]:

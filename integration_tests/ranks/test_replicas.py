@@ -50,7 +50,7 @@ def built(net: nn.Module, roles: Any, **options: Any) -> str:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("spread", CONFIGS)
-def test_replicas_with_different_weights_are_refused_on_every_rank(spread: str, change: str) -> None:
+def test_replicas_with_other_weights_are_refused_on_every_rank(spread: str, change: str) -> None:
     @torch.no_grad()
     def rank_main(comm: Comm) -> str:
         net = Net(torch.float32)
@@ -75,7 +75,7 @@ def test_modules_in_another_order_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("spread", CONFIGS)
-def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread: str) -> None:
+def test_broadcast_params_copies_the_first_replicas_weights(spread: str) -> None:
     def rank_main(comm: Comm) -> dict[str, Tensor]:
         net = Net(torch.float32)
         roles = roles_over(comm)
@@ -106,7 +106,7 @@ COPIES: list[tuple[str, int, Change, str, bool]] = [
 
 
 @pytest.mark.parametrize(("name", "rank", "change", "message", "broadcasts"), COPIES)
-def test_a_copy_that_one_tensor_parallel_rank_has_otherwise_or_does_not_train_is_refused_on_every_rank(
+def test_copies_that_differ_by_rank_are_refused_on_every_rank(
     name: str, rank: int, change: Change, message: str, broadcasts: bool
 ) -> None:
     """Of a dense norm, or an expert's bias. One that is not trained would stay, and be updated on the other rank."""
@@ -152,7 +152,7 @@ class Partly(nn.Module):
 
 @pytest.mark.parametrize("name", COPIED)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_frozen_weights_and_buffers_that_differ_are_refused_on_every_rank(name: str, wrapped: bool) -> None:
+def test_differing_frozen_weights_and_buffers_are_refused_on_all(name: str, wrapped: bool) -> None:
     """The frozen bases of LoRA were 0.66 apart, without a word."""
 
     def rank_main(place: Place) -> str:
@@ -168,7 +168,7 @@ def test_frozen_weights_and_buffers_that_differ_are_refused_on_every_rank(name: 
 
 
 @pytest.mark.parametrize("way", ["plain", "wrapped", "method"])
-def test_broadcast_params_copies_frozen_weights_and_buffers_where_copies_are(way: str) -> None:
+def test_broadcast_params_copies_frozen_weights_and_buffers(way: str) -> None:
     """Parts of a cut matrix, and buffers of other experts, are left as they are."""
 
     def rank_main(place: Place) -> dict[str, Tensor]:
@@ -198,7 +198,7 @@ BUFFERS: dict[str, Callable[[int], Tensor]] = {
 
 @pytest.mark.parametrize("broadcast", [False, True], ids=["compared", "broadcast"])
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_buffers_of_other_layouts_are_copied_or_refused_on_every_rank(kind: str, broadcast: bool) -> None:
+def test_buffers_of_other_layouts_are_copied_or_refused_on_all(kind: str, broadcast: bool) -> None:
     """A quantized buffer ended the process, an expanded one raised on some ranks only, and others were not compared."""
 
     def rank_main(comm: Comm) -> tuple[str, list[float]]:

@@ -323,7 +323,7 @@ def test_a_part_of_unknown_place_is_refused_on_every_rank(tmp_path_factory: pyte
 
 
 @pytest.mark.parametrize("is_expert", [False, True], ids=["stages", "experts"])
-def test_the_local_state_of_another_stage_or_expert_rank_is_refused(is_expert: bool) -> None:
+def test_local_state_of_another_stage_or_expert_rank_is_refused(is_expert: bool) -> None:
     states: dict[int, Any] = {}
 
     def rank_main(comm: Comm) -> str:

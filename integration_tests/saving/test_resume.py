@@ -109,14 +109,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_on_the_same_ranks_a_resumed_run_has_the_bits_of_the_uninterrupted_one(name: str, weights: Any) -> None:
+def test_a_run_resumed_on_the_same_ranks_has_identical_bits(name: str, weights: Any) -> None:
     for resumed, want in zip(weights[f"four {name}"], weights[f"uninterrupted {name}"], strict=True):
         assert resumed.keys() == want.keys()
         assert all(torch.equal(resumed[param], weight) for param, weight in want.items())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_on_other_ranks_layouts_and_numbers_it_has_nearly_the_weights_of_one_process(name: str, weights: Any) -> None:
+def test_a_run_resumed_on_other_ranks_or_formats_is_nearly_equal(name: str, weights: Any) -> None:
     case = CASES[name]
     want = train(case.saved, case.shapes).weights
     for where in ("uninterrupted", "two", "one"):
@@ -192,7 +192,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 @pytest.mark.parametrize(("before", "after"), [(a, b) for a in DTYPES for b in DTYPES if {a, b} != {"wide"}])
-def test_loaded_moments_are_rounded_once_on_the_blocks_that_are_there(
+def test_loaded_moments_are_rounded_once_in_the_new_blocks(
     before: str, after: str, rank: int, size: int, saved: Any
 ) -> None:
     """On a half of each matrix, by rows or by columns, blocks hold elements of several of the saved ones."""

@@ -130,7 +130,7 @@ def plain(path: Path) -> Run:
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tied_frozen_unused_and_zero_gradient_parameters_go_on_as_they_were(path: Path, kind: str, steps: int) -> None:
+def test_tied_frozen_unused_and_zero_grad_params_are_resumed(path: Path, kind: str, steps: int) -> None:
     """Also before the first step. State exists from construction; Megatron-Core makes it in the first step."""
     run = trained(steps=steps, **KINDS[kind]).saved(path)
     other = Run(**KINDS[kind])
@@ -145,7 +145,7 @@ def test_tied_frozen_unused_and_zero_gradient_parameters_go_on_as_they_were(path
     assert other.train(steps, 8) == run.train(steps, 8)
 
 
-def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(plain: Run, path: Path) -> None:
+def test_a_parameter_unfrozen_later_starts_from_zero(plain: Run, path: Path) -> None:
     other = Run(trains=FROZEN)
     other.train(2)
     with pytest.raises(CheckpointKeyError, match=r"3 requested key\(s\) are not in .*exp_avg\.frozen\.weight"):
@@ -157,7 +157,7 @@ def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(pla
     assert_same(got, plain.states())
 
 
-def test_a_parameter_that_is_frozen_later_leaves_its_state_behind(plain: Run, path: Path) -> None:
+def test_a_parameter_frozen_later_drops_its_state(plain: Run, path: Path) -> None:
     other = Run(freezes="first.weight")
     report = other.resume(path)
     left = {f"optimizer.state.{s}.first.weight" for s in ("exp_avg", "exp_avg_sq", "step")}
@@ -235,9 +235,7 @@ def muon() -> Run:
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["reset", "mapped"])
-def test_state_of_another_rule_is_refused_reset_or_mapped_and_the_rate_is_kept(
-    plain: Run, path: Path, muon: Run, mapped: bool
-) -> None:
+def test_state_of_another_rule_is_refused_reset_or_mapped(plain: Run, path: Path, muon: Run, mapped: bool) -> None:
     with pytest.raises(CheckpointKeyError, match=r"saved by another rule, with exp_avg, exp_avg_sq, step; reset"):
         muon.resume(path)
     aliases = {"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."}
@@ -283,7 +281,7 @@ class OneParam(nn.Module):
 
 
 @pytest.mark.parametrize("rule", EXPERT_RULES)
-def test_state_of_stacked_experts_is_loaded_by_another_number_of_ranks(tmp_path: Path, rule: str) -> None:
+def test_state_of_stacked_experts_loads_on_other_ranks(tmp_path: Path, rule: str) -> None:
     """The state of each expert belongs to it: factors, bases, and the numbers of lines and matrices."""
     fields = EXPERT_RULES[rule]
     generator = torch.Generator().manual_seed(0)
@@ -314,7 +312,7 @@ def test_state_of_stacked_experts_is_loaded_by_another_number_of_ranks(tmp_path:
 
 
 @pytest.mark.parametrize("second_replica", [0, 1])
-def test_two_chunks_with_one_shared_parameter_are_saved_and_loaded(tmp_path: Path, second_replica: int) -> None:
+def test_two_chunks_that_share_a_parameter_are_saved_and_loaded(tmp_path: Path, second_replica: int) -> None:
     def made(value: float) -> tuple[list[OneParam], Any, dict[str, Any]]:
         chunks = [OneParam(torch.full((4, 3), value), pipeline_parallel=True) for _ in range(2)]
         optimizer = get_optimizer(OptimizerConfig(**BASE), chunks, {})

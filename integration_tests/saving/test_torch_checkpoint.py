@@ -204,7 +204,7 @@ def assert_all_equal(got: list[Weights], want: Weights, *, rtol: float = 0) -> N
 
 
 @pytest.mark.parametrize("kind", RESHARDED)
-def test_a_run_resumed_by_dcp_on_other_ranks_is_the_run_never_stopped(worlds: Any, kind: str) -> None:
+def test_resume_by_dcp_on_other_ranks_equals_the_unbroken_run(worlds: Any, kind: str) -> None:
     for where in ("again", "resume", "from alone", "alone", "before"):
         # Products of gathered matrices may be summed in another order.
         assert_all_equal(worlds[f"{where} {kind}"], finished(kind), rtol=1e-6 if kind == "muon" else 0)
@@ -215,7 +215,7 @@ def test_eight_bit_state_resumes_exactly_on_the_same_ranks(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", DROP_INS)
-def test_ours_saves_drop_ins_alone_and_under_fsdp2_and_reshards_them(worlds: Any, kind: str) -> None:
+def test_drop_ins_alone_and_under_fsdp2_are_saved_and_resharded(worlds: Any, kind: str) -> None:
     """The state is local shards, while parameters are DTensors."""
     assert_all_equal(worlds[f"ours never left {kind}"], finished(kind))
     for where in ("ours", "ours from alone", "ours alone"):
@@ -234,7 +234,7 @@ def test_flattened_and_broadcast_states_reshard_too(worlds: Any, kind: str) -> N
         assert all(float(of["step"]) == 3.0 for of in whole["state"].values())
 
 
-def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
+def test_a_flattened_form_that_loses_main_values_is_refused() -> None:
     run = Run("drop-in, remainder", steps=2)
     state = get_optimizer_state_dict(run.net, run.optimizer, options=FLATTENED)
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True loses it"):
@@ -242,7 +242,7 @@ def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "bf16"])
-def test_a_flattened_state_without_choices_is_refused_by_key_and_loads_as_documented(kind: str, tmp_path: Path) -> None:
+def test_flattened_state_without_choices_is_refused_by_key(kind: str, tmp_path: Path) -> None:
     """The page on troubleshooting gives both ways to load it."""
     state = Run(kind, steps=BEFORE).states(FLATTENED)
     missing = "param_groups.column.weight.choices"
@@ -267,7 +267,7 @@ def test_a_flattened_state_without_choices_is_refused_by_key_and_loads_as_docume
 
 
 @pytest.mark.parametrize("kind", BY_RANK)
-def test_state_of_several_ranks_is_refused_by_name_and_goes_by_index_on_the_same_ranks(worlds: Any, kind: str) -> None:
+def test_state_of_several_ranks_loads_by_index_but_not_by_name(worlds: Any, kind: str) -> None:
     assert all("use optimizer.sharded_state_dict" in message for message in worlds[f"refused {kind}"])
     if kind in SHARDED:
         assert_all_equal(worlds[f"resume {kind}"], worlds[f"finished {kind}"][0])

@@ -127,9 +127,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Weights]]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_shards_move_as_the_whole_and_a_checkpoint_of_two_ranks_goes_on_with_one_and_then_with_three(
-    name: str, runs: list[dict[str, Weights]]
-) -> None:
+def test_shards_train_as_the_whole_and_resume_on_other_ranks(name: str, runs: list[dict[str, Weights]]) -> None:
     for found in runs[1:]:
         assert_same(found[name], runs[0][name])
 
@@ -138,7 +136,7 @@ EVALUATED = [(False, ()), (True, ()), (False, (CoupledDecay(),)), (False, (Centr
 
 
 @pytest.mark.parametrize(("narrow", "hooks"), EVALUATED, ids=str)
-def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(narrow: bool, hooks: Any) -> None:
+def test_ranks_evaluate_the_average_and_then_train_on(narrow: bool, hooks: Any) -> None:
     """Also a run that resumes from an evaluation, as trainers do. With a hook that is not part of the formula, `eval()`
     did nothing."""
 
@@ -222,7 +220,7 @@ def matrices(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters() if param.dim() == 2]
 
 
-def test_it_has_at_most_sixty_lines_and_takes_the_steps_of_its_equation(registry: Registry) -> None:
+def test_a_rule_of_sixty_lines_takes_the_steps_of_its_equation(registry: Registry) -> None:
     assert len(ROW_MUON.splitlines()) <= 60
     (model,) = models(1)
     optimizer = made(registry, model, "row_muon")
@@ -244,7 +242,7 @@ def test_it_has_at_most_sixty_lines_and_takes_the_steps_of_its_equation(registry
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("rule", "state"), [("row_muon", "momentum_buffer"), ("low_rank", "right")])
-def test_ranks_that_hold_whole_matrices_continue_a_checkpoint_of_one(
+def test_ranks_with_whole_matrices_resume_from_one_process(
     rule: str, state: str, ranks: int, registry: Registry, tmp_path: Path
 ) -> None:
     alone, *several = models(1 + ranks)
@@ -268,7 +266,7 @@ def test_ranks_that_hold_whole_matrices_continue_a_checkpoint_of_one(
         torch.testing.assert_close(weights, matrices(alone), rtol=1e-6, atol=1e-7)  # norms are summed in another order
 
 
-def test_a_state_of_a_chosen_shape_is_resumed_by_a_state_dict_and_refused_in_another_shape(registry: Registry) -> None:
+def test_state_of_a_chosen_shape_resumes_and_other_shapes_fail(registry: Registry) -> None:
     first, second = models(2)
     optimizer, other = (made(registry, model, "low_rank") for model in (first, second))
     step(first, optimizer, 0)

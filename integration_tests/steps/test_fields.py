@@ -97,7 +97,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name(name: str) -> None:
+def test_a_rules_number_is_the_optimizers_argument_of_that_name(name: str) -> None:
     rule, value, arguments, *other = CHANGES[name]
     fields = {"optimizer": rule}
     if rule == "normuon":
@@ -240,7 +240,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("with_step", [False, True], ids=["after the step", "with the step"])
-def test_the_first_chunk_may_be_gathered_while_the_others_are_stepped(with_step: bool) -> None:
+def test_the_first_chunk_is_gathered_while_others_are_stepped(with_step: bool) -> None:
     """At the time of the first gather the second chunk has, or has not yet, been updated."""
 
     class Watching(RecordingComm):
@@ -297,7 +297,7 @@ def test_a_wrapper_reduces_as_it_is_configured(name: str) -> None:
 
 @pytest.mark.parametrize("fields", [{}, FLAT], ids=["everywhere", "to shards"])
 @pytest.mark.parametrize(("dtype", "total"), [(FP32, 1 + 2.0**-9), (BF16, 1.0)], ids=["fp32", "bf16"])
-def test_gradients_of_a_plain_module_are_summed_in_the_requested_dtype(
+def test_grads_of_a_plain_module_are_summed_in_the_given_dtype(
     dtype: torch.dtype, total: float, fields: dict[str, Any]
 ) -> None:
     """1 on one rank and 2^-9 on the other: their sum has 10 bits, of which bf16 keeps 8, in half of the bytes."""

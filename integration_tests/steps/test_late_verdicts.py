@@ -97,7 +97,7 @@ def test_a_save_right_after_a_step_has_its_counts_and_scale(outcome: str, graphs
 
 
 @GRAPHS
-def test_a_load_right_after_an_overflow_sets_counts_scale_and_weights(graphs: bool) -> None:
+def test_a_load_after_an_overflow_sets_counts_scale_and_weights(graphs: bool) -> None:
     """Work queued before the load cannot undo it, and the next step continues from the loaded state."""
 
     def moments(saved: Any) -> Tensor:
@@ -134,9 +134,7 @@ def refused_at_last(one: DeferredRank) -> tuple[nn.Module, Optimizer]:
 
 
 @pytest.mark.parametrize("then", [outcome.warn_of_deleted, outcome._warn_at_exit])
-def test_a_refused_last_step_is_reported_at_exit_also_after_the_optimizer_was_deleted(
-    then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_last_step_is_reported_at_exit(then: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage may be collected while a graph is captured, or while another thread waits: nothing may wait then."""
     messages(outcome._warn_at_exit)  # of refused steps that earlier tests left unread
     kept: list[Optimizer] = []
@@ -172,7 +170,7 @@ def test_a_last_step_that_was_read_or_overflowed_is_not_reported(ends: str) -> N
     assert messages(lambda: (run_deferred(SIZE, rank_main, seed=0), gc.collect())) == []
 
 
-def test_a_late_read_of_a_refused_step_does_not_hide_the_error_of_a_later_one() -> None:
+def test_a_late_read_of_a_refused_step_keeps_later_errors() -> None:
     """Two steps are refused, each of which the next step raises; in between, the result of the first is read."""
 
     def rank_main(one: DeferredRank) -> list[bool]:
@@ -248,7 +246,7 @@ class MyGuard:
 
 
 @GRAPHS
-def test_a_guard_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: bool) -> None:
+def test_a_guard_refuses_on_every_rank_and_keeps_the_loss_scale(graphs: bool) -> None:
     """`report` counts the step as refused, not as an overflow."""
 
     def rank_main(one: DeferredRank) -> tuple[str, float, bool]:
@@ -294,7 +292,7 @@ WRONG_GUARDS: dict[str, tuple[Callable[[Optimizer, int], None], int, tuple[str, 
 
 
 @pytest.mark.parametrize("name", WRONG_GUARDS)
-def test_what_is_wrong_with_a_guard_of_one_rank_is_an_error_on_every_rank(name: str) -> None:
+def test_a_broken_guard_of_one_rank_is_an_error_on_every_rank(name: str) -> None:
     change, at, messages = WRONG_GUARDS[name]
 
     def rank_main(comm: ThreadComm) -> None:

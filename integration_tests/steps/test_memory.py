@@ -100,7 +100,7 @@ every_dtype = pytest.mark.parametrize(("dtype", "fields", "grad_bytes"), [in_fp3
 
 
 @every_dtype
-def test_a_plain_modules_step_takes_two_buckets_in_addition_to_its_shard(
+def test_a_plain_modules_step_takes_its_shard_and_two_buckets(
     dtype: torch.dtype, fields: dict[str, Any], grad_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bucket is filled while the other travels; the shard of their sums is there from construction on."""
@@ -130,7 +130,7 @@ def test_a_wrapped_modules_step_takes_next_to_nothing(
     assert max(peaks_of_two_steps(model, optimizer, dtype)) <= SMALL
 
 
-def test_offload_on_a_cpu_copies_nothing_and_a_step_allocates_what_it_did() -> None:
+def test_offload_on_a_cpu_copies_and_allocates_nothing_more() -> None:
     """Host and device are one: a gradient is read, and a parameter written, where it is."""
 
     def peak(**fields: Any) -> int:

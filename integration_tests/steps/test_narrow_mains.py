@@ -57,7 +57,7 @@ TINY = torch.finfo(BF16).smallest_normal
 HUGE = torch.finfo(BF16).max
 
 
-def test_mains_begin_with_the_value_of_the_parameter_up_to_what_is_far_below_the_largest_of_a_block() -> None:
+def test_mains_begin_with_the_parameter_within_block_precision() -> None:
     for values in (
         [0.0, -0.0], [TINY / 128, -TINY / 64, 0.0], [TINY, 3 * TINY], [HUGE, -HUGE / 8], [1024.0, 2.0**-14, 2.0**-28]
     ):  # fmt: skip
@@ -70,7 +70,7 @@ def test_mains_begin_with_the_value_of_the_parameter_up_to_what_is_far_below_the
     assert value[3] == 0.0
 
 
-def test_values_beyond_the_parameters_dtype_are_kept_and_one_that_is_not_finite_makes_its_block_nan() -> None:
+def test_mains_keep_large_values_and_turn_a_nonfinite_block_nan() -> None:
     """As with a NaN weight in any precision, the NaN must remain, never become a finite value."""
     for bad in (torch.inf, torch.nan):
         main = CodedMain.of(torch.ones(256).to(BF16))

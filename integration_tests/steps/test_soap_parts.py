@@ -49,7 +49,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("rule", ["soap", "soap_muon"])
-def test_parts_saved_by_one_process_go_on_on_ranks_that_hold_whole_matrices(tmp_path: Path, rule: str) -> None:
+def test_parts_of_one_process_resume_on_ranks_of_whole_matrices(tmp_path: Path, rule: str) -> None:
     model, optimizer = made(optimizer=rule)
     train(model, optimizer, range(2))
     save(sharded_state(model, optimizer), tmp_path / "saved")
@@ -77,7 +77,7 @@ OTHERS: dict[str, tuple[Split, Split, str]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_state_of_another_split_is_refused_by_the_name_of_the_option(tmp_path: Path, other: str) -> None:
+def test_state_of_another_split_is_refused_by_option_name(tmp_path: Path, other: str) -> None:
     (marks, changes), (marks_now, changes_now), message = OTHERS[other]
     model, optimizer = made(marks=marks, **changes)
     train(model, optimizer, range(2))

@@ -49,7 +49,7 @@ BETWEEN: dict[str, tuple[Callable[[Optimizer], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-def test_what_one_rank_changes_between_the_halves_of_a_step_is_refused_on_every_rank(name: str) -> None:
+def test_changes_between_halves_of_a_step_are_refused_on_all(name: str) -> None:
     """Its weights were updated with another number than those of its replicas, without an error."""
     change, message = BETWEEN[name]
 
@@ -99,9 +99,7 @@ def calls_of_a_step(spread: str, rule: str, hooks: Any = ()) -> tuple[list[Call]
 @pytest.mark.parametrize(
     ("spread", "rule"), [("replicated", "adam"), ("flat", "adam"), ("whole", "muon"), ("whole", "adam")]
 )
-def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_there_is_one_small_sum(
-    spread: str, rule: str
-) -> None:
+def test_a_step_reduces_and_gathers_once_with_one_small_sum(spread: str, rule: str) -> None:
     calls, optimizer = calls_of_a_step(spread, rule)
     buffers = [buffer.layout for buffer in optimizer.plan.buffers]
     numel = sum(layout.numel for layout in buffers)
@@ -139,9 +137,7 @@ CENTERS = (CentralizeGradient(),)
         (CENTERS, "replicated", "adam", 0),
     ],
 )
-def test_norms_and_row_means_of_hooks_take_one_collective_where_parameters_are_cut(
-    hooks: Any, spread: str, rule: str, more: int
-) -> None:
+def test_hooks_of_cut_parameters_take_one_collective(hooks: Any, spread: str, rule: str, more: int) -> None:
     plain, found = ([call.kind for call in calls_of_a_step(spread, rule, given)[0]] for given in ((), hooks))
     assert sorted(found) == sorted([*plain, *["all_reduce"] * more])
 
@@ -194,7 +190,7 @@ def backward(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("at_start", [True, False], ids=["not started", "not completed"])
-def test_gradients_whose_reduction_failed_are_refused_until_they_are_zeroed(at_start: bool) -> None:
+def test_grads_of_a_failed_reduction_are_refused_until_zeroed(at_start: bool) -> None:
     """The second step used what the failed reduction had left in the buffer."""
 
     def rank_main(inner: Comm) -> None:
@@ -217,7 +213,7 @@ def test_gradients_whose_reduction_failed_are_refused_until_they_are_zeroed(at_s
     run_threads(2, rank_main)
 
 
-def test_parameters_whose_gather_failed_cannot_be_read_until_they_are_gathered_again() -> None:
+def test_params_of_a_failed_gather_are_unreadable_until_gathered() -> None:
     """The first read raised; the next one, such as a save in an `except` block, returned stale values."""
 
     def rank_main(inner: Comm) -> None:

@@ -74,7 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_precision_and_clipping_of_the_trainer_train_as_with_torchs_adamw(options: dict[str, Any]) -> None:
+def test_the_trainers_precision_and_clipping_equal_torchs_adamw(options: dict[str, Any]) -> None:
     # Ten steps of 1e-2, each with a few roundings of 2**-24.
     assert_same_weights(fit(Toy(ours()), **options), fit(Toy(adamw), **options), rtol=0.0, atol=1e-6)
 

@@ -167,9 +167,7 @@ def of_two_ranks() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_two_ranks_train_as_one_process_with_the_joined_batch_and_resume(
-    of_two_ranks: dict[str, list[Any]], name: str
-) -> None:
+def test_two_ranks_train_as_one_with_the_joined_batch_and_resume(of_two_ranks: dict[str, list[Any]], name: str) -> None:
     expected = train_plain(SETTINGS[name])
     # Two halves of a batch are summed in another order than its rows at once; in bf16, weights round to 2**-9.
     tolerance = {"rtol": 2**-6, "atol": 2**-7} if name == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
@@ -212,7 +210,7 @@ class WithAnotherField(StackOptimizerConfig):
     fold_momentum: bool = False
 
 
-def test_a_field_that_exists_only_in_megatron_core_is_refused_unless_it_has_its_default() -> None:
+def test_fields_only_megatron_core_has_must_keep_their_default() -> None:
     settings = {"lr": 0.1, "stack": {"clip_grad": 0.25}}
     tp_mode = StackOptimizerConfig().muon_tp_mode  # its default differs between versions of Megatron-Core
     expected = OptimizerConfig(lr=0.1, clip_grad=0.25, muon_tp_mode=tp_mode)

@@ -181,7 +181,7 @@ def assert_close(found: list[dict[str, torch.Tensor]], config: OptimizerConfig, 
 @pytest.mark.parametrize(
     ("where", "kind"), [*itertools.product(("alone", "resumed", "from alone"), CONFIGS), *zip(["hybrid"] * 2, HYBRID)]
 )
-def test_a_run_saved_by_torchtitan_and_loaded_on_other_ranks_is_the_run_never_stopped(
+def test_torchtitan_resumes_on_other_ranks_as_if_never_stopped(
     worlds: dict[str, list[Any]], where: str, kind: str
 ) -> None:
     """`hybrid`: replicas of shards save what one process loads."""
@@ -189,7 +189,7 @@ def test_a_run_saved_by_torchtitan_and_loaded_on_other_ranks_is_the_run_never_st
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_each_rule_is_saved_so_that_one_process_resumes_or_is_refused(worlds: dict[str, list[Any]], name: str) -> None:
+def test_each_rules_save_resumes_in_one_process_or_is_refused(worlds: dict[str, list[Any]], name: str) -> None:
     on_ranks = worlds[f"save {name}"]
     assert isinstance(on_ranks[0], str) == (name in ("soap", "soap_muon"))
     if isinstance(on_ranks[0], str):
@@ -200,7 +200,7 @@ def test_each_rule_is_saved_so_that_one_process_resumes_or_is_refused(worlds: di
     assert_close(worlds[f"alone {name}"], RULES[name], units=64)
 
 
-def test_flat_shards_of_plain_parameters_and_pipeline_stages_are_refused_on_every_rank(
+def test_flat_shards_and_pipeline_stages_are_refused_on_all(
     worlds: dict[str, list[Any]],
 ) -> None:
     first, second = worlds["refusals"]
@@ -226,7 +226,7 @@ def test_what_torchtitan_does_itself_is_refused(
         container(config, nn.Linear(2, 2), **options)
 
 
-def test_parts_of_one_pipeline_rank_are_saved_under_their_own_names() -> None:
+def test_parts_of_a_pipeline_rank_are_saved_under_own_names() -> None:
     parts = [nn.ModuleDict({name: nn.Linear(3, 3, bias=False)}) for name in ("first", "second")]
     state = container(CONFIGS["adamw"], *parts).state_dict()
     assert {"state.first.weight.exp_avg", "state.second.weight.exp_avg"} <= state.keys()
@@ -234,7 +234,7 @@ def test_parts_of_one_pipeline_rank_are_saved_under_their_own_names() -> None:
         container(CONFIGS["adamw"], nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
 
 
-def test_weights_that_the_trainer_loads_after_the_optimizer_was_built_are_saved_and_trained() -> None:
+def test_weights_loaded_after_the_build_are_saved_and_trained() -> None:
     model, loaded = (Net(seed).bfloat16() for seed in (0, 1))
     optimizers = container(CONFIGS["bf16"], model)
     model.load_state_dict(loaded.state_dict())
@@ -250,7 +250,7 @@ def test_weights_that_the_trainer_loads_after_the_optimizer_was_built_are_saved_
         torch.testing.assert_close(param, loaded.get_parameter(name), rtol=0.01, atol=0)  # one step of weight decay
 
 
-def test_a_checkpoint_of_another_grouping_or_rule_is_refused_and_changes_nothing() -> None:
+def test_checkpoints_of_other_groups_or_rules_change_nothing() -> None:
     model = Net(0)
     optimizers = container(CONFIGS["adamw"], model)
     state = optimizers.state_dict()

@@ -483,7 +483,7 @@ def resume_factored(rank: int, size: int, path: Any, sharded: bool = True) -> No
         assert torch.allclose(full(optimizer.state[model.weight][name]), value), name
 
 
-def test_factored_states_of_dtensors_reload_as_dtensors_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_factored_states_reload_as_dtensors_on_any_ranks(tmp_path: Path) -> None:
     run_ranks(2, save_factored, str(tmp_path / "x"))
     for size in (3, 2, 1):
         run_ranks(size, resume_factored, str(tmp_path / "x"))

@@ -73,7 +73,7 @@ def cuts(dp: int, tp: int, num_dp: int, num_tp: int) -> list[Cut]:
 
 @pytest.mark.parametrize("num_dp", [1, 2, 3])
 @pytest.mark.parametrize("num_tp", [1, 2, 3])
-def test_even_parts_are_runs_that_tile_the_axis_tensor_parallel_ranks_first(num_dp: int, num_tp: int) -> None:
+def test_even_parts_tile_the_axis_tensor_parallel_ranks_first(num_dp: int, num_tp: int) -> None:
     length = 2 * num_dp * num_tp
     runs = [one_run(length, cuts(dp, tp, num_dp, num_tp)) for tp in range(num_tp) for dp in range(num_dp)]
     assert [list(run or []) for run in runs] == [[2 * n, 2 * n + 1] for n in range(num_dp * num_tp)]

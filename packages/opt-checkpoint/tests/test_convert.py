@@ -54,7 +54,7 @@ def test_a_checkpoint_becomes_a_state_dict_that_torch_loads(tmp_path: Path, trai
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_state_dict_becomes_a_checkpoint_that_any_sharding_loads(tmp_path: Path, trained: Any, named: bool) -> None:
+def test_a_state_dict_converts_for_every_sharding(tmp_path: Path, trained: Any, named: bool) -> None:
     model, _ = trained
     optimizer = stepped(model, named=named, lr=0.25)
     optimizer.state[model[0].weight]["calls"] = 3
@@ -166,7 +166,7 @@ NUMBERS = [
 ]
 
 
-def test_diff_sees_nan_and_infinity_keys_of_one_side_and_other_shapes(tmp_path: Path, run: Any) -> None:
+def test_diff_sees_nonfinite_values_missing_keys_and_shapes(tmp_path: Path, run: Any) -> None:
     for number, (first, second, text) in enumerate(NUMBERS):
         a = tmp_path / f"{number}a"
         b = tmp_path / f"{number}b"
@@ -286,7 +286,7 @@ def test_a_conversion_replaces_nothing_unless_forced(
         assert (code, kept.read_text()) == (2, "precious"), text
 
 
-def test_gc_removes_only_directories_without_a_writer_and_only_on_request(
+def test_gc_removes_directories_without_a_writer_on_request_only(
     steps: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("gc", steps) == (0, f"nothing to delete in {steps}\n")

@@ -32,7 +32,7 @@ def test_the_readmes_programs_run_and_its_commands_too(tmp_path: Path, monkeypat
 
 
 @pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
-def test_the_readmes_run_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_the_readmes_run_resumes_on_other_ranks_after_a_kill(tmp_path: Path) -> None:
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(PROGRAMS[0])

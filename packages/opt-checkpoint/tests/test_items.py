@@ -55,7 +55,7 @@ def test_every_dtype_and_shape_is_an_archive_that_torch_loads(name: str) -> None
             assert archive.getinfo("archive/data/0").file_size == len(values)
 
 
-def test_an_archive_of_more_than_four_gigabytes_is_read_by_zip_tools_and_torch(tmp_path: Path) -> None:
+def test_archives_above_4_gb_are_read_by_zip_tools_and_torch(tmp_path: Path) -> None:
     numel = (1 << 30) + 5
     nbytes = 4 * numel
     path = tmp_path / "large"
@@ -80,7 +80,7 @@ def found(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> ByteRange |
     return find_values(files, ByteRange(file="f", start=6, nbytes=len(raw), archive=True), dtype, shape)
 
 
-def test_values_in_an_archive_of_torchs_are_found_without_loading_it_where_they_are_one_run() -> None:
+def test_contiguous_values_in_torchs_archives_are_found_unloaded() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
         tensor = random_bits((5, 3), dtype)
         place = found(raw := archived(tensor), dtype, (5, 3))
@@ -166,7 +166,7 @@ class Mode(enum.Enum):
     FAST = 1
 
 
-def test_an_object_with_an_attribute_of_an_unknown_class_is_not_whole() -> None:
+def test_an_object_holding_an_unknown_class_is_incomplete() -> None:
     """Importing megatron.core makes argparse.Namespace loadable everywhere; `convert` then failed on the placeholder of
     an enum in it, and `load` returned the placeholder to the caller."""
     raw = archived({"args": argparse.Namespace(lr=0.1, backend=Backend()), "mode": Mode.FAST, "iteration": 3})

@@ -45,7 +45,7 @@ def test_contradictions_are_refused_in_megatron_cores_order() -> None:
             sharded(**changes)
 
 
-def test_rank_offsets_count_prepended_axes_and_are_refused_out_of_range_or_twice() -> None:
+def test_rank_offsets_count_prepended_axes_and_are_checked() -> None:
     made = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, 5, 8), (1, 1, 2), prepend_axis_num=1)
     assert (made.global_shape, made.global_offset) == ((8, 8, 3), (5, 4, 0))
     assert made.axis_fragmentations == (8, 2, 1)
@@ -95,7 +95,7 @@ def test_a_flat_range_is_one_of_a_whole_block() -> None:
         sharded().flat(torch.zeros(3), 0, 3).flat(torch.zeros(1), 0, 1)
 
 
-def test_replicas_have_one_identity_and_the_main_one_is_all_zeros() -> None:
+def test_replicas_share_an_identity_and_the_main_one_has_zeros() -> None:
     assert sharded(replica_id=3).identity == sharded().identity
     assert sharded().flat(torch.zeros(3), 0, 3).identity != sharded().identity
     replicas: list[Any] = [0, 1, (0, 0, 0), (0, 1, 0), ()]

@@ -22,7 +22,7 @@ def applied(groups: list[dict[str, Any]], names: list[list[str]], saved: Any = S
     return groups, report
 
 
-def test_stored_groups_are_plain_and_come_back_as_they_were_saved(tmp_path: Path) -> None:
+def test_stored_groups_are_plain_and_are_restored_exactly(tmp_path: Path) -> None:
     assert SAVED == {"groups": [DECAY, PLAIN], "names": [["a", "b"], ["c"]]}
     save({"groups": SAVED}, tmp_path / "x")
     now = groups_to_saved([{"lr": 5.0}], [["c", "new"]])
@@ -44,14 +44,14 @@ def test_values_follow_the_parameters(names: list[list[str]], expected: list[dic
     assert groups == [fresh(**values) for values in expected]
 
 
-def test_what_is_on_one_side_only_keeps_its_value_and_is_reported() -> None:
+def test_entries_on_one_side_only_are_kept_and_reported() -> None:
     groups, report = applied([fresh(decoupled_weight_decay=True), fresh(lr=5.0)], [["a", "new"], ["newer"]])
     assert (report.new, report.gone) == (("new", "newer"), ("b", "c"))
     assert groups == [fresh(**DECAY, decoupled_weight_decay=True), fresh(lr=5.0)]
     assert report.kept[0] == ("decoupled_weight_decay",)  # a field of a newer torch
 
 
-def test_groups_that_are_joined_and_disagree_are_refused_or_resolved_as_requested() -> None:
+def test_joined_groups_that_disagree_are_refused_or_resolved() -> None:
     groups = [fresh()]
     both = [["b", "c"]]
     with pytest.raises(GroupMismatchError, match=r"'lr': parameter b was saved with 0.1, parameter c with 0.2"):
@@ -82,7 +82,7 @@ MISSPELT: list[tuple[Any, str]] = [
 ]
 
 
-def test_misspelt_options_and_names_that_do_not_fit_are_refused_before_anything_is_set() -> None:
+def test_wrong_options_and_names_are_refused_before_a_change() -> None:
     groups = [fresh()]
     for option, message in MISSPELT:
         with pytest.raises(ValueError, match=message):
@@ -94,7 +94,7 @@ def test_misspelt_options_and_names_that_do_not_fit_are_refused_before_anything_
         groups_to_saved([{}, {}], [["a"]])
 
 
-def test_a_tensor_lr_keeps_its_tensor_and_a_stored_one_becomes_a_number_where_a_number_was() -> None:
+def test_a_loaded_lr_keeps_the_groups_kind_tensor_or_number() -> None:
     lr = torch.tensor(9.0)
     groups, _ = applied([fresh(lr=lr)], [["a"]])
     assert groups[0]["lr"] is lr

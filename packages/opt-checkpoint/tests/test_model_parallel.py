@@ -97,7 +97,7 @@ EXPERTS: dict[str, tuple[Callable[[int], nn.Module], str, str]] = {  # a rank's 
 }  # fmt: skip
 
 
-def test_buffers_of_an_expert_belong_to_it_and_others_are_saved_once() -> None:
+def test_buffers_of_experts_stay_theirs_others_are_saved_once() -> None:
     def make(rank: int) -> nn.Module:
         made = module(experts__n0__w=expert())
         made.experts._modules["0"].register_buffer("scale", torch.zeros(3))

@@ -119,7 +119,7 @@ MAPS = [
 
 
 @pytest.mark.parametrize("case", MAPS, ids=lambda case: case.__name__)
-def test_ours_become_theirs_and_theirs_describe_ours_with_the_same_boxes(case: Any) -> None:
+def test_names_map_both_ways_onto_the_same_boxes(case: Any) -> None:
     rules, ours, theirs = case()
     found = exported(rules, ours)
     assert found.keys() == theirs.keys()
@@ -193,7 +193,7 @@ CONTRADICTIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_what_does_not_fit_or_contradicts_itself_is_refused_by_name() -> None:
+def test_unfit_or_contradictory_rules_are_refused_by_name() -> None:
     for rules, shapes, message in REFUSED:
         tensors = {n: Described(*s) if isinstance(s[0], tuple) else Described(s, F32) for n, s in shapes.items()}
         with pytest.raises(CheckpointingException, match=message):

@@ -86,7 +86,7 @@ def test_keys_are_those_of_stock_dcp(tmp_path: Path) -> None:
     assert_same_weights(again, network(5))
 
 
-def test_keys_without_paths_of_other_programs_are_given_to_one_part_only(tmp_path: Path) -> None:
+def test_foreign_keys_without_paths_go_to_one_part_only(tmp_path: Path) -> None:
     dcp_save(network(1).state_dict(), checkpoint_id=tmp_path / "old")
     again = network(2)
     load({"model": sharded_model(again)}, tmp_path / "old")
@@ -98,7 +98,7 @@ def test_keys_without_paths_of_other_programs_are_given_to_one_part_only(tmp_pat
     assert_same_weights(ema, network(3))
 
 
-def test_a_part_that_is_not_stored_does_not_get_another_parts_values(tmp_path: Path) -> None:
+def test_a_part_not_stored_does_not_get_another_parts_values(tmp_path: Path) -> None:
     save({"model": sharded_model(network(1))}, tmp_path / "ours")
     dcp_save({"model": network(1).state_dict()}, checkpoint_id=tmp_path / "stock")
     save(sharded_model(network(1)), tmp_path / "root")
@@ -440,7 +440,7 @@ def test_a_key_that_some_rank_requests_is_not_unexpected(saved: Path) -> None:
         load_as_ranks([first, {"b": whole["b"]}], saved, strict="raise_all")
 
 
-def test_unknown_options_and_places_without_a_checkpoint_are_refused(saved: Path, tmp_path: Path) -> None:
+def test_unknown_options_and_empty_places_are_refused(saved: Path, tmp_path: Path) -> None:
     for option in ({"strict": "very"}, {"verify": "maybe"}, {"dtype": "any"}):
         with pytest.raises(ValueError, match="; allowed: "):
             load({}, saved, **option)  # type: ignore[arg-type]
@@ -456,7 +456,7 @@ STATE = {"m": {"w": torch.ones(2), "l": [1, 2, {"a": torch.zeros(1)}], "k": 5, "
 
 
 @pytest.mark.parametrize("write", [lambda path: dcp_save(STATE, checkpoint_id=path), lambda path: save(STATE, path)])
-def test_none_loads_everything_from_stock_directories_as_from_ours(tmp_path: Path, write: Any) -> None:
+def test_none_loads_all_of_stock_directories_as_of_ours(tmp_path: Path, write: Any) -> None:
     write(tmp_path / "x")
     for wanted, expected in (
         (None, STATE),
@@ -480,7 +480,7 @@ def sorted_text(value: Any) -> str:
     return repr(value)
 
 
-def test_tensors_in_lists_stay_tensors_for_stock_readers_and_come_back_in_lists(tmp_path: Path) -> None:
+def test_tensors_in_lists_are_restored_and_readable_by_stock_dcp(tmp_path: Path) -> None:
     state = {
         "lst": [1, torch.ones(2), [torch.arange(3), "a"], (torch.zeros(1), 5)],
         "groups": [{"lr": torch.tensor(0.5), "betas": (0.9, 0.95)}, {"lr": 0.1}],

@@ -143,7 +143,7 @@ def test_a_load_on_other_ranks_requests_only_the_bytes_it_needs(bucket: ObjectPa
     assert len(large) > calls.names.count("get_ranges") - 4  # several requests under way at a time
 
 
-def test_small_tensors_near_each_other_come_by_one_request_and_columns_with_the_bytes_between(
+def test_nearby_small_tensors_and_columns_take_one_request(
     bucket: ObjectPath,
 ) -> None:
     tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(200)}
@@ -184,7 +184,7 @@ def test_a_url_that_cannot_be_opened_is_refused() -> None:
             save({"step": 1}, ObjectPath.at(url, **options) if options else url)
 
 
-def test_a_path_that_is_sent_to_another_process_leaves_its_credentials_behind() -> None:
+def test_a_path_sent_to_another_process_drops_its_credentials() -> None:
     path = ObjectPath.at("s3://bucket/run", access_key_id="abc", secret_access_key="hidden", region="x")
     raw = pickle.dumps(path)
     assert b"hidden" not in raw

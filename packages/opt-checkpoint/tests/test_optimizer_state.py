@@ -74,7 +74,7 @@ def test_parameters_are_matched_by_identity_wherever_they_are(model: Any) -> Non
     assert {i: e.key for i, e in found.items()} == {0: "0.weight", 1: "1.bias"}
 
 
-def test_tied_weights_go_by_the_key_that_sorts_first_whatever_the_order(caplog: pytest.LogCaptureFixture) -> None:
+def test_tied_weights_use_the_key_that_sorts_first_in_any_order(caplog: pytest.LogCaptureFixture) -> None:
     weight = nn.Parameter(torch.zeros(3))
     entries = [ShardedTensor.from_rank_offsets(k, weight) for k in ("output", "embedding")]
     with caplog.at_level("INFO"):
@@ -84,7 +84,7 @@ def test_tied_weights_go_by_the_key_that_sorts_first_whatever_the_order(caplog: 
     assert "saved as embedding, not as output" in caplog.text
 
 
-def test_an_optimizer_that_matches_nothing_is_an_error_unless_allowed(model: Any) -> None:
+def test_an_unmatched_optimizer_is_an_error_unless_allowed(model: Any) -> None:
     detached = sharded_params(model)
     with pytest.raises(CheckpointingException, match="keep_vars=True"):
         get_param_id_to_sharded_param_map(detached, model.parameters())
@@ -139,7 +139,7 @@ def test_excluded_names_are_names_not_parts_of_names() -> None:
         assert set(state["state"][0]) == {"tep"}
 
 
-def test_a_parameter_without_description_is_an_error_only_if_it_has_something_to_save() -> None:
+def test_an_undescribed_parameter_is_an_error_if_it_has_state() -> None:
     state = {"state": {7: {"step": torch.tensor(1.0)}}, "param_groups": []}
     with pytest.raises(ValueError, match="Param id 7 does not match any model sharded param"):
         optim_state_to_sharding_state(copy.deepcopy(state), {})
@@ -187,7 +187,7 @@ def test_reduced_statistics_are_resharded(tmp_path: Path, axis: int, dims: tuple
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_value_of_each_matrix_of_a_stack_is_resharded_with_the_stack(tmp_path: Path, axis: int) -> None:
+def test_values_per_matrix_are_resharded_with_their_stack(tmp_path: Path, axis: int) -> None:
     # Experts: as `PerParam`, the factors of the first rank's experts were loaded into those of all.
     factors = torch.arange(12.0).view(12, 1, 1) * torch.eye(3)
     stack = lambda r, n: ShardedTensor.from_rank_offsets("w", torch.zeros(12, 12, 12).chunk(n, axis)[r], (axis, r, n))
@@ -207,7 +207,7 @@ def test_state_bound_to_a_layout_loads_there_and_nowhere_else(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [("param", "fp32_param"), ("fp32_param", "param")])
-def test_main_weights_are_found_under_either_of_megatron_cores_names(tmp_path: Path, stored: str, wanted: str) -> None:
+def test_main_weights_are_found_under_both_megatron_core_names(tmp_path: Path, stored: str, wanted: str) -> None:
     def state(name: str, key: str = "w") -> dict[str, Any]:
         return {"s": sharded_like(f"optimizer.state.{name}.{key}", torch.ones(3) * (name == stored))}
 

@@ -59,7 +59,7 @@ def refuse_exports(rank: int, size: int, folder: str) -> list[str]:
     return refusals(cases, lambda state, **options: save_safetensors(state, folder, **options))
 
 
-def test_impossible_exports_raise_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+def test_impossible_exports_raise_on_all_ranks_before_a_write(tmp_path: Path) -> None:
     first, second = run_ranks(2, refuse_exports, str(tmp_path / "hf"))
     assert first == second
     assert list(tmp_path.iterdir()) == []
@@ -83,7 +83,7 @@ def refuse_imports(rank: int, size: int, folder: str) -> list[str]:
     return messages
 
 
-def test_imports_that_do_not_fit_raise_on_all_ranks_before_memory_changes(tmp_path: Path) -> None:
+def test_unfit_imports_raise_on_all_ranks_before_memory_changes(tmp_path: Path) -> None:
     reference.save_file({n: torch.zeros(4, 3) for n in "wv"}, tmp_path / "model.safetensors")
     first, second = run_ranks(2, refuse_imports, str(tmp_path))
     assert first == second
@@ -199,7 +199,7 @@ def test_hostile_headers_are_refused(tmp_path: Path, case: str) -> None:
         load_safetensors({"w": torch.zeros(4)}, tmp_path)
 
 
-def test_a_changed_header_is_read_as_the_safetensors_package_reads_it_or_refused(tmp_path: Path) -> None:
+def test_a_changed_header_reads_as_in_safetensors_or_is_refused(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     file = tmp_path / "model.safetensors"
     reference.save_file({"a": torch.arange(3.0), "b": torch.arange(4, dtype=torch.int16), "c": torch.zeros(2, 2)}, file)

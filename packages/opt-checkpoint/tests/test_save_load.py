@@ -53,7 +53,7 @@ def test_padding_may_differ_where_that_is_allowed(tmp_path: Path, rows: int, exp
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(9, 14), (3000, 3001)], ids=["small", "streamed"])
-def test_blocks_and_views_that_are_not_contiguous_are_saved_and_loaded(tmp_path: Path, rows: int, columns: int) -> None:
+def test_noncontiguous_blocks_and_views_are_saved_and_loaded(tmp_path: Path, rows: int, columns: int) -> None:
     whole = torch.randn(rows, columns)
     part = slice(columns // 2, columns // 2 + 5)
     odd = torch.ones(rows * columns + 1, dtype=torch.uint8)  # bytes, of which checksums are combined
@@ -75,7 +75,7 @@ def test_blocks_and_views_that_are_not_contiguous_are_saved_and_loaded(tmp_path:
 # ----- who writes what
 
 
-def test_replicated_tensors_are_written_in_equal_shares_by_all_ranks(tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_in_equal_shares_by_ranks(tmp_path: Path) -> None:
     sizes = [(700, 300), (41, 7), (5,), (1_000_000,), (3, 90_000)]
     states = [
         {str(i): sharded_like(str(i), torch.full(s, float(i)), replica_id=rank) for i, s in enumerate(sizes)}
@@ -101,7 +101,7 @@ def test_stock_dcp_makes_one_file_of_what_we_write(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
-def test_plain_values_of_stock_directories_are_found_by_their_paths(tmp_path: Path) -> None:
+def test_plain_values_of_stock_directories_are_found_by_path(tmp_path: Path) -> None:
     held = {"run": {"step": 7, "lr": 0.5}, "groups": [{"betas": (0.9, 0.95)}, torch.ones(2)], "path": Path("no/plain")}
     dcp_save(held, checkpoint_id=tmp_path / "x")
     wanted = {"run": {"step": None}, "groups": {0: {"betas": None}, 1: sharded_like("groups.1", torch.zeros(2))}}
@@ -154,7 +154,7 @@ def test_dtensors_meet_flat_ranges(tmp_path: Path) -> None:
     run_ranks(3, stock_and_ours_both_ways, str(tmp_path))
 
 
-def test_metadata_of_megatrons_own_class_is_read_without_the_class(tmp_path: Path) -> None:
+def test_metadata_of_megatrons_class_is_read_without_the_class(tmp_path: Path) -> None:
     dcp_save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path)
     raw = pickle.dumps(FileSystemReader(tmp_path).read_metadata(), protocol=2)  # which has names as text
     stock = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
@@ -178,7 +178,7 @@ def test_a_group_without_the_worlds_rank_zero_saves_and_loads(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("numel", [6, 300_000], ids=["small", "large"])
-def test_conjugate_and_negated_views_are_saved_and_loaded_by_the_values_they_show(tmp_path: Path, numel: int) -> None:
+def test_conjugate_and_negated_views_are_saved_by_their_values(tmp_path: Path, numel: int) -> None:
     whole = torch.complex(torch.randn(numel), torch.randn(numel))
     both = whole.view(2, -1).conj().t()
     views = {
@@ -236,7 +236,7 @@ def test_a_file_url_is_synced_like_a_path(tmp_path: Path, monkeypatch: pytest.Mo
             save({"w": torch.ones(3)}, url)
 
 
-def test_a_single_element_of_a_larger_tensor_is_stored_and_loaded(tmp_path: Path) -> None:
+def test_one_element_of_a_larger_tensor_is_stored_and_loaded(tmp_path: Path) -> None:
     """Its stride is that of the larger tensor, though it counts as contiguous."""
     values = torch.arange(6.0).view(3, 2)
     target = torch.zeros(3, 2)
@@ -279,9 +279,7 @@ def test_an_expanded_target_is_refused_before_anything_is_read(tmp_path: Path) -
     assert load({"w": None}, tmp_path / "y").state["w"].tolist() == [[1, 1]] * 3
 
 
-def test_files_are_only_appended_to_and_torch_reads_large_archives_without_a_checksum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_append_only_and_torch_reads_large_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(700_001)
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", lambda *a: pytest.fail("a written byte is changed"))

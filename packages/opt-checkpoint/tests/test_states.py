@@ -142,7 +142,7 @@ def test_prefixes_of_all_sharded_keys() -> None:
     assert [state["a"].key, state["l"][0].key] == ["first", "second.b"]
 
 
-def test_lists_hold_parts_only_of_what_is_sharded_and_of_different_length_never_meet(tmp_path: Path) -> None:
+def test_unsharded_lists_are_one_leaf_and_lengths_may_differ(tmp_path: Path) -> None:
     nested = {"groups": [{"lr": 1}], "tensors": [tensor("a"), 7], "nothing": {}, 3: "three"}
     assert [leaf.path for leaf in leaves(nested)] == [("groups",), ("tensors", 0), ("tensors", 1), ("nothing",), (3,)]
     save({"l": [tensor("a"), {"x": 1}], "groups": [1, 2, 3]}, tmp_path / "x")
@@ -168,7 +168,7 @@ def test_states_that_would_lose_something_are_refused(tmp_path: Path) -> None:
             save(state, tmp_path / "x")
 
 
-def test_a_function_that_cuts_rows_is_declared_by_the_rows_that_it_cuts() -> None:
+def test_a_function_that_cuts_rows_is_declared_by_its_rows() -> None:
     data = torch.randn(6, 5)
     declared = swiglu(1, 2, data).declared()
     assert declared.segments == segments(1, 2, 6, 5)
@@ -185,7 +185,7 @@ def test_a_function_that_cuts_columns_stays_a_function() -> None:
     assert (made.key, made.global_shape, made.replica_id) == ("optimizer.state.step.up", (), 0)
 
 
-def test_a_block_twice_on_one_rank_is_saved_once_if_its_values_are_equal(tmp_path: Path) -> None:
+def test_a_block_twice_on_one_rank_is_saved_once_if_equal(tmp_path: Path) -> None:
     first = sharded_like("w", torch.ones(3))
     second = sharded_like("w", torch.ones(3))
     save({"chunk0": {"w": first}, "chunk1": {"w": second}}, tmp_path / "equal")
@@ -200,7 +200,7 @@ def test_a_block_twice_on_one_rank_is_saved_once_if_its_values_are_equal(tmp_pat
         assert "replica_id" not in str(caught.value)
 
 
-def test_a_wider_parameter_is_read_from_its_mains_and_mains_from_a_wider_parameter(tmp_path: Path) -> None:
+def test_wider_parameters_and_mains_are_read_from_each_other(tmp_path: Path) -> None:
     exact = torch.randn(5)
     mains = "optimizer.state.fp32_param.w"
     save({"w": sharded_like("w", exact.bfloat16()), "m": sharded_like(mains, exact)}, tmp_path / "bf16")

@@ -75,7 +75,7 @@ def test_stock_dcp_goes_on_from_a_checkpoint_of_ours(tmp_path: Path, flat: bool)
     assert main(command) == 2  # it is there already
 
 
-def test_the_optimizer_of_one_of_two_models_is_converted_to_a_torch_file(tmp_path: Path) -> None:
+def test_one_of_two_models_optimizers_converts_to_a_torch_file(tmp_path: Path) -> None:
     model, optimizer = trained()
     parts = {"a": sharded_optimizer(*trained(1)), "b": sharded_optimizer(model, optimizer)}
     save(parts, tmp_path / "x")
@@ -116,7 +116,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path, form: str) 
 @pytest.mark.parametrize(
     "state", [[torch.ones(2), torch.ones(3)], {"a": torch.ones(2), "calls": 5}], ids=["list", "dict"]
 )
-def test_a_state_of_several_tensors_is_read_or_refused_but_never_lost(tmp_path: Path, state: Any) -> None:
+def test_state_of_several_tensors_is_read_or_refused_never_lost(tmp_path: Path, state: Any) -> None:
     model, optimizer = trained()
     optimizer.state[model[0].weight]["several"] = state
     save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
@@ -132,7 +132,7 @@ def test_a_state_of_several_tensors_is_read_or_refused_but_never_lost(tmp_path: 
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("ours", [False, True])
-def test_groups_with_several_tensors_are_read_or_refused_but_never_lost(tmp_path: Path, ours: bool, flat: bool) -> None:
+def test_groups_with_several_tensors_are_never_lost(tmp_path: Path, ours: bool, flat: bool) -> None:
     model, optimizer = trained()
     for kind in (tuple, list):
         for group in optimizer.param_groups:
@@ -150,7 +150,7 @@ def test_groups_with_several_tensors_are_read_or_refused_but_never_lost(tmp_path
             assert [list(group["betas"]) for group in other.param_groups] == [[0.5, 0.75]] * 2
 
 
-def test_an_optimizers_own_state_dict_is_refused_and_parameters_called_state_are_not(tmp_path: Path) -> None:
+def test_own_state_dicts_are_refused_but_not_params_named_state(tmp_path: Path) -> None:
     """The first has no names, and was loaded as an optimizer without a state."""
     model, optimizer = trained()
     save({"optimizer": optimizer.state_dict()}, tmp_path / "numbers")

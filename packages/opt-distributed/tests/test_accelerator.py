@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-def test_work_goes_to_the_side_stream_of_the_device_and_back_also_after_an_error(calls: Calls) -> None:
+def test_work_leaves_the_side_stream_also_after_an_error(calls: Calls) -> None:
     device = Accelerator(CUDA)
     side: Any = device.side_stream()
     assert (side, side.device) == (device.side_stream(), CUDA)
@@ -62,9 +62,7 @@ def test_work_goes_to_the_side_stream_of_the_device_and_back_also_after_an_error
     assert calls.made == [("current", CUDA), ("set", side), ("set", "main"), ("current", CUDA)]
 
 
-def test_what_is_uploaded_is_pinned_and_copied_without_waiting_but_not_while_a_graph_is_captured(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uploads_are_pinned_and_asynchronous_except_in_a_capture(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", calls.note("pin", lambda tensor: tensor))
     monkeypatch.setattr(Tensor, "to", calls.note("to", lambda tensor, *args, **kwargs: tensor))
     Accelerator(CUDA).upload(torch.zeros(3))
@@ -75,9 +73,7 @@ def test_what_is_uploaded_is_pinned_and_copied_without_waiting_but_not_while_a_g
         Accelerator(CUDA).upload(torch.zeros(3))
 
 
-def test_a_copy_to_the_host_is_pinned_and_waits_for_its_event_once(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_to_the_host_is_pinned_and_waits_once(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_ = Tensor.copy_
     event = SimpleNamespace(synchronize=calls.note("synchronize", lambda: None))
     calls.current = SimpleNamespace(record_event=calls.note("record", lambda: event))
@@ -119,7 +115,7 @@ def graph_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_a_graph_is_captured_for_this_thread_only_and_replayed_on_its_device(graph_calls: list[Any]) -> None:
+def test_a_graph_is_captured_by_its_thread_only(graph_calls: list[Any]) -> None:
     graph = Accelerator(CUDA).graph()
     with graph.capture():
         graph_calls.append("work")
@@ -130,7 +126,7 @@ def test_a_graph_is_captured_for_this_thread_only_and_replayed_on_its_device(gra
     assert graph_calls == [on_device, begin, "work", ("end", captured), on_device, ("replay", captured)]
 
 
-def test_a_second_capture_is_another_graph_and_a_failed_one_changes_nothing(graph_calls: list[Any]) -> None:
+def test_a_second_capture_is_a_new_graph_unless_it_failed(graph_calls: list[Any]) -> None:
     graph = Graph(CUDA)
     with graph.capture():
         pass
@@ -143,7 +139,7 @@ def test_a_second_capture_is_another_graph_and_a_failed_one_changes_nothing(grap
     assert graph._graph is not first
 
 
-def test_cuda_devices_have_one_accelerator_each_and_others_no_graphs() -> None:
+def test_cuda_devices_have_an_accelerator_and_others_no_graphs() -> None:
     assert not isinstance(device_of(torch.device("meta")), Accelerator)
     assert device_of(CUDA) is device_of(torch.device("cuda:3"))
     assert isinstance(device_of(CUDA), Accelerator)
@@ -152,7 +148,7 @@ def test_cuda_devices_have_one_accelerator_each_and_others_no_graphs() -> None:
             device.graph()
 
 
-def test_a_bounded_wait_ends_with_the_event_the_time_or_the_device_and_asks_nothing_in_a_capture(calls: Calls) -> None:
+def test_a_bounded_wait_ends_in_time_and_queries_no_capture(calls: Calls) -> None:
     device = Accelerator(CUDA)
     query = Mock(side_effect=[False, False, True])
     event = SimpleNamespace(query=query)

@@ -44,7 +44,7 @@ def make_buffer(
     return ParamAndGradBuffer(layout, params, param_dtype=dtype, grad_dtype=torch.float32, **options)
 
 
-def test_parameters_keep_their_values_and_become_views_of_one_tensor() -> None:
+def test_params_keep_their_values_and_become_views_of_one_tensor() -> None:
     params = make_params(*SHAPES)
     params[ParamId(0, "transposed")] = nn.Parameter(torch.arange(6.0).view(2, 3).t())
     for name, part in zip(("left", "right"), torch.arange(6.0).split(3)):  # neighbours, which share no memory
@@ -61,7 +61,7 @@ def test_a_buffer_without_gradients_has_no_memory_for_them() -> None:
     assert make_buffer(make_params(*SHAPES), holds_grads=False).grad_data.numel() == 0
 
 
-def test_gradient_views_cover_the_buffer_without_touching_padding() -> None:
+def test_gradient_views_cover_the_buffer_except_its_padding() -> None:
     """Shards of a bucket are the bucket. A piece is flat unless it is the whole parameter."""
     buffer = make_buffer(make_params(*SHAPES), num_shards=4)
     for id in buffer.params:
@@ -227,7 +227,7 @@ def test_every_rank_has_all_sums_of_a_layout_without_shards() -> None:
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (3,), (1, 2)], ids=str)
-def test_where_a_reduction_fails_memory_is_given_back_after_the_others(failing: tuple[int, ...]) -> None:
+def test_memory_of_a_failed_reduction_is_freed_after_the_others(failing: tuple[int, ...]) -> None:
     comm = TravellingComm(failing=failing)
     shards, grads = make(comm)
     with pytest.raises(CollectiveError, match=f"gradient bucket {failing[0]}: a peer is gone"):

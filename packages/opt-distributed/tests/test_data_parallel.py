@@ -69,7 +69,7 @@ def test_owned_gradients_are_the_mean_over_the_joined_batch(
     [{}, {"average_in_collective": True}, {"reduce_scatter_with_fp32_accumulation": True}],
     ids=["sums", "averages", "sums in fp32"],
 )
-def test_forced_all_reduce_gives_every_rank_whole_gradients_of_all_chunks(fields: dict[str, bool]) -> None:
+def test_forced_all_reduce_gives_all_ranks_whole_gradients(fields: dict[str, bool]) -> None:
     """Reductions are launched in one order, so that the first call may launch those of later chunks."""
     tokens = batch(0, 6)
     expected = expected_grads(partial(loss_of, tokens=tokens))
@@ -96,7 +96,7 @@ def test_forced_all_reduce_gives_every_rank_whole_gradients_of_all_chunks(fields
     run_threads(3, rank_main)
 
 
-def test_an_all_reduce_cannot_be_forced_once_gradients_are_reduced_to_shards() -> None:
+def test_all_reduce_cannot_be_forced_after_a_reduction_to_shards() -> None:
     def rank_main(comm: ThreadComm) -> None:
         ddp = DistributedDataParallel(SHARDED, nn.Linear(4, 4), groups=over(comm))
         ddp.start_grad_sync()
@@ -124,7 +124,7 @@ def test_weights_are_broadcast_over_optimizer_instances_too() -> None:
     assert run_threads(4, rank_main) == [{0.0}] * 4
 
 
-def test_an_instance_without_the_parameters_is_refused_on_every_rank() -> None:
+def test_an_instance_without_the_params_is_refused_on_every_rank() -> None:
     across = World(2, timeout_s=20)
 
     def rank_main(comm: ThreadComm) -> None:
@@ -137,7 +137,7 @@ def test_an_instance_without_the_parameters_is_refused_on_every_rank() -> None:
     run_threads(2, rank_main)
 
 
-def test_state_dicts_have_the_models_own_names_and_load_into_the_buffers() -> None:
+def test_state_dicts_use_the_models_names_and_load_into_buffers() -> None:
     net = Net()
     saved = {name: value + 1 for name, value in deepcopy(net.state_dict()).items()}
     ddp = DistributedDataParallel(SHARDED, net, groups=over(Alone()), chunk=3)
@@ -168,7 +168,7 @@ def buckets_of(config: Config, model: nn.Module) -> list[int]:
     return [bucket.params_numel for bucket in ddp.synced_buffers[0].plan.layout.buckets]
 
 
-def test_buckets_have_the_size_or_number_that_is_asked_for_and_without_overlap_there_is_one() -> None:
+def test_buckets_have_the_requested_size_or_number() -> None:
     """Experts do not change how dense buckets are cut: replicas of dense parameters may hold different experts."""
     assert [default_bucket_size(ranks) for ranks in (1, 40, 64)] == [40_000_000, 40_000_000, 64_000_000]
     assert buckets_of(replace(SHARDED, bucket_size=50), Net()) == [NUMEL]

@@ -99,7 +99,7 @@ def laid_out(model: nn.Linear) -> nn.Module:
         (laid_out, "LayoutError", "LayoutError: weight is a DTensor, laid out already; leave the model unwrapped"),
     ],
 )
-def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank(
+def test_a_model_one_rank_cannot_lay_out_is_refused_on_all(
     change: Callable[[nn.Linear], nn.Module], wraps: str, refused: str
 ) -> None:
     changed = change(nn.Linear(4, 4))
@@ -127,7 +127,7 @@ def test_any_error_of_a_rank_while_building_reaches_every_rank() -> None:
     assert errors_of(2, rank_main) == [f"LayoutError: rank 1 refused: {failed}", failed]
 
 
-def test_a_broadcast_that_only_some_ranks_ask_for_is_refused_on_every_rank() -> None:
+def test_a_broadcast_on_some_ranks_only_is_refused_on_all() -> None:
     def rank_main(comm: ThreadComm) -> None:
         DistributedDataParallel(SHARDED, nn.Linear(4, 4), groups=over(comm), broadcast_params=comm.rank == 0)
 
@@ -147,13 +147,13 @@ REFUSALS: dict[str, tuple[type[Exception], Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("message", REFUSALS)
-def test_what_contradicts_the_groups_the_loss_or_the_buffers_is_refused(message: str) -> None:
+def test_contradictions_of_groups_loss_or_buffers_are_refused(message: str) -> None:
     kind, call = REFUSALS[message]
     with pytest.raises(kind, match=message):
         call()
 
 
-def test_a_backward_after_the_bucket_has_left_is_an_error_on_every_rank() -> None:
+def test_a_backward_after_the_reduction_is_an_error_on_all_ranks() -> None:
     def rank_main(comm: ThreadComm) -> None:
         ddp = DistributedDataParallel(OVERLAP, nn.Linear(4, 4), groups=over(comm))
         backward(ddp(ONES).sum())
@@ -167,7 +167,7 @@ def test_a_backward_after_the_bucket_has_left_is_an_error_on_every_rank() -> Non
         assert error.endswith("the first iteration had 1; run all but the last backward pass inside no_sync()")
 
 
-def test_two_gradients_of_one_parameter_do_not_stand_for_those_of_another() -> None:
+def test_two_gradients_of_one_parameter_do_not_complete_a_bucket() -> None:
     ddp = wrap(OVERLAP)
     for names in (["weight", "bias"], ["weight", "weight", "bias"]):
         ddp.zero_grad_buffer()

@@ -38,7 +38,7 @@ def on_grid(rank_main: Callable[[int, int, Comm, Comm], Grads]) -> list[Grads]:
     return run_threads(4, start)
 
 
-def test_what_is_marked_as_partial_and_as_equal_is_averaged_over_tensor_parallel_ranks_once() -> None:
+def test_grads_marked_partial_and_equal_are_averaged_once() -> None:
     def rank_main(tp: int, dp: int, replicas: Comm, peers: Comm) -> Grads:
         model = nn.ParameterDict({"both": torch.ones(200).double()})
         model.both.sequence_parallel = model.both.average_gradients_across_tp_domain = True
@@ -52,7 +52,7 @@ def test_what_is_marked_as_partial_and_as_equal_is_averaged_over_tensor_parallel
 
 
 @configs
-def test_gradients_are_divided_by_the_tokens_of_all_replicas_as_the_last_stage_counts_them(config: Config) -> None:
+def test_gradients_are_divided_by_the_last_stages_token_count(config: Config) -> None:
     def rank_main(stage: int, dp: int, replicas: Comm, peers: Comm) -> Grads:
         model = nn.ParameterDict({"a": torch.ones(3).double(), "b": torch.ones(200).double()})
         ddp = DistributedDataParallel(config, model, groups=over(replicas), calculate_per_token_loss=True)
@@ -98,7 +98,7 @@ class Router(nn.Module):
         self.register_buffer("local_tokens_per_expert", tokens)
 
 
-def test_router_biases_follow_the_tokens_of_all_ranks_that_route_with_them() -> None:
+def test_router_biases_follow_the_tokens_of_all_routing_ranks() -> None:
     """Expert 1 has the mean, though no rank alone says so; a router without a bias stays as it is."""
     tokens = torch.tensor([[[9, 1, 0, 2], [0, 4, 0, 0]], [[0, 0, 0, 2], [0, 1, 0, 5]]])  # by tp, by dp; sums 9 6 0 9
 
@@ -117,7 +117,7 @@ def test_router_biases_follow_the_tokens_of_all_ranks_that_route_with_them() -> 
     on_grid(rank_main)
 
 
-def test_rates_of_routers_that_differ_between_ranks_are_refused_on_every_rank() -> None:
+def test_router_rates_that_differ_by_rank_are_refused_on_all() -> None:
     """Biases of the same routers drifted apart in silence."""
 
     def rank_main(comm: ThreadComm) -> None:

@@ -107,7 +107,7 @@ def test_four_processes_train_what_one_process_trains() -> None:
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "never comes"])
-def test_a_lost_peer_is_an_error_that_names_the_collective_and_the_step(dies: bool, tmp_path: Path) -> None:
+def test_the_error_of_a_lost_peer_names_collective_and_step(dies: bool, tmp_path: Path) -> None:
     meeting = new_meeting(tmp_path)
     for process in [start(meets_no_peer, rank, meeting, dies) for rank in range(2)]:
         process.join(300)

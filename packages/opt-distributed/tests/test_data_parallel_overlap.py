@@ -64,14 +64,14 @@ def iterate(ddp: DistributedDataParallel, timeline: Timeline) -> float:
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, Backwards])
-def test_all_but_the_last_reduction_and_the_first_gather_are_hidden(kind: type[nn.Sequential]) -> None:
+def test_all_but_the_last_reduction_and_first_gather_are_hidden(kind: type[nn.Sequential]) -> None:
     """2 of 24. Buckets follow the order of use rather than of registration."""
     timeline = Timeline()
     ddp = wrap(timeline, kind)
     assert [iterate(ddp, timeline) for _ in range(3)][-1] == 2 * DELAY
 
 
-def test_each_bucket_is_issued_once_when_its_layer_is_done_after_a_first_iteration_that_learns() -> None:
+def test_each_bucket_is_issued_once_when_its_layer_is_done() -> None:
     timeline = Timeline()
     ddp = wrap(timeline)
     for iteration in range(3):
@@ -129,7 +129,7 @@ def test_what_is_loaded_stays(inner: bool) -> None:
     assert all_equal(params, 2.0)
 
 
-def test_reduction_waits_for_parameters_that_no_forward_requested() -> None:
+def test_reduction_waits_for_params_that_no_forward_requested() -> None:
     ddp, params = wrapped(nn.Linear(WIDTH, WIDTH))
     publish(ddp, 0.5)
     ddp.finish_grad_sync()
@@ -163,7 +163,7 @@ def test_a_gather_can_be_requested(force: bool) -> None:
     assert all_equal(params, 2.0)
 
 
-def test_a_bucket_that_lacked_a_gradient_on_any_rank_holds_up_no_other() -> None:
+def test_a_bucket_without_a_gradient_does_not_delay_others() -> None:
     def rank_main(comm: ThreadComm) -> list[int]:
         recording = RecordingComm(comm)
         model = nn.ModuleList(nn.Linear(1, width, bias=False) for width in (256, 512, 768, 1024))

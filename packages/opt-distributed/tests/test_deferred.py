@@ -136,7 +136,7 @@ def test_every_order_of_queued_work_gives_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_owners_of_whole_parameters_train_them_as_owners_of_shards_do(instances: int) -> None:
+def test_owners_of_whole_params_train_like_owners_of_shards(instances: int) -> None:
     programs = (PROGRAMS[kind + (", instances" if instances > 1 else "")] for kind in ("whole", "sharded"))
     torch.testing.assert_close(*(in_order(program, instances=instances) for program in programs))
 

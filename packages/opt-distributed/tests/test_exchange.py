@@ -74,7 +74,7 @@ def block(stage: ComputeStage, id: ParamId, at: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize("computes", [Computes.OWNER, Computes.EVERY])
 @pytest.mark.parametrize("name", GRIDS)
-def test_whole_matrices_come_to_who_computes_them_and_parts_go_back(name: str, computes: Computes) -> None:
+def test_whole_matrices_reach_their_owner_and_parts_return(name: str, computes: Computes) -> None:
     """Uneven parts and empty ones included. What goes back is another tensor: it comes from the whole. With owners, a
     gather and a scatter are an exchange each along an axis, which carries every part once."""
     grid = GRIDS[name]

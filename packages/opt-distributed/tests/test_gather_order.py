@@ -111,7 +111,7 @@ def test_ranks_that_ask_differently_gather_in_one_order(other: Callable[[Chunks]
     assert first[: len(WIDTHS)] == GATHERS
 
 
-def test_a_forced_gather_gathers_whether_or_not_it_is_due_and_waits_or_not() -> None:
+def test_a_forced_gather_runs_even_if_it_is_not_due() -> None:
     def rank_main(comm: ThreadComm) -> None:
         recording = RecordingComm(comm)
         chunks = wrap(recording)

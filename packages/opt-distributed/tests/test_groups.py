@@ -38,7 +38,7 @@ def groups(**ranks_of: list[int] | None) -> ProcessGroups:
     return ProcessGroups(**{role: None if of is None else dist.new_group(of) for role, of in ranks_of.items()})
 
 
-def test_dense_gradients_are_reduced_over_context_parallel_ranks_too() -> None:
+def test_dense_grads_are_reduced_over_context_parallel_ranks_too() -> None:
     """Context-parallel ranks see other parts of the same samples: their gradients are summed with the replicas'."""
     with fake_world(4):
         made = groups(dp=[0, 2], cp=[0, 1], dp_cp=[0, 1, 2, 3], expt_dp=[0, 1, 2, 3], mp=None, tp_ep_pp=None)
@@ -46,7 +46,7 @@ def test_dense_gradients_are_reduced_over_context_parallel_ranks_too() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_roles_that_follow_from_a_data_parallel_group_of_all_ranks_need_not_be_set(sharded: bool) -> None:
+def test_roles_follow_from_a_data_parallel_group_of_all_ranks(sharded: bool) -> None:
     with fake_world(4):
         roles = roles_of(groups(dp=[0, 1, 2, 3]), sharded=sharded, has_experts=False)
         assert ranks(roles.dense.dp) == ranks(roles.totals) == [0, 1, 2, 3]
@@ -54,7 +54,7 @@ def test_roles_that_follow_from_a_data_parallel_group_of_all_ranks_need_not_be_s
             roles_of(groups(dp=[0, 1, 2, 3]), sharded=sharded)
 
 
-def test_experts_and_dense_parameters_have_tensor_parallel_groups_of_their_own() -> None:
+def test_experts_and_dense_params_use_own_tensor_parallel_groups() -> None:
     with fake_world(4):
         made = groups(dp=[0, 2], expt_dp=[0, 1, 2, 3], mp=[0, 1], tp_ep_pp=None, tp=[0, 1], expt_tp=None)
         roles = roles_of(made, sharded=False)
@@ -66,7 +66,7 @@ def test_experts_and_dense_parameters_have_tensor_parallel_groups_of_their_own()
         assert (ranks(roles.dense.tp), ranks(roles.expert.tp), ranks(roles.totals)) == ([], [0, 1], [0, 1])
 
 
-def test_a_shard_group_of_none_is_one_rank_in_a_larger_data_parallel_group() -> None:
+def test_no_shard_group_means_one_rank_in_a_larger_group() -> None:
     """Two instances of one rank each: every rank keeps a whole optimizer, and gradients are summed between them."""
     with fake_world(2):
         both = {role: [0, 1] for role in ("dp", "dp_cp", "expt_dp", "inter_dist_opt")}
@@ -96,7 +96,7 @@ REFUSALS: dict[str, dict[str, Any]] = {  # the groups, by role
 
 
 @pytest.mark.parametrize("message", REFUSALS)
-def test_groups_that_would_leave_ranks_out_of_a_reduction_are_refused(message: str) -> None:
+def test_groups_that_omit_ranks_from_a_reduction_are_refused(message: str) -> None:
     with fake_world(4), pytest.raises(ProcessGroupError, match=message):
         roles_of(groups(**REFUSALS[message]), sharded=False, has_experts=False)
 
@@ -138,7 +138,7 @@ def test_every_role_is_found_along_the_axes_of_a_mesh() -> None:
         assert dist.get_process_group_ranks(submesh.dp_cp) == OF_MESH["dp_cp"]
 
 
-def test_only_the_first_and_the_last_stage_share_a_tied_embedding() -> None:
+def test_only_the_first_and_last_stage_share_a_tied_embedding() -> None:
     for rank, expected in ((0, [0, 2]), (1, None), (2, [0, 2])):
         with fake_world(3, rank):
             made = ProcessGroups.from_mesh(init_device_mesh("cpu", (3,), mesh_dim_names=("pp",)))

@@ -179,7 +179,7 @@ def backward(chunks: Sequence[DistributedDataParallel], visits: Sequence[Visit])
         chunks[number](name, 1.0).backward()
 
 
-def test_chunks_of_one_order_overlap_with_backward_and_wait_for_their_turn() -> None:
+def test_chunks_of_one_order_overlap_backward_and_take_turns() -> None:
     def rank_main(comm: ThreadComm) -> None:
         recording = RecordingComm(comm)
         chunks = make_chunks(recording, linked=True)
@@ -201,7 +201,7 @@ def test_chunks_of_one_order_overlap_with_backward_and_wait_for_their_turn() -> 
     run_threads(2, rank_main)
 
 
-def test_models_that_share_groups_but_no_order_are_reduced_when_they_are_finished() -> None:
+def test_models_without_a_common_order_are_reduced_when_finished() -> None:
     """Two models, such as a generator and a discriminator: nothing says which one's reductions come first."""
 
     def rank_main(comm: ThreadComm) -> list[int]:
@@ -242,7 +242,7 @@ def finish(ddp: DistributedDataParallel, iteration: int) -> None:
 
 
 @configs
-def test_dropped_gradients_and_an_evaluation_on_one_rank_disturb_no_iteration(config: Config) -> None:
+def test_dropped_grads_and_evaluation_on_one_rank_are_harmless(config: Config) -> None:
     """One rank had launched more than another when both dropped the iteration, and waited for it for ever. A rank that
     evaluated launched reductions when it zeroed its gradients, which others took for those of the next iteration."""
 
@@ -301,7 +301,7 @@ def test_a_wrapped_model_that_nobody_uses_is_freed() -> None:
     assert alive() is None
 
 
-def test_a_model_that_one_rank_keeps_disturbs_no_dropped_iteration() -> None:
+def test_a_model_kept_by_one_rank_is_harmless_when_grads_drop() -> None:
     """Only the rank that had dropped the other model launched reductions early; the next iteration met these."""
 
     def rank_main(comm: ThreadComm) -> None:

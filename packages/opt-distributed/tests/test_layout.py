@@ -83,7 +83,7 @@ def test_flat_buckets_are_megatron_cores(name: str) -> None:
         assert starts(layout, params)[::-1][:6] == [0, 9088, 18176, 27264, 36352, 45440]
 
 
-def test_shard_ranges_are_megatron_cores_and_ignore_parameter_boundaries() -> None:
+def test_shard_ranges_equal_megatron_cores_across_parameters() -> None:
     layout = flat_layout(vectors(1000, 1000), num_shards=4, shard_multiple=1)
     pieces = [piece for rank in range(4) for _, piece in layout.owned(rank)]
     assert [(p.id.name, p.of_param.start, p.of_param.stop, p.of_shard.start) for p in pieces] == [
@@ -141,7 +141,7 @@ def test_every_element_has_exactly_one_owner(case: Case) -> None:
 
 @given(SIZES, WORLDS, BUCKETS, MULTIPLES)
 @settings(max_examples=100, deadline=None)
-def test_whole_layouts_cut_no_parameter_and_no_rank_owns_more_than_its_share_and_one(
+def test_whole_layouts_cut_no_parameter_and_balance_ownership(
     sizes: list[int], world: int, bucket: int | None, multiple: int
 ) -> None:
     params = vectors(*sizes)
@@ -158,7 +158,7 @@ def test_whole_layouts_cut_no_parameter_and_no_rank_owns_more_than_its_share_and
 
 @given(layouts())
 @settings(max_examples=150, deadline=None)
-def test_what_leaves_the_chunks_is_what_shards_receive_in_ascending_order(case: Case) -> None:
+def test_shards_receive_in_ascending_order_what_chunks_send(case: Case) -> None:
     """An exchange sends runs of elements from the ranks of chunks to the ranks of shards, or back: no run is lost,
     and each lands where it lies in the bucket."""
     _, layout, _ = case
@@ -187,7 +187,7 @@ def test_a_shared_embedding_is_alone_in_its_bucket(sizes: list[int], world: int,
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_whole_parameters_go_to_the_rank_with_the_least_cost_that_has_no_more_than_its_share() -> None:
+def test_whole_parameters_go_to_the_cheapest_rank_with_room() -> None:
     layout = whole_layout(matrices((32, 32), *[(2, 1024)] * 3), num_shards=2)
     owned = [[piece.id.name for _, piece in layout.owned(rank)] for rank in range(2)]
     assert owned == [["w0", "w1"], ["w3", "w2"]]
@@ -206,7 +206,7 @@ LLAMA_405B_TP1 = matrices(*[(18432, 16384), (16384, 16384), (106496, 16384), (16
      (LLAMA_405B_TP1, 4096)],
     ids=["405B tp8 pp16, 8", "128", "V3, 8", "128", "405B, 4096"],
 )  # fmt: skip
-def test_whole_layouts_of_large_models_take_no_more_than_the_model(params: list[ParamShape], world: int) -> None:
+def test_whole_layouts_of_large_models_have_the_models_size(params: list[ParamShape], world: int) -> None:
     """Padded to the longest shard, these took 1.1 to 16 times the model from 32 ranks on, in one bucket."""
     layout = whole_layout(params, num_shards=world, bucket_size=default_bucket_size(world))
     numel = sum(param.numel for param in params)
@@ -274,7 +274,7 @@ def test_fingerprints_are_equal_for_equal_layouts_only() -> None:
 # --- who computes -----------------------------------------------------------------------------------------------------
 
 
-def test_the_cost_of_a_matrix_is_long_side_times_short_side_squared() -> None:
+def test_a_matrix_costs_long_side_times_short_side_squared() -> None:
     costs: dict[tuple[int, ...], int] = {(): 1, (7,): 7, (0, 5): 0, (3, 5): 45, (5, 3): 45, (2, 5, 3): 90}
     assert {shape: update_cost(shape) for shape in costs} == costs
 
@@ -287,7 +287,7 @@ def owners(layout: ComputeLayout) -> dict[str, tuple[int, ...] | None]:
     return {slot.matrix.id.name: slot.owner for slot in layout.slots}
 
 
-def test_matrices_have_owners_only_where_owners_compute_and_the_costliest_go_first_to_the_least_loaded() -> None:
+def test_the_costliest_matrix_goes_first_to_the_emptiest_rank() -> None:
     for computes in (Computes.PART, Computes.EVERY, Computes.JOINT):
         layout = compute_layout(split((8, 4), (4, 4)), sizes=(2,), computes=computes)
         assert owners(layout) == {"w0": None, "w1": None}
@@ -295,7 +295,7 @@ def test_matrices_have_owners_only_where_owners_compute_and_the_costliest_go_fir
     assert owners(layout) == {"w0": (1,), "w1": (0,), "w2": (1,), "w3": (1,), "w4": (1,)}
 
 
-def test_a_block_of_a_kept_axis_has_an_owner_among_the_ranks_that_share_it() -> None:
+def test_a_block_of_a_kept_axis_is_owned_by_a_sharing_rank() -> None:
     layout = compute_layout(split((8, 8), (8, 8), dims=(1, 0)), sizes=(2, 2), computes=Computes.OWNER, kept=1)
     assert (owners(layout), layout.num_ranks) == ({"w0": (0,), "w1": (1,)}, 2)
     assert layout.whole(layout.slots[0], (1, 0)) == ((0, 4), (8, 4))
@@ -366,7 +366,7 @@ def test_owners_are_busy_in_every_run_of_published_shapes(model: str, ranks: int
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), st.data())
-def test_parts_are_what_torch_chunk_makes_and_cover_the_matrix_once(
+def test_parts_equal_torch_chunks_and_cover_the_matrix_once(
     rows: int, cols: int, sizes: tuple[int, ...], data: st.DataObject
 ) -> None:
     dims = tuple(data.draw(st.integers(0, 1)) for _ in sizes)

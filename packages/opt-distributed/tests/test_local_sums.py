@@ -83,7 +83,7 @@ def test_microbatches_of_the_parameters_named_add_up_in_fp32(fields: dict[str, A
     run_threads(2, rank_main)
 
 
-def test_what_travels_is_as_wide_as_the_parameters_and_fp32_gradients_have_no_second_memory() -> None:
+def test_sent_grads_have_the_params_dtype_and_fp32_needs_no_copy() -> None:
     recording = RecordingComm(Alone())
     ddp = wrap(recording, "all")
     accumulate(ddp, 1.0)

@@ -128,7 +128,7 @@ def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out:
 
 
 @configs
-def test_a_backward_that_makes_a_graph_of_its_gradients_accumulates_them(config: Config) -> None:
+def test_backward_with_create_graph_accumulates_gradients(config: Config) -> None:
     ddp = DistributedDataParallel(config, make_model(), groups=over(Alone()))
     for iteration in range(3):
         backward(loss_of(ddp, inputs(iteration)), create_graph=True)
@@ -155,9 +155,7 @@ class Recomputed(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @configs
-def test_a_module_used_twice_under_activation_checkpointing_has_the_gradients_of_one_process(
-    config: Config, use_reentrant: bool
-) -> None:
+def test_modules_reused_under_checkpointing_have_correct_grads(config: Config, use_reentrant: bool) -> None:
     def build() -> nn.Module:
         return filled(Recomputed(use_reentrant))
 

@@ -275,7 +275,7 @@ def is_plain(module: nn.Module) -> bool:
     return all(type(inner._parameters) is dict for inner in module.modules())
 
 
-def test_a_copied_module_is_an_ordinary_one_and_the_wrapper_is_not_copied() -> None:
+def test_a_copied_module_is_ordinary_and_the_wrapper_not_copied() -> None:
     """Nothing would have trained a copy of the wrapper: hooks on parameters are not copied."""
     ddp = wrap(Model())
     for copied in (deepcopy(ddp.module), pickle.loads(pickle.dumps(ddp.module))):

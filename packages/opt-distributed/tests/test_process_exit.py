@@ -60,7 +60,7 @@ STATUS = {"destroyed": 0, "destroyed at once": 0, "not destroyed": 0, "exception
 
 
 @pytest.mark.parametrize("ending", STATUS)
-def test_scripts_that_end_during_collectives_end_with_their_status(ending: str, tmp_path: Path) -> None:
+def test_scripts_ending_during_collectives_keep_their_status(ending: str, tmp_path: Path) -> None:
     meetings = [str(tmp_path / f"world-{number}") for number in range(WORLDS)]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, ending, *meetings], capture_output=True, text=True, timeout=120 + 20 * WORLDS

@@ -41,7 +41,7 @@ def scales_by_hand(overflows: tuple[bool, ...]) -> list[float]:
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["bool", "tensor"])
-def test_the_loss_scale_follows_every_sequence_of_overflows_but_stays_where_a_step_is_an_error(on_device: bool) -> None:
+def test_the_loss_scale_follows_overflows_but_not_failed_steps(on_device: bool) -> None:
     for overflows in itertools.product((False, True), repeat=6):
         scaler = scaler_of(RULE)
         found = []
@@ -54,7 +54,7 @@ def test_the_loss_scale_follows_every_sequence_of_overflows_but_stays_where_a_st
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["bool", "tensor"])
 @pytest.mark.parametrize("growth", [2.0, 3.0, 1e30])
-def test_a_loss_scale_stops_growing_where_one_skip_brings_it_back(growth: float, on_device: bool) -> None:
+def test_a_loss_scale_stops_growing_where_one_skip_undoes_it(growth: float, on_device: bool) -> None:
     scaler = scaler_of(replace(RULE, window=1, growth=growth))
     for _ in range(1100):
         scaler.update(torch.tensor(False) if on_device else False)
@@ -94,7 +94,7 @@ def test_a_count_of_replays_is_read_from_the_device_every_time() -> None:
         next_number.add_(1)
 
 
-def test_a_count_that_began_in_inference_mode_goes_on_outside_of_it() -> None:
+def test_a_count_begun_in_inference_mode_continues_outside_it() -> None:
     count = Count()
     with torch.inference_mode():
         count.advance(torch.tensor(False))
@@ -104,7 +104,7 @@ def test_a_count_that_began_in_inference_mode_goes_on_outside_of_it() -> None:
         assert int(each) == 2
 
 
-def test_clip_coefficients_are_one_below_the_limit_and_a_quotient_above() -> None:
+def test_clip_coefficients_are_capped_at_1() -> None:
     norms = [0.0, 0.5, 1.0, 3.0, 7.0]
     for limit in (1.0, 0.3, 0.0, math.inf):
         expected = [min(limit / (norm + 1e-6), 1.0) if limit else 1.0 for norm in norms]

@@ -106,7 +106,7 @@ def test_buffers_come_from_a_pool_registered_with_the_group(double: Double, conf
     assert comm.of("all_reduce")  # without which torch's group has no communicator to register with
 
 
-def test_each_family_has_a_pool_registered_with_all_groups_that_reduce_it(double: Double) -> None:
+def test_a_familys_pool_is_registered_with_its_reducing_groups(double: Double) -> None:
     dense, experts, inter = (RecordingComm(Alone()) for _ in range(3))
     model = nn.ModuleDict({"expert": nn.Linear(3, 3), "dense": nn.Linear(4, 4)})
     for param in model["expert"].parameters():
@@ -147,7 +147,7 @@ def test_groups_of_other_kinds_are_refused_on_every_rank() -> None:
     assert all(message in found for found in run_threads(2, rank_main))
 
 
-def test_only_backends_that_allocate_and_register_memory_on_cuda_are_accepted() -> None:
+def test_only_backends_that_register_cuda_memory_are_accepted() -> None:
     """A real gloo group of one rank, and stand-ins for NCCL's."""
     cuda = torch.device("cuda")
     with world_of_one() as gloo:

@@ -77,7 +77,7 @@ def test_state_of_another_rule_with_the_same_names_is_refused(saved_by: str, loa
     assert_refused(optimizer, saved.state_dict(), f"saved by optimizer='{saved_by}', .* optimizer='{loaded_by}'")
 
 
-def test_what_is_not_broken_loads_unless_the_source_of_main_values_is_misspelt() -> None:
+def test_intact_state_loads_unless_main_values_is_misspelt() -> None:
     """It was taken for "parameters", which starts a 16-bit run from rounded values."""
     optimizer = built()
     state_dict = edited(lambda d: d["grad_scaler"].update(scale=4.0))
@@ -122,7 +122,7 @@ IMPOSSIBLE = [
 ]  # fmt: skip
 
 
-def test_impossible_numbers_of_a_state_dict_are_refused_and_nothing_changes() -> None:
+def test_impossible_numbers_in_a_state_dict_change_nothing() -> None:
     """Symptom: a damaged learning rate was taken, and the next step made NaN of every weight."""
     for rule, key, value in IMPOSSIBLE:
         optimizer = built(OptimizerConfig(lr=0.01, optimizer=rule))

@@ -178,7 +178,7 @@ def test_it_is_refused_when_it_is_planned(case: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_query_groups_and_heads_may_be_cut_where_they_are_gathered_dealt_or_not_split() -> None:
+def test_query_groups_may_be_cut_if_gathered_dealt_or_unsplit() -> None:
     assert plan(DUPLICATED, meta((24, 8), TP, **QKV))
     assert plan(BLOCKWISE, meta((24, 8), TP, **QKV), split_qkv=False)
     assert plan(DUPLICATED, meta((24, 8), TP, split_sizes=(20, 4)))

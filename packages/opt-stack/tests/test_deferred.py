@@ -66,7 +66,7 @@ def test_it_trains_as_the_optimizer_of_the_final_parameters(rule: str, is_replac
     assert torch.equal(shown["0.weight"], want["0.weight"]) == (rule != "schedule_free")
 
 
-def test_attributes_of_replaced_parameters_still_choose_their_rule() -> None:
+def test_attributes_of_replaced_params_still_choose_their_rule() -> None:
     model = make_model()
     model[2].weight.is_embedding_or_output_parameter = True
     model[0].weight.is_qkv = False
@@ -95,9 +95,7 @@ def test_a_schedule_made_of_it_goes_on_when_it_is_built() -> None:
 
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
 @pytest.mark.parametrize("is_stepped", [True, False], ids=["stepped", "new"])
-def test_a_state_saved_before_the_first_step_is_the_state_before_the_first_step(
-    is_stepped: bool, is_replaced: bool
-) -> None:
+def test_a_save_before_the_first_step_holds_the_initial_state(is_stepped: bool, is_replaced: bool) -> None:
     saved_model = make_model()
     saved = copy.deepcopy(DeferredOptimizer(config(lr=2e-2), saved_model).state_dict())
     want = trained(saved_model, get_optimizer(config(lr=2e-2), [saved_model]))
@@ -110,7 +108,7 @@ def test_a_state_saved_before_the_first_step_is_the_state_before_the_first_step(
 
 
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
-def test_reading_an_attribute_never_builds_which_would_wait_for_other_ranks(is_replaced: bool) -> None:
+def test_reading_an_attribute_never_builds_nor_waits_for_ranks(is_replaced: bool) -> None:
     model, optimizer = deferred(is_replaced=is_replaced)
     optimizer.train()
     assert list(optimizer.state) == []
@@ -130,9 +128,7 @@ def test_reading_an_attribute_never_builds_which_would_wait_for_other_ranks(is_r
 
 @pytest.mark.parametrize("steps_before_save", [0, 2])
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
-def test_torchs_checkpoints_of_a_new_one_hold_its_state_and_fill_a_new_one(
-    is_replaced: bool, steps_before_save: int
-) -> None:
+def test_torchs_checkpoints_save_and_fill_an_unbuilt_optimizer(is_replaced: bool, steps_before_save: int) -> None:
     unbroken = make_model()
     want = trained(unbroken, get_optimizer(config(), [unbroken]), range(4))
     first, saving = deferred(is_replaced=is_replaced)
@@ -159,7 +155,7 @@ def test_hooks_are_recorded_and_state_dict_hooks_are_called() -> None:
     assert optimizer.param_groups[0]["hooks"]
 
 
-def test_a_method_that_a_trainer_replaced_stays_that_of_the_deferred_optimizer() -> None:
+def test_a_method_replaced_by_a_trainer_survives_the_build() -> None:
     model = make_model()
     saved = []
     optimizer = DeferredOptimizer(config(), model)
@@ -184,7 +180,7 @@ def test_what_cannot_work_is_refused_when_it_is_made() -> None:
             DeferredOptimizer(*arguments)
 
 
-def test_placeholders_later_replacements_copies_and_new_groups_are_refused() -> None:
+def test_late_replacements_copies_and_new_groups_are_refused() -> None:
     model = make_model()
     optimizer = DeferredOptimizer(config(), model)
     params = optimizer.param_groups[0]["params"]

@@ -80,7 +80,7 @@ def test_sharding_of_dtensors_alone_is_refused(name: str) -> None:
 
 @pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 @pytest.mark.usefixtures("one_rank")
-def test_a_model_that_is_sharded_after_its_optimizer_was_built_is_refused_by_name() -> None:
+def test_a_model_sharded_after_the_build_is_refused_by_name() -> None:
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(lr=1e-3), [model])
     fully_shard(model)
@@ -118,7 +118,7 @@ def test_decay_that_overrides_bring_back_is_named_once(
     assert not is_warned or {"0.bias", "2.bias"} <= {*decayed}  # the meaning is still Megatron-Core's
 
 
-def test_layers_of_query_and_key_norms_are_not_named_if_they_are_to_be_decayed(
+def test_query_and_key_norms_to_decay_are_not_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.ModuleDict({"q_layernorm": nn.LayerNorm(3), "norm": nn.LayerNorm(3), "out": nn.Linear(3, 3)})

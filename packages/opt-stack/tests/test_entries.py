@@ -54,7 +54,7 @@ GROUPS = [
 ]
 
 
-def test_entries_that_nothing_reads_are_refused_in_overrides_and_groups() -> None:
+def test_unread_entries_in_overrides_and_groups_are_refused() -> None:
     model = make_model()
     for rule, override, message in OVERRIDES:
         with pytest.raises(ConfigError, match=re.escape(message)):
@@ -95,7 +95,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_what_schedulers_and_torchs_optimizers_add_to_groups_is_taken(schedule: Any) -> None:
+def test_entries_of_schedulers_and_torchs_optimizers_are_taken(schedule: Any) -> None:
     model = make_model()
     first = get_optimizer(CONFIG, [model])
     schedule(first)
@@ -140,7 +140,7 @@ def powered(model: nn.Module, overrides: Any = None, **hyper: Any) -> Optimizer:
     return get_optimizer(config, [model], overrides, rules=Registry().with_rule(rule))
 
 
-def test_a_rule_reads_a_number_that_it_declares_and_an_override_reaches_it() -> None:
+def test_overrides_reach_the_numbers_that_a_rule_declares() -> None:
     plain = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, lr=0.5, weight_decay=0.0, clip_grad=0.0)
     model = make_model()
     other = make_model()
@@ -206,7 +206,7 @@ def test_a_number_that_no_rule_reads_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", ["muon", "soap"])
-def test_options_with_a_matrix_rule_are_those_of_the_rule_of_other_parameters(rule: str) -> None:
+def test_options_next_to_a_matrix_rule_go_to_the_other_rule(rule: str) -> None:
     codes = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
     trained = {}
     for optimizer_rule in (rule, "adam"):
@@ -224,7 +224,7 @@ def test_options_with_a_matrix_rule_are_those_of_the_rule_of_other_parameters(ru
 
 
 @pytest.mark.parametrize("rule", ["muon", "soap"])
-def test_what_the_caller_gives_under_the_key_of_the_other_parameters_is_kept(rule: str) -> None:
+def test_values_given_under_the_key_of_other_params_are_kept(rule: str) -> None:
     (key,) = get_matrix_rule_overrides(OptimizerConfig(optimizer=rule))
     lion = get_matrix_rule_overrides(OptimizerConfig(optimizer=rule), scalar_optimizer="lion")
     for overrides, expected in ((lion, ("lion", 0.5)), ({key: {"max_lr": 0.1}}, ("adam", 0.1))):
@@ -336,7 +336,7 @@ def test_the_table_of_fields_is_what_rules_read(name: str) -> None:
     assert OTHERS.keys() & Recorded.read - by_the_plan == Registry().fields_read(name, config) - by_the_plan
 
 
-def test_the_default_weight_decay_has_no_effect_with_a_hook_either() -> None:
+def test_default_weight_decay_has_no_effect_with_a_hook_either() -> None:
     found = []
     for hooks in ((), (ClipUpdateRms(1e6),)):
         model = make_model()
@@ -349,7 +349,7 @@ def test_the_default_weight_decay_has_no_effect_with_a_hook_either() -> None:
 
 
 @pytest.mark.parametrize("case", [((), 0.0, 0.0), ((), 0.01, 0.01), ((CautiousDecay(),), 0.01, 0.1)], ids=str)
-def test_a_schedule_of_weight_decay_that_changes_nothing_or_is_read_is_accepted(case: Any) -> None:
+def test_weight_decay_schedules_are_accepted_if_flat_or_read(case: Any) -> None:
     hooks, start, end = case
     model = make_model()
     optimizer = built(*hooks, model=model, weight_decay=start)
@@ -359,7 +359,7 @@ def test_a_schedule_of_weight_decay_that_changes_nothing_or_is_read_is_accepted(
         schedule.step(1)
 
 
-def test_betas_that_nothing_reads_are_refused_and_loaded_numbers_are_not() -> None:
+def test_unread_betas_are_refused_but_loaded_numbers_are_not() -> None:
     model = make_model()
     optimizer = built(model=model)
     train(model, optimizer, range(1))
@@ -410,7 +410,7 @@ def other(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_changed_entry_takes_effect_or_is_refused_and_one_that_is_removed_is_refused(name: str) -> None:
+def test_changed_entries_act_or_are_refused_and_removed_ones_are(name: str) -> None:
     """`optimizer`, `clip_grad` and torch's `nesterov` and `maximize` were ignored; in place of a removed entry, the
     default of another rule was used."""
     model, optimizer = built_rule(name)
@@ -581,7 +581,7 @@ SAVED_BY: dict[str, tuple[dict[str, Any], Any, Any, str]] = {  # fields; who sav
 
 
 @pytest.mark.parametrize(("fields", "same", "other", "message"), SAVED_BY.values(), ids=SAVED_BY)
-def test_options_of_another_optimizer_are_compared_when_its_state_is_loaded(
+def test_loading_compares_options_of_another_optimizer(
     fields: dict[str, Any], same: Any, other: Any, message: str
 ) -> None:
     """The state of an optimizer that maximized was loaded, and the flag ignored; that of torch's Adam, whose decay is

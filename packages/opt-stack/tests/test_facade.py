@@ -64,7 +64,7 @@ def test_a_parameter_that_is_unfrozen_too_late_is_reported_once() -> None:
         train(model, optimizer, range(1))
 
 
-def test_a_closure_runs_once_with_gradients_enabled_before_the_step() -> None:
+def test_a_closure_runs_once_with_grad_enabled_before_the_step() -> None:
     model = make_model()
     other = make_model()
     optimizer = get_optimizer(CONFIG, [model], {})
@@ -118,7 +118,7 @@ def test_two_halves_are_a_step() -> None:
     assert_equal(weights(model), weights(other))
 
 
-def test_half_a_step_is_refused_above_the_threshold_and_after_an_overflow_no_gradients_are_ready() -> None:
+def test_half_a_step_is_refused_without_ready_or_small_grads() -> None:
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(lr=0.1, grad_norm_skip_threshold=1e-3), [model])
     before = weights(model)
@@ -223,7 +223,7 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
 # --- what it holds ----------------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_was_moved_to_another_group_is_refused_at_the_next_step() -> None:
+def test_a_parameter_moved_to_another_group_is_refused() -> None:
     """Updates would use the numbers of the former group."""
     model = make_model()
     optimizer = get_optimizer(CONFIG, [model])
@@ -234,7 +234,7 @@ def test_a_parameter_that_was_moved_to_another_group_is_refused_at_the_next_step
         optimizer.step()
 
 
-def test_a_plan_of_fp32_dense_parameters_and_bf16_experts_can_be_printed() -> None:
+def test_a_plan_of_fp32_dense_and_bf16_experts_can_be_printed() -> None:
     """A router in fp32 with experts in bf16: the dense unit has no bf16 parameter, the experts' no fp32 one."""
     model = nn.ModuleDict({"router": nn.Linear(4, 3, bias=False), "expert": nn.Linear(4, 5, bias=False).bfloat16()})
     model["expert"].weight.allreduce = False

@@ -18,7 +18,7 @@ from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_base
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, min_lr=1e-4)
 
 
-def test_torchs_groups_are_completed_from_the_configuration_and_left_as_they_are() -> None:
+def test_torchs_groups_are_completed_without_being_modified() -> None:
     model = make_model()
     given = [
         {"params": model[0].parameters(), "lr": 0.5},

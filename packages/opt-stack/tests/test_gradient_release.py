@@ -136,7 +136,7 @@ def test_a_released_run_goes_on_as_an_ordinary_one_and_back() -> None:
 # --- one step off the road --------------------------------------------------------------------------------------------
 
 
-def test_a_backward_leaves_no_gradient_and_a_second_one_before_the_step_is_refused() -> None:
+def test_backward_leaves_no_gradient_and_may_not_run_twice() -> None:
     model, optimizer = build()
     release_gradients(optimizer)
     loss_of(model, 0).backward()
@@ -145,7 +145,7 @@ def test_a_backward_leaves_no_gradient_and_a_second_one_before_the_step_is_refus
         loss_of(model, 2).backward()
 
 
-def test_zero_grad_lets_training_go_on_after_a_backward_that_raised() -> None:
+def test_zero_grad_allows_training_after_a_failed_backward() -> None:
     model, optimizer = build()
     release_gradients(optimizer)
     handle = model.first.register_full_backward_pre_hook(lambda *_: 1 / 0)  # type: ignore[union-attr]
@@ -170,7 +170,7 @@ def test_nothing_is_updated_from_gradients_that_are_not_finite(scale: float) -> 
     assert train(model, optimizer, last=1)[0][0]
 
 
-def test_the_first_gradient_that_is_not_finite_stops_what_comes_after_it() -> None:
+def test_the_first_nonfinite_gradient_stops_later_updates() -> None:
     """`first` comes last in backward."""
     model, optimizer = build()
     release_gradients(optimizer)
@@ -205,7 +205,7 @@ def test_backward_through_a_value_that_was_overwritten_raises() -> None:
         ),
     ],
 )
-def test_an_iteration_is_refused_in_another_mode_or_dtype_or_with_another_entry(change: Any, message: str) -> None:
+def test_iterations_in_another_mode_dtype_or_entry_are_refused(change: Any, message: str) -> None:
     model, optimizer = build(optimizer="schedule_free")
     release_gradients(optimizer)
     train(model, optimizer, last=1)

@@ -246,9 +246,7 @@ UNFIT: dict[Any, str] = {
 
 @pytest.mark.parametrize("layout", SHARDED)
 @pytest.mark.parametrize("config", [FP32, replace(FP32, bf16=True)], ids=["fp32", "bf16"])
-def test_parameters_are_those_of_the_state_dict_that_main_values_were_read_from(
-    layout: str, config: OptimizerConfig
-) -> None:
+def test_parameters_come_from_the_state_dict_of_the_main_values(layout: str, config: OptimizerConfig) -> None:
     """Each rank had the new values in its own shard and the old ones in all others. Of a state dict that did not fit, a
     rank that did not own the parameter took the rest; a transposed matrix was taken by all."""
     given: dict[str, Any] = {name: torch.full(p.shape, 1 / 3) for name, p in make_model().named_parameters()}
@@ -274,7 +272,7 @@ def test_parameters_are_those_of_the_state_dict_that_main_values_were_read_from(
 
 
 @pytest.mark.parametrize("layout", SHARDED)
-def test_a_16_bit_state_is_loaded_by_every_rank_or_if_one_refuses_by_none(layout: str) -> None:
+def test_a_16_bit_state_loads_on_all_ranks_or_none(layout: str) -> None:
     def rank_main(comm: ThreadComm) -> None:
         trained, optimizer = stepped(comm, layout, 3, replace(FP32, bf16=True))
         model, other = build(comm, layout, replace(FP32, bf16=True))

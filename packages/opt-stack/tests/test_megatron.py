@@ -63,7 +63,7 @@ def test_a_key_matches_by_the_name_that_is_given() -> None:
     assert not megatron._matches(param, "layers.0.weight", key)
 
 
-def test_a_script_for_megatron_core_runs_after_changing_its_imports() -> None:
+def test_a_script_for_megatron_core_runs_with_changed_imports() -> None:
     """The loop that Megatron-Core's users write: configuration, overrides, optimizer, scheduler, training, resume."""
 
     def setup(model: nn.Module) -> tuple[Any, Any]:
@@ -157,7 +157,7 @@ def test_arguments_in_no_order_are_refused() -> None:
             call()
 
 
-def test_without_buckets_one_collective_reduces_the_chunk_and_the_callers_configuration_is_not_modified() -> None:
+def test_one_collective_reduces_a_chunk_without_buckets() -> None:
     config = DDP(overlap_grad_reduce=True, bucket_size=4)
     chunk = WRAP(SimpleNamespace(), config, make_model(), True)
     bucketed = WRAP(SimpleNamespace(), config, make_model())
@@ -165,7 +165,7 @@ def test_without_buckets_one_collective_reduces_the_chunk_and_the_callers_config
     assert config.bucket_size == 4
 
 
-def test_stages_of_a_virtual_pipeline_are_numbered_by_their_modules() -> None:
+def test_virtual_pipeline_stages_are_numbered_by_their_modules() -> None:
     first = make_model()
     second = make_model()
     second.vp_stage = 1  # type: ignore[assignment]
@@ -175,7 +175,7 @@ def test_stages_of_a_virtual_pipeline_are_numbered_by_their_modules() -> None:
 
 
 @pytest.mark.parametrize("forced", [False, True], ids=["reduced", "forced all-reduce"])
-def test_losses_that_are_sums_over_tokens_are_divided_by_the_tokens_of_all_ranks(forced: bool) -> None:
+def test_summed_losses_are_divided_by_the_tokens_of_all_ranks(forced: bool) -> None:
     """A forced all-reduce leaves them whole on every rank."""
 
     def rank_main(comm: ThreadComm) -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_losses_that_are_sums_over_tokens_are_divided_by_the_tokens_of_all_ranks
         assert grad.tolist() == [[6.0] * 3]  # (1 + 2) rows of 6, over 3 tokens
 
 
-def test_options_of_finalize_come_from_the_transformer_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_finalize_come_from_the_transformer_config(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {}
     monkeypatch.setattr("opt_stack.megatron.names.finalize", lambda *args, **options: found.update(options))
     transformer = SimpleNamespace(qk_layernorm=True, moe_router_bias_update_rate=0.5)
@@ -268,7 +268,7 @@ MODULES = {
 }
 
 
-def test_a_public_name_of_megatron_core_exists_in_its_module_or_says_what_to_write() -> None:
+def test_names_of_megatron_core_exist_or_name_a_substitute() -> None:
     for name, names in MODULES.items():
         module = import_module(f"opt_stack.megatron.{name}".rstrip("."))
         for public in names.split():
@@ -702,7 +702,7 @@ def test_some_rules_move_matrices_only_with_the_betas_of_adam(rule: str) -> None
     assert given.lion_beta1 == OptimizerConfig().lion_beta1
 
 
-def test_the_callers_own_rates_of_embeddings_replace_the_decoupled_ones() -> None:
+def test_the_callers_embedding_rates_replace_the_decoupled_ones() -> None:
     """Megatron-Core takes them; they were refused with the advice to pass just these."""
     config = megatron.OptimizerConfig(lr=0.1, decoupled_lr=0.5)
     own = {megatron.ParamKey(attr="is_embedding_or_output_parameter"): {"max_lr": 0.3}}

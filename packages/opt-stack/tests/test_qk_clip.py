@@ -199,7 +199,7 @@ def test_every_layout_has_the_weights_of_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "ZeRO-1"])
-def test_weights_in_fp8_are_quantised_anew_from_the_scaled_main_values(recipe: str, sharded: bool) -> None:
+def test_fp8_weights_are_requantised_from_scaled_main_values(recipe: str, sharded: bool) -> None:
     """With the codes and scales of one process."""
 
     def rank_main(comm: Comm) -> list[Tensor]:
@@ -264,7 +264,7 @@ NAN = math.nan
 
 
 @pytest.mark.parametrize("given", [[100.0, -5.0, 0.0, 3.0], [NAN, 1.0, 1.0, 1.0], [INF, 1.0, 1.0, 1.0]])
-def test_nothing_is_written_without_a_finite_logit_above_the_threshold(given: Sequence[float]) -> None:
+def test_qk_clip_writes_nothing_below_its_threshold_or_on_nan(given: Sequence[float]) -> None:
     model = Model()
     _, optimizer = build(model, over(Alone()))
     versions = [param._version for param in model.parameters()]
@@ -317,7 +317,7 @@ WRONG: list[tuple[list[Any], str]] = [
 ]
 
 
-def test_logits_that_do_not_fit_on_one_rank_are_refused_on_all_and_clip_nothing() -> None:
+def test_unfit_logits_of_one_rank_are_refused_on_all_unclipped() -> None:
     """Two replicas of one stage, and a stage without layers."""
     stages = [World(2).comms(), World(1).comms()]
 

@@ -38,13 +38,13 @@ def test_the_map_is_a_checkpoint_and_a_page(tmp_path: Path) -> None:
     assert list(read(tmp_path / "map.json")["group_of"])[3:5] == ["2.bias", "model1.0.weight"]
 
 
-def test_the_maps_of_replicas_stages_and_ranks_that_differ_are_one() -> None:
+def test_maps_of_replicas_stages_and_uneven_ranks_merge_into_one() -> None:
     assert merged([{"a": 0}, {"a": 0}]) == {"a": 0}
     assert merged([{"a": 0}, {"b": 1}, {}]) == {"a": 0, "b": 1}
     assert merged([{"a": 0}, {"a": 1, "b": 1}]) == {"rank 0: a": 0, "rank 1: a": 1, "b": 1}
 
 
-def test_the_resolved_configuration_and_the_plan_are_logged_if_requested(tmp_path: Path) -> None:
+def test_the_resolved_config_and_plan_are_logged_if_requested(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "run"
     config = OptimizerConfig(lr=1e-2, loss_scale=8.0, config_logger_dir=str(folder))
     optimizer = get_optimizer(config, [make_model()])
@@ -55,7 +55,7 @@ def test_the_resolved_configuration_and_the_plan_are_logged_if_requested(tmp_pat
     assert optimizer.plan.state_bytes() == optimizer.stepper.units[0].state_bytes()
 
 
-def test_the_plan_is_logged_and_nothing_is_written_unless_requested(
+def test_the_plan_is_logged_but_not_written_unless_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -148,7 +148,7 @@ def test_groups_that_do_not_fit_the_model_are_refused(case: str) -> None:
         get_optimizer_based_on_param_groups(OptimizerConfig(lr=1e-2), [MODEL], groups)
 
 
-def test_arguments_of_other_types_and_fields_assigned_later_are_refused_in_a_sentence() -> None:
+def test_wrong_types_and_late_fields_are_refused_in_a_sentence() -> None:
     """An AttributeError of the internals did not say what to pass."""
     model = make_model()
     config = OptimizerConfig(lr=1e-2)
@@ -169,7 +169,7 @@ def test_arguments_of_other_types_and_fields_assigned_later_are_refused_in_a_sen
             call()
 
 
-def test_a_field_of_megatron_bridge_without_a_counterpart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_bridge_fields_without_a_counterpart_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real installs are tested at night; here a class stands for Megatron-Core's configuration."""
     theirs = make_dataclass("OptimizerConfig", [("lr", float, 0.1), ("of_theirs", int, 0)])
     monkeypatch.setitem(sys.modules, "megatron.core.optimizer", SimpleNamespace(OptimizerConfig=theirs))

@@ -148,9 +148,7 @@ def build_with(rule: Any, options: dict[str, Any] | None = None) -> Optimizer:
         (RoundsAway(), SHORT, "updates a parameter differently"),
     ],
 )
-def test_a_rule_that_does_not_support_its_options_is_refused_when_built(
-    rule: Any, options: dict[str, Any], message: str
-) -> None:
+def test_a_rule_without_support_for_its_options_is_refused(rule: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_with(rule, options)
 

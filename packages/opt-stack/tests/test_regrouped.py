@@ -177,7 +177,7 @@ class Bert(nn.Module):
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["state_dict", "sharded"])
-def test_a_state_without_layer_decay_loads_where_layers_are_found_now(
+def test_state_without_layer_decay_loads_where_layers_are_found(
     is_sharded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Bert()
@@ -200,7 +200,7 @@ def test_a_state_without_layer_decay_loads_where_layers_are_found_now(
     assert len([record for record in caplog.records if "changed groups" in record.getMessage()]) == 1
 
 
-def test_a_parameter_in_another_group_for_another_reason_is_refused() -> None:
+def test_params_in_another_group_for_another_reason_are_refused() -> None:
     optimizer = get_optimizer(config("adam"), [Hybrid()])
     saved = saved_before("adam", bf16=False)
     default, rest = saved["param_groups"]

@@ -64,7 +64,7 @@ def saved(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("before", "after", "message"), CHOSEN.values(), ids=CHOSEN)
-def test_another_choice_of_a_formula_is_refused_by_name_on_every_rank(
+def test_another_choice_of_a_formula_is_refused_by_name_on_all(
     before: dict[str, Any], after: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """Both were loaded without a word: the momentum of a minimizing run would have been ascended."""
@@ -135,7 +135,7 @@ def recorded(state: Mapping[str, Any]) -> list[str]:
 OF_OLD = ("tp_mode='duplicated'",)  # what earlier versions recorded in every layout
 
 
-def test_the_mode_of_tensor_parallelism_is_recorded_where_it_acts(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_tensor_parallel_mode_is_recorded_where_it_acts(caplog: pytest.LogCaptureFixture) -> None:
     """Symptom: with another default every saved run of Muon would have warned at its next load."""
     alone = cut("blockwise", Alone())
     assert recorded(alone) == recorded(cut("duplicated", Alone(), alone)) == []
@@ -170,7 +170,7 @@ def test_choices_that_only_round_differently_are_not_recorded() -> None:
     built({"optimizer_options": {"order": "te"}})[1].load_state_dict(state)
 
 
-def test_groups_of_another_optimizer_get_the_record_of_their_new_rule() -> None:
+def test_groups_of_another_optimizer_get_their_new_rules_record() -> None:
     model, first = built({"optimizer": "lion", "optimizer_options": {"maximize": True}})
     config = OptimizerConfig(optimizer="lion", lr=1e-2)
     second = get_optimizer_based_on_param_groups(config, [model], first.param_groups)

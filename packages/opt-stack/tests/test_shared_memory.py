@@ -40,7 +40,7 @@ def test_two_parameters_over_one_memory_are_refused(dtype: torch.dtype) -> None:
         get_optimizer(config, [*tied(dtype=dtype)], {})  # as chunks
 
 
-def test_a_frozen_parameter_may_share_memory_that_stays_where_it_is() -> None:
+def test_a_frozen_parameter_may_share_memory_that_stays_in_place() -> None:
     model = tied(frozen=True)
     train(model, get_optimizer(BF16, [model], {}), range(2))
     assert torch.equal(model[0].weight, model[2].weight)

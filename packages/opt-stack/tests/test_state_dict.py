@@ -82,7 +82,7 @@ def test_groups_are_found_by_name_and_parameters_within_them_too() -> None:
     assert_equal(values(other), values(optimizer))
 
 
-def test_hyper_parameters_are_restored_and_an_other_configuration_does_not_hinder() -> None:
+def test_hyperparameters_are_restored_under_another_config() -> None:
     _, optimizer = stepped(ADAMW, 1)
     optimizer.param_groups[0]["lr"] = 0.5
     other = get_optimizer(OptimizerConfig(lr=7e-2, weight_decay=0.3), [make_model()])
@@ -92,7 +92,7 @@ def test_hyper_parameters_are_restored_and_an_other_configuration_does_not_hinde
     assert other.param_groups is held  # schedulers hold on to the list and its dicts
 
 
-def test_assigning_to_state_writes_it_and_resetting_it_starts_from_zero() -> None:
+def test_state_can_be_assigned_and_reset_to_zero() -> None:
     model, optimizer = stepped(ADAMW, 3)
     weight = model[0].weight
     optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.25)
@@ -138,7 +138,7 @@ def test_a_parameter_without_elements_is_not_missed() -> None:
     assert_equal(values(optimizer), saved)
 
 
-def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_run_unless_requested() -> None:
+def test_16_bit_runs_refuse_rounded_fp32_values_unless_requested() -> None:
     model, wide = stepped(ADAMW, 3)
     exact = weights(model)
     narrow = get_optimizer(BF16, [model.bfloat16()])
@@ -151,7 +151,7 @@ def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_run_unless_requested
 
 
 @pytest.mark.parametrize("name", ["bf16", "remainders", "fp16 mains"])
-def test_main_values_are_exactly_the_parameters_that_were_reloaded(name: str) -> None:
+def test_main_values_equal_reloaded_parameters_exactly(name: str) -> None:
     _, optimizer = stepped(CONFIGS[name], 3)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     assert any(not torch.equal(p.float(), main) for p, main in zip(params, optimizer.get_parameters(), strict=True))

@@ -98,7 +98,7 @@ def test_what_one_instance_or_rank_wrote_is_refused_on_all(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_each_element_of_the_state_of_two_instances_is_saved_once(sharded: bool) -> None:
+def test_each_element_of_two_instances_state_is_saved_once(sharded: bool) -> None:
     saving = set()
 
     def program(rank: int, roles: Roles) -> None:

@@ -53,9 +53,7 @@ def registry(cls: type[torch.optim.Optimizer], **options: Any) -> Registry:
 
 
 @pytest.mark.parametrize(("cls", "options"), CLASSES)
-def test_it_trains_bit_for_bit_as_the_class_itself_also_when_its_state_is_loaded(
-    cls: Any, options: dict[str, Any]
-) -> None:
+def test_torch_rules_train_bit_for_bit_also_after_a_load(cls: Any, options: dict[str, Any]) -> None:
     rules = registry(cls, **options)
     ours = make_model()
     theirs = make_model()
@@ -97,7 +95,7 @@ def test_a_groups_numbers_reach_the_class_at_every_step() -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_gradients_are_scaled_and_a_step_that_is_skipped_on_an_accelerator_keeps_the_weights(skip: bool) -> None:
+def test_torch_rules_scale_grads_and_skipped_steps_keep_weights(skip: bool) -> None:
     """There the flag goes to the rule; on a CPU the rule is not called. Gradients are read only."""
     main = torch.ones(3)
     work = Work(grad=torch.ones(3), main=main, state={})
@@ -157,7 +155,7 @@ UNSERVED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_a_class_that_cannot_be_a_rule_is_refused_at_once_and_a_configuration_when_built() -> None:
+def test_unfit_classes_are_refused_at_once_configs_when_built() -> None:
     for cls, options, message in REFUSED:
         with pytest.raises(ConfigError, match=rf"torch_rule\('theirs'\): .*{re.escape(message)}"):
             torch_rule("theirs", cls, **options)
@@ -174,7 +172,7 @@ def test_a_parameter_that_the_class_refuses_is_named() -> None:
     get_optimizer(config(), [nn.Linear(3, 4, bias=False)], rules=rules)
 
 
-def test_state_that_appears_only_with_later_numbers_is_not_lost_in_silence() -> None:
+def test_state_that_appears_later_is_not_lost_silently() -> None:
     model = make_model()
     optimizer = get_optimizer(config(), [model], rules=registry(torch.optim.SGD))
     optimizer.param_groups[0]["momentum"] = 0.9

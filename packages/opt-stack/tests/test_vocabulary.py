@@ -50,7 +50,7 @@ def test_an_unmarked_model_gives_muon_its_hidden_matrices_only(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(("rule", "answer"), [("muon", True), ("muon", False), ("adam", None)])
-def test_nothing_is_said_after_an_answer_and_where_all_parameters_have_one_rule(
+def test_no_warning_after_an_answer_or_with_a_single_rule(
     rule: str, answer: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Tagger()
@@ -61,7 +61,7 @@ def test_nothing_is_said_after_an_answer_and_where_all_parameters_have_one_rule(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_wrapped_model_and_one_that_torch_sharded_are_no_different() -> None:
+def test_wrapped_and_torch_sharded_models_use_the_same_rules() -> None:
     layer_wise = OptimizerConfig(optimizer="muon", lr=1e-2, use_layer_wise_distributed_optimizer=True)
     sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
     with world_of_one():

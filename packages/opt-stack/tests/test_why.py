@@ -167,7 +167,7 @@ def test_a_stale_checkpoint(tmp_path: Path) -> None:
 # --- where recordings go, and who reads them --------------------------------------------------------------------------
 
 
-def test_a_recording_is_written_when_state_is_saved_and_after_an_error(tmp_path: Path) -> None:
+def test_a_recording_is_written_at_saves_and_after_an_error(tmp_path: Path) -> None:
     model = make()
     optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
     optimizer.stats_every(2, directory=tmp_path)
@@ -312,7 +312,7 @@ def test_what_cannot_be_is_refused() -> None:
         optimizer.stats_every(1)
 
 
-def test_optimizers_that_share_a_directory_write_to_folders_of_their_own(tmp_path: Path) -> None:
+def test_optimizers_sharing_a_directory_write_to_own_folders(tmp_path: Path) -> None:
     both = []
     for optimizer in ("sgd", "adam"):
         model = make()
@@ -349,7 +349,7 @@ def test_records_of_one_file_may_be_of_two_models(tmp_path: Path) -> None:
     assert "times the usual" in said(tmp_path / "run.jsonl")
 
 
-def test_a_line_that_a_killed_process_left_unfinished_is_not_read(tmp_path: Path) -> None:
+def test_an_unfinished_line_of_a_killed_process_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     model = make()
     for expected in (3, 5):  # the second process goes on in the same file

@@ -31,9 +31,7 @@ SUBSETS = {
 @pytest.mark.parametrize("names", SUBSETS.values(), ids=SUBSETS.keys())
 @pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["left out of the groups", "frozen after wrapping"])
-def test_parameters_that_are_not_trained_keep_no_rank_from_seeing_the_others(
-    names: tuple[str, ...], overlap: bool, frozen: bool
-) -> None:
+def test_frozen_params_do_not_block_rank_checks(names: tuple[str, ...], overlap: bool, frozen: bool) -> None:
     """Nothing was gathered when no parameter of some buffer was trained: ranks drifted apart, every step a success."""
 
     def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
@@ -107,7 +105,7 @@ def test_all_chunks_of_an_optimizer_overlap_with_backward() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_expert_that_one_rank_lacks_does_not_change_the_order_of_gathers(overlap: bool) -> None:
+def test_an_expert_absent_on_one_rank_keeps_the_gather_order(overlap: bool) -> None:
     """The first chunk of rank 0 has an expert of its own, which is stepped last; dense gathers must not wait for it."""
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
@@ -225,7 +223,7 @@ def test_fields_of_the_wrapper_need_not_be_repeated(fields: dict[str, bool]) -> 
     assert_equal(once, run_threads(2, lambda comm: rank_main(comm, shared)))
 
 
-def test_a_pattern_that_matches_nothing_anywhere_is_refused_on_every_rank() -> None:
+def test_a_pattern_without_any_match_is_refused_on_every_rank() -> None:
     def rank_main(comm: ThreadComm) -> str:
         def built(pattern: str) -> object:
             fields = {"param_name_patterns_for_fp32_local_accumulation": (pattern, "all")}

@@ -87,9 +87,7 @@ def test_a_step_that_would_restore_the_old_weights_is_refused(
     "config", [BF16, SCALED, replace(AVERAGED, bf16=True)], ids=["fp32 copies", "scaled fp16", "averaged"]
 )
 @pytest.mark.parametrize("model_first", [True, False])
-def test_weights_of_the_same_checkpoint_are_loaded_before_or_after_the_state(
-    config: OptimizerConfig, model_first: bool
-) -> None:
+def test_weights_may_be_loaded_before_or_after_the_state(config: OptimizerConfig, model_first: bool) -> None:
     model, optimizer = stepped(config)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(2, 4))
@@ -255,7 +253,7 @@ def test_writes_to_weights_that_the_rule_keeps_are_warned_about() -> None:
         optimizer.train()
 
 
-def test_a_load_after_an_iteration_that_was_given_up_is_warned_about() -> None:
+def test_a_load_after_an_abandoned_iteration_warns() -> None:
     model = make_model()
     optimizer = get_optimizer(AVERAGED, [model], {})
     release_gradients(optimizer)

@@ -81,7 +81,7 @@ def test_a_relative_path_is_of_where_the_call_was_made(tmp_path: Path, monkeypat
     assert verify_checkpoint(tmp_path / "x") == []
 
 
-def test_the_next_save_waits_and_raises_the_failure_once_and_a_closed_saver_saves_no_more(tmp_path: Path) -> None:
+def test_a_failure_is_raised_once_and_a_closed_saver_refuses(tmp_path: Path) -> None:
     saver = AsyncSaver()
     with failing_at(5, errno.ENOSPC):
         handle = saver.save(state_at(1, 0, 1), tmp_path / "1")
@@ -183,7 +183,7 @@ def test_ranks_whose_scripts_end_finish_their_saves(tmp_path: Path, how: str) ->
     assert all(verify_checkpoint(tmp_path / path) == [] for path in whole)
 
 
-def test_memory_of_a_snapshot_is_used_again_or_freed_and_a_small_view_is_staged_alone(tmp_path: Path) -> None:
+def test_snapshot_memory_is_reused_or_freed(tmp_path: Path) -> None:
     saver = AsyncSaver()
     bucket = torch.zeros(1 << 20)
     seen = []

@@ -55,7 +55,7 @@ def test_every_corruption_is_found_and_never_loaded(tmp_path: Path) -> None:
             assert (wanted["w"].data == -1).all(), f"seed {seed}: memory was touched"
 
 
-def test_damage_names_the_file_and_the_tensor_and_whether_memory_was_touched(tmp_path: Path) -> None:
+def test_damage_names_file_and_tensor_and_whether_memory_changed(tmp_path: Path) -> None:
     save_as_ranks([state_at(1, 0, 1)], tmp_path / "x")
     place = read_index(tmp_path / "x").tensors["b"].chunks[0].place
     flip_bit(tmp_path / "x" / place.file, place.start)
@@ -70,7 +70,7 @@ def test_damage_names_the_file_and_the_tensor_and_whether_memory_was_touched(tmp
 
 
 @pytest.mark.parametrize("in_bucket", [False, pytest.param(True, marks=pytest.mark.needs_extra)], ids=str)
-def test_files_of_another_save_are_found_though_their_sizes_are_the_same(tmp_path: Path, in_bucket: bool) -> None:
+def test_files_of_another_save_with_equal_sizes_are_found(tmp_path: Path, in_bucket: bool) -> None:
     """In a bucket the folder of a save has a name that nobody knows before."""
     place = bucket_in(tmp_path) if in_bucket else tmp_path
     for step in (1, 2):
@@ -104,9 +104,7 @@ PIECE = 1 << 20
 
 
 @pytest.mark.parametrize("rows", [(0, 64), (0, 1), (63, 64), (20, 40)], ids=["all", "first", "last", "middle"])
-def test_a_default_load_compares_what_it_reads_and_reads_no_more_pieces_than_it_needs(
-    tmp_path: Path, rows: tuple[int, int]
-) -> None:
+def test_a_load_verifies_what_it_reads_and_reads_no_more_pieces(tmp_path: Path, rows: tuple[int, int]) -> None:
     """One chunk of 6.4 MB in pieces of 1 MiB, of which some rows are wanted."""
     whole = torch.randn(64, 25_000)
     save({"w": sharded_like("w", whole)}, tmp_path / "x")

@@ -24,9 +24,7 @@ def states(step: int) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("rename_lasts", [True, False])
-def test_losing_power_at_any_call_leaves_the_newest_committed_checkpoint_whole(
-    tmp_path: Path, rename_lasts: bool
-) -> None:
+def test_power_loss_at_any_call_keeps_the_newest_commit_whole(tmp_path: Path, rename_lasts: bool) -> None:
     with Calls() as counting:
         save_as_ranks(states(1), tmp_path / "counted")
     for call in range(1, len(counting.made) + 2):
@@ -42,7 +40,7 @@ def test_losing_power_at_any_call_leaves_the_newest_committed_checkpoint_whole(
         check_restart(folder)
 
 
-def test_the_directories_above_a_first_checkpoint_survive_a_loss_of_power(tmp_path: Path) -> None:
+def test_directories_above_a_first_checkpoint_survive_power_loss(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with LossyCalls(10_000, rename_lasts=False) as calls:
         save_as_ranks(states(1), tmp_path / "there" / "new" / "run" / step_name(1))
@@ -81,7 +79,7 @@ def save_and_die(folder: str, in_bucket: bool, call: int) -> None:
 @pytest.mark.parametrize(
     "in_bucket", [False, pytest.param(True, marks=pytest.mark.needs_extra)], ids=["disk", "bucket"]
 )
-def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path: Path, in_bucket: bool) -> None:
+def test_a_kill_at_any_file_system_call_keeps_the_newest_whole(tmp_path: Path, in_bucket: bool) -> None:
     place_in = bucket_in if in_bucket else Path
     save(state_at(1, 0, 1), place_in(tmp_path) / step_name(1))
     with Calls() as counting:

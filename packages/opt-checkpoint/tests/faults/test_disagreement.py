@@ -67,7 +67,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_ranks_that_do_not_fit_are_an_error_everywhere_before_data_is_written(tmp_path: Path, name: str) -> None:
+def test_ranks_that_disagree_are_an_error_on_all_before_a_write(tmp_path: Path, name: str) -> None:
     change, text = DISAGREEMENTS[name]
     states = [state_at(1, 0, 2), state_at(1, 1, 2) | change]
     error = error_on_all(2, lambda ranks: save(states[ranks.rank], tmp_path / "x", process_group=ranks))

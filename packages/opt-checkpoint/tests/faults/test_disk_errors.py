@@ -23,7 +23,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_an_error_at_any_call_before_the_commit_commits_nothing_and_leaks_nothing(tmp_path: Path) -> None:
+def test_an_error_before_the_commit_commits_and_leaks_nothing(tmp_path: Path) -> None:
     save(state_at(1, 0, 1), tmp_path / "good")
     with Calls() as counting:
         save(state_at(2, 0, 1), tmp_path / "counted")
@@ -69,9 +69,7 @@ def test_short_and_interrupted_writes_are_gone_on_with(tmp_path: Path, monkeypat
     assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "target").state, 4, 0, 1)
 
 
-def test_a_disk_that_accepts_nothing_is_an_error_and_no_endless_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_accepts_nothing_is_an_error_not_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", lambda fd, data: 0)
     with pytest.raises(CheckpointFailedError, match="accepts no more bytes"):
         save(state_at(1, 0, 1), tmp_path / "target")

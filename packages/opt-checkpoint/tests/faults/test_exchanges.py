@@ -79,7 +79,7 @@ def test_a_save_and_a_load_take_five_exchanges(tmp_path: Path, size: int) -> Non
     assert [name for name, _ in counted(size, loading)] == LOAD
 
 
-def test_layouts_go_to_rank_0_only_and_not_at_all_with_a_cached_plan(tmp_path: Path) -> None:
+def test_layouts_go_to_rank_0_only_and_a_cached_plan_sends_none(tmp_path: Path) -> None:
     caches = [PlanCache(), PlanCache()]
     few = counted(2, saving(tmp_path / "1", [PlanCache(), PlanCache()], lambda rank: many(rank, 1)))
     first, later = (counted(2, saving(tmp_path / n, caches, lambda rank: many(rank, 200))) for n in ("2", "3"))
@@ -88,9 +88,7 @@ def test_layouts_go_to_rank_0_only_and_not_at_all_with_a_cached_plan(tmp_path: P
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_save_of_a_manager_adds_one_exchange_for_the_snapshot_and_none_for_its_series(
-    tmp_path: Path, in_background: bool
-) -> None:
+def test_a_managers_save_adds_one_exchange_for_its_snapshot(tmp_path: Path, in_background: bool) -> None:
     def work(ranks: Any) -> None:
         with CheckpointManager(tmp_path, keep=1, process_group=ranks, in_background=in_background) as manager:
             for step in (1, 2):
@@ -159,7 +157,7 @@ def test_an_error_shows_the_tracebacks_of_four_ranks() -> None:
         assert [note.partition(":")[0] for note in result.__notes__] == [f"On rank {rank}" for rank in range(4)]
 
 
-def test_threads_on_one_group_take_turns_in_the_order_of_rank_zero() -> None:
+def test_threads_on_one_group_take_turns_in_the_order_of_rank_0() -> None:
     of_rank_zero = [*"10011010"]
     order = list[str]()
     turns = Turns(lambda proposed: of_rank_zero[len(order)])
@@ -234,7 +232,7 @@ def interrupts(act: Callable[[Any], object], rank: int) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_of_a_save_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int) -> None:
+def test_an_interrupted_save_is_an_error_on_other_ranks(tmp_path: Path, rank: int) -> None:
     act = lambda ranks: save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks)
     for is_raised in interrupts(act, rank):
         left = [path.name for path in tmp_path.iterdir()]
@@ -246,7 +244,7 @@ def test_an_interrupt_of_a_save_is_itself_there_and_an_error_elsewhere(tmp_path:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_of_a_load_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int) -> None:
+def test_an_interrupted_load_is_an_error_on_other_ranks(tmp_path: Path, rank: int) -> None:
     def act(ranks: Any) -> Any:
         return load(state_at(0, ranks.rank, 2, filled=False), tmp_path / "x", process_group=ranks, threads=1).state
 
@@ -259,7 +257,7 @@ def test_an_interrupt_of_a_load_is_itself_there_and_an_error_elsewhere(tmp_path:
 # ----- errors
 
 
-def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     class Broken(torch.Tensor):
         def detach(self) -> Any:
             raise ZeroDivisionError("no copy")
@@ -274,7 +272,7 @@ def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_merge_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_merge_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     def build(key: str, data: torch.Tensor, replica_id: object, flat: object) -> list[ShardedTensor]:
         return [sharded_like(f"{key}.{half}", part) for half, part in enumerate(data.chunk(2))]
 
@@ -298,7 +296,7 @@ def save_without_the_other(rank: int, size: int, folder: str) -> None:
     dist.barrier()
 
 
-def test_a_background_save_waits_for_an_absent_rank_until_its_timeout(tmp_path: Path) -> None:
+def test_a_background_save_times_out_if_a_rank_is_absent(tmp_path: Path) -> None:
     run_ranks(2, save_without_the_other, str(tmp_path))
 
 

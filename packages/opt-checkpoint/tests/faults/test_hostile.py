@@ -102,7 +102,7 @@ def test_stock_chunks_that_do_not_fit_their_tensor_are_refused(stock: Path, lie:
         read_index(stock)
 
 
-def test_a_small_pickle_of_an_exponentially_large_value_ends_at_once(stock: Path) -> None:
+def test_a_small_pickle_of_an_exponential_value_ends_at_once(stock: Path) -> None:
     doubled = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(200))
     for raw in (b"\x80\x02)" + doubled + b".", b"\x80\x02})" + doubled + b"Ns."):  # as the value; as a key
         (stock / ".metadata").write_bytes(raw)
@@ -283,9 +283,7 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
 }
 
 
-def test_manifests_that_lie_are_refused_before_any_file_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_false_manifests_are_refused_before_any_file_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = tmp_path / "ours"
     save_as_ranks([state_at(1, 0, 1)], ours)
     (tmp_path / "secret").write_bytes((ours / "__0_0.distcp").read_bytes())
@@ -318,7 +316,7 @@ def test_rows_that_are_stored_nowhere_are_not_loaded(tmp_path: Path, rows: tuple
     assert (part == -1).all()
 
 
-def test_a_lost_manifest_does_not_make_the_directory_a_stock_checkpoint(ours: Path) -> None:
+def test_a_directory_without_its_manifest_is_not_taken_for_stock(ours: Path) -> None:
     (ours / "manifest.bin").unlink()
     with pytest.raises(CheckpointCorruptError, match=r"written by opt-checkpoint, but its manifest\.bin is gone"):
         load({}, ours)

@@ -66,7 +66,7 @@ def litter(folder: Path) -> set[str]:
     return {theirs, step_name(50), step_name(60), "step-70", "notes.tmp-mine", step_name(80), "latest", "loop"}
 
 
-def test_the_newest_whole_step_is_chosen_and_only_our_garbage_removed(tmp_path: Path) -> None:
+def test_the_newest_whole_step_wins_and_only_our_garbage_goes(tmp_path: Path) -> None:
     for step in (2, 5, 30):
         save(state_at(step, 0, 1), tmp_path / step_name(step))
     foreign = litter(tmp_path)
@@ -129,7 +129,7 @@ HOLDERS = {  # of a lease, and the minutes without a change after which it count
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_lease_counts_while_its_process_runs_or_else_by_its_age(tmp_path: Path, holder: str) -> None:
+def test_a_lease_is_valid_while_its_process_runs_or_by_age(tmp_path: Path, holder: str) -> None:
     """In another container a process has a number that here belongs to nobody, or to somebody else."""
     live = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
     (process, expires) = HOLDERS[holder]
@@ -142,7 +142,7 @@ def test_a_lease_counts_while_its_process_runs_or_else_by_its_age(tmp_path: Path
         assert live.exists() == (minutes < expires)
 
 
-def test_a_save_leaves_another_of_its_process_alone_until_it_ends(tmp_path: Path) -> None:
+def test_a_save_spares_another_running_save_of_its_process(tmp_path: Path) -> None:
     (store := store_at(tmp_path)).begin("x", TOKEN)
     for lives in (True, False):
         save(state_at(1, 0, 1), tmp_path / str(lives))
@@ -244,9 +244,7 @@ def test_opening_loading_and_closing_a_manager_changes_nothing(tmp_path: Path, i
     assert set(calls.names) <= {"get", "get_ranges", "head", "listing", "folders"}
 
 
-def test_a_checkpoint_that_cannot_be_removed_does_not_stop_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unremovable_checkpoint_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stuck = Calls(failing(9, lambda name, key: name == "remove_tree", errno.EBUSY))
     with stuck, CheckpointManager(tmp_path, keep=1, in_background=False) as manager:
         manager.save(1, state_at(1, 0, 1))
@@ -291,7 +289,7 @@ def test_all_ranks_load_the_newest_good_step_that_rank_zero_sees(
 @pytest.mark.parametrize(
     ("keep", "keep_every", "left"), [(1, None, [6]), (3, None, [4, 5, 6]), (1, 2, [2, 4, 6]), (9, None, [*range(1, 7)])]
 )
-def test_the_newest_few_are_kept_and_others_removed_off_the_training_thread(
+def test_old_checkpoints_are_removed_off_the_training_thread(
     tmp_path: Path, keep: int, keep_every: int | None, left: list[int]
 ) -> None:
     threads: set[str] = set()

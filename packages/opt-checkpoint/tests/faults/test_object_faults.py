@@ -90,7 +90,7 @@ def test_an_upload_is_read_again_from_its_start(bucket: ObjectPath, monkeypatch:
     assert verify_checkpoint(bucket) == []
 
 
-def test_a_save_survives_one_failure_in_ten_thousand_requests_at_4096_files(bucket: ObjectPath) -> None:
+def test_a_save_of_4096_files_survives_sporadic_failed_requests(bucket: ObjectPath) -> None:
     """Simulated: each file is uploaded in 40 requests. Without a repeated upload, all but one in 10^7 saves failed."""
     rng = random.Random(0)
     store = store_at(bucket)
@@ -117,7 +117,7 @@ def test_a_save_survives_one_failure_in_ten_thousand_requests_at_4096_files(buck
     assert store.committed("x") == folder
 
 
-def test_a_request_that_keeps_failing_is_an_error_and_leaves_no_checkpoint(bucket: ObjectPath) -> None:
+def test_a_request_that_keeps_failing_leaves_no_checkpoint(bucket: ObjectPath) -> None:
     save(state_at(1, 0, 1), bucket / step_name(1))
     with Calls() as counted:
         save(state_at(2, 0, 1), bucket / "counted")
@@ -158,13 +158,13 @@ def test_a_commit_whose_answer_was_lost_is_a_commit(bucket: ObjectPath, answered
 
 
 @pytest.mark.parametrize("kind", ["put", "upload", "all of them twice"])
-def test_writes_whose_answers_were_lost_or_that_arrive_twice_change_nothing(bucket: ObjectPath, kind: str) -> None:
+def test_writes_with_lost_answers_or_duplicates_change_nothing(bucket: ObjectPath, kind: str) -> None:
     with Calls(after=failing(2, lambda name, key: name == kind), times=1 if kind in WRITES else 2):
         save(state_at(1, 0, 1), bucket / step_name(1))
     assert_resumes_from(bucket, 1)
 
 
-def test_a_commit_that_arrives_after_its_checkpoint_was_removed_is_no_checkpoint(bucket: ObjectPath) -> None:
+def test_a_commit_that_arrives_after_removal_is_not_a_checkpoint(bucket: ObjectPath) -> None:
     save(state_at(1, 0, 1), bucket / step_name(1))
     put(bucket / step_name(2) / COMMIT, encode_commit(uuid.uuid4().hex))
     with pytest.warns(UserWarning, match=r"step-000000002 is damaged and is skipped: .*manifest\.bin is gone"):
@@ -173,7 +173,7 @@ def test_a_commit_that_arrives_after_its_checkpoint_was_removed_is_no_checkpoint
         load(state_at(0, 0, 1), bucket / step_name(2))
 
 
-def test_a_listing_that_lags_hides_the_newest_and_damages_nothing(bucket: ObjectPath) -> None:
+def test_a_stale_listing_hides_the_newest_and_damages_nothing(bucket: ObjectPath) -> None:
     for step in (1, 2):
         save(state_at(step, 0, 1), bucket / step_name(step))
     with Calls() as calls:
@@ -231,9 +231,7 @@ def test_objects_of_others_below_a_step_are_not_left_by_a_save(bucket: ObjectPat
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"save_id": 3}', b'{"save_id": "../../other"}', b"[]"])
-def test_a_damaged_commit_is_damage_and_removes_nothing_and_is_replaced_by_another(
-    bucket: ObjectPath, content: bytes
-) -> None:
+def test_a_damaged_commit_removes_nothing_and_can_be_replaced(bucket: ObjectPath, content: bytes) -> None:
     for step in (1, 2):
         save(state_at(step, 0, 1), bucket / step_name(step))
     put(bucket / step_name(2) / COMMIT, content)

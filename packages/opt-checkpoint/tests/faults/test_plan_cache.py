@@ -155,7 +155,7 @@ def test_values_that_differ_are_refused_with_a_remembered_plan(tmp_path: Path, k
     assert str(saved_values(tmp_path / "3", "v")["v"]) == str(getattr(expected, "data", expected))
 
 
-def test_a_rank_that_writes_other_parts_than_planned_is_noticed_before_the_commit(tmp_path: Path) -> None:
+def test_parts_that_differ_from_the_plan_are_found_before_commit(tmp_path: Path) -> None:
     caches = [PlanCache() for _ in range(3)]
     save_as_ranks([replicas(rank, 0) for rank in range(3)], tmp_path / "1", caches=caches)
     caches[1].plan = caches[1].plan._replace(assigned=caches[2].plan.assigned)
@@ -164,9 +164,7 @@ def test_a_rank_that_writes_other_parts_than_planned_is_noticed_before_the_commi
     assert not (tmp_path / "2").exists()
 
 
-def test_an_object_that_was_not_written_is_noticed_before_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritten_object_is_noticed_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = CheckpointWriter.write
 
     def forget(*arguments: Any) -> Any:
@@ -180,7 +178,7 @@ def test_an_object_that_was_not_written_is_noticed_before_the_commit(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_saves_at_once_with_one_cache_do_not_take_each_others_plan(
+def test_concurrent_saves_with_one_cache_do_not_mix_their_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second began once the first had agreed to use the cached plan: values went under the other's keys."""

@@ -85,7 +85,7 @@ def test_a_rollback_stays_rolled_back(place: Any) -> None:
     assert_is_step(CheckpointManager(place).load(empty()).state, 121, 0, 1)
 
 
-def test_abandoned_steps_are_deleted_once_the_run_has_passed_them(place: Any) -> None:
+def test_abandoned_steps_are_deleted_once_the_run_passed_them(place: Any) -> None:
     saved(place, 100, 120, 130)
     with CheckpointManager(place, keep=1) as manager:
         manager.load(empty(), step=100)
@@ -109,7 +109,7 @@ def die() -> None:
     raise Died
 
 
-def test_a_crash_at_any_call_of_a_rollback_leaves_the_old_or_the_new_newest_step(tmp_path: Path) -> None:
+def test_a_crash_in_a_rollback_leaves_the_old_or_new_newest_step(tmp_path: Path) -> None:
     seen = set()
     numbers = [0]
     for number in numbers:
@@ -141,7 +141,7 @@ def test_failed_saves_do_not_make_the_record_of_rollbacks_grow(tmp_path: Path) -
     assert 1 <= len(json.loads((tmp_path / SUPERSEDED).read_text())["pending"]) <= 8
 
 
-def test_a_step_that_is_a_link_is_removed_without_what_it_leads_to(tmp_path: Path) -> None:
+def test_removing_a_step_that_is_a_link_keeps_its_target(tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     run = saved(tmp_path / "run", 1)
     (run / step_name(1)).rename(moved)
@@ -182,7 +182,7 @@ def test_a_rollback_of_the_local_tier_is_one_of_the_durable_tier(tmp_path: Path)
     assert_is_step(CheckpointManager(tmp_path / "durable").load(empty()).state, 101, 0, 1)
 
 
-def test_a_crash_before_the_durable_tier_records_a_local_rollback(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_crash_before_the_durable_tier_knows_a_local_rollback(tmp_path: Path, monkeypatch: Any) -> None:
     saved(tmp_path / "durable", 80, 120)
     manager = two_tiers(tmp_path)
     monkeypatch.setattr(manager._durable.series, "finish", lambda *a: (_ for _ in ()).throw(OSError(5, "gone")))
@@ -238,7 +238,7 @@ def test_damaged_steps_do_not_count_as_kept(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("abandoned", [False, True])
-def test_the_step_resumed_from_stays_until_enough_later_ones_are_there(tmp_path: Path, abandoned: bool) -> None:
+def test_the_resumed_step_stays_until_enough_later_ones_exist(tmp_path: Path, abandoned: bool) -> None:
     """Flipped bits, which are found by no size, were kept in its place."""
     saved(tmp_path, 10, 20, 30, 40)
     with CheckpointManager(tmp_path, keep=2, in_background=False) as manager:
@@ -478,7 +478,7 @@ def test_tiers_tell_a_refused_save_by_the_call_that_begins_it(tmp_path: Path) ->
     assert list((tmp_path / "local").rglob("manifest.bin")) == []
 
 
-def test_a_save_that_was_under_way_at_the_opening_is_another_trainers(place: Any) -> None:
+def test_a_save_under_way_at_opening_belongs_to_another_trainer(place: Any) -> None:
     """In a bucket, the folder of the uncommitted step was taken for a step that this manager knew."""
     saved(place, 10)
     opened: list[CheckpointManager] = []
@@ -508,7 +508,7 @@ def test_a_step_stays_whose_save_is_overtaken_by_another_trainer(place: Any) -> 
     assert committed_steps(place) == [10, 20]
 
 
-def test_a_step_that_another_trainer_has_saved_again_is_not_replaced(place: Any) -> None:
+def test_a_step_saved_again_by_another_trainer_is_not_replaced(place: Any) -> None:
     saved(place, 100, 120)
     one, two = (CheckpointManager(place, in_background=False) for _ in range(2))
     for manager in (one, two):
@@ -521,7 +521,7 @@ def test_a_step_that_another_trainer_has_saved_again_is_not_replaced(place: Any)
     one.save(140, state_at(140, 0, 1))
 
 
-def test_an_interrupt_between_the_renames_of_a_replacing_commit_keeps_the_old_step(tmp_path: Path) -> None:
+def test_an_interrupted_replacing_commit_keeps_the_old_step(tmp_path: Path) -> None:
     saved(tmp_path, 100, 120)
     with CheckpointManager(tmp_path, in_background=False) as manager:
         manager.load(empty(), step=100)
@@ -536,7 +536,7 @@ def test_an_interrupt_between_the_renames_of_a_replacing_commit_keeps_the_old_st
     assert_is_step(CheckpointManager(tmp_path).load(empty()).state, 120, 0, 1)
 
 
-def test_of_two_saves_of_one_step_one_is_committed_and_the_other_leaves_nothing(place: Any) -> None:
+def test_one_of_two_saves_of_a_step_is_committed_the_other_gone(place: Any) -> None:
     target = place / "x" if isinstance(place, Path) else f"{place}/x"
     raced = list[str]()
 
@@ -554,7 +554,7 @@ def test_of_two_saves_of_one_step_one_is_committed_and_the_other_leaves_nothing(
         assert len({name.partition("/")[0] for name in objects_in(ObjectPath.at(target))}) == 2
 
 
-def test_a_failing_close_does_not_replace_the_exception_of_the_training(tmp_path: Path) -> None:
+def test_a_failing_close_does_not_replace_trainings_exception(tmp_path: Path) -> None:
     broken = Calls(lambda name, key: error(errno.EIO))
     with broken, pytest.raises(ZeroDivisionError) as caught, CheckpointManager(tmp_path) as manager:
         manager.save(1, state_at(1, 0, 1 // 0 if manager.save(1, state_at(1, 0, 1)) else 1))
@@ -564,7 +564,7 @@ def test_a_failing_close_does_not_replace_the_exception_of_the_training(tmp_path
 
 
 @pytest.mark.needs_extra
-def test_requests_of_a_save_do_not_grow_with_the_steps_or_files_that_are_kept(tmp_path: Path) -> None:
+def test_requests_of_a_save_do_not_grow_with_kept_steps_or_files(tmp_path: Path) -> None:
     """Retention goes by step numbers: at 4,096 files and three kept steps, 16,000 requests a save were made before."""
     pytest.importorskip("obstore")
     requests = []
@@ -589,7 +589,7 @@ def test_requests_of_a_save_do_not_grow_with_the_steps_or_files_that_are_kept(tm
     assert len(requests[0]) < 40
 
 
-def test_steps_are_integers_of_any_kind_and_numbers_of_kept_ones_positive(tmp_path: Path) -> None:
+def test_steps_are_any_integers_and_numbers_to_keep_positive(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         assert manager.latest() is None
         for step in (np.int64(5), torch.tensor(6), 7):

@@ -87,7 +87,7 @@ def ask_for_what_another_rank_holds(rank: int, size: int, folder: str) -> None:
         manager.load(wanted(rank))
 
 
-def test_a_key_or_half_of_a_tensor_in_another_ranks_part_is_not_missing(tmp_path: Path) -> None:
+def test_a_key_or_half_tensor_in_another_ranks_part_is_found(tmp_path: Path) -> None:
     """With strict="return_missing" it was left out without an error, and the run went on with what was in memory."""
     run_ranks(2, save_halves, str(tmp_path), [1], 100)
     run_ranks(2, ask_for_what_another_rank_holds, str(tmp_path))
@@ -101,13 +101,13 @@ def find_for_another_world(rank: int, size: int, folder: str) -> None:
         manager.find()
 
 
-def test_another_number_of_ranks_without_a_durable_checkpoint_does_not_start_anew(tmp_path: Path) -> None:
+def test_other_ranks_without_a_durable_step_do_not_start_over(tmp_path: Path) -> None:
     """`find` returned None, and the run began from the beginning."""
     run_ranks(3, save_halves, str(tmp_path), [1], 100)
     run_ranks(2, find_for_another_world, str(tmp_path))
 
 
-def test_a_step_that_was_never_whole_is_no_step_and_the_reason_is_logged(
+def test_a_step_that_was_never_whole_is_skipped_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_ranks(2, save_halves, str(tmp_path), [1], 100)
@@ -123,7 +123,7 @@ def alone(folder: Path, **options: Any) -> TieredCheckpointManager:
         return tiers(str(folder), 0, **options)
 
 
-def test_tensors_in_lists_and_groups_are_in_a_part_and_a_list_with_plain_values_is_refused(tmp_path: Path) -> None:
+def test_parts_hold_tensors_in_lists_but_refuse_mixed_lists(tmp_path: Path) -> None:
     """Their place in the list was loaded as None."""
     weights = sharded_like("w", torch.arange(3.0))
     state = {"lst": [1, torch.ones(2)], "opt": {"groups": [{"lr": torch.tensor(0.5)}]}, "w": weights}

@@ -31,7 +31,7 @@ from opt_checkpoint.tiers.parts import PartName
 DATA = "__0_0.distcp"  # of a part
 
 
-def test_every_rank_resumes_from_its_own_part_and_its_copy_is_on_another_node(tmp_path: Path) -> None:
+def test_ranks_resume_from_own_parts_with_copies_on_other_nodes(tmp_path: Path) -> None:
     """Two ranks on one node, and one on the other, which keeps the copies of both."""
     options = {"per_node": 2, "durable_every": 20, "keep_local": 2}
     assert run_ranks(3, save_steps, str(tmp_path), [10, 20, 30], options) == [[False, True, False]] * 3
@@ -43,7 +43,7 @@ def test_every_rank_resumes_from_its_own_part_and_its_copy_is_on_another_node(tm
     assert resumed(3, tmp_path, **options) == Resume(30, "local", (0, 1, 2), ())
 
 
-def test_after_any_one_node_is_lost_the_newest_step_is_resumed_from_copies(tmp_path: Path) -> None:
+def test_the_newest_step_resumes_from_copies_after_a_lost_node(tmp_path: Path) -> None:
     for lost in range(3):
         folder = tmp_path / str(lost)
         run_ranks(3, save_steps, str(folder), [1, 2], {"durable_every": 1} if lost == 2 else {})
@@ -57,7 +57,7 @@ def test_after_any_one_node_is_lost_the_newest_step_is_resumed_from_copies(tmp_p
     assert resumed(3, folder) == Resume(2, "durable", (), reasons)
 
 
-def test_a_damaged_part_is_replaced_by_its_copy_and_an_older_step_taken_if_that_is_damaged(tmp_path: Path) -> None:
+def test_a_damaged_part_resumes_from_its_copy_or_an_older_step(tmp_path: Path) -> None:
     run_ranks(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
     own, copy = (parts_of(tmp_path, node, 2)[0] for node in (0, 1))
     flip_bit(own / DATA)
@@ -120,7 +120,7 @@ def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path: Path) -> None:
     assert len(found.skipped_reasons) == 2
 
 
-def test_of_two_whole_saves_of_a_step_none_is_taken_and_ranks_may_change_places() -> None:
+def test_ambiguous_saves_of_a_step_are_skipped() -> None:
     part = lambda rank, step, save="a": PartName("run", step, save, rank, 2)
     seen = [{part(rank, 2, "a"), part(rank, 2, "b"), part(1 - rank, 1)} for rank in (0, 1)]
     found = newest_whole(seen, run="run", not_before=0)
@@ -171,7 +171,7 @@ def save_to_both(rank: int, size: int, folder: str) -> int:
     return len(made)
 
 
-def test_the_background_saves_of_both_tiers_share_one_process_group(tmp_path: Path) -> None:
+def test_background_saves_of_both_tiers_share_one_process_group(tmp_path: Path) -> None:
     assert run_ranks(3, save_to_both, str(tmp_path)) == [1, 1, 1]
     assert committed_steps(tmp_path / "durable") == [6, 7, 8]
     assert resumed(3, tmp_path) == Resume(8, "local", (0, 1, 2), ())
@@ -220,7 +220,7 @@ def fill_a_disk(rank: int, size: int, folder: str) -> None:
         manager.save(3, state_at(3, rank, size))  # the next one goes on
 
 
-def test_a_full_disk_is_an_error_on_every_rank_and_the_step_before_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_on_all_and_keeps_the_last_step(tmp_path: Path) -> None:
     run_ranks(2, fill_a_disk, str(tmp_path))
     assert resumed(2, tmp_path) == Resume(3, "local", (0, 1), ())
 
@@ -238,7 +238,7 @@ def break_copies_off(rank: int, size: int, folder: str) -> None:
             manager.wait()
 
 
-def test_where_copies_broke_off_own_parts_or_the_step_before_are_resumed(tmp_path: Path) -> None:
+def test_broken_copies_resume_from_own_parts_or_the_last_step(tmp_path: Path) -> None:
     run_ranks(2, break_copies_off, str(tmp_path))
     for node in (0, 1):
         (part,) = parts_of(tmp_path, node, 2)
@@ -256,7 +256,7 @@ def test_where_copies_broke_off_own_parts_or_the_step_before_are_resumed(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:.*one node")
-def test_a_process_alone_resumes_from_the_local_tier_and_a_reader_writes_nothing(tmp_path: Path) -> None:
+def test_one_process_resumes_locally_and_a_reader_writes_nothing(tmp_path: Path) -> None:
     with tiers(str(tmp_path), 0, durable_every=2) as manager:
         assert manager.find() is None
         with pytest.raises(CheckpointNotFoundError):
