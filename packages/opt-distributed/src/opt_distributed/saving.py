@@ -400,33 +400,26 @@ def _whole(param: ShardedParam, piece: OwnedPiece, rows: Rows) -> ShardedParam |
     block = stage.whole(piece.id)
     if isinstance(param, ShardedTensorFactory):
         start = block.offset[0]
-        segments = tuple(
-            replace(
-                segment,
-                row_start=segment.row_start + first - start,
-                row_stop=segment.row_stop + first - start,
-                global_offset=(*segment.global_offset[:-1], block.offset[-1]),
-            )
-            for first, of_part in sorted(rows.items())
-            if start <= first < start + block.shape[0]
-            for segment in of_part
-        )
+        segments = []
+        for first, segment in ((first, segment) for first, of_part in sorted(rows.items()) for segment in of_part):
+            if start <= first < start + block.shape[0]:
+                row_start = segment.row_start + first - start
+                row_stop = segment.row_stop + first - start
+                offset = (*segment.global_offset[:-1], block.offset[-1])
+                segments.append(replace(segment, row_start=row_start, row_stop=row_stop, global_offset=offset))
         if not segments:
             return None
         replica_id = param.replica_id if stage.counts(piece.id) else 1
-        return ShardedTensorFactory(param.key, None, segments=segments, local_shape=block.shape, replica_id=replica_id)
+        shape = block.shape
+        return ShardedTensorFactory(param.key, None, segments=tuple(segments), local_shape=shape, replica_id=replica_id)
     prepended = param.prepend_axis_num
     if param.global_shape[prepended:] != stage.shape(piece.id):
         return None
-    return replace(
-        param,
-        data=None,
-        local_shape=block.shape,
-        global_offset=(*param.global_offset[:prepended], *block.offset),
-        axis_fragmentations=None,
-        replica_id=param.replica_id if stage.counts(piece.id) else 1,
-        may_repeat=param.may_repeat and stage.counts(piece.id),
-    )
+    offset = (*param.global_offset[:prepended], *block.offset)
+    whole = replace(param, data=None, local_shape=block.shape, global_offset=offset, axis_fragmentations=None)
+    if not stage.counts(piece.id):
+        whole = replace(whole, replica_id=1, may_repeat=False)
+    return whole
 
 
 def _is_in_order(factory: ShardedTensorFactory) -> bool:

@@ -23,7 +23,7 @@ from opt_distributed.pieces.piece import Groups
 from opt_distributed.pieces.sources import Source
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import check_numbers, check_unread, reads_weight_decay
-from opt_kernels.params import CHOICES, FIXED, SCHEDULED, WEIGHT_DECAY, GroupEntries, check_rate
+from opt_kernels.params import CHOICES, FIXED, HELD, SCHEDULED, WEIGHT_DECAY, GroupEntries, check_rate
 from opt_kernels.rules import Rule
 from opt_kernels.works import HYPER_FIELDS, is_number, is_on_device
 
@@ -289,7 +289,7 @@ class UsableGroups(Refusal):
         unread = {index for index, rule in self.rules.items() if not reads_weight_decay(rule)}
 
         def is_watched(index: int, name: str) -> bool:
-            return name not in ("params", *SCHEDULED) or (name == WEIGHT_DECAY and index in unread)
+            return name not in (*HELD, *SCHEDULED) or (name == WEIGHT_DECAY and index in unread)
 
         self._entries = GroupEntries(is_watched)
 

@@ -48,17 +48,16 @@ class Unit:
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, if hooks read norms
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
-    _readers: Sequence[ReadGrads] = field(init=False)  # of all pieces, in order
+    _readers: list[ReadGrads] = field(init=False)  # of all pieces, in order
     _kinds: Kinds = field(init=False)  # of all pieces
     _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
     _counts: list[Count] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
 
     def __post_init__(self) -> None:
         self._kinds = kinds_of(self.pieces)
-        self._readers = [
-            source.reader([(piece.id, piece.of_param) for piece in pieces])
-            for source, pieces in groupby(self.pieces, key=_SOURCE)
-        ]
+        self._readers = []
+        for source, pieces in groupby(self.pieces, key=_SOURCE):
+            self._readers.append(source.reader([(piece.id, piece.of_param) for piece in pieces]))
 
     # --- a step, part by part ---------------------------------------------------------------------------------------
 
@@ -207,14 +206,12 @@ class PieceRun:
         # Those that must be stored after an update.
         self.opened = [main for main in updated if isinstance(main, CodedMain | QuantizedMain)]
         columns = [main.columns() for main in updated]
-        self._columns = Works(  # without gradients
-            (),
-            mains=_column([tensors.main for tensors in columns]),
-            states=[piece.state for piece in pieces],
-            outs=_column([tensors.out for tensors in columns]),
-            remainders=_column([tensors.remainder for tensors in columns]),
-            matrices=[piece.matrix for piece in pieces],
-        )
+        states = [piece.state for piece in pieces]
+        matrices = [piece.matrix for piece in pieces]
+        self._columns = Works((), mains=None, states=states, matrices=matrices)  # without gradients
+        self._columns.mains = _column([tensors.main for tensors in columns])
+        self._columns.outs = _column([tensors.out for tensors in columns])
+        self._columns.remainders = _column([tensors.remainder for tensors in columns])
 
     def works(self, grads: Sequence[Tensor]) -> Works:
         """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""

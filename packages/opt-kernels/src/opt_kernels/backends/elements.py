@@ -182,7 +182,8 @@ def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
     """Whether tensors of one shape have equal strides. Strides of dims of size 1 do not matter."""
     if tensor.is_contiguous() and anchor.is_contiguous():
         return True
-    return all(a == b for size, a, b in zip(anchor.shape, tensor.stride(), anchor.stride()) if size > 1)
+    strides = zip(anchor.shape, tensor.stride(), anchor.stride())
+    return all(stride == wanted for size, stride, wanted in strides if size > 1)
 
 
 class Item(NamedTuple):
@@ -208,8 +209,10 @@ class Columns(NamedTuple):
 
     def key(self, codecs: Mapping[str, StateCodec]) -> Hashable:
         """Identifies the kinds of all tensors, and the places of all except the gradients, which move."""
-        kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in self.parts])
-        return self.others_at, kinds, tuple(codecs.items())
+        kinds = []
+        for row, works in self.parts:
+            kinds.append((row, len(works), works.mains is None, works.outs is None, works.firsts))
+        return self.others_at, tuple(kinds), tuple(codecs.items())
 
     def items(self, codecs: Mapping[str, StateCodec]) -> list[Item]:
         """All works."""

@@ -242,10 +242,11 @@ def parts_of(spec: MatrixSpec, shape: Sequence[int]) -> tuple[Part, ...]:
         return (Part(0, rows, 1, (rows, cols)),)
     groups = rows // sum(spec.split_rows)
     firsts = [sum(spec.split_rows[:index]) for index in range(len(spec.split_rows))]
-    return tuple(
-        Part(first, r, groups, (r, cols)) if spec.by_group else Part(first, r, 1, (groups * r, cols))
-        for first, r in zip(firsts, spec.split_rows)
-    )
+    parts = []
+    for first, rows in zip(firsts, spec.split_rows):
+        num = groups if spec.by_group else 1
+        parts.append(Part(first, rows, num, (rows * groups // num, cols)))
+    return tuple(parts)
 
 
 class PartStates:
@@ -282,14 +283,12 @@ def states_by_part(
     parts = parts_of(tasks[0].work.matrix, tasks[0].work.grad.shape)
     for task in tasks:
         _check(task.work, parts, shapes)
-    return [
-        PartStates(
-            {**dict.fromkeys(elements, part.shape), **shapes[n]},
-            [_views(work, elements, parts, shapes, n) for _, work in tasks],
-            dtype,
-        )
-        for n, part in enumerate(parts)
-    ]
+    states = []
+    for number, part in enumerate(parts):
+        of_matrix = {**dict.fromkeys(elements, part.shape), **shapes[number]}
+        views = [_views(work, elements, parts, shapes, number) for _, work in tasks]
+        states.append(PartStates(of_matrix, views, dtype))
+    return states
 
 
 def joined(states: Sequence[Mapping[str, Tensor]], num_batch_dims: int) -> dict[str, Tensor]:
@@ -308,8 +307,10 @@ def _views(
         of_groups = torch.unflatten(work.state[name], -2, (-1, sum(part.num_rows for part in parts)))
         views[name] = of_groups.narrow(-2, part.first_row, part.num_rows)
     for name in shapes[number]:
-        start, stop, total = (_numel(name, parts[:count], shapes) for count in (number, number + 1, len(parts)))
-        views[name] = work.state[name].view(*work.grad.shape[:-2], total).narrow(-1, start, stop - start)
+        start = _numel(name, parts[:number], shapes)
+        stop = _numel(name, parts[: number + 1], shapes)
+        whole = work.state[name].view(*work.grad.shape[:-2], -1)
+        views[name] = whole.narrow(-1, start, stop - start)
     return views
 
 

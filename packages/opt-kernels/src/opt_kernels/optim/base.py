@@ -22,7 +22,7 @@ from opt_kernels.optim.groups import ParamGroup, params_with_groups
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
-from opt_kernels.params import HOOKS, MAIN, NEUTRAL, SCHEDULED, GroupEntries, MainFormat, read_hyper
+from opt_kernels.params import HELD, HOOKS, MAIN, NEUTRAL, SCHEDULED, GroupEntries, MainFormat, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, is_on_device
@@ -168,7 +168,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _new_entries(self) -> GroupEntries:
         """The entries of the present groups, except numbers that schedulers set."""
-        unwatched = ("params", *self.scheduled)
+        unwatched = (*HELD, *self.scheduled)
         entries = GroupEntries(lambda _, name: name not in unwatched)
         for index, group in enumerate(self.param_groups):
             entries.accept(index, group)

@@ -103,12 +103,10 @@ class _Row:
         for index, span in cuts:
             state = self.states[index]
             states.append({name: cut(tensor, span) for name, tensor in state.items() if name != STEP})
-        return Works(
-            [cut(grads[index].contiguous(), span) for index, span in cuts],
-            mains=[cut(params[index], span) for index, span in cuts],
-            states=states,
-            firsts=tuple(self._firsts[index] + span.first for index, span in cuts),
-        )
+        cut_grads = [cut(grads[index].contiguous(), span) for index, span in cuts]
+        mains = [cut(params[index], span) for index, span in cuts]
+        firsts = tuple(self._firsts[index] + span.first for index, span in cuts)
+        return Works(cut_grads, mains=mains, states=states, firsts=firsts)
 
 
 class Rows:
@@ -160,7 +158,8 @@ class Rows:
         self._grads = list(map(_GRAD, self._params))
         if list(map(len, map(_PARAMS, groups))) != self._sizes or not _same(params_of(groups), self._params):
             return False
-        if list(map(is_, self._grads, repeat(None))) != self._missing or not _same(list(state.values()), self._states):
+        missing = list(map(is_, self._grads, repeat(None)))
+        if missing != self._missing or not _same(list(state.values()), self._states):
             return False
         steps = list(map(dict.get, self._of_members, repeat(STEP)))
         return _same(steps, self._steps) and all(row.holds() for row in self._rows)
@@ -248,5 +247,7 @@ def scaling_of(
 def only_makes_state(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all gradients and learning rates are zero in this first step. `torch.distributed.checkpoint` runs such a
     step to create state that it can save or load into. It must not count as a step."""
+    if any(float(group["lr"]) for group in groups):
+        return False
     grads = [param.grad for param in params_of(groups) if param.grad is not None]
-    return all(float(group["lr"]) == 0 for group in groups) and not any(map(torch.any, map(local, grads)))
+    return not any(map(torch.any, map(local, grads)))

@@ -9,7 +9,7 @@ from torch import Tensor
 from opt_kernels.works import HYPER_FIELDS, Hyper, as_float
 
 Group = Mapping[str, Any]
-HELD = ("params", "param_ids", "param_names")  # list the parameters of the group
+HELD = ("params", "param_ids", "param_names")  # list the parameters of the group: too long to be compared
 RULE = "optimizer"  # names the rule; groups of torch's optimizers have none
 HOOKS = "hooks"  # a group's own hooks; in a state_dict, a record of them
 CHOICES = "choices"  # records the structure of the rule: ("maximize=False", ...)
@@ -60,12 +60,11 @@ class GroupEntries:
             names, former = self._accepted.get(index, ((), {}))
             if list(group) == names and all(map(is_, map(group.get, former), former.values())):
                 continue
-            changed = [
-                name for name, value in group.items() if name not in former or not _is_same(frozen(value), former[name])
-            ]
-            watched = frozenset(name for name in changed if self._is_watched(index, name))
-            if watched or group.keys() != set(names):
-                found.append(Change(index, former, watched))
+            watched = [name for name in group if self._is_watched(index, name)]
+            same = {name for name in former if name in group and _is_same(frozen(group[name]), former[name])}
+            changed = frozenset(watched) - same
+            if changed or group.keys() != set(names):
+                found.append(Change(index, former, changed))
         return found
 
 

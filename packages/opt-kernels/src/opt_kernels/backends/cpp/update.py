@@ -60,12 +60,13 @@ class Formats(NamedTuple):
         """The macros of `update.h`. A missing out gets a type that is not used."""
         main = self.remainder if self.main is None else self.main
         assert main is not None
+        rounds = stochastic_rounding and self.main is torch.bfloat16
         return {
             "GRAD": UPDATE_TYPES[self.grad],
-            "MAIN": {**UPDATE_TYPES, **REMAINDER_TYPES}[main],
-            "OUT": "bfloat16" if self.out is None else UPDATE_TYPES[self.out],
+            "MAIN": REMAINDER_TYPES.get(main) or UPDATE_TYPES[main],
+            "OUT": UPDATE_TYPES[self.out or torch.bfloat16],
             "HAS_OUT": int(self.out is not None),
-            "STOCHASTIC_ROUNDING": int(stochastic_rounding and self.main is torch.bfloat16),
+            "STOCHASTIC_ROUNDING": int(rounds),
         }
 
 
@@ -113,12 +114,11 @@ class _Sweep(NamedTuple):
 @cache
 def _known_sweeps() -> DeviceTables[list[_Sweep] | None]:
     """The cache of calls. Its memory is limited, because states that move add a table in every step."""
-    return DeviceTables(
-        torch.device("cpu"),
-        capacity=CALLS,
-        room=1 << 25,
-        bytes_of=lambda sweeps: sum(len(sweep.before) + len(sweep.after) for sweep in sweeps or ()),
-    )
+
+    def bytes_of(sweeps: list[_Sweep] | None) -> int:
+        return sum(len(sweep.before) + len(sweep.after) for sweep in sweeps or ())
+
+    return DeviceTables(torch.device("cpu"), capacity=CALLS, room=1 << 25, bytes_of=bytes_of)
 
 
 def update_(

@@ -228,11 +228,12 @@ def cut_sweeps(
     if not columns.grads:
         return Launches([])
     device = columns.grads[0].device
-    known = known_calls(device).get(
-        (columns.key(codecs), None if cutting is None else cutting.key),
-        lambda: _KnownCall(device, {}, DeviceTables(device, capacity=8)),
-        of=columns.tensors,
-    )
+
+    def new() -> _KnownCall:
+        return _KnownCall(device, {}, DeviceTables(device, capacity=8))
+
+    key = columns.key(codecs), None if cutting is None else cutting.key
+    known = known_calls(device).get(key, new, of=columns.tensors)
     return known.launches.get(columns.grads_at, lambda: _launches(known, columns, codecs, cutting))
 
 

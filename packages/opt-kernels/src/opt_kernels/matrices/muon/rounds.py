@@ -130,11 +130,12 @@ def swept(round_: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches
     def kind(task: Task) -> tuple[int, bool, bool]:
         return rows[id(task.hyper)], task.work.main is None, task.work.out is None
 
-    pieces = [
-        (key[0], works) for key, alike in groupby(tasks, kind) for works in uniform([task.work for task in alike])
-    ]
-    key = round_.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in round_.stacks)
-    found = cut_sweeps(pieces, {MOMENTUM: codec}, Cutting(key, partial(_runs_of, round_, codec.block)))
+    parts = []
+    for (row, _, _), alike in groupby(tasks, kind):
+        parts += [(row, works) for works in uniform([task.work for task in alike])]
+    places = tuple((stack.begin, stack.first_slot, stack.slots, len(stack.tasks)) for stack in round_.stacks)
+    cutting = Cutting((round_.inputs[:2], places), partial(_runs_of, round_, codec.block))
+    found = cut_sweeps(parts, {MOMENTUM: codec}, cutting)
     if found is None:
         raise LayoutError(
             "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
