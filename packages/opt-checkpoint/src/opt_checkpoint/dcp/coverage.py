@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -76,14 +77,17 @@ class TensorsOfRanks:
         """
         keys = dict[str, int]()
         dtypes = dict[str, int]()
-        key = np.fromiter((keys.setdefault(k, len(keys)) for layout in layouts for k in layout.keys), np.int64)
-        dtype = np.fromiter((dtypes.setdefault(n, len(dtypes)) for layout in layouts for n in layout.dtypes), np.int64)
+        names = chain.from_iterable(layout.keys for layout in layouts)
+        key = np.fromiter((keys.setdefault(name, len(keys)) for name in names), np.int64)
+        names = chain.from_iterable(layout.dtypes for layout in layouts)
+        dtype = np.fromiter((dtypes.setdefault(name, len(dtypes)) for name in names), np.int64)
         itemsize = np.array([dtype_from_name(name).itemsize for name in dtypes] or [1])  # (dtypes,)
         rank = np.repeat(np.arange(len(layouts)), [len(layout.keys) for layout in layouts])
         flags = np.concatenate([layout.flags for layout in layouts])
         ndim = np.concatenate([layout.ndim for layout in layouts])
         axes = max(1, int(ndim.max(initial=0)))
-        owner = np.repeat(np.arange(len(key)), np.concatenate([layout.boxes for layout in layouts]))
+        boxes = np.concatenate([layout.boxes for layout in layouts])  # (t,) number of boxes
+        owner = np.repeat(np.arange(len(key)), boxes)
         shapes = np.concatenate([layout.shapes for layout in layouts])  # one after another, as offsets and sizes
         offsets = np.concatenate([layout.offsets for layout in layouts])
         sizes = np.concatenate([layout.sizes for layout in layouts])
@@ -182,8 +186,10 @@ def _object_problems(objects: Sequence[Sequence[ShardedObject]]) -> Iterator[str
 def _misfits(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
     """Index and problem of each key whose dtype or shape differs between ranks."""
     first = t.first_of_key[t.key]  # (t,)
-    has_shape = (t.ndim == t.ndim[first]) & (t.shape == t.shape[first]).all(axis=1)
-    for number in np.flatnonzero(~has_shape | (t.dtype != t.dtype[first])).tolist():
+    has_other_axes = t.ndim != t.ndim[first]
+    has_other_sizes = (t.shape != t.shape[first]).any(axis=1)
+    has_other_dtype = t.dtype != t.dtype[first]
+    for number in np.flatnonzero(has_other_axes | has_other_sizes | has_other_dtype).tolist():
         held = []
         for n in (first[number], number):
             dtype = t.dtype_names[t.dtype[n]]
@@ -218,14 +224,16 @@ def _holes(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
     mains = np.flatnonzero(t.main[t.owner] & t.usable)  # (mains,) boxes
     shape = t.shape[t.first_of_key]  # (keys, axes)
     covered = np.zeros(len(t.keys), np.int64)  # elements
-    np.add.at(covered, t.box_key[mains], np.prod(t.sizes[mains], axis=1))
+    numel = np.prod(t.sizes[mains], axis=1)  # (mains,)
+    np.add.at(covered, t.box_key[mains], numel)
     is_huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
     for key in np.flatnonzero(is_huge | (covered != np.prod(shape, axis=1))).tolist():
         total = math.prod(shape[key].tolist())
         if covered[key] == total:
             continue
-        ranks = sorted(set(t.box_rank[mains[t.box_key[mains] == key]].tolist()))
-        others = sorted(set(t.rank[(t.key == key) & ~t.main].tolist()))
+        boxes = mains[t.box_key[mains] == key]
+        ranks = np.unique(t.box_rank[boxes]).tolist()
+        others = np.unique(t.rank[(t.key == key) & ~t.main]).tolist()
         replicas = f"; ranks {others} hold replicas, of which none is main (replica_id=0)" if others else ""
         whole = list(t.shape_of(int(t.first_of_key[key])))
         yield (
@@ -259,6 +267,8 @@ def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[M
         for path, value in prints.items():
             if first.get(path) != value:
                 differing[path].append(rank)
-    partial = {path: ranks for path, ranks in holders.items() if len(ranks) < len(per_rank)}
     texts = [f"{path_text(path)} (ranks {ranks})" for path, ranks in differing.items()]
-    return sorted([*texts, *(f"{path_text(path)} (a tensor on ranks {r} only)" for path, r in partial.items())])
+    for path, ranks in holders.items():
+        if len(ranks) < len(per_rank):
+            texts.append(f"{path_text(path)} (a tensor on ranks {ranks} only)")
+    return sorted(texts)

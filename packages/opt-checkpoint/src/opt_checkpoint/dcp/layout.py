@@ -87,7 +87,8 @@ class LocalLayout(NamedTuple):
     def fingerprint(self) -> bytes:
         """SHA-256 of the layout: equal for equal layouts."""
         columns = [column for column in self if isinstance(column, np.ndarray)]
-        about = (self.keys, self.dtypes, self.objects, list(self.plain.items()), [len(column) for column in columns])
+        lengths = [len(column) for column in columns]
+        about = (self.keys, self.dtypes, self.objects, list(self.plain.items()), lengths)
         digest = hashlib.sha256(repr(about).encode("utf-8", "surrogatepass"))
         for column in columns:
             digest.update(column.tobytes())
@@ -162,7 +163,9 @@ def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
 def _digests(tensors: Sequence[Tensor]) -> Array:
     """(tensors,) int64, of their values; on a device a checksum, so that values stay there."""
     on_device = checksums({at: tensor for at, tensor in enumerate(tensors) if tensor.device.type != "cpu"})
-    digests = [on_device[at] if at in on_device else fingerprint(tensor) for at, tensor in enumerate(tensors)]
+    digests = []
+    for at, tensor in enumerate(tensors):
+        digests.append(on_device[at] if at in on_device else fingerprint(tensor))
     return np.array(digests, np.int64)
 
 

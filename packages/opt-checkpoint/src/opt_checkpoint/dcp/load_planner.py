@@ -113,7 +113,8 @@ class ShardedLoadPlanner:
     @cached_property
     def stored_plain(self) -> list[str]:
         """The paths of the stored plain values, as text."""
-        return [path_text(path) for path, value in leaves(self._common) if path and not isinstance(value, dict)]
+        values = [leaf for leaf in leaves(self._common) if not isinstance(leaf.value, dict)]
+        return [path_text(leaf.path) for leaf in values if leaf.path]
 
     def stored_name(self, key: str) -> str:
         """The name under which a key is stored: the key itself, or the first alias that is stored."""
@@ -145,7 +146,7 @@ class ShardedLoadPlanner:
         self._sharing = list(sharing_pairs(asked))
         for key, shard in asked:
             self._plan_reads_of(key, shard)
-        self._read_objects([self._names[path] for path in self.flat.objects if path not in self.dropped])
+        self._read_objects([self._names[path] for path in self.flat.objects.keys() - self.dropped])
         keys = {*self._names.values(), COMMON_KEY}
         keys.update(asked_plain((*self.flat.common, *self.flat.plain), self._common))
         keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
@@ -207,7 +208,9 @@ class ShardedLoadPlanner:
     def _find_within(self, path: Path) -> dict[Path, ShardedTensor | str]:
         tensors = self.index.tensors
         parts = stored_under(path, self.index)
-        found = {inner: whole_tensor(key, tensors[key]) if key in tensors else key for inner, key in parts.items()}
+        found: dict[Path, ShardedTensor | str] = {}
+        for inner, key in parts.items():
+            found[inner] = whole_tensor(key, tensors[key]) if key in tensors else key
         if found:
             self._within[path] = found
         return found
@@ -240,12 +243,21 @@ class ShardedLoadPlanner:
     def _find_missing(self) -> None:
         stored = self.index.tensors
         objects = self.index.objects
-        absent = {p: t.key for p, t in self.flat.tensors.items() if self._names[p] not in stored}
-        absent |= {p: o.unique_key for p, o in self.flat.objects.items() if self._names[p] not in objects}
-        absent |= {p: path_text(p) for p in self.flat.common if p not in self._within}
-        self.dropped = {path for path in absent if path not in self._plain}
-        optional = {path for path, tensor in self.flat.tensors.items() if tensor.optional}
-        self.missing = [key for path, key in absent.items() if path in self.dropped and path not in optional]
+        absent: dict[Path, str] = {}
+        for path, tensor in self.flat.tensors.items():
+            if self._names[path] not in stored:
+                absent[path] = tensor.key
+        for path, item in self.flat.objects.items():
+            if self._names[path] not in objects:
+                absent[path] = item.unique_key
+        for path in self.flat.common:
+            if path not in self._within:
+                absent[path] = path_text(path)
+        self.dropped = absent.keys() - self._plain.keys()
+        for path, key in absent.items():
+            is_optional = path in self.flat.tensors and self.flat.tensors[path].optional
+            if path in self.dropped and not is_optional:
+                self.missing.append(key)
 
     def _plan_reads_of(self, key: str, shard: ShardedTensor) -> None:
         stored = self.index.tensors[key]
@@ -264,15 +276,18 @@ class ShardedLoadPlanner:
         for flat_box in boxes_of(shard):
             low = np.array(flat_box.box.offsets)
             high = np.add(*flat_box.box)
-            near = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1)).tolist()
-            shared = [(n, box) for n in near if (box := stored.chunks[n].box.overlap(flat_box.box)) is not None]
+            is_near = ((offsets < high) & (offsets + sizes > low)).all(axis=1)  # (chunks,)
+            shared = []
+            for number in np.flatnonzero(is_near).tolist():
+                box = stored.chunks[number].box.overlap(flat_box.box)
+                if box is not None:
+                    shared.append((stored.chunks[number], box))
             found = sum(box.numel for _, box in shared)
             if found != flat_box.box.numel and shard.global_shape == stored.shape:
                 raise CheckpointMismatchError(
                     f"{shard.key}: the checkpoint holds {found} of {flat_box.box.numel} elements of {flat_box.box}"
                 )
-            for number, box in shared:
-                chunk = stored.chunks[number]
+            for chunk, box in shared:
                 region = chunk.region(box.within(chunk.box), box.sizes)
                 yield TensorRead(key, stored.dtype, chunk, region, view_of(shard, flat_box, box))
 
@@ -305,14 +320,17 @@ class ShardedLoadPlanner:
 
     def _leave_out(self, key: str, data: Tensor) -> None:
         """Do not read a stored tensor into this memory."""
-        memory = data.untyped_storage().data_ptr()
-        self.items = [i for i in self.items if i.key != key or i.target.untyped_storage().data_ptr() != memory]
+
+        def is_kept(item: TensorRead) -> bool:
+            return item.key != key or item.target.untyped_storage().data_ptr() != data.untyped_storage().data_ptr()
+
+        self.items = list(filter(is_kept, self.items))
 
     def _check_description(self, key: str, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:
-            is_padded = key in self.index.details.get(PADDED, ())
-            is_padded = is_padded and all(n >= m for n, m in zip(shard.global_shape, stored.shape))
-            is_allowed = shard.allow_shape_mismatch or is_padded
+            may_be_padded = key in self.index.details.get(PADDED, ())
+            is_larger = all(n >= m for n, m in zip(shard.global_shape, stored.shape))
+            is_allowed = shard.allow_shape_mismatch or (may_be_padded and is_larger)
             if not is_allowed or len(shard.global_shape) != len(stored.shape):
                 hint = "set allow_shape_mismatch if the difference is padding"
                 if key.endswith(EXTRA_STATE):
@@ -372,10 +390,13 @@ class ShardedLoadPlanner:
         with torch.no_grad():
             for target, source in self._to_copy:
                 target.copy_(source)
-        objects = {p: self._loaded_objects[self._names[p]] for p in self.flat.objects if p not in self.dropped}
+        kept_objects = self.flat.objects.keys() - self.dropped
+        objects = {path: self._loaded_objects[self._names[path]] for path in kept_objects}
         plain = dict(self._plain)
         for path, parts in self._within.items():
-            values = {i: self._loaded_objects[p] if isinstance(p, str) else p.data for i, p in parts.items()}
+            values: dict[Path, Any] = {}
+            for inner, part in parts.items():
+                values[inner] = self._loaded_objects[part] if isinstance(part, str) else part.data
             plain[path] = merged(plain.get(path), values, lists=self.index.kind is Kind.DCP)
         for path, filled in self._filled.items():
             plain[path] = merged(plain.get(path), filled)

@@ -14,7 +14,7 @@ from opt_checkpoint.disk.index import PATHS, CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointKeyError
 from opt_checkpoint.state.optimizer_state import LAYOUT_MARK, SPLIT_MARK
 from opt_checkpoint.state.sharded import Path, path_text
-from opt_checkpoint.state.tree import ABSENT, FlatState, leaves, lookup
+from opt_checkpoint.state.tree import ABSENT, FlatState, is_below, leaves, lookup
 from opt_checkpoint.state.wrappers import former_names
 
 _MAINS = "optimizer.state.fp32_param."
@@ -37,9 +37,9 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
 
     A tensor whose key is not stored is searched under its path in the state. If its values are stored in another
     precision, more exact ones may exist under another name, see `_main_values`.
-    A value in a scoped part is stored under its path. In checkpoints of other programs it is stored under its relative
-    key; that is used if nothing is stored under the path of the part, and no other part has the same relative key.
-    Earlier versions gave other names to tensors of some models, see `former_names`.
+    A value in a `ScopedState` is stored under its path. In checkpoints of other programs it is stored under its
+    relative key; that is used if nothing is stored under the path of the scope, and no other scope has the same
+    relative key. Earlier versions gave other names to tensors of some models, see `former_names`.
     """
     relative = _relative_names(flat, index)
     names = {}
@@ -106,8 +106,11 @@ def _main_values(
 
     def name_of(key: str) -> str | None:
         """The stored name of a key: the key itself, or that of the only value of this state with the key."""
-        found = {name for name in {aliased(key, stored, aliases), *asked.get(key, ())} if name in stored}
-        found = found or {name for name in stored if name.endswith(f".{key}") and ".state." not in f".{name}"}
+        candidates = {aliased(key, stored, aliases), *asked.get(key, ())}
+        found = {name for name in candidates if name in stored}
+        if not found:
+            weights = (name for name in stored if ".state." not in f".{name}")
+            found = {name for name in weights if name.endswith(f".{key}")}
         return found.pop() if len(found) == 1 else None
 
     chosen: dict[Path, str | None] = {}
@@ -132,8 +135,12 @@ def _relative_names(flat: FlatState, index: CheckpointIndex) -> dict[Path, str]:
     nested = {part for part in parts if any(key.startswith(f"{path_text(part)}.") for key in stored)}
     names = {}
     for path, (scope, key) in flat.relative.items():
-        name = key if path in flat.tensors else f"{key}/{flat.objects[path].unique_key.rpartition('/')[2]}"
-        if name in stored and len(claimed[key]) == 1 and (scope not in nested or key.startswith(path_text(scope))):
+        name = key
+        if path in flat.objects:
+            _, _, shard = flat.objects[path].unique_key.rpartition("/")
+            name = f"{key}/{shard}"
+        is_outside = scope not in nested or key.startswith(path_text(scope))
+        if name in stored and len(claimed[key]) == 1 and is_outside:
             names[path] = name
     return names
 
@@ -152,7 +159,8 @@ def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
     found = {key: tuple(recorded[key]) for key in stored if key in recorded}
     if index.kind is not Kind.OURS and not path:
         found = {key: found.get(key, (key,)) for key in stored}
-    return {stored_path[len(path) :]: key for key, stored_path in found.items() if stored_path[: len(path)] == path}
+    inside = {key: stored_path for key, stored_path in found.items() if is_below(stored_path, [path])}
+    return {stored_path[len(path) :]: key for key, stored_path in inside.items()}
 
 
 def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any:
@@ -360,5 +368,6 @@ def _other_states(key: str, stored: Sequence[str]) -> list[str]:
     if not key.startswith(_STATE) or not dot:
         return []
     ending = f".{param}"
-    found = (k.removeprefix(_STATE).removesuffix(ending) for k in stored if k.startswith(_STATE) and k.endswith(ending))
+    of_param = (k for k in stored if k.startswith(_STATE) and k.endswith(ending))
+    found = (k.removeprefix(_STATE).removesuffix(ending) for k in of_param)
     return sorted(n for n in found if "." not in n and n != name)

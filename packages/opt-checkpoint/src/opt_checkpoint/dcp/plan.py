@@ -127,7 +127,8 @@ def _repeats(tensors: TensorsOfRanks) -> Array:
         if low == high:
             continue
         offsets = tensors.offsets[low:high].tobytes()
-        other = first.setdefault((int(tensors.key[number]), offsets, tensors.sizes[low:high].tobytes()), number)
+        sizes = tensors.sizes[low:high].tobytes()
+        other = first.setdefault((int(tensors.key[number]), offsets, sizes), number)
         if other != number:
             pairs.append((other, number))
     return np.array(pairs, np.int64).reshape(-1, 2)
@@ -261,7 +262,8 @@ def _cut(tensors: TensorsOfRanks, groups: _Groups, count: Array) -> _Pieces:
 def _grouped(tensors: TensorsOfRanks) -> _Groups:
     """Group equal boxes of one tensor, for groups that contain a main replica."""
     usable = np.flatnonzero(tensors.usable)
-    rows = np.column_stack([tensors.box_key[usable], tensors.offsets[usable], tensors.sizes[usable]])
+    columns = (tensors.box_key, tensors.offsets, tensors.sizes)
+    rows = np.column_stack([column[usable] for column in columns])  # (usable, 1 + 2 axes)
     order = np.lexsort(rows.T)  # equal rows become neighbours, in the order of the ranks
     is_new = np.diff(rows[order], axis=0, prepend=-1).any(axis=1)  # (usable,) whether a row begins a group
     group = np.cumsum(is_new) - 1  # (usable,)

@@ -29,4 +29,5 @@ def are_stored_equal(first: StoredTensor, second: StoredTensor) -> bool:
     if (first.dtype, first.shape, len(first.chunks)) != (second.dtype, second.shape, len(second.chunks)):
         return False
     sums = [(chunk.box, chunk.place.sums) for chunk in first.chunks]
-    return all(of_chunk for _, of_chunk in sums) and sums == [(c.box, c.place.sums) for c in second.chunks]
+    other_sums = [(chunk.box, chunk.place.sums) for chunk in second.chunks]
+    return sums == other_sums and all(of_chunk for _, of_chunk in sums)

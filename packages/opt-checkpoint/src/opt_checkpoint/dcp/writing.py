@@ -122,10 +122,12 @@ class CheckpointWriter:
             METADATA: encode_dcp_metadata(tensors, archived, list(files), archives, paths),
             MEGATRON_MARK: MEGATRON_MARKED,
         }
-        index.files.update((name, StoredFile(size=len(raw), crc=crc32(raw))) for name, raw in contents.items())
+        for name, raw in contents.items():
+            index.files[name] = StoredFile(size=len(raw), crc=crc32(raw))
         contents[MANIFEST] = encode_manifest(index)
         self._store.write_small(self._store.folder(self._target, self.save_id), contents)
-        sizes = {name: file.size for name, file in index.files.items()} | {MANIFEST: len(contents[MANIFEST])}
+        sizes = {name: file.size for name, file in index.files.items()}
+        sizes[MANIFEST] = len(contents[MANIFEST])
         self._store.check_files(self._target, self.save_id, sizes)
         self._store.commit(self._target, self.save_id, replace=self.replace)
 
@@ -163,7 +165,8 @@ def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[Stored
                 f"rank {rank} has not written the {len(own.box)} parts and {len(objects)} objects that were planned"
             )
     # (keys,) numbers of the keys in the plan, in the order of the index; and the inverse permutation
-    sorted_keys = np.array(sorted(range(len(tensors.keys)), key=tensors.keys.__getitem__), np.int64)
+    numbers = range(len(tensors.keys))
+    sorted_keys = np.array(sorted(numbers, key=tensors.keys.__getitem__), np.int64)
     place_of_key = np.argsort(sorted_keys)
     first = tensors.first_of_key[sorted_keys]  # (keys,) a tensor of each key
     place_of_part = place_of_key[tensors.box_key[parts.box]]  # (parts,)

@@ -114,7 +114,7 @@ def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: S
         start = place.start + entry.header_offset + header
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < nbytes:
             return None
-        if start + nbytes > place.start + place.nbytes:
+        if start + nbytes > place.stop:
             raise CheckpointCorruptError(f"the values of {where} lie outside it")
         return ByteRange(file=place.file, start=start, nbytes=nbytes)
     except (CheckpointingException, OSError):

@@ -170,11 +170,11 @@ def read_objects(
 def _objects_bytes(files: DataFiles, index: CheckpointIndex, keys: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     """The archives of stored objects, compared with their checksums. Those that are near each other are one read."""
     runs: list[tuple[ByteRange, list[str]]] = []
-    for key in sorted(keys, key=lambda key: (index.objects[key].file, index.objects[key].start)):
-        place = index.objects[key]
-        (run, of_run) = runs[-1] if runs else (index.objects[key], [])
-        nbytes = max(run.nbytes, place.start + place.nbytes - run.start)
-        is_near = place.start - run.start - run.nbytes <= files.near_bytes and nbytes <= _BUFFER_BYTES
+    places = [(key, index.objects[key]) for key in keys]
+    for key, place in sorted(places, key=lambda item: (item[1].file, item[1].start)):
+        (run, of_run) = runs[-1] if runs else (place, [])
+        nbytes = max(run.stop, place.stop) - run.start
+        is_near = place.start - run.stop <= files.near_bytes and nbytes <= _BUFFER_BYTES
         if of_run and place.file == run.file and is_near:
             of_run.append(key)
             runs[-1] = run.part(0, nbytes), of_run
@@ -274,8 +274,10 @@ def _findings(index: CheckpointIndex) -> Iterator[Finding]:
             yield Finding(METADATA, f"lists {shifted_text(keys)}", tuple(keys))
         return
     for name, problem in _damage(index.path, index.files):
-        of_file = [(key, place) for key, place in places if place.file == name and problem == _CHANGED]
-        damaged = dict.fromkeys(key for key, place in of_file if not has_right_sums(files, place))
+        damaged: dict[str, None] = {}
+        for key, place in places:
+            if problem == _CHANGED and place.file == name and not has_right_sums(files, place):
+                damaged[key] = None
         yield Finding(name, problem, tuple(damaged))
     for name in sorted(store_at(index.path).sizes()):
         if name not in index.files and name.endswith(".distcp"):

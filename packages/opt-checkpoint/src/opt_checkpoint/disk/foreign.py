@@ -257,9 +257,10 @@ def _paths_of(metadata: Made, stored: Container[str]) -> dict[str, tuple[str | i
         return {}
     paths = {}
     for key, path in recorded.items():
-        is_path = type(path) is tuple and 0 < len(path) <= _MAX_DEPTH and {str, int}.issuperset(map(type, path))
-        if type(key) is str and key in stored and is_path:
-            paths[key] = path
+        if type(key) is str and key in stored and type(path) is tuple:
+            is_plain = {str, int}.issuperset(map(type, path))
+            if is_plain and 0 < len(path) <= _MAX_DEPTH:
+                paths[key] = path
     return paths
 
 

@@ -68,6 +68,11 @@ class ByteRange:
     sums: tuple[int, ...] = ()
     archive: bool = False
 
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.start + self.nbytes
+
     def part(self, offset: int, nbytes: int) -> ByteRange:
         """A run of bytes within this one, without a checksum."""
         return ByteRange(file=self.file, start=self.start + offset, nbytes=nbytes)
@@ -104,8 +109,8 @@ class Region(NamedTuple):
 
     def rows(self, axis: int, start: int, count: int) -> Region:
         """The box's rows `[start, start + count)` along an axis."""
-        offsets = tuple(o + start if d == axis else o for d, o in enumerate(self.offsets))
-        return Region(self.chunk, offsets, with_axis(self.sizes, axis, count))
+        first = self.offsets[axis] + start if self.offsets else 0
+        return Region(self.chunk, with_axis(self.offsets, axis, first), with_axis(self.sizes, axis, count))
 
 
 class Within(NamedTuple):
@@ -124,9 +129,9 @@ class Within(NamedTuple):
 
     def region(self, offsets: Shape, sizes: Shape) -> Region:
         """The box of the array that contains a box of the chunk."""
-        inner = [0 if axis is None else offsets[axis] for axis in self.axes]
-        shape = tuple(1 if axis is None else sizes[axis] for axis in self.axes)
-        return Region(self.shape, tuple(o + i for o, i in zip(self.offsets, inner)), shape)
+        inner = tuple(0 if axis is None else offsets[axis] for axis in self.axes)
+        inner_sizes = tuple(1 if axis is None else sizes[axis] for axis in self.axes)
+        return Region(self.shape, *Box(inner, inner_sizes).moved(self.offsets))
 
     def as_stored(self, values: Tensor) -> Tensor:
         """A box of the chunk as a view with the axes of the array."""
@@ -246,11 +251,9 @@ def check_file_name(name: str) -> None:
 
 def _check_place(index: CheckpointIndex, key: str, place: ByteRange) -> None:
     held = index.files.get(place.file)
-    if held is None or place.start < 0 or place.nbytes < 0 or place.start + place.nbytes > held.size:
+    if held is None or place.start < 0 or place.nbytes < 0 or place.stop > held.size:
         size = "is unknown" if held is None else f"has {held.size} bytes"
-        raise CheckpointCorruptError(
-            f"{key} is listed at [{place.start}, {place.start + place.nbytes}) of {place.file}, which {size}"
-        )
+        raise CheckpointCorruptError(f"{key} is listed at [{place.start}, {place.stop}) of {place.file}, which {size}")
 
 
 def _check_tensor(index: CheckpointIndex, key: str, tensor: StoredTensor) -> None:
@@ -332,9 +335,11 @@ class StoredTensors(Mapping[str, StoredTensor]):
         self._numbers = {key: number for number, key in enumerate(keys)}
         self._owner = np.repeat(np.arange(len(c["chunks"])), c["chunks"])
         itemsize = np.array([dtype.itemsize for dtype in self._dtypes] or [1], "<i8")
-        self._chunk_bytes = np.prod(c["sizes"], axis=1, dtype="<i8") * itemsize[c["dtype"][self._owner]]
-        pieces = np.maximum(1, -(-self._chunk_bytes // PIECE_BYTES))
-        self._first_sum, self._first_chunk = (np.append(0, np.cumsum(n, dtype="<i8")) for n in (pieces, c["chunks"]))
+        numel = np.prod(c["sizes"], axis=1, dtype="<i8")  # (chunks,)
+        self._chunk_bytes = numel * itemsize[c["dtype"][self._owner]]
+        pieces = np.maximum(1, -(-self._chunk_bytes // PIECE_BYTES))  # (chunks,) number of checksums
+        self._first_sum = np.append(0, np.cumsum(pieces, dtype="<i8"))  # (chunks + 1,)
+        self._first_chunk = np.append(0, np.cumsum(c["chunks"], dtype="<i8"))  # (tensors + 1,)
 
     def _check(self) -> None:
         c = self.columns
@@ -350,7 +355,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         _require(c["file"].max(initial=0) < max(1, len(self._files)), "a file is not listed")
         _require(c["key_bytes"].sum() == len(c["keys"]), "its keys do not add up")
         for name in ("shape", "chunks", "offsets", "sizes", "start"):
-            _require(((c[name] >= 0) & (c[name] < _LIMIT)).all(), f"a number of {name} is out of range")
+            is_in_range = (c[name] >= 0) & (c[name] < _LIMIT)
+            _require(is_in_range.all(), f"a number of {name} is out of range")
         _require(c["chunks"].sum(dtype=np.float64) == chunks, "its chunks do not add up")
         unused = np.arange(axes) >= c["ndim"][:, None]
         _require((c["shape"][unused] == 1).all(), "a shape has values beyond its axes")
@@ -359,8 +365,9 @@ class StoredTensors(Mapping[str, StoredTensor]):
             _require(rough.max(initial=0) < _LIMIT / 32, "a tensor is larger than any file")
         self._derive()
         _require(len(self._numbers) == tensors, "a key is listed twice")
-        inside = (c["sizes"] >= 1) & (c["offsets"] + c["sizes"] <= c["shape"][self._owner])
-        _require(inside.all(), "a chunk lies outside its tensor")
+        stops = c["offsets"] + c["sizes"]  # (chunks, axes)
+        is_inside = (c["sizes"] >= 1) & (stops <= c["shape"][self._owner])
+        _require(is_inside.all(), "a chunk lies outside its tensor")
         held = np.zeros(tensors, "<i8")
         np.add.at(held, self._owner, np.prod(c["sizes"], axis=1, dtype="<i8"))
         _require((held == np.prod(c["shape"], axis=1, dtype="<i8")).all(), "the chunks of a tensor do not fill it")
@@ -384,7 +391,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         for at, (offsets, sizes, file, start, nbytes) in enumerate(zip(*columns, strict=True)):
             sums = tuple(c["sums"][bounds[at] : bounds[at + 1]].tolist())
             place = ByteRange(file=self._file_names[file], start=start, nbytes=nbytes, sums=sums)
-            chunks.append(StoredChunk(box=Box(tuple(offsets[:axes]), tuple(sizes[:axes])), place=place))
+            box = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
+            chunks.append(StoredChunk(box=box, place=place))
         shape = tuple(c["shape"][number, :axes].tolist())
         return StoredTensor(shape=shape, dtype=self._dtypes[c["dtype"][number]], chunks=tuple(chunks))
 

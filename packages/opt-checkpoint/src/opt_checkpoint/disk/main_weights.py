@@ -88,8 +88,7 @@ def refuse_shifted(index: CheckpointIndex, unused: Collection[str] = ()) -> None
         index: the directory.
         unused: stored keys that nobody reads; if all states are among them, nothing is checked.
     """
-    states = {key for key in index.tensors if _STATE.fullmatch(key)} if index.kind is Kind.MEGATRON else set()
-    if not states.difference(unused):
+    if index.kind is not Kind.MEGATRON or not set(filter(_STATE.fullmatch, index.tensors)).difference(unused):
         return
     if shifted := shifted_mains(index, whole=False):
         raise CheckpointCorruptError(f"{index.path} holds {shifted_text(shifted)}")
@@ -194,6 +193,7 @@ def _is_moved(main: Tensor, weight: Tensor) -> bool:
     starts = (weight[:-_MIN_RUN] == rounded[:1]).nonzero().flatten()
     for shift in starts[starts > 0].tolist():
         run = weight[shift:]
-        if torch.equal(rounded[: len(run)], run) and len(set(run.tolist())) >= _MIN_RUN // 2:
+        is_equal = torch.equal(rounded[: len(run)], run)
+        if is_equal and len(set(run.tolist())) >= _MIN_RUN // 2:
             return True
     return False

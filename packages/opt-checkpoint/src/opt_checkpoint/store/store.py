@@ -36,7 +36,7 @@ class Store(Protocol):
     """Checkpoints and small files below one place.
 
     Errors are `OSError`s, of which only `FileNotFoundError` means that something is absent, and
-    `CheckpointCorruptError`s. The methods from `begin` to `abandon` are called on the coordinator of a save, `write` on
+    `CheckpointCorruptError`s. The methods from `begin` to `abandon` are called on rank 0 of a save, `write` on
     all ranks.
     """
 
