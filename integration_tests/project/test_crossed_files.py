@@ -15,7 +15,7 @@ from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer
 
-MOST = 49
+MOST = 55
 
 
 def crossed() -> dict[str, set[str]]:
