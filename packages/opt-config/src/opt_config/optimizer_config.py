@@ -61,7 +61,8 @@ class OptimizerConfig(Configuration):
     """Allow narrower mains, gradients and moments, as chosen by the five fields below, which need it. Refused if none
     of them has an effect."""
     store_param_remainders: bool = True
-    """With bf16 parameters and fp32 mains, store only the low 16 bits of the mains. The parameter is the upper half."""
+    """With bf16 parameters, fp32 mains and `use_precision_aware_optimizer`, store only the low 16 bits of the mains.
+    The parameter is the upper half."""
     main_grads_dtype: torch.dtype = torch.float32
     """Dtype in which gradients of bf16 parameters are reduced over ranks and read by the rule: float32 or bfloat16."""
     main_params_dtype: torch.dtype = torch.float32

@@ -115,7 +115,8 @@ class Optimizer(GradientStatistics):
             ValueError: the loss scale is set, and `closure` has not read it.
             RuntimeError: on every rank, if on one `param_groups` hold other parameters than those the optimizer was
                 built with (there a ValueError, too), weights were loaded into the model that the update would lose, or
-                parameters of a wrapped model were frozen since it was built.
+                parameters of a wrapped model were frozen since it was built. On an accelerator with several ranks the
+                step is skipped on the device, and the first access to its result, or the next step, raises it.
             ReplicaError: on every rank, in the first step, if replicas differ after a load.
         """
         self.check_ready("a step")

@@ -12,7 +12,11 @@ class GradientError(RuntimeError):
 
 
 class UnusableGradientError(GradientError):
-    """Gradients must not be used. Their reduction is complete, so that no rank waits for the one that raises."""
+    """Gradients must not be used. Their reduction is complete on all ranks.
+
+    In a step it is noted, and every rank refuses the step. Outside of one, the rank that raises it may leave its peers
+    waiting in their next collective.
+    """
 
 
 class RefusedGradientError(UnusableGradientError):

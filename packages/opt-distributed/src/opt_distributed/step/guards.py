@@ -135,7 +135,7 @@ class Guards:
             flags.append(self._flags_of(guard))
             if guard in (self.same_params, self.usable_groups) and flags[-1] != [0.0]:
                 self.groups = self._built  # the update is skipped, but this rank joins its collectives
-        # Set, because other guards may have failed since this one was asked, or this one itself.
+        # Known only now: a guard that failed is one of its errors.
         self._usable_grads.found = self.refused
         flags[self.agreed.index(self._usable_grads)] = [float(self.refused is not None)]
         return [flag for of_guard in flags for flag in of_guard]
@@ -220,10 +220,10 @@ class Refusal(ABC):
 
 
 class UsableGrads(Refusal):
-    """Gradients of a rank are sparse, lacking or were refused when reduced, or one of its guards failed: `Guards`
-    knows."""
+    """Gradients are sparse or were refused when reduced, a captured step lacks one, or another guard failed."""
 
     def find(self, groups: Groups) -> Exception | None:
+        """Return None: `Guards.flags` sets what was found once all guards were asked."""
         return None
 
 
