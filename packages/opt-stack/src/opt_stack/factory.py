@@ -106,50 +106,28 @@ def get_optimizer(
     return build_optimizer(
         config,
         model_chunks,
-        config_overrides,
+        dump_param_to_param_group_map,
+        overrides=config_overrides,
         pg_collection=pg_collection,
-        dump_param_to_param_group_map=dump_param_to_param_group_map,
         mesh=mesh,
         broadcast_params=broadcast_params,
         rules=rules,
         hooks=hooks,
         allow_unmatched=allow_unmatched,
         extra_group_keys=extra_group_keys,
-        by_name=True,
     )
 
 
 def build_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
-    config_overrides: Overrides | None,
-    *,
-    pg_collection: Given,
     dump_param_to_param_group_map: str | None,
-    mesh: DeviceMesh | None,
-    broadcast_params: bool,
-    rules: Registry | None,
-    hooks: GivenHooks,
-    allow_unmatched: bool,
-    extra_group_keys: Collection[str],
-    by_name: bool,
+    *,
     kind: type[Optimizer] = Optimizer,
+    **options: Any,
 ) -> Optimizer:
-    """`get_optimizer` without `use_gloo_process_groups`. `by_name`: as for `get_standard_config_overrides`, and whether
-    settings without effect are errors or warned of. `kind`: the class of the optimizer."""
-    request = make_request(
-        config,
-        model_chunks,
-        pg_collection,
-        mesh,
-        rules,
-        hooks=hooks,
-        broadcast_params=broadcast_params,
-        extra_group_keys=extra_group_keys,
-        overrides=config_overrides,
-        by_name=by_name,
-        allow_unmatched=allow_unmatched,
-    )
+    """`get_optimizer` for any class of optimizer; `options` are those of `make_request`."""
+    request = make_request(config, model_chunks, **options)
     model, groups = read_groups(request, dumps_groups=dump_param_to_param_group_map is not None)
     optimizer = _build(request, model, groups, kind=kind)
     if dump_param_to_param_group_map is not None:
@@ -192,9 +170,9 @@ def get_optimizer_based_on_param_groups(
     request = make_request(
         config,
         model_chunks,
-        pg_collection,
-        mesh,
-        rules,
+        pg_collection=pg_collection,
+        mesh=mesh,
+        rules=rules,
         hooks=hooks,
         broadcast_params=broadcast_params,
         extra_group_keys=extra_group_keys,
@@ -274,9 +252,10 @@ def describe_optimizer(name: str, rules: Registry | None = None) -> str:
 def make_request(
     config: OptimizerConfig,
     model_chunks: nn.Module | Sequence[nn.Module],
-    pg_collection: Given,
-    mesh: DeviceMesh | None,
-    rules: Registry | None,
+    *,
+    pg_collection: Given = None,
+    mesh: DeviceMesh | None = None,
+    rules: Registry | None = None,
     **options: Any,
 ) -> Request:
     """Return the request of a caller, with the groups of ranks: those that were passed, those of a wrapped chunk, or

@@ -77,9 +77,8 @@ class DeferredOptimizer(torch.optim.Optimizer):
         request = make_request(
             config,
             model,
-            None,
-            mesh,
-            rules,
+            mesh=mesh,
+            rules=rules,
             hooks=hooks,
             extra_group_keys=extra_group_keys,
             overrides=config_overrides,

@@ -81,7 +81,8 @@ def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
             arguments["config"], arguments["config_overrides"]
         )
     del arguments["use_gloo_process_groups"]
-    return build_optimizer(**arguments, by_name=False, kind=ScriptOptimizer)
+    overrides = arguments.pop("config_overrides")
+    return build_optimizer(**arguments, overrides=overrides, by_name=False, kind=ScriptOptimizer)
 
 
 def get_megatron_muon_optimizer(
