@@ -21,8 +21,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles
-from opt_distributed.step import StepStats
-from opt_stack import Optimizer, get_optimizer
+from opt_stack import Optimizer, StepStats, get_optimizer
 
 LR = 0.5
 CLIP = 0.1
