@@ -120,8 +120,8 @@ def spans(tensor: Tensor) -> tuple[Span, ...] | None:
     last_cut = max((dim for dim in range(len(whole)) if sizes[dim] != whole[dim]), default=0)
     numel = prod(sizes[last_cut:])
     base = sum(offset * stride for offset, stride in zip(offsets, strides))
-    firsts = (
-        base + sum(index * stride for index, stride in zip(indices, strides))
-        for indices in product(*map(range, sizes[:last_cut]))
-    )
-    return tuple(Span(number * numel, numel, first) for number, first in enumerate(firsts))
+    found = []
+    for number, indices in enumerate(product(*map(range, sizes[:last_cut]))):
+        first = base + sum(index * stride for index, stride in zip(indices, strides))
+        found.append(Span(number * numel, numel, first))
+    return tuple(found)

@@ -107,11 +107,9 @@ class Number:
             return bool(self.high == math.inf and value == self.high)
         x = float(value)  # type: ignore[arg-type]
         low = -ROUNDING if self.name == "lr" and self.low == 0 else self.low
-        return (
-            (low is None or x >= low)
-            and (self.high is None or x <= self.high)
-            and (self.below is None or x < self.below)
-        )
+        if (low is not None and not x >= low) or (self.high is not None and not x <= self.high):
+            return False
+        return self.below is None or x < self.below
 
     def _allowed(self, finite: str) -> str:
         bounds = {"at least": self.low, "at most": self.high, "below": self.below}
@@ -194,9 +192,8 @@ class StateSpec:
     def __post_init__(self) -> None:
         if self.kind is not StateKind.SHAPED:
             return
-        if not self.shape or any(
-            size not in ("m", "n") and not (type(size) is int and size > 0) for size in self.shape
-        ):
+        are_sizes = [size in ("m", "n") or (type(size) is int and size > 0) for size in self.shape]
+        if not self.shape or not all(are_sizes):
             raise ValueError(
                 f"state {self.name!r} with shape={self.shape!r}: pass a tuple of 'm' (rows of the matrix), 'n' "
                 "(columns) and sizes above 0, as in shape=('n', 8)"
@@ -331,15 +328,13 @@ class Works(Sequence[Work]):
     def __getitem__(self, index: int | slice) -> Work | list[Work]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return Work(
-            grad=self.grads[index],
-            main=None if self.mains is None else self.mains[index],
-            state=self.states[index],
-            out=None if self.outs is None else self.outs[index],
-            remainder=None if self.remainders is None else self.remainders[index],
-            matrix=MatrixSpec() if self.matrices is None else self.matrices[index],
-            first=0 if self.firsts is None else self.firsts[index],
-        )
+        main = None if self.mains is None else self.mains[index]
+        out = None if self.outs is None else self.outs[index]
+        remainder = None if self.remainders is None else self.remainders[index]
+        matrix = NOT_SPLIT if self.matrices is None else self.matrices[index]
+        first = 0 if self.firsts is None else self.firsts[index]
+        tensors: dict[str, Any] = {"main": main, "out": out, "remainder": remainder}
+        return Work(grad=self.grads[index], state=self.states[index], matrix=matrix, first=first, **tensors)
 
 
 class Batch(NamedTuple):

@@ -47,11 +47,10 @@ def part_of_mesh(param: Tensor) -> str:
     if not is_dtensor(param) or local(param).shape == param.shape:
         return ""
     coordinate = param.device_mesh.get_coordinate() or ()
-    at = [
-        f"{index}of{param.device_mesh.size(axis)}"
-        for axis, (index, placement) in enumerate(zip(coordinate, param.placements))
-        if not placement.is_replicate()
-    ]
+    at = []
+    for axis, (index, placement) in enumerate(zip(coordinate, param.placements)):
+        if not placement.is_replicate():
+            at.append(f"{index}of{param.device_mesh.size(axis)}")
     return "@" + ".".join(at)
 
 

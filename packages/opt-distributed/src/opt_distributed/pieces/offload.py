@@ -155,11 +155,12 @@ class HostSide:
     def numbers_of(self, groups: Groups) -> Groups:
         """The entries of the groups without `params`, with 0-d tensors such as a learning rate on the device converted
         to numbers."""
-        entries = [{name: group[name] for name in group if name != "params"} for group in groups]
-        return [
-            {name: float(x) if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in of_group.items()}
-            for of_group in entries
-        ]
+        found = []
+        for group in groups:
+            entries = {name: group[name] for name in group if name != "params"}
+            numbers = {name: float(x) for name, x in entries.items() if isinstance(x, Tensor) and x.dim() == 0}
+            found.append({**entries, **numbers})
+        return found
 
     def _views(self, pieces: Sequence[tuple[OwnedPiece, torch.dtype]], *, pinned: bool) -> list[Tensor]:
         """Allocate one block of host memory for each dtype, split into the shapes of the pieces."""

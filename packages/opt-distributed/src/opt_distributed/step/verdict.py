@@ -276,11 +276,11 @@ class Prepared(NamedTuple):
     def counted_grads(self, slot: int) -> list[Tensor]:
         """Return the gradients of this rank's parts that the norm of `slot` counts: fp32, mean, without loss scale."""
         scale = float(self.verdict.inv_scale)
-        return [
-            grad.to(torch.float32) * (source.grad_scale * scale)
-            for source, grads_by_slot in _by_source(self.ready).items()
-            for grad in grads_by_slot.get(slot, ())
-        ]
+        found = []
+        for source, grads_by_slot in _by_source(self.ready).items():
+            factor = source.grad_scale * scale
+            found += [grad.to(torch.float32) * factor for grad in grads_by_slot.get(slot, ())]
+        return found
 
     def num_zeros(self, *, everyone: Comm) -> int:
         """Count the zero elements of the gradients over the whole model, each once. Collective."""

@@ -6,6 +6,7 @@ depend on how its parameter is sharded if shards begin at multiples of 64 elemen
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,44 +131,41 @@ def _fused(formula: Formula, hyper: Hyper) -> Update | None:
     constants = dict(formula.constants)
     if formula.update is ADAM.update and constants["order"] == "torch":
         fused_adam = torch._fused_adamw_ if constants["decoupled_weight_decay"] else torch._fused_adam_
+        numbers: dict[str, Any] = {
+            "lr": float(hyper.lr),
+            "beta1": float(hyper.betas[0]),
+            "beta2": float(hyper.betas[1]),
+            "weight_decay": float(hyper.weight_decay),
+            "eps": float(hyper.eps),
+        }
+        amsgrad = bool(constants["amsgrad"])
 
         def adam(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
             step = torch.full((), float(hyper.step), dtype=torch.float32, device=mains[0].device)
-            fused_adam(
-                list(mains),
-                list(grads),
-                list(states["exp_avg"]),
-                list(states["exp_avg_sq"]),
-                list(states.get("max_exp_avg_sq", [])),
-                [step] * len(mains),
-                lr=float(hyper.lr),
-                beta1=float(hyper.betas[0]),
-                beta2=float(hyper.betas[1]),
-                weight_decay=float(hyper.weight_decay),
-                eps=float(hyper.eps),
-                amsgrad=bool(constants["amsgrad"]),
-                maximize=False,
-            )
+            steps = [step] * len(mains)
+            first = list(states["exp_avg"])
+            second = list(states["exp_avg_sq"])
+            largest = list(states.get("max_exp_avg_sq", ()))
+            tensors = (list(mains), list(grads), first, second, largest, steps)
+            fused_adam(*tensors, amsgrad=amsgrad, maximize=False, **numbers)
 
         return adam
     # With a buffer torch refuses a momentum of 0, which a tensor may hold.
     if formula.update is SGD.update and (float(hyper.momentum) or not constants["has_momentum"]):
-        dampening = float(number_of(hyper, "dampening", formula))
         has_momentum = bool(constants["has_momentum"])
+        numbers = {
+            "weight_decay": float(hyper.weight_decay),
+            "momentum": float(hyper.momentum) if has_momentum else 0.0,
+            "lr": float(hyper.lr),
+            "dampening": float(number_of(hyper, "dampening", formula)),
+        }
+        nesterov = bool(constants["nesterov"]) and has_momentum
+        is_first = int(hyper.step) == 1
 
         def sgd(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
-            torch._fused_sgd_(
-                list(mains),
-                list(grads),
-                list(states.get("momentum_buffer", [])),
-                weight_decay=float(hyper.weight_decay),
-                momentum=float(hyper.momentum) if has_momentum else 0.0,
-                lr=float(hyper.lr),
-                dampening=dampening,
-                nesterov=bool(constants["nesterov"]) and has_momentum,
-                maximize=False,
-                is_first_step=int(hyper.step) == 1,
-            )
+            buffers = list(states.get("momentum_buffer", ()))
+            given = (list(mains), list(grads), buffers)
+            torch._fused_sgd_(*given, nesterov=nesterov, maximize=False, is_first_step=is_first, **numbers)
 
         return sgd
     return None

@@ -64,13 +64,10 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
     first = parsed(f"hook_scalar = {parts.scalar}\nweight_decay = 0.0")
     last = ast.Return(ast.Dict([ast.Constant(name) for name in values], list(values.values())))
     numbers = list(dict.fromkeys((*formula.number_names, "lr", "weight_decay")))
-    return replace(
-        formula,
-        scalars=function_of([*first, *statements, last], [], numbers, like=formula.scalars),
-        update=function_of(
-            [*parsed("\n".join(before)), *_flat(body)], positional, [*named, *added], like=formula.update
-        ),
-    )
+    scalars_with_hook = function_of([*first, *statements, last], [], numbers, like=formula.scalars)
+    steps = [*parsed("\n".join(before)), *_flat(body)]
+    update = function_of(steps, positional, [*named, *added], like=formula.update)
+    return replace(formula, scalars=scalars_with_hook, update=update)
 
 
 def hyper_of(formula: Formula) -> Hyper:

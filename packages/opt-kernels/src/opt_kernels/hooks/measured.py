@@ -238,10 +238,10 @@ class HookedUpdate:
             moved = [replace(work, grad=update) for work, update in zip(works, updates)]
             return [Batch(replace(hyper, weight_decay=share), moved)]
         keep, rate = moves_of(self.hooks, sums, hyper, couples=self.couples)
-        return [
-            Batch(replace(hyper, lr=of_rate, weight_decay=of_share), [replace(work, grad=update, state={})])
-            for work, update, of_rate, of_share in zip(works, updates, rate.unbind(), (1 - keep).unbind())
-        ]
+        moves = []
+        for work, update, lr, share in zip(works, updates, rate.unbind(), (1 - keep).unbind()):
+            moves.append(Batch(replace(hyper, lr=lr, weight_decay=share), [replace(work, grad=update, state={})]))
+        return moves
 
 
 def _as(value: float | Tensor, number: float) -> float | Tensor:
@@ -260,7 +260,7 @@ def _zeros(works: Sequence[Work]) -> list[Tensor]:
         places.append((key, room.get(key, 0)))
         room[key] = places[-1][1] + -(-anchor.numel() // ALIGNED) * ALIGNED
     memory = {key: torch.zeros(numel, dtype=key[0], device=key[1]) for key, numel in room.items()}
-    return [
-        memory[key][start:].as_strided(anchor.shape, anchor.stride(), start)
-        for anchor, (key, start) in zip(anchors, places)
-    ]
+    found = []
+    for anchor, (key, start) in zip(anchors, places):
+        found.append(memory[key].as_strided(anchor.shape, anchor.stride(), start))
+    return found

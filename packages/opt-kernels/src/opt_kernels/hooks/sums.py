@@ -79,8 +79,8 @@ def _squares(x: Tensor) -> Tensor:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> of (n,), 0-d float64."""
     rows = a.numel() // ROW * ROW
-    whole = (a[:rows].view(-1, ROW) * b[:rows].view(-1, ROW)).sum(-1).double().sum()
-    return whole + (a[rows:] * b[rows:]).sum().double()
+    products = a * b
+    return products[:rows].view(-1, ROW).sum(-1).double().sum() + products[rows:].sum().double()
 
 
 def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) -> tuple[Tensor, Tensor]:

@@ -48,15 +48,10 @@ class FormulaOptimizer(RuleOptimizer):
         self.formula.check_numbers(numbers)
         rule = self.rule_with(values)
         kept = {name: values.get(name, value) for name, value in rule.formula.constants if name in self.fixed}
-        super().__init__(
-            values["params"],
-            rule,
-            {**numbers, **kept, "maximize": rule.maximize},
-            mains=values["mains"],
-            max_norm=values["max_norm"],
-            hooks=values["hooks"],
-            flags={name: values[name] for name in FLAGS if name in values},
-        )
+        defaults = {**numbers, **kept, "maximize": rule.maximize}
+        common = {name: values[name] for name in ("mains", "max_norm", "hooks")}
+        flags = {name: values[name] for name in FLAGS if name in values}
+        super().__init__(values["params"], rule, defaults, flags=flags, **common)
 
     def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
         """The rule for these arguments."""

@@ -108,12 +108,10 @@ def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
 
 def numbers_of(defaults: Mapping[str, Any]) -> tuple[Number, ...]:
     """The numbers that every rule restricts, those in `defaults`: rates of at least 0, as many betas in [0, 1)."""
-    restricted = (*_AT_LEAST_ZERO, "betas")
-    return tuple(
-        Number(name, value, low=0.0, below=1.0 if name == "betas" else None)
-        for name, value in defaults.items()
-        if name in restricted
-    )
+    numbers = [Number(name, value, low=0.0) for name, value in defaults.items() if name in _AT_LEAST_ZERO]
+    if "betas" in defaults:
+        numbers.append(Number("betas", defaults["betas"], low=0.0, below=1.0))
+    return tuple(numbers)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -209,11 +207,12 @@ def _check_equal(saved: Sequence[ParamGroup]) -> None:
     """Raise StateDictError if the saved groups of the parameters of one group have different entries."""
     for first, other in pairwise(saved):
         for name in sorted({*first, *other} - {"params", "param_names", HOOKS}):
-            if first.get(name) != other.get(name):
+            values = [group.get(name) for group in (first, other)]
+            if values[0] != values[1]:
+                params = [group["param_names"][0] for group in (first, other)]
                 raise StateDictError(
-                    f"parameters {first['param_names'][0]!r} and {other['param_names'][0]!r} were saved in groups with "
-                    f"{name}={first.get(name)!r} and {other.get(name)!r}, but share a group now; build the optimizer "
-                    "with the groups of the state_dict"
+                    f"parameters {params[0]!r} and {params[1]!r} were saved in groups with {name}={values[0]!r} and "
+                    f"{values[1]!r}, but share a group now; build the optimizer with the groups of the state_dict"
                 )
 
 

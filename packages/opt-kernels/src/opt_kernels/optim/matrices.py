@@ -269,9 +269,10 @@ class MatrixOptimizer(RuleOptimizer):
 
     def _spared(self, group: ParamGroup, saved: ParamGroup) -> ParamGroup:
         """`saved`, with the rule and the weight decay of `group` if that is the group that `is_undecayed` made."""
-        is_made = bool(self._former) and any(is_undecayed(p, self._name_of(group, p)) for p in group["params"][:1])
-        own = {name: group[name] for name in ("use_matrix_rule", "weight_decay")}
-        return {**saved, **own} if is_made else saved
+        first = next(iter(group["params"]), None)
+        if not self._former or first is None or not is_undecayed(first, self._name_of(group, first)):
+            return saved
+        return {**saved, **{name: group[name] for name in ("use_matrix_rule", "weight_decay")}}
 
     def _restarts(self, group: ParamGroup, param: Tensor, values: Mapping[str, Any]) -> bool:
         """Whether `values` are of the matrix rule, which updated `param` before `is_undecayed` was known."""

@@ -152,9 +152,10 @@ def check_states(
         is_right = state is not None and (state.dtype is spec.dtype or (wide and state.dtype is torch.float64))
         if state is None or not is_right or (wanted is not None and tuple(state.shape) != wanted):
             found = "is missing" if state is None else f"has shape {tuple(state.shape)} and {state.dtype}"
+            param = of or f"a parameter of shape {tuple(shape)}"
+            declared = str(spec.dtype) if wanted is None else f"{spec.dtype} of shape {wanted}"
             raise RuleStateError(
-                f"state {spec.name!r} of {of or f'a parameter of shape {tuple(shape)}'} {found}, but rule "
-                f"{rule.name!r} declares {spec.dtype}{'' if wanted is None else f' of shape {wanted}'} ({spec.kind}); "
+                f"state {spec.name!r} of {param} {found}, but rule {rule.name!r} declares {declared} ({spec.kind}); "
                 "return it from `init_state`, or declare it in `state_specs`"
             )
 
@@ -190,10 +191,11 @@ class WholeMatrices(MatrixRule):
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         """Zeros, in the shapes that `state_specs` declare. Raises MatrixError for a parameter that is not a matrix."""
         check_shape(main.shape)
-        return {
-            spec.name: torch.zeros(spec.shape_for(main.shape) or (), dtype=spec.dtype, device=main.device)
-            for spec in self.state_specs
-        }
+        states = {}
+        for spec in self.state_specs:
+            shape = spec.shape_for(main.shape) or ()
+            states[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=main.device)
+        return states
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
@@ -249,10 +251,10 @@ class ElementwiseRule:
         for name, dtype in dtypes.items():
             if name not in names:
                 raise unknown(f"{name}_dtype", dtype, [f"{name}_dtype" for name in names], of=f"rule {self.name!r}")
-        codecs = {
-            state.name: codec_for(state.name, dtypes.get(state.name, torch.float32), signed=state.signed)
-            for state in self.formula.states
-        }
+        codecs = {}
+        for state in self.formula.states:
+            dtype = dtypes.get(state.name, torch.float32)
+            codecs[state.name] = codec_for(state.name, dtype, signed=state.signed)
         object.__setattr__(self, "codecs", codecs)
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
@@ -332,11 +334,10 @@ def elementwise(formula: Formula, **options: Any) -> ElementwiseRule:
     for name, value in options.items():
         if name not in (*choices, *dtypes, *common):
             raise unknown(name, value, [*choices, *dtypes, *common], of=f"rule {formula.name!r}")
-    return ElementwiseRule(
-        formula=formula.with_constants(**{name: options[name] for name in choices if name in options}),
-        state_dtypes={state: options[name] for name, state in dtypes.items() if name in options},
-        **{name: options[name] for name in common if name in options},
-    )
+    chosen = formula.with_constants(**{name: options[name] for name in choices if name in options})
+    state_dtypes = {state: options[name] for name, state in dtypes.items() if name in options}
+    given = {name: options[name] for name in common if name in options}
+    return ElementwiseRule(formula=chosen, state_dtypes=state_dtypes, **given)
 
 
 def Adam(*, decoupled: bool = True, **options: Any) -> ElementwiseRule:
