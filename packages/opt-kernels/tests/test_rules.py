@@ -142,22 +142,26 @@ def test_type_checkers_see_the_same_signatures(module):
     parsed = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text())
     stubs = {node.name: node for node in parsed.body if isinstance(node, ast.ClassDef)}
     (names,) = (node.value for node in parsed.body if isinstance(node, ast.Assign))
+    common = [(field.target.id, field.annotation) for field in stubs.pop("Common").body]
     assert sorted(ast.literal_eval(names)) == sorted(stubs) == sorted(module.__all__)
     for name, stub in stubs.items():
         arguments = next(node for node in stub.body if isinstance(node, ast.FunctionDef)).args
+        assert ast.unparse(arguments.kwarg.annotation) == "Unpack[Common]", name
         positional = arguments.args[1:]
-        by_name = arguments.kwonlyargs
         required = [ast.Constant(...)] * (len(positional) - len(arguments.defaults))
-        stubbed = [*zip(positional, required + arguments.defaults), *zip(by_name, arguments.kw_defaults)]
+        given = [*positional, *arguments.kwonlyargs]
+        values = [*required, *arguments.defaults, *arguments.kw_defaults, *[None] * len(common)]
         expected = inspect.signature(getattr(module, name)).parameters.values()
-        kinds = [(p.name, p.kind is p.KEYWORD_ONLY) for p in expected]
-        assert [(arg.arg, arg in by_name) for arg, _ in stubbed] == kinds
-        for (arg, value), parameter in zip(stubbed, expected, strict=True):
+        stubbed = [*((arg.arg, arg.annotation) for arg in given), *common]
+        assert [(n, at >= len(positional)) for at, (n, _) in enumerate(stubbed)] == [
+            (p.name, p.kind is p.KEYWORD_ONLY) for p in expected
+        ]
+        for (_, annotated), value, parameter in zip(stubbed, values, expected, strict=True):
             default = parameter.default
-            case = f"{name}: {arg.arg}"
+            case = f"{name}: {parameter.name}"
             is_literal = isinstance(default, bool | int | float | str | tuple | torch.dtype | None)
-            assert ast.unparse(value) == (repr(default) if is_literal else "..."), case
-            annotation = ast.unparse(arg.annotation) if arg.annotation else ""
+            assert value is None or ast.unparse(value) == (repr(default) if is_literal else "..."), case
+            annotation = ast.unparse(annotated) if annotated else ""
             kind = type(default).__name__ if isinstance(default, bool | int | float | str | torch.dtype) else ""
             assert annotation, case
             assert kind in annotation or (kind == "int" and "float" in annotation), case

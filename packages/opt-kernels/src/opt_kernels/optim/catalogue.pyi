@@ -1,4 +1,6 @@
 # The signatures that type checkers and editors see. `tests/test_rules.py` compares them with the classes.
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,19 @@ __all__ = [
     "Signum",
 ]
 
+# Options of every drop-in of this module; their defaults are in its signature.
+class Common(TypedDict, total=False):
+    mains: str
+    stochastic_rounding: bool
+    max_norm: float | None
+    hooks: GivenHooks
+    backend: str | None
+    foreach: bool | None
+    maximize: bool
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
+
 class AdamW(FormulaOptimizer):
     def __init__(
         self,
@@ -35,16 +50,7 @@ class AdamW(FormulaOptimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         max_exp_avg_sq_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class Adam(FormulaOptimizer):
@@ -62,16 +68,7 @@ class Adam(FormulaOptimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         max_exp_avg_sq_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class SGD(MomentumOptimizer):
@@ -85,16 +82,7 @@ class SGD(MomentumOptimizer):
         nesterov: bool = False,
         *,
         momentum_buffer_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class Lion(FormulaOptimizer):
@@ -106,16 +94,7 @@ class Lion(FormulaOptimizer):
         weight_decay: float = 0.0,
         *,
         exp_avg_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class Adan(FormulaOptimizer):
@@ -132,16 +111,7 @@ class Adan(FormulaOptimizer):
         exp_avg_diff_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         previous_grad_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class AdEMAMix(FormulaOptimizer):
@@ -159,16 +129,7 @@ class AdEMAMix(FormulaOptimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_slow_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class LaProp(FormulaOptimizer):
@@ -182,16 +143,7 @@ class LaProp(FormulaOptimizer):
         *,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class MARSAdamW(FormulaOptimizer):
@@ -207,16 +159,7 @@ class MARSAdamW(FormulaOptimizer):
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         previous_grad_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class NAdam(NAdamOptimizer):
@@ -232,16 +175,7 @@ class NAdam(NAdamOptimizer):
         *,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class RAdam(FormulaOptimizer):
@@ -256,16 +190,7 @@ class RAdam(FormulaOptimizer):
         *,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class AdamWScheduleFree(AveragedOptimizer):
@@ -280,16 +205,7 @@ class AdamWScheduleFree(AveragedOptimizer):
         *,
         z_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class Signum(FormulaOptimizer):
@@ -301,14 +217,5 @@ class Signum(FormulaOptimizer):
         weight_decay: float = 0.0,
         *,
         momentum_buffer_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        stochastic_rounding: bool = False,
-        max_norm: float | None = None,
-        hooks: GivenHooks = (),
-        backend: str | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
+        **common: Unpack[Common],
     ) -> None: ...

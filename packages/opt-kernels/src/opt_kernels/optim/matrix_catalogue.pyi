@@ -1,6 +1,6 @@
 # The signatures that type checkers and editors see. `tests/test_rules.py` compares them with the classes.
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,16 @@ from opt_kernels.optim.matrix_rules import NorMuon as _NorMuon
 from opt_kernels.optim.matrix_rules import SOAPMuon as _SOAPMuon
 
 __all__ = ["NAMO", "SOAP", "AdaptiveMuon", "Muon", "MuonH", "NorMuon", "SOAPMuon"]
+
+# Options of every drop-in of this module; their defaults are in its signature.
+class Common(TypedDict, total=False):
+    scalar_optimizer: str | None
+    scalar_options: Mapping[str, Any] | None
+    mains: str
+    max_norm: float | None
+    backend: str | None
+    capturable: bool
+    hooks: GivenHooks
 
 class NAMO(_NAMO):
     def __init__(
@@ -37,13 +47,7 @@ class NAMO(_NAMO):
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
         momentum_buffer_dtype: torch.dtype = torch.float32,
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        capturable: bool = False,
-        hooks: GivenHooks = (),
+        **common: Unpack[Common],
     ) -> None: ...
 
 class SOAP(_SOAP):
@@ -63,13 +67,7 @@ class SOAP(_SOAP):
         use_kl_shampoo: bool = True,
         precondition_frequency: int = 1,
         order: str = "paper",
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        capturable: bool = False,
-        hooks: GivenHooks = (),
+        **common: Unpack[Common],
     ) -> None: ...
 
 class AdaptiveMuon(_AdaptiveMuon):
@@ -94,13 +92,7 @@ class AdaptiveMuon(_AdaptiveMuon):
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
         momentum_buffer_dtype: torch.dtype = torch.float32,
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        capturable: bool = False,
-        hooks: GivenHooks = (),
+        **common: Unpack[Common],
     ) -> None: ...
 
 class Muon(_Muon):
@@ -126,13 +118,7 @@ class Muon(_Muon):
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
         momentum_buffer_dtype: torch.dtype = torch.float32,
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        capturable: bool = False,
-        hooks: GivenHooks = (),
+        **common: Unpack[Common],
     ) -> None: ...
 
 class MuonH(_MuonH):
@@ -158,13 +144,7 @@ class MuonH(_MuonH):
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
         momentum_buffer_dtype: torch.dtype = torch.float32,
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        capturable: bool = False,
-        hooks: GivenHooks = ...,
+        **common: Unpack[Common],
     ) -> None: ...
 
 class NorMuon(_NorMuon):
@@ -188,13 +168,7 @@ class NorMuon(_NorMuon):
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
         momentum_buffer_dtype: torch.dtype = torch.float32,
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        capturable: bool = False,
-        hooks: GivenHooks = (),
+        **common: Unpack[Common],
     ) -> None: ...
 
 class SOAPMuon(_SOAPMuon):
@@ -219,11 +193,5 @@ class SOAPMuon(_SOAPMuon):
         num_ns_steps: int = 5,
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        capturable: bool = False,
-        hooks: GivenHooks = (),
+        **common: Unpack[Common],
     ) -> None: ...
