@@ -80,7 +80,7 @@ class FlatBox(NamedTuple):
 
 
 def row_major_strides(shape: Shape) -> Shape:
-    """Elements from one index to the next along every axis of a contiguous tensor of `shape`."""
+    """Return elements from one index to the next along every axis of a contiguous tensor of `shape`."""
     strides = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * shape[d + 1]
@@ -121,7 +121,7 @@ def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
-    """The boxes of the global tensor that a shard holds, each with the run of its flattened data.
+    """Yield the boxes of the global tensor that a shard holds, each with the run of its flattened data.
 
     Empty shards have no box: chunks of one tensor must have distinct offsets on disk, and an empty one would share its.
     """
@@ -180,7 +180,7 @@ def columns_of(boxes: Sequence[Box], axes: int) -> tuple[Array, Array]:
 
 
 def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
-    """All pairs of boxes of one tensor that share elements, as two arrays of indices; none if the boxes of every
+    """Yield all pairs of boxes of one tensor that share elements, as two arrays of indices; none if the boxes of every
     tensor are disjoint.
 
     Sorts along the axis with the fewest boxes side by side (total length divided by extent), and compares each box with

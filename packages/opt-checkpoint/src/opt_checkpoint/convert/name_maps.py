@@ -137,7 +137,7 @@ class _Side(NamedTuple):
         return found
 
     def axes(self, ours: Shape) -> Shape:
-        """Values per axis, reordered from our axes to those of this side. The inverse is the same operation."""
+        """Return values per axis, reordered from our axes to those of this side. The inverse is the same operation."""
         return (*ours[:-2], ours[-1], ours[-2]) if self.swapped else ours
 
 
@@ -180,7 +180,7 @@ class _Instance(NamedTuple):
     names: _Names
 
     def filled(self, pattern: NamePattern, stack: Sequence[str], index: Shape) -> str:
-        """The name that a pattern gives the tensor with these numbers."""
+        """Return the name that a pattern gives the tensor with these numbers."""
         return pattern.filled({**self.common, **dict(zip(stack, map(str, index)))})
 
 
@@ -232,7 +232,7 @@ class _Sizes(NamedTuple):
     dtype: torch.dtype
 
     def described(self, number: int, sides: _Sides, names: _Names) -> Iterator[tuple[str, Described]]:
-        """Shape and dtype of every tensor of one side, by name."""
+        """Yield shape and dtype of every tensor of one side, by name."""
         side = sides[number]
         lead = tuple(self.stacks[name] for name in side.stack)
         by_pattern = {}

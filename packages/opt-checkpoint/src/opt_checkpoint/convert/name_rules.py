@@ -50,12 +50,12 @@ class NamePattern:
         self._regex = re.compile("".join(a + b for a, b in zip(literals, groups)), re.DOTALL)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """The values of the placeholders if a name matches, else None."""
+        """Return the values of the placeholders if a name matches, else None."""
         matched = self._regex.fullmatch(name)
         return dict(zip(self._names, matched.groups())) if matched else None
 
     def filled(self, values: Mapping[str, str]) -> str:
-        """The name that has these values."""
+        """Return the name that has these values."""
         return _PLACEHOLDER.sub(lambda found: values[found[1]], self.text)
 
 
@@ -125,7 +125,7 @@ class NameRule:
 
 
 def names_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    """One name or several as a tuple."""
+    """Return one name or several as a tuple."""
     return (names,) if isinstance(names, str) else names
 
 
@@ -133,7 +133,7 @@ SAME_NAMES = (NameRule(ours="{name:path}", theirs="{name:path}"),)
 
 
 def read_name_rules(file: PathLike) -> list[NameRule]:
-    """Rules from a JSON list of objects with `NameRule`'s fields.
+    """Return rules from a JSON list of objects with `NameRule`'s fields.
 
     Raises:
         CheckpointingException: it is not such a list.
@@ -142,7 +142,7 @@ def read_name_rules(file: PathLike) -> list[NameRule]:
 
 
 def fingerprint(rules: Sequence[NameRule]) -> str:
-    """A short text that is equal only for equal rules."""
+    """Return a short text that is equal only for equal rules."""
     return hashlib.sha256(repr(tuple(rules)).encode()).hexdigest()[:16]
 
 
@@ -161,7 +161,7 @@ def megatron_llama_names(
     vocab: int | None = None,
     stacked: bool = True,
 ) -> tuple[NameRule, ...]:
-    """Llama, Mistral and Qwen: RMSNorm, SwiGLU, grouped queries, no bias elsewhere.
+    """Return the rules for Llama, Mistral and Qwen: RMSNorm, SwiGLU, grouped queries, no bias elsewhere.
 
     Args:
         heads: `num_attention_heads`.
@@ -205,7 +205,7 @@ def megatron_llama_names(
 
 
 def megatron_gpt2_names(*, heads: int, vocab: int | None = None, stacked: bool = True) -> tuple[NameRule, ...]:
-    """GPT-2: LayerNorm, biases, learned positions, weights stored as (inputs, outputs), a tied output layer.
+    """Return the rules for GPT-2: LayerNorm, biases, learned positions, weights as (inputs, outputs), a tied output.
 
     Args:
         heads: `n_head`.

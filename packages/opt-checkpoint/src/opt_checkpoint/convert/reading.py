@@ -52,7 +52,7 @@ def load_torch_file(file: PathLike) -> Any:
 
 
 def read_list(file: PathLike, of: type[T], what: str) -> list[T]:
-    """A JSON list of values of one type; `what` names them in errors.
+    """Return a JSON list of values of one type; `what` names them in errors.
 
     Raises:
         CheckpointingException: it is not such a list.
@@ -70,7 +70,7 @@ def read_list(file: PathLike, of: type[T], what: str) -> list[T]:
 
 
 def read_rows(file: PathLike, row: Callable[..., T]) -> list[T]:
-    """A JSON list of objects, each made into `row(**fields)`; lists among the fields become tuples.
+    """Return a JSON list of objects, each made into `row(**fields)`; lists among the fields become tuples.
 
     Raises:
         CheckpointingException: it is not a JSON list of objects, or an object has other fields.
@@ -85,7 +85,8 @@ def read_rows(file: PathLike, row: Callable[..., T]) -> list[T]:
 
 
 def scratch_folder(target: AnyPath) -> tempfile.TemporaryDirectory[str]:
-    """An empty folder next to a target; for a target in an object store, in the system's folder for temporary files."""
+    """Return an empty folder next to a target; for a target in an object store, in the system's folder for temporary
+    files."""
     beside = folder_beside(location_of(target))
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ class Difference(NamedTuple):
 
 
 def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float = 0.0) -> Iterator[Difference]:
-    """The differences between two checkpoints, which may be sharded differently.
+    """Yield the differences between two checkpoints, which may be sharded differently.
 
     Args:
         first: a checkpoint.

@@ -365,7 +365,8 @@ def checkpoint_to_safetensors(
 
 
 def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]:
-    """What `checkpoint_to_safetensors` with these arguments leaves out as no tensor: plain values by path, and objects.
+    """Return what `checkpoint_to_safetensors` with these arguments leaves out as no tensor: plain values by path, and
+    objects.
 
     A list of tensors is none of them. If the plain values cannot be loaded, their stored key is named.
     """

@@ -77,7 +77,7 @@ class Layout(NamedTuple):
         return sum(array.nbytes for array in self.arrays.values())
 
     def encode_index(self) -> dict[str, bytes]:
-        """The name and content of the index; empty for a single file, which needs none."""
+        """Return the name and content of the index; empty for a single file, which needs none."""
         weight_map = {name: array.file for name, array in self.arrays.items()}
         content = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
         return {INDEX: json.dumps(content, indent=1).encode()} if len(self.headers) > 1 else {}
@@ -136,7 +136,7 @@ def layout_of(tensors: Mapping[str, Described], *, dtype: torch.dtype | None, sh
 
 
 def find_arrays(folder: Path) -> dict[str, Array]:
-    """The arrays of the files in a folder, by name.
+    """Return the arrays of the files in a folder, by name.
 
     Raises:
         CheckpointNotFoundError: the folder has no safetensors files.

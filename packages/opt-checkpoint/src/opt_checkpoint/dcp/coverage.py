@@ -117,13 +117,13 @@ class TensorsOfRanks:
         )
 
     def box(self, number: int) -> Box:
-        """A box as an object."""
+        """Return a box as an object."""
         axes = int(self.ndim[self.owner[number]])
         offsets = self.offsets[number, :axes].tolist()
         return Box(tuple(offsets), tuple(self.sizes[number, :axes].tolist()))
 
     def shape_of(self, number: int) -> Shape:
-        """The global shape of a held tensor."""
+        """Return the global shape of a held tensor."""
         return tuple(self.shape[number, : self.ndim[number]].tolist())
 
 
@@ -246,7 +246,7 @@ def _holes(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
 
 
 def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:
-    """Values that differ between ranks, as `path (ranks ...)` with the ranks that differ from the first.
+    """Return values that differ between ranks, as `path (ranks ...)` with the ranks that differ from the first.
 
     A rank need not have every plain value, but those that it has must be equal, and on rank 0, which writes them. Plain
     tensors must be on all ranks: one that a rank lacks may have been forgotten there.

@@ -182,7 +182,8 @@ def _storable(shard: ShardedTensor) -> Tensor:
 
 
 def fingerprint(value: Any, start: int = 0, objects: dict[int, tuple[Any, int]] | None = None) -> int:
-    """A number that is equal for equal plain values, to compare ranks. For a tensor: of its dtype, shape and bytes.
+    """Return a number that is equal for equal plain values, to compare ranks. For a tensor: of its dtype, shape and
+    bytes.
 
     Args:
         value: any nested value.

@@ -117,7 +117,7 @@ class ShardedLoadPlanner:
         return [path_text(leaf.path) for leaf in values if leaf.path]
 
     def stored_name(self, key: str) -> str:
-        """The name under which a key is stored: the key itself, or the first alias that is stored."""
+        """Return the name under which a key is stored: the key itself, or the first alias that is stored."""
         return aliased(key, self.index.tensors, self._aliases)
 
     def plan(self) -> bytes:
@@ -139,7 +139,10 @@ class ShardedLoadPlanner:
         check_stages(self.flat.tensors.values(), index.tensors, where)
         self._strict.report_missing(self.missing, [*index.tensors, *index.objects], where)
         left_out = self.dropped | self._plain.keys()
-        asked = [(self._names[path], shard) for path, shard in self.flat.tensors.items() if path not in left_out]
+        asked = []
+        for path, shard in self.flat.tensors.items():
+            if path not in left_out:
+                asked.append((self._names[path], shard))
         within = [part for parts in self._within.values() for part in parts.values()]
         asked += [(part.key, part) for part in within if isinstance(part, ShardedTensor)]
         _check_disjoint({key: index.tensors[key] for key, _ in asked})
@@ -310,7 +313,9 @@ class ShardedLoadPlanner:
             copies = (key, replace(shard, data=values)), (other_key, replace(other, data=other_values))
             read([item for copied in copies for item in self._reads_of(*copied)])
             dtype = min(stored.dtype, other_stored.dtype, key=lambda dtype: dtype.itemsize)
-            if not are_equal(values.reshape(-1).to(dtype), other_values.reshape(-1).to(dtype)):
+            narrow = values.reshape(-1).to(dtype)
+            other_narrow = other_values.reshape(-1).to(dtype)
+            if not are_equal(narrow, other_narrow):
                 raise CheckpointMismatchError(
                     f"{key} and {other_key} are stored with different values, and share their memory in this state, "
                     f"as tied weights do; leave the key out of the state that is not to be loaded, or untie them"
@@ -362,7 +367,7 @@ class ShardedLoadPlanner:
         return self._casts or converts_exactly(stored, wanted)
 
     def unexpected_of(self, per_rank: Sequence[bytes]) -> tuple[str, ...]:
-        """The stored keys that no rank requests, from what `plan` has returned on all ranks.
+        """Return the stored keys that no rank requests, from what `plan` has returned on all ranks.
 
         Raises:
             CheckpointKeyError: there are some, and `strict` does not allow that.
@@ -373,7 +378,8 @@ class ShardedLoadPlanner:
         for bits in per_rank:
             asked |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(keys))
         copies = self.index.details.get(COPIES, ())
-        unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any and key not in copies)
+        unused = [key for key, by_any in zip(keys, asked) if not by_any]
+        unexpected = tuple(key for key in unused if key not in copies)
         self._strict.report_unexpected(unexpected, where)
         nones = [path_text(path) for path, value in self.flat.common.items() if value is None]
         warn_of_left_out(map(path_text, self.flat.empty), nones, unexpected, where)
@@ -410,7 +416,8 @@ class ShardedLoadPlanner:
 def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:
     """Raise CheckpointCorruptError if chunks of a tensor overlap. If they do not, their volumes prove coverage."""
     chunks = [(key, chunk.box) for key, stored in tensors.items() for chunk in stored.chunks]
-    owner = np.repeat(np.arange(len(tensors)), [len(stored.chunks) for stored in tensors.values()])
+    num_chunks = [len(stored.chunks) for stored in tensors.values()]
+    owner = np.repeat(np.arange(len(tensors)), num_chunks)  # (chunks,)
     axes = max([1, *(len(stored.shape) for stored in tensors.values())])
     for left, right in overlapping_pairs(owner, *columns_of([box for _, box in chunks], axes)):
         (key, box) = chunks[left[0]]

@@ -22,7 +22,7 @@ _STATE_PREFIX = re.compile(r"optimizer\.state\.[^.]+\.")
 
 
 def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
-    """The stored name of a key: the key itself, else the first stored name that replacing a prefix by `aliases`
+    """Return the stored name of a key: the key itself, else the first stored name that replacing a prefix by `aliases`
     yields."""
     if key in stored:
         return key
@@ -33,7 +33,7 @@ def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mappin
 
 
 def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, str]) -> dict[Path, str]:
-    """The stored name of every tensor and object of a state; its own key if it is not stored.
+    """Return the stored name of every tensor and object of a state; its own key if it is not stored.
 
     A tensor whose key is not stored is searched under its path in the state. If its values are stored in another
     precision, more exact ones may exist under another name, see `_main_values`.
@@ -49,7 +49,8 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
             name = path_text(path) if path_text(path) in index.tensors else relative.get(path, name)
         names[path] = name
     former = _former_names(flat, index, names)
-    names.update({path: f"{base}{old}" for path, (base, _, old) in former.items()})
+    for path, renamed in former.items():
+        names[path] = f"{renamed.base}{renamed.former}"
     names.update(_main_values(flat, index, names, aliases, former))
     for path, item in flat.objects.items():
         shortened = relative.get(path)
@@ -105,7 +106,7 @@ def _main_values(
         asked[key].add(names[path])
 
     def name_of(key: str) -> str | None:
-        """The stored name of a key: the key itself, or that of the only value of this state with the key."""
+        """Return the stored name of a key: the key itself, or that of the only value of this state with the key."""
         candidates = {aliased(key, stored, aliases), *asked.get(key, ())}
         found = {name for name in candidates if name in stored}
         if not found:
@@ -146,7 +147,7 @@ def _relative_names(flat: FlatState, index: CheckpointIndex) -> dict[Path, str]:
 
 
 def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
-    """The stored keys at or below a path, by the rest of their paths.
+    """Return the stored keys at or below a path, by the rest of their paths.
 
     They are those of plain tensors; in stock directories also those of objects. At the root, a tensor of a foreign
     checkpoint that records no path for it is at its key.
@@ -164,7 +165,7 @@ def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
 
 
 def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any:
-    """A plain value with parts inserted at paths within it.
+    """Return a plain value with parts inserted at paths within it.
 
     Args:
         value: a nested value; None for none.
@@ -192,7 +193,8 @@ def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any
 
 
 def asked_plain(asked: Iterable[Path], common: Any) -> Iterator[str]:
-    """The texts of the stored plain values at, above or below these paths of templates; only a list is above one."""
+    """Yield the texts of the stored plain values at, above or below these paths of templates; only a list is above
+    one."""
     for path in asked:
         value = lookup(common, path)
         if value is not ABSENT:
@@ -245,7 +247,7 @@ class Strictness(NamedTuple):
 
     @classmethod
     def parse(cls, value: str | StrictHandling) -> Strictness:
-        """From the name of a mode.
+        """Make one from the name of a mode.
 
         Raises:
             ValueError: no mode has this name.
@@ -307,7 +309,7 @@ def _inside(path: str, keys: Sequence[str]) -> list[str]:
 
 
 def some_of(keys: Sequence[str]) -> str:
-    """The first keys as text, and how many more there are."""
+    """Return the first keys as text, and how many more there are."""
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more
 
@@ -355,7 +357,8 @@ def _path_hint(key: str, stored: Sequence[str]) -> str:
     names = set(stored)
     cuts = [position + 1 for position, letter in enumerate(key) if letter == "."]
     aliases = [(key[:cut], "") for cut in cuts if key[cut:] in names]
-    aliases += [("", name.removesuffix(key)) for name in sorted(stored, key=len) if name.endswith(f".{key}")]
+    longer = [name for name in sorted(stored, key=len) if name.endswith(f".{key}")]
+    aliases += [("", name.removesuffix(key)) for name in longer]
     if not aliases:
         return ""
     old, new = aliases[0]

@@ -60,7 +60,8 @@ class AssignedParts(NamedTuple):
     @property
     def crc(self) -> int:
         """CRC-32 of the parts; rank 0 compares it to check that a rank wrote exactly these."""
-        return crc32(np.concatenate([self.box, self.offsets.ravel(), self.sizes.ravel()]).tobytes())
+        numbers = np.concatenate([self.box, self.offsets.ravel(), self.sizes.ravel()])
+        return crc32(numbers.tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +108,10 @@ class GlobalPlan:
         assigned = []
         for layout, start, stop in zip(layouts, bounds, bounds[1:]):
             objects = [item.unique_key for item in layout.objects if is_main_replica(item.replica_id)]
+            box = local_box[start:stop]
             offsets = parts.offsets[start:stop]
-            assigned.append(AssignedParts(local_box[start:stop], offsets, parts.sizes[start:stop], objects))
+            sizes = parts.sizes[start:stop]
+            assigned.append(AssignedParts(box, offsets, sizes, objects))
         return cls(tensors=tensors, repeats=repeats, parts=parts, assigned=assigned, layouts=layouts)
 
     def fits(self, digests: Array) -> bool:

@@ -90,7 +90,8 @@ class CheckpointReader:
             OSError: a file cannot be read.
         """
         self._read(planner.items)
-        self.bytes_wanted += sum(item.target.numel() * item.dtype.itemsize for item in planner.items)
+        for item in planner.items:
+            self.bytes_wanted += item.target.numel() * item.dtype.itemsize
 
     def _read(self, items: Sequence[TensorRead]) -> None:
         with ThreadPoolExecutor(self._threads) as pool:
@@ -125,8 +126,11 @@ class CheckpointReader:
         if not chunk.place.archive:
             return chunk.place
         if chunk not in self._values:
-            found = find_values(self._files, chunk.place, item.dtype, chunk.archived or chunk.box.sizes)
-            self._values[chunk] = found and found.part(chunk.first * size, chunk.box.numel * size)
+            shape = chunk.archived or chunk.box.sizes
+            found = find_values(self._files, chunk.place, item.dtype, shape)
+            if found is not None:
+                found = found.part(chunk.first * size, chunk.box.numel * size)
+            self._values[chunk] = found
         return self._values[chunk]
 
     @torch.inference_mode()  # there, memory made in inference mode can be written, too
@@ -141,7 +145,8 @@ class CheckpointReader:
             for item in (read.item for read in batch):
                 read_region(item.chunk.as_stored(item.target), item.region, item.dtype, values)
             return
-        raw = memoryview(bytearray(max(read.start + read.nbytes for read in batch) - start))
+        stop = max(read.start + read.nbytes for read in batch)
+        raw = memoryview(bytearray(stop - start))
         self._files.read_into(batch[0].file, start, raw)
         for read in batch:
             self._take(raw[read.start - start :][: read.nbytes], read.item)

@@ -251,8 +251,8 @@ class Taken:
             CheckpointingException: the plan does not fit what this rank holds.
         """
         boxes = [(shard, box) for shard, of_shard in self.held.shards for box in of_shard]
-        columns = (self.assigned.box.tolist(), self.assigned.offsets.tolist(), self.assigned.sizes.tolist())
-        for number, offsets, sizes in zip(*columns, strict=True):
+        columns = (self.assigned.box, self.assigned.offsets, self.assigned.sizes)
+        for number, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
             shard, flat_box = boxes[number]
             axes = len(flat_box.box.sizes)
             part = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))

@@ -12,21 +12,23 @@ Asked = tuple[str, ShardedTensor]  # a stored key, and what it is read into
 
 
 def sharing_pairs(asked: Sequence[Asked]) -> Iterator[tuple[Asked, Asked]]:
-    """Pairs of descriptions under different stored keys whose data is the same tensor, or equal views of one memory."""
+    """Yield pairs of descriptions under different stored keys whose data is the same tensor, or equal views of one
+    memory."""
     first: dict[tuple[object, ...], Asked] = {}
     for key, shard in asked:
         data = shard.data
         if data is None or not data.numel() or is_quantized(data):
             continue
-        layout = (data.device, data.data_ptr(), data.dtype, data.numel(), data.is_contiguous() or data.stride())
+        strides = data.is_contiguous() or data.stride()
+        layout = (data.device, data.data_ptr(), data.dtype, data.numel(), strides)
         other = first.setdefault(layout, (key, shard))
         if other[0] != key:
             yield other, (key, shard)
 
 
 def are_stored_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether checksums show that two stored tensors with the same chunks have equal values."""
-    if (first.dtype, first.shape, len(first.chunks)) != (second.dtype, second.shape, len(second.chunks)):
+    """Return whether checksums show that two stored tensors with the same chunks have equal values."""
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
     sums = [(chunk.box, chunk.place.sums) for chunk in first.chunks]
     other_sums = [(chunk.box, chunk.place.sums) for chunk in second.chunks]

@@ -51,7 +51,7 @@ def _form_of(value: Any) -> str:
 
 
 def value_for(path: Path, template: Tensor, stored: Any) -> Tensor:
-    """The value, a tensor of no axes, with which a tensor of a state is filled where a number is stored.
+    """Return the value, a tensor of no axes, with which a tensor of a state is filled where a number is stored.
 
     Args:
         path: of the tensor.
@@ -83,7 +83,7 @@ def _is_finite(number: complex) -> bool:
 
 
 def inner_value(path: Path, inner: Path, template: Any, stored: Any) -> Any:
-    """The stored value at the place of a tensor in the lists, tuples and dicts of a template.
+    """Return the stored value at the place of a tensor in the lists, tuples and dicts of a template.
 
     Args:
         path: of the template.
@@ -96,8 +96,9 @@ def inner_value(path: Path, inner: Path, template: Any, stored: Any) -> Any:
     """
     for at, key in enumerate(inner):
         is_list = isinstance(template, list | tuple)
-        if is_list and (not isinstance(stored, list | tuple) or len(stored) != len(template)):
-            found = f"of {len(stored)} values" if isinstance(stored, list | tuple) else f"as {_form_of(stored)}"
+        is_stored_list = isinstance(stored, list | tuple)
+        if is_list and not (is_stored_list and len(stored) == len(template)):
+            found = f"of {len(stored)} values" if is_stored_list else f"as {_form_of(stored)}"
             raise CheckpointMismatchError(
                 f"{path_text(path + inner[:at])} is stored {found}, asked for as a list of {len(template)} with "
                 f"tensors; {_AS_STORED}"

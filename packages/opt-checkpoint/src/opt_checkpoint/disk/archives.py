@@ -68,7 +68,7 @@ class _Slice(io.RawIOBase):
 
 
 def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: Shape) -> ByteRange | None:
-    """The position of the bare values of an archived tensor; None unless they are one run in row-major order.
+    """Return the position of the bare values of an archived tensor; None unless they are one run in row-major order.
 
     Args:
         files: the data files.
@@ -93,8 +93,8 @@ def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: S
             call = read_pickle(archive.read(pickled), "a stored tensor", _known)
             storage, offset, stored_shape, strides, *rest = call.args
             _, kind, name, *_ = storage.args[0]  # the persistent id: "storage", class, name, device, number of elements
-            named = [dtype_from_name(x.name) for x in rest if type(x) is Name and x.module == "torch"]
-            stored_dtype = named[0] if named else BY_STORAGE_CLASS.get(kind.name)
+            named = [value.name for value in rest if type(value) is Name and value.module == "torch"]
+            stored_dtype = dtype_from_name(named[0]) if named else BY_STORAGE_CLASS.get(kind.name)
             is_tensor = call.of.name.startswith("_rebuild_tensor_v") and type(name) is str
             if not is_tensor or stored_dtype != dtype or stored_shape != shape:
                 raise CheckpointCorruptError(f"{where} does not hold {dtype} {shape}, as the index says")
@@ -145,8 +145,8 @@ def dump_object(value: object, name: str) -> bytes:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """The tensor detached, contiguous, on the CPU and with negative bits resolved; the same tensor if it is already
-    so."""
+    """Return the tensor detached, contiguous, on the CPU and with negative bits resolved; the same tensor if it is
+    already so."""
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
@@ -214,7 +214,7 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
 
 
 def not_loaded_in(value: Any) -> Iterator[str]:
-    """Names of the classes that were not loaded, anywhere in a value. Its parts may be shared."""
+    """Yield names of the classes that were not loaded, anywhere in a value. Its parts may be shared."""
     seen = set[int]()
     rest = [value]
     while rest:
@@ -232,7 +232,7 @@ def not_loaded_in(value: Any) -> Iterator[str]:
 
 
 def loaded_whole(value: Any, name: str) -> Any:
-    """The value itself, if all of it was loaded.
+    """Return the value itself, if all of it was loaded.
 
     Args:
         value: from `load_object`.

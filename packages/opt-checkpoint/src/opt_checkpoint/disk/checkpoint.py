@@ -34,7 +34,7 @@ class Opened:
 
 
 def read_index(path: AnyPath) -> CheckpointIndex:
-    """The index of the checkpoint at a path.
+    """Return the index of the checkpoint at a path.
 
     Without a manifest, `.metadata` is read, as stock torch and Megatron-Core write it.
 
@@ -69,7 +69,7 @@ def read_index(path: AnyPath) -> CheckpointIndex:
 
 
 def read_committed(path: Location) -> CheckpointIndex:
-    """The index of a checkpoint of opt-checkpoint.
+    """Return the index of a checkpoint of opt-checkpoint.
 
     Raises:
         CheckpointCorruptError: it is damaged.
@@ -87,7 +87,8 @@ def read_committed(path: Location) -> CheckpointIndex:
 
 
 def was_removed(path: Location, save_id: str | None) -> bool:
-    """Whether the checkpoint that was read at a path is gone: removed by its trainer, or replaced by another save.
+    """Return whether the checkpoint that was read at a path is gone: removed by its trainer, or replaced by another
+    save.
 
     Args:
         path: where it was.
@@ -106,7 +107,7 @@ def was_removed(path: Location, save_id: str | None) -> bool:
 
 
 def removed(path: Location) -> CheckpointNotFoundError:
-    """The error for a checkpoint that was removed while it was read."""
+    """Return the error for a checkpoint that was removed while it was read."""
     return CheckpointNotFoundError(
         f"{path} was removed while it was read, as a trainer removes steps that it need not keep. Read a newer step, "
         f"or let the trainer keep more"
@@ -114,7 +115,7 @@ def removed(path: Location) -> CheckpointNotFoundError:
 
 
 def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> Any:
-    """The common state: the plain values of the saved state, nested as before; empty if none were stored.
+    """Return the common state: the plain values of the saved state, nested as before; empty if none were stored.
 
     Args:
         index: the checkpoint.
@@ -136,7 +137,7 @@ def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> An
 
 
 def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGlobals = ()) -> Any:
-    """One stored object; takes and returns values as `read_common`.
+    """Return one stored object; takes and returns values as `read_common`.
 
     Raises:
         CheckpointCorruptError: it is damaged, or would need code to be run.
@@ -181,7 +182,8 @@ def _objects_bytes(files: DataFiles, index: CheckpointIndex, keys: Iterable[str]
         else:
             runs.append((place.part(0, place.nbytes), [key]))
     with ThreadPoolExecutor(_THREADS) as pool:
-        read = pool.map(lambda run: files.read(run[0].file, run[0].start, run[0].nbytes), runs)
+        read_run = lambda run: files.read(run.file, run.start, run.nbytes)
+        read = pool.map(read_run, [run for run, _ in runs])
         for (run, of_run), raw in zip(runs, read):
             for key in of_run:
                 place = index.objects[key]
@@ -192,7 +194,7 @@ def _objects_bytes(files: DataFiles, index: CheckpointIndex, keys: Iterable[str]
 
 
 def open_checkpoint(path: AnyPath, *, safe_globals: SafeGlobals = ()) -> Opened:
-    """Index and common state of the checkpoint at a path; raises like `read_index` and `read_common`."""
+    """Return index and common state of the checkpoint at a path; raises like `read_index` and `read_common`."""
     index = read_index(path)
     return Opened(index=index, common=read_common(index, safe_globals=safe_globals))
 
@@ -217,8 +219,11 @@ class Finding(NamedTuple):
     keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        keys = f" ({', '.join(self.keys[:4])}{' ...' if len(self.keys) > 4 else ''})" if self.keys else ""
-        return f"{self.file}: {self.problem}{keys}"
+        text = f"{self.file}: {self.problem}"
+        if not self.keys:
+            return text
+        more = " ..." if len(self.keys) > 4 else ""
+        return f"{text} ({', '.join(self.keys[:4])}{more})"
 
 
 def verify_checkpoint(path: AnyPath) -> list[Finding]:

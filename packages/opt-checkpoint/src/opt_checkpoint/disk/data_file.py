@@ -56,7 +56,7 @@ def _shift_by_bytes(length: int) -> int:
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two concatenated runs of bytes, from the checksum of each.
+    """Return the CRC-32 of two concatenated runs of bytes, from the checksum of each.
 
     Args:
         first: checksum of the first run.
@@ -69,14 +69,15 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def bytes_view(tensor: Tensor) -> memoryview:
-    """A writable view of the memory of a contiguous CPU tensor as bytes."""
+    """Return a writable view of the memory of a contiguous CPU tensor as bytes."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(byte_tensor(tensor.detach()).numpy().data).cast("B")
 
 
 def byte_tensor(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as 1-D uint8; a single element may have any stride, which `view` refuses."""
+    """Return the memory of a contiguous tensor as 1-D uint8; a single element may have any stride, which `view`
+    refuses."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -121,7 +122,7 @@ def crc32(data: bytes | memoryview, start: int = 0) -> int:
 
 @contextmanager
 def hashing() -> Iterator[Callable[[PieceSums, memoryview], Future[None]]]:
-    """A second thread that hashes pieces of memory one after another; it has hashed all when the block ends.
+    """Provide a second thread that hashes pieces of memory one after another; it has hashed all when the block ends.
 
     If no thread can be started, the calling thread hashes.
 
@@ -166,7 +167,7 @@ FILE_MARK = b"opt-checkpoint data 1 "
 
 
 def file_header(save_id: str) -> bytes:
-    """The first 64 bytes of every data file: the file type, and the save it belongs to."""
+    """Return the first 64 bytes of every data file: the file type, and the save it belongs to."""
     return (FILE_MARK + save_id.encode()).ljust(63) + b"\n"
 
 
@@ -202,10 +203,11 @@ class DataFiles:
         self._read(name, start, view)
 
     def read(self, name: str, start: int, nbytes: int) -> bytes:
-        """The bytes `[start, start + nbytes)`; raises like `read_into`, before memory for them is allocated."""
+        """Return the bytes `[start, start + nbytes)`; raises like `read_into`, before memory for them is allocated."""
         self.check_header(name)
-        if nbytes > self.read_bytes and start + nbytes > self._store.sizes(names=[name]).get(name, 0):
-            raise self._error(name, f"is truncated: it ends before byte {start + nbytes}")
+        stop = start + nbytes
+        if nbytes > self.read_bytes and stop > self._store.sizes(names=[name]).get(name, 0):
+            raise self._error(name, f"is truncated: it ends before byte {stop}")
         buffer = bytearray(nbytes)
         self.read_into(name, start, memoryview(buffer))
         return bytes(buffer)
@@ -294,7 +296,7 @@ class CheckedValues:
 
 
 def damage_of(files: DataFiles, place: ByteRange, key: str) -> CheckpointCorruptError:
-    """The error for values that differ from their checksum."""
+    """Return the error for values that differ from their checksum."""
     return CheckpointCorruptError(f"{files.path / place.file} is damaged: the values of {key} have changed")
 
 
@@ -308,7 +310,8 @@ def has_right_sums(files: DataFiles, place: ByteRange) -> bool:
     size = files.read_bytes
     try:
         for start in range(0, place.nbytes, size):
-            sums.add(memoryview(files.read(place.file, place.start + start, min(size, place.nbytes - start))))
+            nbytes = min(size, place.nbytes - start)
+            sums.add(memoryview(files.read(place.file, place.start + start, nbytes)))
     except CheckpointCorruptError:  # the file is cut, or of another save
         return False
     return place.sums in (tuple(sums.pieces), (sums.whole,))
@@ -349,5 +352,5 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: Chec
 
 
 def is_plain_memory(target: Tensor) -> bool:
-    """Whether the bytes of a tensor's memory are its values in row-major order."""
+    """Return whether the bytes of a tensor's memory are its values in row-major order."""
     return target.device.type == "cpu" and target.is_contiguous() and not target.is_conj() and not target.is_neg()

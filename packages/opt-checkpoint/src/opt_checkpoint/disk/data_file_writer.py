@@ -141,7 +141,7 @@ class DataFileWriter:
             yield view
 
     def written(self) -> StoredFile:
-        """Size and CRC-32 of the file, after all parts were read."""
+        """Return size and CRC-32 of the file, after all parts were read."""
         total = 0
         for sums, nbytes in self._sums:
             total = crc32_combine(total, sums if isinstance(sums, int) else sums.whole, nbytes)
@@ -157,7 +157,7 @@ class Framing(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def frame_tensor(dtype: torch.dtype, shape: Shape) -> Framing:
-    """The bytes around the values of one contiguous tensor, which are little-endian.
+    """Return the bytes around the values of one contiguous tensor, which are little-endian.
 
     Args:
         dtype: its dtype.
@@ -203,7 +203,7 @@ def _headers(name: bytes, size: int, crc: int, position: int) -> tuple[bytes, by
 
 
 def pickle_tensor(dtype: torch.dtype, shape: Shape) -> bytes:
-    """The pickle by which `torch.save` describes a contiguous tensor: protocol 2, storage 0, offset 0."""
+    """Return the pickle by which `torch.save` describes a contiguous tensor: protocol 2, storage 0, offset 0."""
     numel = math.prod(shape)
     typed = STORAGE_CLASSES.get(dtype)
     if typed is not None:

@@ -56,7 +56,7 @@ class _Memo:
     _count: int = 0
 
     def number(self, value: Any, name: Any = None) -> int:
-        """The number of a value that pickles: a class, a text; under a name if it does not hash."""
+        """Return the number of a value that pickles: a class, a text; under a name if it does not hash."""
         name = (type(value), value) if name is None else name  # True is equal to 1
         if name not in self._numbers:
             self._numbers[name] = self._count
@@ -69,7 +69,7 @@ class _Memo:
         return self._numbers[name]
 
     def texts(self, values: Iterable[bytes]) -> Array:
-        """The numbers of many distinct strings, encoded as UTF-8."""
+        """Return the numbers of many distinct strings, encoded as UTF-8."""
         texts = [b"X%b%b%b" % (len(raw).to_bytes(4, "little"), raw, _MEMOIZED) for raw in values]
         self.written.write(b"".join(texts))
         first = self._count
@@ -77,16 +77,16 @@ class _Memo:
         return np.arange(first, self._count, dtype="<u4")
 
     def get(self, value: Any) -> bytes:
-        """The opcode that pushes the value."""
+        """Return the opcode that pushes the value."""
         number = self.number(value)
         return _SHORT_REFERENCE + bytes([number]) if number < 256 else _REFERENCE + struct.pack("<I", number)
 
     def new(self, kind: type) -> bytes:
-        """The opcodes that push a new object of a class, and begin its state."""
+        """Return the opcodes that push a new object of a class, and begin its state."""
         return self.get(kind) + _NEW + _OPEN
 
     def shapes(self, rows: Array) -> Template:
-        """A `torch.Size` per row."""
+        """Return a `torch.Size` per row."""
         return [self.get(Size) + b"(", *_integers(rows), b"t\x85R"]
 
 
@@ -123,7 +123,7 @@ def encode_dcp_metadata(
     archives: Array,
     paths: Mapping[str, Sequence[str | int]],
 ) -> bytes:
-    """The `.metadata` of a checkpoint.
+    """Return the `.metadata` of a checkpoint.
 
     Args:
         tensors: the stored tensors.
@@ -162,18 +162,22 @@ def encode_dcp_metadata(
         bounds = np.searchsorted(owner[chunks], np.append(at, len(c["ndim"]))).tolist()  # of each tensor, in `boxes`
         for row, (first, last) in enumerate(pairwise(bounds)):
             state += [heads[row].data, boxes[first:last].reshape(-1).data, _END_OF_TENSOR]
-        template = _stored_at(memo, keys[owner[chunks]], file_numbers[c["file"][chunks]], archives[chunks], offsets)
+        chunk_keys = keys[owner[chunks]]
+        chunk_files = file_numbers[c["file"][chunks]]
+        template = _stored_at(memo, chunk_keys, chunk_files, archives[chunks], offsets)
         storage.append(_records(len(chunks), template).reshape(-1).data)
     for key, location in objects.items():
         state.append(memo.get(key) + memo.get(dcp.BytesStorageMetadata) + _NEW)
-        number, file = (np.array([memo.number(name)], "<u4") for name in (key, location.file))
+        number = np.array([memo.number(key)], "<u4")
+        file = np.array([memo.number(location.file)], "<u4")
         template = _stored_at(memo, number, file, np.array([[location.start, location.nbytes]]))
         storage.append(_records(1, template).reshape(-1).data)
     # Key and path of every tensor and object. The path of most is just the key.
     is_plain = np.fromiter((key not in paths for key in tensors), bool, len(tensors))
     plain = keys[is_plain]
     planner = [_records(len(plain), [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]).tobytes()]
-    for position, key in zip(keys[~is_plain].tolist(), (key for key in tensors if key in paths)):
+    with_path = [key for key in tensors if key in paths]
+    for position, key in zip(keys[~is_plain].tolist(), with_path):
         parts = b"".join(memo.get(_plain(part)) for part in paths[key])
         planner.append(_REFERENCE + struct.pack("<I", position) + b"(" + parts + b"t")
     planner += [memo.get(key) + b"(" + memo.get(key) + b"t" for key in objects]

@@ -62,7 +62,7 @@ class Made:
         self.entries: dict[Any, Any] = {}
 
     def is_a(self, module: str, name: str) -> bool:
-        """Whether the class or function of this name would create it."""
+        """Return whether the class or function of this name would create it."""
         return bool(self.of == (module, name))
 
     @property
@@ -81,7 +81,7 @@ _ERRORS = (IndexError, KeyError, TypeError, ValueError, AttributeError, EOFError
 
 
 def read_pickle(raw: bytes, what: str, known: Callable[[Name], bool]) -> Any:
-    """The value that a pickle describes, built from plain values, `Name` and `Made`.
+    """Return the value that a pickle describes, built from plain values, `Name` and `Made`.
 
     Args:
         raw: the pickle, of protocol 2 or higher.
@@ -194,7 +194,7 @@ _MAX_DEPTH = 100  # of a state, so that rebuilding it cannot exhaust the stack
 
 
 def is_dtype(name: Name) -> bool:
-    """Whether it names a dtype of torch."""
+    """Return whether it names a dtype of torch."""
     return name.module == "torch" and isinstance(vars(torch).get(name.name), torch.dtype)
 
 
@@ -203,7 +203,7 @@ def _known(name: Name) -> bool:
 
 
 def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
-    """The index of a stock or Megatron-Core directory.
+    """Return the index of a stock or Megatron-Core directory.
 
     Args:
         path: the checkpoint's directory or place; it holds `.metadata`.
@@ -351,7 +351,7 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
 
 
 def unflattened(key: str, stored: StoredTensor, shape: Shape) -> StoredTensor:
-    """The tensor in the parameter's shape, with its chunks cut into boxes.
+    """Return the tensor in the parameter's shape, with its chunks cut into boxes.
 
     Args:
         key: for error messages.

@@ -74,7 +74,7 @@ class ByteRange:
         return self.start + self.nbytes
 
     def part(self, offset: int, nbytes: int) -> ByteRange:
-        """A run of bytes within this one, without a checksum."""
+        """Return a run of bytes within this one, without a checksum."""
         return ByteRange(file=self.file, start=self.start + offset, nbytes=nbytes)
 
 
@@ -100,15 +100,15 @@ class Region(NamedTuple):
         return first, last + 1
 
     def of_bytes(self, raw: memoryview, dtype: torch.dtype) -> Tensor:
-        """The box as a view of bytes that begin with its span."""
+        """Return the box as a view of bytes that begin with its span."""
         return torch.frombuffer(raw, dtype=dtype).as_strided(self.sizes, row_major_strides(self.chunk))
 
     def of_tensor(self, chunk: Tensor) -> Tensor:
-        """The box of a whole chunk, as a view."""
+        """Return the box of a whole chunk, as a view."""
         return Box.whole(self.chunk).part_of(chunk, Box(self.offsets, self.sizes))
 
     def rows(self, axis: int, start: int, count: int) -> Region:
-        """The box's rows `[start, start + count)` along an axis."""
+        """Return the box's rows `[start, start + count)` along an axis."""
         first = self.offsets[axis] + start if self.offsets else 0
         return Region(self.chunk, with_axis(self.offsets, axis, first), with_axis(self.sizes, axis, count))
 
@@ -128,13 +128,13 @@ class Within(NamedTuple):
     axes: tuple[int | None, ...]
 
     def region(self, offsets: Shape, sizes: Shape) -> Region:
-        """The box of the array that contains a box of the chunk."""
+        """Return the box of the array that contains a box of the chunk."""
         inner = tuple(0 if axis is None else offsets[axis] for axis in self.axes)
         inner_sizes = tuple(1 if axis is None else sizes[axis] for axis in self.axes)
         return Region(self.shape, *Box(inner, inner_sizes).moved(self.offsets))
 
     def as_stored(self, values: Tensor) -> Tensor:
-        """A box of the chunk as a view with the axes of the array."""
+        """Return a box of the chunk as a view with the axes of the array."""
         kept = [axis for axis in self.axes if axis is not None]
         dropped = [axis for axis in range(values.dim()) if axis not in kept]
         view = values.permute([*dropped, *kept])[(0,) * len(dropped)]
@@ -162,13 +162,13 @@ class StoredChunk:
     within: Within | None = None
 
     def region(self, offsets: Shape, sizes: Shape) -> Region:
-        """The part of the stored array that contains a box of the chunk."""
+        """Return the part of the stored array that contains a box of the chunk."""
         if self.within is not None:
             return self.within.region(offsets, sizes)
         return Region(self.box.sizes, offsets, sizes)
 
     def as_stored(self, values: Tensor) -> Tensor:
-        """A box of the chunk as a view with the axes of the stored array."""
+        """Return a box of the chunk as a view with the axes of the stored array."""
         return values if self.within is None else self.within.as_stored(values)
 
 
@@ -306,7 +306,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def __init__(self, columns: Mapping[str, Array], dtypes: tuple[str, ...], files: Mapping[str, StoredFile]) -> None:
         for name, (dtype, ndim) in _COLUMNS.items():
-            if name not in columns or columns[name].dtype.str != dtype or columns[name].ndim != ndim:
+            column = columns.get(name)
+            if column is None or column.dtype.str != dtype or column.ndim != ndim:
                 raise CheckpointCorruptError(f"the manifest has no column {name} of {dtype} with {ndim} axes")
         self.columns = {name: columns[name] for name in _COLUMNS}
         self.dtypes = tuple(dtypes)
@@ -349,7 +350,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         lengths = [len(c[name]) for name in ("key_bytes", "dtype", "shape", "chunks")]
         _require(all(n == tensors for n in lengths), "its columns of tensors differ in length")
         _require(all(len(c[name]) == chunks for name in ("offsets", "sizes", "file")), "its columns differ in length")
-        _require(axes <= MAX_DIMS and c["offsets"].shape[1] == c["sizes"].shape[1] == axes, "its axes differ")
+        chunk_axes = {c["offsets"].shape[1], c["sizes"].shape[1]}
+        _require(axes <= MAX_DIMS and chunk_axes == {axes}, "its axes differ")
         _require(c["ndim"].max(initial=0) <= axes, "a tensor has more axes than its shape")
         _require(c["dtype"].max(initial=0) < max(1, len(self.dtypes)), "a dtype is not listed")
         _require(c["file"].max(initial=0) < max(1, len(self._files)), "a file is not listed")

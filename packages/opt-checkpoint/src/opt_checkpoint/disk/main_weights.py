@@ -37,7 +37,7 @@ _MIN_RUN = 8  # elements that must agree at a shifted place
 
 
 def shifted_mains(index: CheckpointIndex, *, whole: bool) -> list[str]:
-    """The keys of main weights of a directory of Megatron-Core that are shifted, with the moments beside them.
+    """Return the keys of main weights of a directory of Megatron-Core that are shifted, with the moments beside them.
 
     Args:
         index: the directory.
@@ -74,7 +74,7 @@ def compare_end(key: str, main: Tensor, weight: Tensor) -> Compared:
 
 
 def shifted_of(compared: Collection[Compared]) -> list[str]:
-    """The keys of those that differ, if some prove that they are shifted."""
+    """Return the keys of those that differ, if some prove that they are shifted."""
     has_exact = any(one.is_exact for one in compared)
     if any(one.is_moved or (one.has_zeros and has_exact) for one in compared):
         return sorted({one.key for one in compared if one.differs})
@@ -95,7 +95,7 @@ def refuse_shifted(index: CheckpointIndex, unused: Collection[str] = ()) -> None
 
 
 def shifted_text(keys: Collection[str]) -> str:
-    """What is wrong with these main weights and the moments beside them, and how to go on."""
+    """Return what is wrong with these main weights and the moments beside them, and how to go on."""
     listed = ", ".join(sorted(keys)[:4])
     return (
         f"states of {len(keys)} parameters at shifted places ({listed}{', ...' if len(keys) > 4 else ''}): these main "
@@ -107,7 +107,7 @@ def shifted_text(keys: Collection[str]) -> str:
 
 
 def with_moments(index: CheckpointIndex, moments: str) -> CheckpointIndex:
-    """The index; without the states of optimizers if `moments` is `"new"`."""
+    """Return the index; without the states of optimizers if `moments` is `"new"`."""
     if moments not in get_args(Moments):
         raise CheckpointValueError(f"moments={moments!r}; allowed: {', '.join(get_args(Moments))}")
     if moments == "saved":
@@ -134,7 +134,7 @@ class _Pair(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
 
     def read(self, files: DataFiles, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Elements of both in row-major order."""
+        """Return elements of both in row-major order."""
         main, weight = self.dtypes
         return _values(files, self.main, main, start, stop), _values(files, self.weight, weight, start, stop)
 

@@ -80,8 +80,9 @@ LENGTHS = "path_lengths"
 
 
 def decode_paths(keys: Sequence[str], columns: Mapping[str, Array]) -> dict[str, Path]:
-    """The paths by key, from the columns `path_parts`, the number of parts in each (none for a key without a path), and
-    `path_lengths`: twice the number of characters of a part, plus one for an integer. Empty without these columns.
+    """Return the paths by key, from the columns `path_parts`, the number of parts in each (none for a key without a
+    path), and `path_lengths`: twice the number of characters of a part, plus one for an integer. Empty without these
+    columns.
 
     Raises:
         CheckpointCorruptError: the columns do not fit the keys.
@@ -164,7 +165,9 @@ def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
         )
     header, columns = decode_columns(_FIRST_LINE % FORMAT, raw, what)
     try:
-        files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
+        files = {}
+        for name, size, crc in header["files"]:
+            files[str(name)] = StoredFile(size=int(size), crc=int(crc))
         tensors = StoredTensors(columns, tuple(map(str, header["dtypes"])), files)
         details = dict(header["details"])
         details[PATHS] = {**decode_paths(list(tensors), columns), **dict(details.get(PATHS) or {})}

@@ -14,7 +14,7 @@ __all__ = ["Compared", "compare_end", "local_object", "shifted_of", "to_megatron
 
 
 def to_megatron(shard: ShardedTensor) -> list[Any]:
-    """One tensor of Megatron-Core for each box of `shard`, which shares its memory.
+    """Return one tensor of Megatron-Core for each box of `shard`, which shares its memory.
 
     Megatron-Core has no flat ranges, and needs equal blocks unless `axis_fragmentations` is None; then prepended axes
     are axes of the block.
@@ -29,5 +29,5 @@ def to_megatron(shard: ShardedTensor) -> list[Any]:
 
 
 def local_object(value: Any) -> Any:
-    """A value that Megatron-Core's `save` does not store, and that its `load` returns as it is."""
+    """Return a value that Megatron-Core's `save` does not store, and that its `load` returns as it is."""
     return sys.modules[MEGATRON].LocalNonpersistentObject(value)

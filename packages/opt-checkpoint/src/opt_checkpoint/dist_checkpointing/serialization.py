@@ -90,13 +90,13 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: AnyDir) -> StateDict:
-    """The plain values of a checkpoint."""
+    """Return the plain values of a checkpoint."""
     found: StateDict = read_common(read_index(checkpoint_dir))
     return found
 
 
 def load_content_metadata(checkpoint_dir: AnyDir) -> dict[str, Any] | None:
-    """The `content_metadata` of a checkpoint; None if there is none."""
+    """Return the `content_metadata` of a checkpoint; None if there is none."""
     found: dict[str, Any] | None = read_common(read_index(checkpoint_dir)).get(_METADATA)
     return found
 

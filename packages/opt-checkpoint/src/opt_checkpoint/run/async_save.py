@@ -49,15 +49,15 @@ class CudaDevice:
         self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> Any:
-        """The stream on which operations are currently queued."""
+        """Return the stream on which operations are currently queued."""
         return torch.cuda.current_stream(self._device)
 
     def side_stream(self) -> Any:
-        """A stream for copies to the host."""
+        """Return a stream for copies to the host."""
         return self._side
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
-        """A context in which operations are queued on a stream."""
+        """Return a context in which operations are queued on a stream."""
         return torch.cuda.stream(stream)
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class CudaDevice:
 
 @cache
 def device_of(device: torch.device) -> CudaDevice | None:
-    """The streams of a CUDA device; None for a device with synchronous copies to the host."""
+    """Return the streams of a CUDA device; None for a device with synchronous copies to the host."""
     return CudaDevice(device) if device.type == "cuda" else None
 
 
@@ -167,7 +167,7 @@ class SaveHandle:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+        """Return whether it has ended, with or without an error."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Location:
@@ -366,7 +366,8 @@ def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
 
 
 def background_group(process_group: dist.ProcessGroup | Ranks | None, timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks, so that messages of the background thread are separate from those of training.
+    """Return a gloo group of the same ranks, so that messages of the background thread are separate from those of
+    training.
 
     None for one rank.
     """

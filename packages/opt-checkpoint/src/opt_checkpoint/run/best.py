@@ -35,7 +35,7 @@ class KeepBest:
             raise CheckpointValueError(f"KeepBest(mode={self.mode!r}); allowed: {', '.join(get_args(Mode))}")
 
     def steps(self, metrics: Mapping[int, float]) -> list[int]:
-        """The steps to keep, the best one first. Of equal metrics, the later step is better. NaN is never kept.
+        """Return the steps to keep, the best one first. Of equal metrics, the later step is better. NaN is never kept.
 
         Args:
             metrics: of all steps that have one, by step.
@@ -46,7 +46,7 @@ class KeepBest:
 
 
 def metric_number(metric: Any) -> float:
-    """A metric as a float: a number of Python or numpy, or a tensor of one element.
+    """Return a metric as a float: a number of Python or numpy, or a tensor of one element.
 
     Raises:
         CheckpointValueError: it is not one real number.
@@ -60,12 +60,12 @@ def metric_number(metric: Any) -> float:
 
 
 def to_details(metric: float) -> float | str:
-    """A metric as JSON represents it, which has neither NaN nor infinities."""
+    """Return a metric as JSON represents it, which has neither NaN nor infinities."""
     return metric if math.isfinite(metric) else str(metric)
 
 
 def from_details(details: Mapping[str, Any]) -> float | None:
-    """The metric in the details of a manifest; None if it has none."""
+    """Return the metric in the details of a manifest; None if it has none."""
     try:
         return float(details["metric"])
     except (KeyError, TypeError, ValueError):

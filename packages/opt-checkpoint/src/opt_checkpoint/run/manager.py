@@ -40,7 +40,7 @@ LOAD_ATTEMPTS = 20  # to load the newest step, if its trainer removes each one b
 
 
 def step_number(step: int) -> int:
-    """A step as an int.
+    """Return a step as an int.
 
     Raises:
         CheckpointingException: it is negative, or not an integer.
@@ -251,7 +251,8 @@ class CheckpointManager(Closing):
             self.saver.close()
 
     def latest(self, *, at_most: int | None = None) -> int | None:
-        """The highest committed step, as seen by rank 0; None if there never was one. First waits for the running save.
+        """Return the highest committed step, as seen by rank 0; None if there never was one. First waits for the
+        running save.
 
         Steps that the run has abandoned are left out, and so are those that a load has found damaged. Nothing is
         verified: `load` does that.
@@ -269,7 +270,7 @@ class CheckpointManager(Closing):
         return from_rank_0(self._ranks, look, f"listing {self.directory}")
 
     def best(self) -> int | None:
-        """The step with the best metric, by `keep_best`, as seen by rank 0; None if none has a metric.
+        """Return the step with the best metric, by `keep_best`, as seen by rank 0; None if none has a metric.
 
         Waits like `latest`. Steps that the run has abandoned, or that are damaged, are left out.
 
@@ -286,7 +287,7 @@ class CheckpointManager(Closing):
         return next(iter(from_rank_0(self._ranks, look, f"listing {self.directory}")), None)
 
     def steps(self) -> list[int]:
-        """All steps with committed and complete checkpoints, in order. Waits and raises like `latest`."""
+        """Return all steps with committed and complete checkpoints, in order. Waits and raises like `latest`."""
         self.wait()
         found = lambda: [step for step in committed_steps(self.directory) if step not in self._damaged]
         return from_rank_0(self._ranks, found, f"listing {self.directory}")
@@ -357,7 +358,8 @@ class CheckpointManager(Closing):
         return newest
 
     def latest_good(self) -> int | None:
-        """The highest step whose files match their checksums; None if there never was one. Raises like `latest`."""
+        """Return the highest step whose files match their checksums; None if there never was one. Raises like
+        `latest`."""
         while (newest := self.latest()) is not None:
             with suppress(CheckpointNotFoundError):  # a newer one is there
                 if self.is_good(newest):

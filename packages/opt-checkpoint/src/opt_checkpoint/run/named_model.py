@@ -23,7 +23,7 @@ from opt_checkpoint.state.wrappers import NamedModule, named_modules, plain_name
 def sharded_model(
     model: nn.Module, *, process_group: dist.ProcessGroup | None = None, groups: Any = None
 ) -> ShardedStateDict:
-    """A model's parameters and persistent buffers as a sharded state, by name.
+    """Return a model's parameters and persistent buffers as a sharded state, by name.
 
     Parameters that are divided over tensor-parallel ranks, experts and pipeline stages are recognised by
     Megatron-Core's attributes. They are placed by `groups`, or later by `optimizer.sharded_state_dict` of opt-stack,

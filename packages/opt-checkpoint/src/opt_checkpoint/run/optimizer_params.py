@@ -75,7 +75,7 @@ class NamedParam(NamedTuple):
 
 
 def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[NamedParam]:
-    """The optimizer's parameters in its order. A tied parameter has the name that sorts first.
+    """Return the optimizer's parameters in its order. A tied parameter has the name that sorts first.
 
     Args:
         model: contains them. Parameters that FSDP2 has gathered, as for an evaluation, are sharded again.
@@ -157,13 +157,13 @@ def _refuse_local_shards(modules: Iterable[NamedModule], optimizer: Optimizer) -
 
 
 def names_by_group(optimizer: Optimizer, members: Sequence[NamedParam]) -> list[list[str]]:
-    """The names of the parameters of each group."""
+    """Return the names of the parameters of each group."""
     names = {id(member.param): member.name for member in members}
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
 def on_all_ranks(per_rank: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """The names of each group's parameters on any rank.
+    """Return the names of each group's parameters on any rank.
 
     Raises:
         CheckpointValueError: ranks have different numbers of groups.

@@ -94,7 +94,7 @@ class Ranks:
 
 
 def ranks_of(process_group: dist.ProcessGroup | Ranks | None) -> Ranks:
-    """The ranks of a group, of the default group for None; this process alone without torch.distributed."""
+    """Return the ranks of a group, of the default group for None; this process alone without torch.distributed."""
     if isinstance(process_group, Ranks):
         return process_group
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
@@ -132,7 +132,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """An exception as text."""
+        """Return an exception as text."""
         printed = traceback.TracebackException.from_exception(error)  # also if its `__str__` raises
         kind = type(error) if isinstance(error, CheckpointingException) else None
         is_ours = kind is not None and kind.__module__.startswith("opt_checkpoint.")
@@ -150,7 +150,7 @@ class FailureOnRank(Exception):
 
 
 def error_of_all(what: str, failures: Mapping[int, Failure], *, alone: bool) -> CheckpointingException:
-    """One error for the failures of several ranks; of their type if all have the same type of this package.
+    """Return one error for the failures of several ranks; of their type if all have the same type of this package.
 
     The tracebacks of the ranks are notes of the error, which Python prints below its message.
 
@@ -203,7 +203,7 @@ class _Exchange:
     raised: BaseException | None = None  # by this rank
 
     def attempt(self, compute: Callable[[], Any], *, each: bool = False) -> _Outcome:
-        """What this rank sends: the value of a call, or its failure; the values for each rank as a list."""
+        """Return what this rank sends: the value of a call, or its failure; the values for each rank as a list."""
         try:
             value = compute()
             if self.ranks.size > 1:  # pickled here, so that a value that does not pickle is a failure
@@ -214,7 +214,8 @@ class _Exchange:
             return _Outcome(None, {self.ranks.rank: Failure.of(error)})
 
     def values(self, outcomes: Sequence[_Outcome]) -> list[Any]:
-        """The values that were received, or the failures of all ranks as one error. An interrupt is raised itself."""
+        """Return the values that were received, or the failures of all ranks as one error. An interrupt is raised
+        itself."""
         if self.raised is not None and not isinstance(self.raised, Exception):
             raise self.raised
         failures = {rank: failure for outcome in outcomes for rank, failure in outcome.failures.items()}
@@ -313,7 +314,7 @@ def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
 
 
 def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -> Location:
-    """The location of a path, after `same_everywhere` for the path and the arguments; all call this together.
+    """Return the location of a path, after `same_everywhere` for the path and the arguments; all call this together.
 
     Raises:
         CheckpointingException: ranks differ, or some rank cannot open the store of a URL; on every rank.
@@ -371,7 +372,7 @@ class Turns:
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """A block in which no other thread of this rank uses the group."""
+        """Provide a block in which no other thread of this rank uses the group."""
         with self._changed:
             self._waiting.append(name)
         try:

@@ -53,7 +53,8 @@ class SavedOptimizer(NamedTuple):
 
 
 def with_current_names(saved: SavedOptimizer, names: Iterable[str]) -> SavedOptimizer:
-    """The optimizer with the current names of parameters where it was saved under former ones, see `former_names`."""
+    """Return the optimizer with the current names of parameters where it was saved under former ones, see
+    `former_names`."""
     known = {name for own in saved.names for name in own} | saved.state_names.keys()
     now = {old: name for name, old in former_names(set(names), known.__contains__).items()}
 
@@ -258,7 +259,7 @@ def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[d
 
 
 def read_step(index: CheckpointIndex, common: Any) -> int | None:
-    """The step count of the whole optimizer; None if none is stored.
+    """Return the step count of the whole optimizer; None if none is stored.
 
     Megatron-Core stores it in the parameter groups (in the common state, or in an object of its own), or as
     `common_step` next to the optimizer's states.
@@ -279,7 +280,7 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
 
 
 def dicts_of(value: Any, name: str) -> Iterator[dict[str, Any]]:
-    """The dicts under a key of this name, anywhere in a nested dict."""
+    """Yield the dicts under a key of this name, anywhere in a nested dict."""
     for key, inner in value.items() if isinstance(value, dict) else ():
         if key == name and isinstance(inner, dict):
             yield inner
@@ -288,7 +289,7 @@ def dicts_of(value: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 def values_of(value: Any, name: str) -> Iterator[Any]:
-    """Numbers, strings and one-element tensors under a key of this name, anywhere in a nested value."""
+    """Yield numbers, strings and one-element tensors under a key of this name, anywhere in a nested value."""
     if isinstance(value, dict):
         for key, inner in value.items():
             is_single = isinstance(inner, int | float | str) or (isinstance(inner, Tensor) and inner.numel() == 1)

@@ -27,19 +27,19 @@ _MOST_PENDING = 7  # besides the new one: saves that failed may be among them, a
 
 
 def step_name(step: int) -> str:
-    """Name of the directory of a step, such as `step-000000100`; names sort like their numbers."""
+    """Return name of the directory of a step, such as `step-000000100`; names sort like their numbers."""
     return f"step-{step:09d}"
 
 
 def named_steps(store: Store) -> list[int]:
-    """The step of every directory that is named like one, complete or not, in order."""
+    """Return the step of every directory that is named like one, complete or not, in order."""
     matches = [_STEP.fullmatch(name) for name in store.children()]
     steps = [int(match[1]) for match in matches if match and match[0] == step_name(int(match[1]))]
     return sorted(steps)
 
 
 def committed_steps(directory: AnyPath) -> list[int]:
-    """The steps whose checkpoint is committed and complete, by its manifest and file sizes, in order.
+    """Return the steps whose checkpoint is committed and complete, by its manifest and file sizes, in order.
 
     A damaged checkpoint is skipped with a warning in the log. Steps that the run abandoned are left out.
 
@@ -87,11 +87,11 @@ class Series:
         self._lock = threading.RLock()  # two tiers save in two threads
 
     def path(self, step: int) -> Location:
-        """Path of a step."""
+        """Return path of a step."""
         return self.directory / step_name(step)
 
     def is_committed(self, step: int) -> bool:
-        """Whether the checkpoint of a step was committed; a damaged one counts too. Each step is looked at once.
+        """Return whether the checkpoint of a step was committed; a damaged one counts too. Each step is looked at once.
 
         Raises:
             OSError: the step cannot be read.
@@ -106,11 +106,11 @@ class Series:
         return True
 
     def committed(self) -> set[int]:
-        """The steps whose checkpoint was committed. Raises like `is_committed`."""
+        """Return the steps whose checkpoint was committed. Raises like `is_committed`."""
         return {step for step in named_steps(self.store) if self.is_committed(step)}
 
     def newest(self, damaged: Collection[int] = (), *, at_most: int | None = None) -> int | None:
-        """The highest committed step that was not abandoned; None if no checkpoint was ever committed.
+        """Return the highest committed step that was not abandoned; None if no checkpoint was ever committed.
 
         Args:
             damaged: steps that are known to be damaged, as are those that `retire` found to be.
@@ -153,7 +153,8 @@ class Series:
         self._metrics.pop(step, None)
 
     def is_whole(self, step: int, *, headers: bool = False) -> bool:
-        """Whether a committed step has all its files, by manifest, sizes and headers. Each step is looked at once."""
+        """Return whether a committed step has all its files, by manifest, sizes and headers. Each step is looked at
+        once."""
         if self._whole.get(step) is None:
             save_id: str | None = None
             try:
@@ -171,7 +172,7 @@ class Series:
         return bool(self._whole[step])
 
     def best(self, keep_best: KeepBest, damaged: Collection[int]) -> list[int]:
-        """The whole steps with the best metrics, the best one first.
+        """Return the whole steps with the best metrics, the best one first.
 
         Args:
             keep_best: how many, and which are better.
@@ -235,7 +236,7 @@ class Series:
         self.forget(step)
 
     def abandoned(self) -> dict[int, str]:
-        """The saves of the steps that the run has abandoned.
+        """Return the saves of the steps that the run has abandoned.
 
         Raises:
             CheckpointCorruptError: the record is damaged.
@@ -280,14 +281,14 @@ class Series:
                 self.store.remove(SUPERSEDED)
 
     def save_of(self, step: int) -> str | None:
-        """The save of a committed step; None if none is committed, or its manifest is damaged."""
+        """Return the save of a committed step; None if none is committed, or its manifest is damaged."""
         try:
             return read_committed(self.path(step)).save_id
         except (FileNotFoundError, CheckpointCorruptError):
             return None
 
     def read(self) -> tuple[dict[int, str], list[Rollback]]:
-        """The record: steps abandoned for good, and rollbacks whose save may not have been committed."""
+        """Return the record: steps abandoned for good, and rollbacks whose save may not have been committed."""
         try:
             content = json.loads(self.store.read(SUPERSEDED))
             pending = [Rollback(int(p["step"]), str(p["save_id"]), _saves(p["steps"])) for p in content["pending"]]

@@ -64,7 +64,8 @@ def sharded_optimizer(
     process_group: dist.ProcessGroup | None = None,
     groups: Any = None,
 ) -> ShardedStateDict:
-    """An optimizer's state and groups as a sharded state: `save({"optimizer": sharded_optimizer(model, opt)}, path)`.
+    """Return an optimizer's state and groups as a sharded state: `save({"optimizer": sharded_optimizer(model, opt)},
+    path)`.
 
     A parameter without a state, which never had a gradient, is recorded as such.
 

@@ -149,7 +149,8 @@ class ShardedTensorFactory(ShardedBase):
         return built
 
     def declared(self) -> ShardedTensorFactory:
-        """The same factory declared by segments, if `build_fn` cuts the local tensor into runs of rows; else itself.
+        """Return the same factory declared by segments, if `build_fn` cuts the local tensor into runs of rows; else
+        itself.
 
         To find the segments, the function is applied to the indices of elements. Unlike functions, segments work on
         flat ranges.
@@ -181,7 +182,7 @@ class ShardedTensorFactory(ShardedBase):
 
 
 def tensors_in(built: Any) -> Iterator[ShardedTensor]:
-    """The tensors in what a factory builds."""
+    """Yield the tensors in what a factory builds."""
     if isinstance(built, ShardedTensor):
         yield built
     elif isinstance(built, dict):
@@ -220,7 +221,7 @@ def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_nume
 
 
 def is_quantized(tensor: Tensor | None) -> bool:
-    """Whether a tensor is quantised, such as an fp8 parameter; it is saved and loaded dequantised.
+    """Return whether a tensor is quantised, such as an fp8 parameter; it is saved and loaded dequantised.
 
     The classes of all libraries have in common that they override `dequantize`, and that `copy_` quantises. A view of
     such a tensor is a copy, which may be read-only, so a file cannot be read directly into it.

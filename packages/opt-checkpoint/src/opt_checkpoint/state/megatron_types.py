@@ -21,7 +21,7 @@ _FIELDS = (  # of a ShardedTensor, in the order of both classes
 
 
 def from_megatron(state: Any) -> Any:
-    """A nested state with this package's types in place of Megatron-Core's: new containers where there are any.
+    """Return a nested state with this package's types in place of Megatron-Core's: new containers where there are any.
 
     Raises:
         CheckpointingException: the fields of one contradict each other, or it is of an unknown type.

@@ -60,7 +60,7 @@ class ModelAxes:
 
 
 def marks_of(modules: Iterable[NamedModule], values: Mapping[str, Any]) -> dict[str, Marks]:
-    """The marks of tensors of a model, by name.
+    """Return the marks of tensors of a model, by name.
 
     Args:
         modules: of the model.
@@ -132,7 +132,7 @@ def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], wher
 
 
 def has_other_ranks() -> bool:
-    """Whether this process is one of several ranks of torch.distributed."""
+    """Return whether this process is one of several ranks of torch.distributed."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -124,7 +124,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.nn.Parameter], *, strict: bool = True
 ) -> dict[int, ShardedParam]:
-    """The model's sharded description of each parameter of the optimizer, matched by identity.
+    """Return the model's sharded description of each parameter of the optimizer, matched by identity.
 
     Entries that are not in the optimizer are skipped. If two entries hold the same tensor (tied weights), the one whose
     key sorts first is used and the choice is logged, so that all ranks and runs agree.
@@ -165,7 +165,7 @@ def get_param_id_to_sharded_param_map(
 
 
 def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor, prefix: str) -> ShardedParam:
-    """A state with the shape of its parameter, sharded like it, under the key `prefix.<parameter key>`.
+    """Return a state with the shape of its parameter, sharded like it, under the key `prefix.<parameter key>`.
 
     Args:
         model_param: the parameter's description. With a `flattened_range`, the state is that range of it.
@@ -200,7 +200,8 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor
 
 
 def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, spec: StateSpec) -> ShardedBase:
-    """One state of one parameter, sharded by its `StateSpec`, under `optimizer.state.<state_name>.<parameter key>`.
+    """Return one state of one parameter, sharded by its `StateSpec`, under `optimizer.state.<state_name>.<parameter
+    key>`.
 
     Args:
         model_param: the parameter's description.
@@ -238,7 +239,7 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     replica_id = 0 if is_first and not is_empty and is_main_replica(block.replica_id) else 1
 
     def place_of(described: Segment | _Block) -> dict[str, Any]:
-        """The kept axes of the parameter's block or rows, then whole ones."""
+        """Return the kept axes of the parameter's block or rows, then whole ones."""
         return {
             "global_shape": tuple(described.global_shape[axis] for axis in axes) + whole,
             "global_offset": tuple(described.global_offset[axis] for axis in axes) + (0,) * len(whole),

@@ -38,7 +38,7 @@ def path_text(path: Path) -> str:
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether a replica is the one that counts in coverage checks: `0`, or a tuple of zeros."""
+    """Return whether a replica is the one that counts in coverage checks: `0`, or a tuple of zeros."""
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
@@ -89,7 +89,7 @@ class Marks:
     list_len: int
 
     def problem(self) -> str:
-        """What must be given before this may be saved or loaded on several ranks; empty if nothing."""
+        """Return what must be given before this may be saved or loaded on several ranks; empty if nothing."""
         if not (self.is_expert or self.is_cut):
             return ""
         kind = "an expert (allreduce=False)" if self.is_expert else "tensor parallel (tensor_model_parallel=True)"
@@ -113,7 +113,7 @@ class ShardedBase(ABC):
         """Raise `CheckpointingException` when the fields contradict each other."""
 
     def without_data(self) -> Self:
-        """The same description with `data=None`, cheap to send to another rank."""
+        """Return the same description with `data=None`, cheap to send to another rank."""
         return dataclasses.replace(self, data=None)  # type: ignore[type-var]  # all subclasses are dataclasses
 
 
@@ -226,7 +226,7 @@ class ShardedTensor(ShardedBase):
         return ShardIdentity(self.key, self.global_offset, flat)
 
     def without_data(self) -> Self:
-        """The same description with `data=None`."""
+        """Return the same description with `data=None`."""
         return dataclasses.replace(self, data=None, marks=None, source=None)
 
     def init_data(self, device: torch.device | str, init_fn: Callable[..., Tensor] = torch.empty) -> None:
@@ -240,7 +240,7 @@ class ShardedTensor(ShardedBase):
         self.data = init_fn(shape, dtype=self.dtype, device=device)
 
     def flat(self, data: Tensor | None, start: int, stop: int) -> ShardedTensor:
-        """The elements `[start, stop)` of this block's row-major order, held by `data` (1-D, of any dtype)."""
+        """Return the elements `[start, stop)` of this block's row-major order, held by `data` (1-D, of any dtype)."""
         if self.flattened_range is not None:
             raise CheckpointValueError(f"{self.key} is a flat range already; take the range from the whole block")
         dtype = self.dtype if data is None else data.dtype
@@ -256,7 +256,7 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: int = 0,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """A regular shard from `(axis, index, fragments)` triples; axes count the prepended ones.
+        """Return a regular shard from `(axis, index, fragments)` triples; axes count the prepended ones.
 
         Describes whole blocks: for a flat range, call `flat` on the result.
 
@@ -292,7 +292,7 @@ class ShardedTensor(ShardedBase):
         )
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """The shard of the global tensor in which every rank keeps `[start, start+length)` of local axis `dim`.
+        """Return the shard of the global tensor in which every rank keeps `[start, start+length)` of local axis `dim`.
 
         Args:
             dim: axis of the local block (prepended axes not counted).
@@ -368,7 +368,7 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """The description, without data, that has this `unique_key`; the key itself may contain slashes.
+        """Return the description, without data, that has this `unique_key`; the key itself may contain slashes.
 
         Raises:
             CheckpointingException: the text does not have the form `key/shard_OFFSET_SHAPE`.
@@ -395,5 +395,5 @@ class LocalNonpersistentObject(Generic[T]):
         self.obj = obj
 
     def unwrap(self) -> T:
-        """The value."""
+        """Return the value."""
         return self.obj

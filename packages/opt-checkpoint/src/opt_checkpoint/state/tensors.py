@@ -40,7 +40,7 @@ BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in STORAGE_CLAS
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The dtype of a name found in a file.
+    """Return the dtype of a name found in a file.
 
     Raises:
         CheckpointCorruptError: no dtype has this name.
@@ -63,7 +63,8 @@ def check_dense(key: str, tensor: Tensor) -> None:
 
 
 def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether every value of one dtype has an equal value in the other: the same dtype, or a wider one of its kind."""
+    """Return whether every value of one dtype has an equal value in the other: the same dtype, or a wider one of its
+    kind."""
     if stored == wanted:
         return True
     if stored.is_floating_point and wanted.is_floating_point:
@@ -82,7 +83,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The tensor object that a DTensor holds; any other tensor is returned unchanged.
+    """Return the tensor object that a DTensor holds; any other tensor is returned unchanged.
 
     `to_local()` creates a new tensor if gradients are enabled, and from torch 2.13 on for every parameter, so it cannot
     be used to compare identities.
@@ -91,13 +92,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor. Does not import their module: without it no DTensor exists."""
+    """Return whether a value is a DTensor. Does not import their module: without it no DTensor exists."""
     # While another thread imports it, as a save in the background does, the module has no DTensor yet.
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
-    """A tensor as a `ShardedTensor` under `key`, laid out by its DTensor placements, or whole if it is a plain tensor.
+    """Return a tensor as a `ShardedTensor` under `key`, laid out by its DTensor placements, or whole if it is a plain
+    tensor.
 
     Args:
         key: name of the global tensor.
@@ -225,7 +227,7 @@ class Cut(NamedTuple):
 
 
 def one_run(length: int, cuts: Sequence[Cut]) -> range | None:
-    """The rows of an axis that are here, if they are one run however the placements are read; else None.
+    """Return the rows of an axis that are here, if they are one run however the placements are read; else None.
 
     Read from left to right, a strided cut takes a part of each of several runs, of which the cuts to its right leave
     one. FSDP2 on tensor-parallel parameters cuts in the other order. If parts are uneven, the two orders can give

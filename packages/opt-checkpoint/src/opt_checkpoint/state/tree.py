@@ -61,11 +61,11 @@ class ScopedState(dict[Any, Any]):
         self.check = check
 
     def like(self, values: Mapping[Any, Any]) -> ScopedState:
-        """The same scope with other values, which are not compared with an object."""
+        """Return the same scope with other values, which are not compared with an object."""
         return ScopedState(values, replaces=self.replaces)
 
     def key_at(self, path: Path, key: str) -> str:
-        """The stored key of a value that has `key` in this part, where the part is at `path`."""
+        """Return the stored key of a value that has `key` in this part, where the part is at `path`."""
         return f"{path_text(path)}.{key.removeprefix(self.replaces)}" if path else key
 
 
@@ -77,7 +77,7 @@ class Leaf(NamedTuple):
 
 
 def holds_sharded(value: object) -> bool:
-    """Whether something sharded is a value, or anywhere inside its dicts, lists and tuples."""
+    """Return whether something sharded is a value, or anywhere inside its dicts, lists and tuples."""
     if isinstance(value, dict):
         return any(holds_sharded(v) for v in value.values())
     if isinstance(value, list | tuple):
@@ -127,7 +127,7 @@ ABSENT: Any = object()  # stands for a value that does not exist
 
 
 def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = (), *, scoped: bool = False) -> Any:
-    """A state of the same shape whose every value is `change(path, value)`; one that is `ABSENT` is left out.
+    """Return a state of the same shape whose every value is `change(path, value)`; one that is `ABSENT` is left out.
 
     A `ScopedState` becomes a plain dict, unless `scoped`.
     """
@@ -142,7 +142,7 @@ def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = (), 
 
 
 def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """The parts of a state at which `values` has a value, with these values; other elements of a list are None.
+    """Return the parts of a state at which `values` has a value, with these values; other elements of a list are None.
 
     `ABSENT` if there are none.
     """
@@ -157,7 +157,8 @@ def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
 
 
 def without_tensors(value: Any) -> tuple[Any, dict[Path, Tensor]]:
-    """A plain value with None in place of the tensors in its lists, tuples and dicts, and these by path within it.
+    """Return a plain value with None in place of the tensors in its lists, tuples and dicts, and these by path within
+    it.
 
     Only tensors of storable dtypes are taken out.
     """
@@ -177,7 +178,7 @@ def without_tensors(value: Any) -> tuple[Any, dict[Path, Tensor]]:
 
 
 def lookup(state: Any, path: Path) -> Any:
-    """The value at a path, or `ABSENT`; an integer key also finds the element of a list."""
+    """Return the value at a path, or `ABSENT`; an integer key also finds the element of a list."""
     for key in path:
         in_list = isinstance(state, list) and isinstance(key, int) and 0 <= key < len(state)
         if in_list or (isinstance(state, dict) and key in state):
@@ -188,7 +189,7 @@ def lookup(state: Any, path: Path) -> Any:
 
 
 def sharded_values(state: Any) -> Iterator[ShardedBase]:
-    """All sharded values in a state, at any depth."""
+    """Yield all sharded values in a state, at any depth."""
     return (leaf.value for leaf in leaves(state) if isinstance(leaf.value, ShardedBase))
 
 
@@ -307,7 +308,7 @@ class FlatState:
                     self.plain[path + inner] = tensor
 
     def assembled(self, objects: Mapping[Path, Any], common: Mapping[Path, Any], dropped: frozenset[Path]) -> Any:
-        """The nested state with every sharded value replaced by the loaded value.
+        """Return the nested state with every sharded value replaced by the loaded value.
 
         Args:
             objects: loaded objects by path.

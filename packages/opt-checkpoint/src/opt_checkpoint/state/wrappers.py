@@ -45,7 +45,7 @@ class NamedModule(NamedTuple):
 
 
 def named_modules(module: nn.Module, path: str = "", key: str = "", name: str = "") -> Iterator[NamedModule]:
-    """All modules of a model, a wrapper before what it wraps. A module that is used twice is yielded twice."""
+    """Yield all modules of a model, a wrapper before what it wraps. A module that is used twice is yielded twice."""
     yield NamedModule(module, path, key, name)
     wrapped, is_in_keys = _wrapped_child(module)
     for child_name, child in module._modules.items():
@@ -75,7 +75,7 @@ def _wrapped_child(module: nn.Module) -> tuple[str | None, bool]:
 
 
 def named_parameters(modules: Iterable[NamedModule]) -> dict[str, nn.Parameter]:
-    """The parameters of a model by their names without wrappers; a tied one has several.
+    """Return the parameters of a model by their names without wrappers; a tied one has several.
 
     Raises:
         CheckpointingException: two parameters would have one name.
@@ -123,7 +123,8 @@ _PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def former_names(names: Collection[str], is_stored: Callable[[str], bool]) -> dict[str, str]:
-    """The names that versions up to 0.1 gave to tensors of a model, as far as they are stored and the names are not.
+    """Return the names that versions up to 0.1 gave to tensors of a model, as far as they are stored and the names are
+    not.
 
     These versions removed `module.` from models in which every name began with it, kept the one of
     `torch.compile(DistributedDataParallel(model))`, and removed the names that wrappers use wherever they stood.

@@ -21,10 +21,10 @@ class Target(NamedTuple):
 
 
 def store_at(place: Location) -> Store:
-    """The store whose root is a place."""
+    """Return the store whose root is a place."""
     return Bucket(place) if isinstance(place, ObjectPath) else Directory(place)
 
 
 def target_at(place: Location) -> Target:
-    """The store and the name by which a checkpoint is saved to a place."""
+    """Return the store and the name by which a checkpoint is saved to a place."""
     return Target(Bucket(place), "") if isinstance(place, ObjectPath) else Target(Directory(place.parent), place.name)

@@ -168,7 +168,7 @@ class Bucket:
             self.release(save_id)
 
     def committed(self, target: str = "") -> str | None:
-        """The folder that the commit names. A complete directory that was uploaded unchanged counts too.
+        """Return the folder that the commit names. A complete directory that was uploaded unchanged counts too.
 
         Raises:
             CheckpointCorruptError: the commit is damaged, or what it names was deleted.
@@ -234,7 +234,7 @@ class Bucket:
         return {meta["path"][len(prefix) :].lstrip("/"): meta for meta in self._make("listing", folder, request)}
 
     def children(self, folder: str = "") -> list[str]:
-        """The distinct next parts of keys below a folder that have further parts, like subdirectories."""
+        """Return the distinct next parts of keys below a folder that have further parts, like subdirectories."""
 
         def request(key: str) -> list[str]:
             found = obstore.list_with_delimiter(self._store, key or None)["common_prefixes"]
@@ -354,7 +354,7 @@ class Bucket:
 
 
 def encode_commit(save_id: str) -> bytes:
-    """The content of the commit object."""
+    """Return the content of the commit object."""
     return json.dumps({"opt-checkpoint": "commit", "save_id": save_id}).encode()
 
 

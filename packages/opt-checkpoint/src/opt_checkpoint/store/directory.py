@@ -38,7 +38,7 @@ _RETRIES = 3
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a directory has the name of a temporary directory of a save or deletion."""
+    """Return whether a directory has the name of a temporary directory of a save or deletion."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
@@ -296,7 +296,7 @@ class Directory:
 
     @contextmanager
     def shared_file(self, name: str, *, is_new: bool = False) -> Iterator[Callable[[memoryview, int], None]]:
-        """A function that writes bytes to a position of a file that several ranks write; synced at the end."""
+        """Provide a function that writes bytes to a position of a file that several ranks write; synced at the end."""
         path = self.path(name)
         with self._file(path) if is_new else self._file(path, "reopen", 0) as fd:
             yield lambda data, at: _write_all(path, data, lambda rest: os.pwrite(fd, rest, at + len(data) - len(rest)))

@@ -40,7 +40,7 @@ class Process(NamedTuple):
 
     @classmethod
     def this(cls) -> Process:
-        """This process."""
+        """Return this process."""
         boot, namespace = _machine()
         return cls(socket.gethostname(), boot, namespace, os.getpid(), _start_of(os.getpid()) or "")
 
@@ -113,7 +113,7 @@ def _base_name(folder: str) -> str:
 
 
 def holder_of(lease: bytes, folder: str, age: float) -> str | None:
-    """Who may still write to a folder; None if certainly no process does.
+    """Return who may still write to a folder; None if certainly no process does.
 
     Args:
         lease: the content of its lease; empty if there is none.

@@ -52,7 +52,7 @@ class ObjectPath:
 
     @classmethod
     def at(cls, url: str, **options: Any) -> ObjectPath:
-        """The path that a URL names.
+        """Return the path that a URL names.
 
         Args:
             url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://...`; `memory://name/prefix` for a store in this
@@ -113,7 +113,8 @@ AnyPath: TypeAlias = str | os.PathLike[str] | ObjectPath
 
 
 def location_of(path: AnyPath) -> Location:
-    """A path or `file://` URL as an absolute `Path`, any other URL as an `ObjectPath` with options of the environment.
+    """Return a path or `file://` URL as an absolute `Path`, any other URL as an `ObjectPath` with options of the
+    environment.
 
     Raises:
         CheckpointingException: a URL cannot be opened, or was passed as a `pathlib.Path`.
@@ -154,12 +155,12 @@ def local_path(path: AnyPath, what: str) -> Path:
 
 
 def reached_from(source: Location, place: Location) -> Location:
-    """A place that rank 0 has opened below `source`, with this rank's own credentials."""
+    """Return a place that rank 0 has opened below `source`, with this rank's own credentials."""
     if isinstance(source, ObjectPath) and isinstance(place, ObjectPath):
         return ObjectPath(source.root, place.key, source.store)
     return place
 
 
 def folder_beside(location: Location) -> Path | None:
-    """The local directory that a path is in; None for a place in an object store."""
+    """Return the local directory that a path is in; None for a place in an object store."""
     return location.parent if isinstance(location, Path) else None

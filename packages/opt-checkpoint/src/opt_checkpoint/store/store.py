@@ -44,10 +44,10 @@ class Store(Protocol):
     read_bytes: int  # of one large read
 
     def path(self, name: str = "") -> Location:
-        """The full path of a name, for people."""
+        """Return the full path of a name, for people."""
 
     def folder(self, target: str, save_id: str) -> str:
-        """The folder that all ranks of a save write to. No call is made."""
+        """Return the folder that all ranks of a save write to. No call is made."""
 
     def check_free(self, target: str) -> None:
         """Raise CheckpointExistsError if something is at a target."""
@@ -102,7 +102,7 @@ class Store(Protocol):
         """Remove the folder of a failed save, unless it may have been committed."""
 
     def committed(self, target: str = "") -> str | None:
-        """The folder of the committed checkpoint at a target; None if certainly none was committed."""
+        """Return the folder of the committed checkpoint at a target; None if certainly none was committed."""
 
     def read(self, name: str, *, follow: bool = False) -> bytes:
         """Read a whole small file.
@@ -119,7 +119,7 @@ class Store(Protocol):
         """Sizes of the files in a folder: of all, or of those of `names` that exist. -1 for anything but a file."""
 
     def children(self, folder: str = "") -> list[str]:
-        """The names of subfolders, sorted; a missing folder has none."""
+        """Return the names of subfolders, sorted; a missing folder has none."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write or replace a small file at once."""
@@ -141,14 +141,14 @@ class Store(Protocol):
 
 
 def already_there(path: Location) -> CheckpointExistsError:
-    """The error for a target that exists."""
+    """Return the error for a target that exists."""
     return CheckpointExistsError(
         f"{path} exists, and a checkpoint is never overwritten. Choose another path, or remove it first"
     )
 
 
 def named_in(store: Store, file: str, field: str, pattern: str) -> str | None:
-    """The string in `field` of a small JSON file, or None if the file does not exist.
+    """Return the string in `field` of a small JSON file, or None if the file does not exist.
 
     Raises:
         CheckpointCorruptError: the file holds no string there that matches `pattern`.

@@ -71,7 +71,7 @@ NOTHING = Verdict(None, ())
 
 
 def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_before: int) -> Verdict:
-    """The newest step with the parts of all ranks, on any nodes.
+    """Return the newest step with the parts of all ranks, on any nodes.
 
     Args:
         inventories: for each rank, the parts on its node.
@@ -111,7 +111,8 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
 
 
 def this_node(environ: Mapping[str, str] = os.environ) -> str:
-    """A name for this rank's node: its host name, and its index if `torchrun` sets the number of ranks per node."""
+    """Return a name for this rank's node: its host name, and its index if `torchrun` sets the number of ranks per
+    node."""
     host = socket.gethostname()
     local = environ.get("LOCAL_WORLD_SIZE")
     return host if local is None or "RANK" not in environ else f"{host}/{int(environ['RANK']) // int(local)}"
@@ -160,7 +161,7 @@ class LocalTier:
         self._store = Directory(self.path, sync=False)
 
     def place(self, step: int, rank: int) -> Path:
-        """Path of a rank's part of a step on this node."""
+        """Return path of a rank's part of a step on this node."""
         return self._store.path(_part(step, rank))
 
     def write(self, ranks: Ranks, state: ShardedStateDict, step: int, save: str) -> None:
@@ -203,7 +204,7 @@ class LocalTier:
                 self._store.discard(name)
 
     def inventory(self) -> set[PartName]:
-        """The parts on this node whose manifest and file sizes are correct.
+        """Return the parts on this node whose manifest and file sizes are correct.
 
         Raises:
             OSError: a part cannot be read, so that it is unknown whether it is complete.

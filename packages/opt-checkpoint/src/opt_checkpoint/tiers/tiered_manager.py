@@ -311,7 +311,7 @@ class TieredCheckpointManager(Closing):
         )
 
     def latest(self, state: ShardedStateDict | None = None) -> int | None:
-        """The step of `find(state)`."""
+        """Return the step of `find(state)`."""
         found = self.find(state)
         return None if found is None else found.step
 
