@@ -15,7 +15,7 @@ from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer
 
-MOST = 55
+MOST = 57
 
 
 def crossed() -> dict[str, set[str]]:

@@ -23,7 +23,7 @@ from opt_distributed.layout import (
     whole_layout,
 )
 from opt_distributed.saving import StateError
-from opt_distributed.step.guards import HyperError
+from opt_distributed.step.group_guards import HyperError
 from opt_distributed.step.outcome import StepResult
 from opt_distributed.step.stepper import Stepper
 

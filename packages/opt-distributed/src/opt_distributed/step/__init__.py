@@ -3,7 +3,9 @@
 For packages that build a `Stepper`; `stepper` is the file to read first.
 """
 
-from opt_distributed.step.guards import EqualGroups, Guards, Refusal
+from opt_distributed.step.group_guards import EqualGroups
+from opt_distributed.step.guard import Guard, Refusal
+from opt_distributed.step.guards import Guards
 from opt_distributed.step.hooked import CutParams, CutRows
 from opt_distributed.step.outcome import Outcome, Scaler, StepResult, scaler_of
 from opt_distributed.step.stepper import Stepper
@@ -13,7 +15,7 @@ from opt_distributed.step.watch import Watch, profiler_spans, timer_spans
 from opt_distributed.step.written_replicas import NOTHING_WRITTEN, Written, WrittenReplicas
 
 __all__ = [
-    "NOTHING_WRITTEN", "CutParams", "CutRows", "EqualGroups", "Family", "Guards", "Limits", "Outcome", "Refusal",
-    "Scaler", "StepResult", "Stepper", "Unit", "Watch", "Written", "WrittenReplicas",
+    "NOTHING_WRITTEN", "CutParams", "CutRows", "EqualGroups", "Family", "Guard", "Guards", "Limits", "Outcome",
+    "Refusal", "Scaler", "StepResult", "Stepper", "Unit", "Watch", "Written", "WrittenReplicas",
     "profiler_spans", "scaler_of", "timer_spans",
 ]  # fmt: skip

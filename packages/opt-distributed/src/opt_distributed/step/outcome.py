@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opt_config import ConstantScale, DynamicScale, NoScale
 from opt_distributed.comm.device import Device, HostCopy
-from opt_distributed.step.guards import Guard
+from opt_distributed.step.guard import Guard
 from opt_distributed.step.verdict import Report, Verdict
 
 MAX_SCALE = torch.finfo(torch.float32).max

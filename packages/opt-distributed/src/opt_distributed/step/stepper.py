@@ -32,7 +32,8 @@ from opt_distributed.pieces.piece import Groups, Ready, Update
 from opt_distributed.pieces.quantized import QuantizedSource
 from opt_distributed.pieces.sources import PeerSums
 from opt_distributed.step.capture import CapturedStep
-from opt_distributed.step.guards import Guard, Guards
+from opt_distributed.step.guard import Guard
+from opt_distributed.step.guards import Guards
 from opt_distributed.step.hooked import add_over_ranks_, means_over_ranks
 from opt_distributed.step.outcome import Outcome, Scaler, StepResult, warn_of_deleted
 from opt_distributed.step.unit import Unit

@@ -22,7 +22,7 @@ from opt_distributed.comm.device import Device
 from opt_distributed.comm.roles import Axes
 from opt_distributed.pieces.piece import Kind, Ready, kinds_of
 from opt_distributed.pieces.sources import BufferedGrads, Source
-from opt_distributed.step.guards import Guard
+from opt_distributed.step.guard import Guard
 from opt_kernels.backends import grad_stats
 
 Scale = TypeVar("Scale", bound=float | Tensor)
