@@ -151,9 +151,11 @@ def work(stage: Stage, numel: int, *, kind: str) -> Work:
     remainder = torch.empty_like(main, dtype=torch.int16)
     split_(weight, remainder, main)
     grad = torch.randn_like(main).bfloat16()
-    codecs = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8} if kind == "8-bit" else dict.fromkeys(
-        ("exp_avg", "exp_avg_sq"), torch.bfloat16
-    )  # fmt: skip
+    codecs = (
+        {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+        if kind == "8-bit"
+        else dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
+    )
     state = {name: torch.zeros_like(main, dtype=dtype) for name, dtype in codecs.items()}
     if kind == "8-bit":
         blocks = -(-numel // 128)
@@ -207,9 +209,20 @@ def torch_fused(works: list[Work]) -> Callable[[], None]:
     grads = [w.grad for w in works]
     m, v = ([w.state[name] for w in works] for name in ("exp_avg", "exp_avg_sq"))
     return lambda: torch._fused_adamw_(
-        mains, grads, m, v, [], steps,
-        lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-    )  # fmt: skip
+        mains,
+        grads,
+        m,
+        v,
+        [],
+        steps,
+        lr=1e-4,
+        beta1=0.9,
+        beta2=0.999,
+        weight_decay=0.1,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 SHAPES = [(512, 4, True), (1024, 4, True), (1024, 4, False), (1024, 8, True), (2048, 8, True)]  # tile, warps, IEEE

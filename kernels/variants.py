@@ -91,7 +91,11 @@ def stats(name: str, dtype: torch.dtype) -> Variant:
         kernel=stats_sweep,
         signature={"records": "*i64", "sums": "*fp64", "counts": "*i32"},
         constants={
-            "GRAD": triton_dtype(dtype), "MAXIMUM": False, "WIDTH": 8, "CHUNK": CHUNK, "BLOCK": block,
+            "GRAD": triton_dtype(dtype),
+            "MAXIMUM": False,
+            "WIDTH": 8,
+            "CHUNK": CHUNK,
+            "BLOCK": block,
             "E": 16 // dtype.itemsize,
         },
         aligned=("records",),
@@ -100,7 +104,7 @@ def stats(name: str, dtype: torch.dtype) -> Variant:
         widths=Widths(load_128=block * dtype.itemsize // (NUM_WARPS * 32 * 16)),
         tile_read_bytes=block * dtype.itemsize,
         shared_allowed=True,
-    )  # fmt: skip
+    )
 
 
 def muon_momentum(
@@ -110,9 +114,13 @@ def muon_momentum(
     codec = codec_for("momentum_buffer", m, signed=True)
     kept = formats(states=(m,), **of)
     extra = {
-        "MOMENTUM": triton_dtype(m), "SCHEME": scheme(codec), "U": triton_dtype(u), "SCHEME_U": scheme_u,
-        "NESTEROV": nesterov, "DECAY": "decoupled",
-    }  # fmt: skip
+        "MOMENTUM": triton_dtype(m),
+        "SCHEME": scheme(codec),
+        "U": triton_dtype(u),
+        "SCHEME_U": scheme_u,
+        "NESTEROV": nesterov,
+        "DECAY": "decoupled",
+    }
     one = sweep(f"muon/momentum-{name}", momentum_sweep, kept, {"momentum_buffer": codec}, extra)
     return replace(
         one,
@@ -133,19 +141,28 @@ def muon_normalise(name: str, u: torch.dtype, x: torch.dtype, vector: int) -> Va
         name=f"muon/normalise-{name}",
         kernel=normalise_sweep,
         signature={
-            "records": "*i64", "u": f"*{triton_dtype(u)}", "u_scales": "*fp32", "x": f"*{triton_dtype(x)}",
-            "totals": "*fp64", "smallest": "fp32",
+            "records": "*i64",
+            "u": f"*{triton_dtype(u)}",
+            "u_scales": "*fp32",
+            "x": f"*{triton_dtype(x)}",
+            "totals": "*fp64",
+            "smallest": "fp32",
         },
         constants={
-            "X": triton_dtype(x), "SCHEME_U": "half" if narrow else "plain", "TAG": 3, "WIDTH": 8, "CHUNK": CHUNK,
-            "BLOCK": BLOCK, "E": vector,
+            "X": triton_dtype(x),
+            "SCHEME_U": "half" if narrow else "plain",
+            "TAG": 3,
+            "WIDTH": 8,
+            "CHUNK": CHUNK,
+            "BLOCK": BLOCK,
+            "E": vector,
         },
         aligned=("records", "u", "u_scales", "x", "totals"),
         max_registers=96,
         widths=widths_of([u.itemsize], [x.itemsize], vector),
         tile_read_bytes=BLOCK * u.itemsize,
         shared_allowed=narrow,
-    )  # fmt: skip
+    )
 
 
 def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
@@ -157,7 +174,10 @@ def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
     return replace(
         one,
         signature={
-            "records": "*i64", "block": "*fp32", "directions": f"*{triton_dtype(o)}", "origin": "i64",
+            "records": "*i64",
+            "block": "*fp32",
+            "directions": f"*{triton_dtype(o)}",
+            "origin": "i64",
             "factors": "*fp32",
         },
         constants={name: value for name, value in one.constants.items() if name in descent_sweep.arg_names},
@@ -165,7 +185,7 @@ def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
         widths=widths_of([*main, o.itemsize], written, kept.vector),
         tile_read_bytes=BLOCK * (sum(main) + o.itemsize),
         max_instructions=None,
-    )  # fmt: skip
+    )
 
 
 def small_kernels() -> Iterator[Variant]:
@@ -224,8 +244,13 @@ def syrk(dtype: torch.dtype, *, descriptors: bool, transposed: bool = True) -> V
             signature={"left": box, "right": other} | common,
             constants=constants | {"TRANSPOSED": transposed},
             aligned=("added", "out", "m", "k"),
-            num_warps=8, num_stages=4, fusion=True, matrix=True, descriptors=True, shared_allowed=True,
-        )  # fmt: skip
+            num_warps=8,
+            num_stages=4,
+            fusion=True,
+            matrix=True,
+            descriptors=True,
+            shared_allowed=True,
+        )
     strides = ("left_batch", "left_row", "right_batch", "right_col")
     return Variant(
         name=f"syrk/pointers-{name}",
@@ -233,8 +258,11 @@ def syrk(dtype: torch.dtype, *, descriptors: bool, transposed: bool = True) -> V
         signature={"left": f"*{name}", "right": f"*{name}"} | common | dict.fromkeys(strides, "i32"),
         constants=constants | {"left_col": 1, "right_row": 1},
         aligned=("left", "right", "added", "out", "m", "k", *strides),
-        num_warps=8, fusion=True, matrix=True, shared_allowed=True,
-    )  # fmt: skip
+        num_warps=8,
+        fusion=True,
+        matrix=True,
+        shared_allowed=True,
+    )
 
 
 def all_variants() -> list[Variant]:

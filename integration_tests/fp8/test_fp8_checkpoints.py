@@ -97,8 +97,10 @@ def test_weights_alone_are_saved_dequantised_and_requantised(recipe: str, tmp_pa
 
 def test_a_factory_of_fused_rows_quantises_what_it_merges(tmp_path: Path) -> None:
     def state(model: nn.Module) -> dict[str, Any]:
-        rows = [Segment(row_start=a, row_stop=b, global_shape=(b - a, 160), global_offset=(0, 0), suffix=f".{a}")
-                for a, b in ((0, 64), (64, 192))]  # fmt: skip
+        rows = [
+            Segment(row_start=a, row_stop=b, global_shape=(b - a, 160), global_offset=(0, 0), suffix=f".{a}")
+            for a, b in ((0, 64), (64, 192))
+        ]
         return {"w": ShardedTensorFactory("w", model[0].weight, segments=tuple(rows), local_shape=(192, 160))}
 
     model = make_model("blockwise")

@@ -20,10 +20,18 @@ HABITS += (OTHER_ORDERS,)
 # Hyper-parameters, by their names in a configuration. Lion's betas are not a simple ratio, so that no sum of a few
 # exact gradients cancels.
 HYPER = {
-    "lr": 0.02, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_eps": 1e-8, "sgd_momentum": 0.9,
-    "lion_beta1": 0.9123, "lion_beta2": 0.9717, "muon_momentum": 0.9, "adaptive_muon_beta2": 0.95,
+    "lr": 0.02,
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "adam_eps": 1e-8,
+    "sgd_momentum": 0.9,
+    "lion_beta1": 0.9123,
+    "lion_beta2": 0.9717,
+    "muon_momentum": 0.9,
+    "adaptive_muon_beta2": 0.95,
     "adaptive_muon_eps": 1e-8,
-}  # fmt: skip
+}
 UNIT = 1 / 64
 TOP = 255  # integers up to here are exact in bf16
 

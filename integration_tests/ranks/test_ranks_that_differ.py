@@ -123,10 +123,16 @@ def test_a_group_that_differs_on_one_replica_is_refused_on_all() -> None:
 # --- fields, marks, wrappers, files -----------------------------------------------------------------------------------
 
 FIELDS: Options = {
-    "optimizer": "sgd", "use_distributed_optimizer": True, "decoupled_weight_decay": False, "lr": 2 * LR,
-    "adam_beta2": 0.5, "clip_grad": 7.0, "loss_scale": 8.0, "grad_norm_skip_threshold": 3.0,
+    "optimizer": "sgd",
+    "use_distributed_optimizer": True,
+    "decoupled_weight_decay": False,
+    "lr": 2 * LR,
+    "adam_beta2": 0.5,
+    "clip_grad": 7.0,
+    "loss_scale": 8.0,
+    "grad_norm_skip_threshold": 3.0,
     "log_num_zeros_in_grad": True,
-}  # fmt: skip
+}
 MARKS = {"grad_norm_group": "mtp", "shared": True, "tensor_model_parallel": True}
 FLAT = {"use_distributed_optimizer": True}
 
@@ -178,9 +184,10 @@ DIFFERENT: dict[str, tuple[Callable[[Comm], object], tuple[str, ...]]] = {
         ("calculate_per_token_loss is False on rank 0 and True on rank 1",),
     ),
     "other ranks": (
-        lambda comm: built(comm, wrapped(net_with(), roles_over(Alone()))), ("data-parallel groups of 1 x 1 ranks",),
+        lambda comm: built(comm, wrapped(net_with(), roles_over(Alone()))),
+        ("data-parallel groups of 1 x 1 ranks",),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DIFFERENT)

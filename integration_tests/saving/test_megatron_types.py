@@ -225,8 +225,9 @@ def test_opt_checkpoint_saves_and_loads_megatron_cores_types(tmp_path: Path) -> 
     assert str(resumed.state_dict()) == str(before)
     chunk.sharded_state_dict = lambda prefix="": described(chunk, 0)["model"]
     assert {type(value).__module__ for value in sharded_model(chunk).values()} == {
-        "opt_checkpoint.state.sharded", "opt_checkpoint.state.factory"
-    }  # fmt: skip
+        "opt_checkpoint.state.sharded",
+        "opt_checkpoint.state.factory",
+    }
 
 
 def test_dist_checkpointing_saves_and_loads_as_in_megatron_core(tmp_path: Path) -> None:

@@ -59,8 +59,12 @@ HUGE = torch.finfo(BF16).max
 
 def test_mains_begin_with_the_parameter_within_block_precision() -> None:
     for values in (
-        [0.0, -0.0], [TINY / 128, -TINY / 64, 0.0], [TINY, 3 * TINY], [HUGE, -HUGE / 8], [1024.0, 2.0**-14, 2.0**-28]
-    ):  # fmt: skip
+        [0.0, -0.0],
+        [TINY / 128, -TINY / 64, 0.0],
+        [TINY, 3 * TINY],
+        [HUGE, -HUGE / 8],
+        [1024.0, 2.0**-14, 2.0**-28],
+    ):
         target = torch.tensor(values).to(BF16)
         assert torch.equal(CodedMain.of(target.clone()).value(), target.float()), values
     far = torch.tensor([2.0**100, 1.7 * 2.0**60, 2.0**59, 1.0] + [0.0] * 124 + [1.0, 3.0])

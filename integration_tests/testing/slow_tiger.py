@@ -19,7 +19,7 @@ from opt_kernels.formulas import (
     sign,
     sqrt,
     where,
-)  # fmt: skip
+)
 
 
 def scalars(
@@ -27,15 +27,30 @@ def scalars(
 ) -> dict[str, float]:
     cycles = step / period
     return {
-        "rate": lr * minimum(1.0, step / warm) ** 0.5, "wd": weight_decay, "weight": 1 - momentum, "pull": pull,
-        "is_first": where(step == 1, 1.0, 0.0), "is_sync": where(cycles == floor(cycles), 1.0, 0.0),
-    }  # fmt: skip
+        "rate": lr * minimum(1.0, step / warm) ** 0.5,
+        "wd": weight_decay,
+        "weight": 1 - momentum,
+        "pull": pull,
+        "is_first": where(step == 1, 1.0, 0.0),
+        "is_sync": where(cycles == floor(cycles), 1.0, 0.0),
+    }
 
 
 def update(
-    p: Any, g: Any, momentum_buffer: Any, slow: Any, peak: Any, *,
-    rate: Any, wd: Any, weight: Any, pull: Any, is_first: Any, is_sync: Any, ahead: bool,
-) -> Any:  # fmt: skip
+    p: Any,
+    g: Any,
+    momentum_buffer: Any,
+    slow: Any,
+    peak: Any,
+    *,
+    rate: Any,
+    wd: Any,
+    weight: Any,
+    pull: Any,
+    is_first: Any,
+    is_sync: Any,
+    ahead: bool,
+) -> Any:
     if is_first != 0:
         slow = p
     if wd != 0:
@@ -51,11 +66,17 @@ def update(
 
 
 RULE = Formula(
-    name="slow_tiger", title="SlowTiger", scalars=scalars, update=update,
+    name="slow_tiger",
+    title="SlowTiger",
+    scalars=scalars,
+    update=update,
     states=(State("momentum_buffer"), State("slow"), State("peak", signed=False)),
     numbers=(
-        Number("lr", 1e-3), Number("momentum", 0.9, low=0.0, below=1.0), Number("period", 3, low=1),
-        Number("pull", 0.5, low=0.0), Number("warm", 2, low=1),
+        Number("lr", 1e-3),
+        Number("momentum", 0.9, low=0.0, below=1.0),
+        Number("period", 3, low=1),
+        Number("pull", 0.5, low=0.0),
+        Number("warm", 2, low=1),
     ),
     choices=(Choice("ahead", True),),
-)  # fmt: skip
+)

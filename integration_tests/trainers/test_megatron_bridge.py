@@ -36,9 +36,17 @@ LR = 1e-2
 WIDTH = 8
 BASE: dict[str, Any] = {"lr": LR, "min_lr": LR / 10, "weight_decay": 0.1, "clip_grad": 0.5}
 SCHEDULE: dict[str, Any] = {
-    "init_lr": 0.0, "max_lr": LR, "min_lr": LR / 10, "lr_warmup_steps": 2, "lr_decay_steps": STEPS,
-    "lr_decay_style": "linear", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": STEPS, "wd_incr_style": "constant",
-}  # fmt: skip
+    "init_lr": 0.0,
+    "max_lr": LR,
+    "min_lr": LR / 10,
+    "lr_warmup_steps": 2,
+    "lr_decay_steps": STEPS,
+    "lr_decay_style": "linear",
+    "start_wd": 0.1,
+    "end_wd": 0.1,
+    "wd_incr_steps": STEPS,
+    "wd_incr_style": "constant",
+}
 
 
 class Trained(NamedTuple):

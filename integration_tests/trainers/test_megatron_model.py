@@ -29,9 +29,17 @@ STEPS = 6
 LENGTH = 8
 VOCABULARY = 32
 SCHEDULE: dict[str, Any] = {
-    "init_lr": 0.0, "max_lr": 1e-2, "min_lr": 1e-3, "lr_warmup_steps": 2, "lr_decay_steps": STEPS,
-    "lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": STEPS, "wd_incr_style": "constant",
-}  # fmt: skip
+    "init_lr": 0.0,
+    "max_lr": 1e-2,
+    "min_lr": 1e-3,
+    "lr_warmup_steps": 2,
+    "lr_decay_steps": STEPS,
+    "lr_decay_style": "cosine",
+    "start_wd": 0.1,
+    "end_wd": 0.1,
+    "wd_incr_steps": STEPS,
+    "wd_incr_style": "constant",
+}
 THEIRS = SimpleNamespace(
     DistributedDataParallel=their_wrappers.DistributedDataParallel,
     DistributedDataParallelConfig=their_wrappers.DistributedDataParallelConfig,
@@ -62,11 +70,21 @@ class OnCpu(TorchFunctionMode):
 
 def made_model(*, bf16: bool) -> tuple[Any, Any]:
     config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, use_cpu_initialization=True,
-        attention_dropout=0.0, hidden_dropout=0.0, pipeline_dtype=torch.bfloat16 if bf16 else torch.float32, bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32, masked_softmax_fusion=False,
-        bias_activation_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
     torch.manual_seed(0)
     spec = get_gpt_layer_local_spec(normalization="LayerNorm")
     model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
@@ -110,9 +128,13 @@ def losses(names: Any, fields: dict[str, Any]) -> list[float]:
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         outs = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=batches(step), model=[chunk], num_microbatches=2,
-            seq_length=LENGTH, micro_batch_size=2,
-        )  # fmt: skip
+            forward_step_func=forward_step,
+            data_iterator=batches(step),
+            model=[chunk],
+            num_microbatches=2,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+        )
         found += [float(out["loss"]) for out in outs]
         if optimizer.step()[0]:
             scheduler.step(1)

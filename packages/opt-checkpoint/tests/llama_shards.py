@@ -95,6 +95,14 @@ def _shard(key: str, own: Tensor, shape: Any, prefix: tuple[int, ...], tp: int, 
         offset[axis] = number * size
     data = own.clone() if filled else torch.full_like(own, 7)
     return ShardedTensor(
-        key, data, data.dtype, tuple(data.shape), whole, (*prefix, *offset), None,
-        replica_id=0 if axis is not None else number, prepend_axis_num=len(prefix), allow_shape_mismatch=True,
-    )  # fmt: skip
+        key,
+        data,
+        data.dtype,
+        tuple(data.shape),
+        whole,
+        (*prefix, *offset),
+        None,
+        replica_id=0 if axis is not None else number,
+        prepend_axis_num=len(prefix),
+        allow_shape_mismatch=True,
+    )

@@ -177,12 +177,15 @@ def test_diff_sees_nonfinite_values_missing_keys_and_shapes(tmp_path: Path, run:
     save({"a": sharded_like("a", torch.zeros(2)), "b": sharded_like("b", torch.zeros(2)), "v": 1}, tmp_path / "1")
     save({"b": sharded_like("b", torch.zeros(3)), "c": sharded_like("c", torch.zeros(0)), "v": 2}, tmp_path / "2")
     code, text = run("diff", tmp_path / "1", tmp_path / "2")
-    assert (code, text.splitlines()) == (1, [
-        "a: only in the first",
-        "b: torch.float32 [2] and torch.float32 [3]",
-        "c: only in the second",
-        "common_state/shard_0_1: the stored objects differ",
-    ])  # fmt: skip
+    assert (code, text.splitlines()) == (
+        1,
+        [
+            "a: only in the first",
+            "b: torch.float32 [2] and torch.float32 [3]",
+            "c: only in the second",
+            "common_state/shard_0_1: the stored objects differ",
+        ],
+    )
 
 
 @pytest.mark.parametrize(("side", "step"), [("first", "step-1"), ("second", "step-2")])

@@ -10,18 +10,32 @@ from opt_checkpoint import CheckpointingException, ShardedObject, ShardedTensor,
 
 def sharded(**changes: Any) -> ShardedTensor:
     fields: dict[str, Any] = {
-        "key": "w", "data": torch.zeros(4, 3), "dtype": torch.float32, "local_shape": (4, 3),
-        "global_shape": (8, 3), "global_offset": (4, 0), "axis_fragmentations": (2, 1),
-    }  # fmt: skip
+        "key": "w",
+        "data": torch.zeros(4, 3),
+        "dtype": torch.float32,
+        "local_shape": (4, 3),
+        "global_shape": (8, 3),
+        "global_offset": (4, 0),
+        "axis_fragmentations": (2, 1),
+    }
     return ShardedTensor(**{**fields, **changes})
 
 
 def test_positions_of_the_fields_are_megatron_cores() -> None:
     names = [name for name, field in ShardedTensor.__dataclass_fields__.items() if not field.kw_only]
     assert names == [
-        "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
-        "prepend_axis_num", "allow_shape_mismatch", "flattened_range",
-    ]  # fmt: skip
+        "key",
+        "data",
+        "dtype",
+        "local_shape",
+        "global_shape",
+        "global_offset",
+        "axis_fragmentations",
+        "replica_id",
+        "prepend_axis_num",
+        "allow_shape_mismatch",
+        "flattened_range",
+    ]
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [

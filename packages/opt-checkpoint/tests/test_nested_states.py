@@ -646,9 +646,13 @@ def test_objects_with_a_state_dict_are_refused(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     save({"app": AppState(model).state_dict(), "scheduler": scheduler.state_dict()}, tmp_path / "x")
     for key, value in (
-        ("app", AppState(model)), ("scheduler", scheduler), ("app", model), ("app", optimizer), ("app", [0, model]),
+        ("app", AppState(model)),
+        ("scheduler", scheduler),
+        ("app", model),
+        ("app", optimizer),
+        ("app", [0, model]),
         ("app", {"inner": ({"a": scheduler},)}),
-    ):  # fmt: skip
+    ):
         for call in (save, load):
             with pytest.raises(
                 CheckpointingException, match=rf"{key}.* is an? \w+, an object with a state_dict.*pass its"

@@ -111,10 +111,15 @@ def test_dtensors_are_exported_and_read_without_gathering(tmp_path: Path) -> Non
 
 def test_values_keep_their_dtype_unless_another_is_requested(tmp_path: Path) -> None:
     tensors = {
-        "f64": torch.randn(3, dtype=torch.float64), "bf16": torch.randn(5).bfloat16(), "i": torch.arange(4),
-        "b": torch.tensor([True, False]), "none": torch.zeros(0, 2), "scalar": torch.tensor(1.5),
-        "u8": torch.arange(3).to(torch.uint8), "c": torch.randn(2, dtype=torch.complex64),
-    }  # fmt: skip
+        "f64": torch.randn(3, dtype=torch.float64),
+        "bf16": torch.randn(5).bfloat16(),
+        "i": torch.arange(4),
+        "b": torch.tensor([True, False]),
+        "none": torch.zeros(0, 2),
+        "scalar": torch.tensor(1.5),
+        "u8": torch.arange(3).to(torch.uint8),
+        "c": torch.randn(2, dtype=torch.complex64),
+    }
     eight = torch.randn(8).to(torch.float8_e4m3fn)
     save_safetensors({**tensors, "f8": eight}, tmp_path / "same")
     found = read_all(tmp_path / "same")

@@ -120,12 +120,23 @@ def train(tensor_parallel: int, kind: Kind, *, package: Any = None, steps: int =
         for name in ("bias_activation", "gradient_accumulation", "masked_softmax", "bias_dropout")
     }
     config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, use_cpu_initialization=True,
-        tensor_model_parallel_size=tensor_parallel, pipeline_dtype=kind.dtype, apply_rope_fusion=False,
-        num_moe_experts=kind.experts, expert_model_parallel_size=kind.experts or 1,
-        moe_ffn_hidden_size=32 if kind.experts else None, **precision, **unfused,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        ffn_hidden_size=32,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_dtype=kind.dtype,
+        apply_rope_fusion=False,
+        num_moe_experts=kind.experts,
+        expert_model_parallel_size=kind.experts or 1,
+        moe_ffn_hidden_size=32 if kind.experts else None,
+        **precision,
+        **unfused,
+    )
     gpt = GPTModel(
         config,
         get_gpt_layer_local_spec(num_experts=kind.experts),
@@ -135,15 +146,21 @@ def train(tensor_parallel: int, kind: Kind, *, package: Any = None, steps: int =
     wrappers = package or distributed
     optimizers = package or optimizers
     ddp_config = wrappers.DistributedDataParallelConfig(
-        use_distributed_optimizer=kind.is_distributed, bucket_size=kind.bucket_size or 5000, grad_reduce_in_fp32=True,
+        use_distributed_optimizer=kind.is_distributed,
+        bucket_size=kind.bucket_size or 5000,
+        grad_reduce_in_fp32=True,
         overlap_grad_reduce=kind.bucket_size is not None,
-    )  # fmt: skip
+    )
     model = wrappers.DistributedDataParallel(config, ddp_config, gpt.to(kind.dtype))
     scale = {"initial_loss_scale": LOSS_SCALE} if kind.dtype == torch.float16 else {}
     options = optimizers.OptimizerConfig(
-        optimizer="adam", lr=0.01, use_distributed_optimizer=kind.is_distributed, clip_grad=0.0,
-        **precision, **scale,
-    )  # fmt: skip
+        optimizer="adam",
+        lr=0.01,
+        use_distributed_optimizer=kind.is_distributed,
+        clip_grad=0.0,
+        **precision,
+        **scale,
+    )
     optimizer = optimizers.get_megatron_optimizer(options, [model])
     for step in range(steps):
         model.zero_grad_buffer()
@@ -224,11 +241,19 @@ def _slots(model: Any, pieces: dict[int, list[_Piece]]) -> list[dict[str, Any]]:
             for param, (start, _, bucket) in buffer.param_index_map.items():
                 for piece in pieces[id(param)]:
                     in_bucket = start - buffer.buckets[bucket].offset + piece.first
-                    slots.append({
-                        "name": piece.key, "shape": piece.shape, "start": in_bucket, "bucket": bucket, "buffer": number,
-                        "group": groups[chained], "optimizer": chained, "global_shape": piece.global_shape,
-                        "global_offset": piece.offset,
-                    })  # fmt: skip
+                    slots.append(
+                        {
+                            "name": piece.key,
+                            "shape": piece.shape,
+                            "start": in_bucket,
+                            "bucket": bucket,
+                            "buffer": number,
+                            "group": groups[chained],
+                            "optimizer": chained,
+                            "global_shape": piece.global_shape,
+                            "global_offset": piece.offset,
+                        }
+                    )
     return slots
 
 
@@ -244,9 +269,12 @@ def _save(model: Any, optimizer: Any, path: Path, form: str, kind: Kind) -> None
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     generators = [{"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}]
     rng = dist_checkpointing.ShardedObject(
-        "rng_state", generators, (ranks,), (parallel_state.get_tensor_model_parallel_rank(),),
+        "rng_state",
+        generators,
+        (ranks,),
+        (parallel_state.get_tensor_model_parallel_rank(),),
         replica_id=parallel_state.get_data_parallel_rank(),
-    )  # fmt: skip
+    )
     path.mkdir(exist_ok=True)
     dist.barrier()
     arguments = argparse.Namespace(lr=0.01, attention=Attention.FLASH, dtype=torch.bfloat16)

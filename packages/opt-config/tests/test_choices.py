@@ -50,12 +50,18 @@ WHOLE = {"use_layer_wise_distributed_optimizer": True}
 OVERLAP = {"overlap_param_gather": True}
 WITH_STEP = {"overlap_param_gather_with_optimizer_step": True}
 FP16_NUMBERS = {
-    "fp16": True, "initial_loss_scale": 2**16, "min_loss_scale": 4.0, "loss_scale_window": 50, "hysteresis": 3,
-}  # fmt: skip
+    "fp16": True,
+    "initial_loss_scale": 2**16,
+    "min_loss_scale": 4.0,
+    "loss_scale_window": 50,
+    "hysteresis": 3,
+}
 OFFLOAD = {
-    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25, "pin_cpu_grads": False,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.25,
+    "pin_cpu_grads": False,
     "overlap_cpu_optimizer_d2h_h2d": True,
-}  # fmt: skip
+}
 
 
 CHOICES = [

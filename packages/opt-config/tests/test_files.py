@@ -24,10 +24,17 @@ use_distributed_optimizer = true
 overlap_param_gather = true
 """
 FULL = OptimizerConfig(
-    lr=3e-4, min_lr=3e-5, bf16=True, params_dtype=torch.bfloat16, use_precision_aware_optimizer=True,
-    exp_avg_dtype=torch.float16, clip_grad=0.5, grad_norm_skip_threshold=math.inf, use_distributed_optimizer=True,
+    lr=3e-4,
+    min_lr=3e-5,
+    bf16=True,
+    params_dtype=torch.bfloat16,
+    use_precision_aware_optimizer=True,
+    exp_avg_dtype=torch.float16,
+    clip_grad=0.5,
+    grad_norm_skip_threshold=math.inf,
+    use_distributed_optimizer=True,
     overlap_param_gather=True,
-)  # fmt: skip
+)
 
 
 def test_values_are_read_as_files_hold_them():

@@ -32,9 +32,14 @@ SPEC = {
     "timers": None, "config_logger_dir": "", "optimizer_cuda_graph": False, "muon_use_syrk": False,
 }  # fmt: skip
 OURS = {
-    "soap_order": "paper", "soap_max_precond_dim": 10000, "soap_one_sided": False, "soap_split_qkv": False,
-    "optimizer_options": None, "muon_weight_decay_method": "decoupled", "adaptive_muon_lines": "rows",
-}  # fmt: skip
+    "soap_order": "paper",
+    "soap_max_precond_dim": 10000,
+    "soap_one_sided": False,
+    "soap_split_qkv": False,
+    "optimizer_options": None,
+    "muon_weight_decay_method": "decoupled",
+    "adaptive_muon_lines": "rows",
+}
 
 WHOLE = {"use_layer_wise_distributed_optimizer": True}
 FLAT = {"use_distributed_optimizer": True}

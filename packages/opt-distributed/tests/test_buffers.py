@@ -203,8 +203,15 @@ def test_a_bucket_is_filled_while_the_bucket_before_it_travels() -> None:
         comm.log.clear()
         shards.reduce_(grads)
         assert comm.log == [
-            "start 0", "start 1", "wait 0", "start 2", "wait 1", "start 3", "wait 2", "wait 3",
-        ]  # fmt: skip
+            "start 0",
+            "start 1",
+            "wait 0",
+            "start 2",
+            "wait 1",
+            "start 3",
+            "wait 2",
+            "wait 3",
+        ]
         owned = {piece.id: shards.piece(piece.id, piece.of_param) for _, piece in shards.layout.owned(0)}
         assert {id: sums.unique().tolist() for id, sums in owned.items()} == {
             id: [1.0 + index] for index, id in enumerate(grads)

@@ -59,9 +59,15 @@ def trains() -> dict[str, bool]:
     world = dist.group.WORLD
     row = rows[rank // 2]
     groups = ProcessGroups(
-        dp=world, expt_dp=world, mp=None, tp_ep_pp=None, intra_dp_cp=row, intra_expt_dp=row, intra_dist_opt=row,
+        dp=world,
+        expt_dp=world,
+        mp=None,
+        tp_ep_pp=None,
+        intra_dp_cp=row,
+        intra_expt_dp=row,
+        intra_dist_opt=row,
         inter_dist_opt=columns[rank % 2],
-    )  # fmt: skip
+    )
     instances = replace(OVERLAP, overlap_param_gather=False)
     instances.num_distributed_optimizer_instances = 2
     return {

@@ -87,8 +87,11 @@ def test_shard_ranges_equal_megatron_cores_across_parameters() -> None:
     layout = flat_layout(vectors(1000, 1000), num_shards=4, shard_multiple=1)
     pieces = [piece for rank in range(4) for _, piece in layout.owned(rank)]
     assert [(p.id.name, p.of_param.start, p.of_param.stop, p.of_shard.start) for p in pieces] == [
-        ("p1", 0, 512, 0), ("p1", 512, 1000, 0), ("p0", 0, 512, 0), ("p0", 512, 1000, 0),
-    ]  # fmt: skip
+        ("p1", 0, 512, 0),
+        ("p1", 512, 1000, 0),
+        ("p0", 0, 512, 0),
+        ("p0", 512, 1000, 0),
+    ]
 
 
 def test_replicated_layout_is_reversed_and_has_no_padding() -> None:
@@ -202,10 +205,15 @@ LLAMA_405B_TP1 = matrices(*[(18432, 16384), (16384, 16384), (106496, 16384), (16
 
 @pytest.mark.parametrize(
     ("params", "world"),
-    [(LLAMA_405B_TP8_PP16, 8), (LLAMA_405B_TP8_PP16, 128), (DEEPSEEK_V3_DENSE, 8), (DEEPSEEK_V3_DENSE, 128),
-     (LLAMA_405B_TP1, 4096)],
+    [
+        (LLAMA_405B_TP8_PP16, 8),
+        (LLAMA_405B_TP8_PP16, 128),
+        (DEEPSEEK_V3_DENSE, 8),
+        (DEEPSEEK_V3_DENSE, 128),
+        (LLAMA_405B_TP1, 4096),
+    ],
     ids=["405B tp8 pp16, 8", "128", "V3, 8", "128", "405B, 4096"],
-)  # fmt: skip
+)
 def test_whole_layouts_of_large_models_have_the_models_size(params: list[ParamShape], world: int) -> None:
     """Padded to the longest shard, these took 1.1 to 16 times the model from 32 ranks on, in one bucket."""
     layout = whole_layout(params, num_shards=world, bucket_size=default_bucket_size(world))
@@ -345,10 +353,15 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "ranks", "most"),
     [
-        ("8B", 8, 1.02), ("32B", 8, 1.02), ("70B", 8, 1.02), ("stacks of 32 experts", 16, 1.02),
-        ("70B", 64, 1.15), ("405B", 64, 1.15), ("405B", 512, 1.15),
+        ("8B", 8, 1.02),
+        ("32B", 8, 1.02),
+        ("70B", 8, 1.02),
+        ("stacks of 32 experts", 16, 1.02),
+        ("70B", 64, 1.15),
+        ("405B", 64, 1.15),
+        ("405B", 512, 1.15),
     ],
-)  # fmt: skip
+)
 def test_owners_are_busy_in_every_run_of_published_shapes(model: str, ranks: int, most: float) -> None:
     """The work of the slowest owner of each run, over the mean. Bounds from the shapes alone: one run gives 1.12."""
     matrices = split(*MODELS[model])

@@ -71,8 +71,11 @@ def averaging(p, g, m, *, lr, weight):
 
 
 UNDECAYED = Formula(
-    name="undecayed", states=(State("m"),), scalars=averaging_scalars, update=averaging,
+    name="undecayed",
+    states=(State("m"),),
+    scalars=averaging_scalars,
+    update=averaging,
     numbers=(Number("betas", (0.9, 0.99)),),
-)  # fmt: skip
+)
 Undecayed = optim.drop_in(UNDECAYED)
 """A rule that reads neither weight_decay nor beta2."""

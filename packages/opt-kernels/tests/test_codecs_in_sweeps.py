@@ -118,10 +118,14 @@ def short(numel: int, special: float | None = None) -> Tensor:
 
 
 VALUES: dict[str, Callable[[bool], Tensor]] = {
-    **{f"any size, {size}": (lambda signed, s=size: of_size(s, signed=signed))
-       for size in (1e-44, 1e-38, 1e-25, 1e-12, 1.0, 7e7, 1e25, 3e38)},
-    **{f"near ties, {scale}": (lambda signed, s=scale: near_ties() * s if signed else (near_ties() * s).square())
-       for scale in (1.0, 0.7, 1e-6)},
+    **{
+        f"any size, {size}": (lambda signed, s=size: of_size(s, signed=signed))
+        for size in (1e-44, 1e-38, 1e-25, 1e-12, 1.0, 7e7, 1e25, 3e38)
+    },
+    **{
+        f"near ties, {scale}": (lambda signed, s=scale: near_ties() * s if signed else (near_ties() * s).square())
+        for scale in (1.0, 0.7, 1e-6)
+    },
     # Half of a scale below 2^-125 loses its last bit; one value in thirty next to a tie then had another code.
     **{f"near ties, 2^{power}": (lambda _, p=power: near_ties() * 0.7 * 2.0**p) for power in (-126, -124, -100, 126)},
     "near ties, negative": lambda signed: -near_ties() * 0.7 if signed else near_ties() * 0.7,
@@ -132,7 +136,7 @@ VALUES: dict[str, Callable[[bool], Tensor]] = {
     # A group without other values lost the signs of its zeros, except at its end.
     **{f"negative zeros, {n}": (lambda _, n=n: -torch.zeros(n)) for n in (1, 31, 33, 100, 128, 300)},
     "zeros of both signs": lambda _: torch.tensor([-0.0, 0.0, -0.0]).repeat(100),
-}  # fmt: skip
+}
 
 
 @ON_CODECS

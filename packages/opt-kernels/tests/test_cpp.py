@@ -40,9 +40,16 @@ def fresh(monkeypatch: Patch, caplog: Log, tmp_path: Path) -> Iterator[Path]:
 
 def forget() -> None:
     for cached in (
-        compiler.usable, compiler.library, compiler.attempt, compiler._warned, compiler._compiler,
-        compiler._compiler_version, compiler.cache_folder, _available, _chosen,
-    ):  # fmt: skip
+        compiler.usable,
+        compiler.library,
+        compiler.attempt,
+        compiler._warned,
+        compiler._compiler,
+        compiler._compiler_version,
+        compiler.cache_folder,
+        _available,
+        _chosen,
+    ):
         cached.cache_clear()
 
 

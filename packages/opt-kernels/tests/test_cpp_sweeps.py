@@ -135,8 +135,12 @@ def chooses_a_root(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
 
 
 UPDATES = [
-    replaces_main_in_a_branch, reads_what_changes, changes_what_is_read, has_inner_and_late_roots, chooses_a_root,
-]  # fmt: skip
+    replaces_main_in_a_branch,
+    reads_what_changes,
+    changes_what_is_read,
+    has_inner_and_late_roots,
+    chooses_a_root,
+]
 
 
 @pytest.mark.parametrize("update", UPDATES)

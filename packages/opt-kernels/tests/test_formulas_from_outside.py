@@ -26,7 +26,7 @@ from opt_kernels.formulas import (
     sign,
     tanh,
     where,
-)  # fmt: skip
+)
 from opt_kernels.hooks import CautiousUpdate, HookError, hooked
 from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
@@ -66,8 +66,12 @@ def lookahead(p, g, slow, before, *, lr, is_first, is_sync):
 
 def power_scalars(*, lr, step, gamma):
     return {
-        "a": lr * step**-0.8, "b": lr / step**0.5, "c": lr * power(gamma, step), "d": lr * step**gamma, "e": step**-2,
-    }  # fmt: skip
+        "a": lr * step**-0.8,
+        "b": lr / step**0.5,
+        "c": lr * power(gamma, step),
+        "d": lr * step**gamma,
+        "e": step**-2,
+    }
 
 
 def powers(p, g, *, a, b, c, d, e):

@@ -111,9 +111,15 @@ def test_an_impossible_rate_or_decay_is_refused_in_every_step(name):
     for _ in range(2):
         before = [param.detach().clone() for param in group["params"]]
         for entry, value in [
-            ("lr", math.nan), ("lr", math.inf), ("lr", -1.0), ("lr", "0.1"), ("lr", 10**400),
-            ("lr", torch.tensor(math.nan)), ("weight_decay", math.nan), ("weight_decay", -1.0),
-        ]:  # fmt: skip
+            ("lr", math.nan),
+            ("lr", math.inf),
+            ("lr", -1.0),
+            ("lr", "0.1"),
+            ("lr", 10**400),
+            ("lr", torch.tensor(math.nan)),
+            ("weight_decay", math.nan),
+            ("weight_decay", -1.0),
+        ]:
             usual = group[entry]
             group[entry] = value
             with pytest.raises(ValueError, match=f"{entry}=.* is not allowed"):

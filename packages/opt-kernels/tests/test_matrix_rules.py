@@ -23,7 +23,7 @@ from opt_kernels.rules import (
     SOAPRule,
     init_state,
     sums_gradients,
-)  # fmt: skip
+)
 from opt_kernels.works import NOT_SPLIT, Batch, MatrixPart, MatrixSpec, Task, Work
 
 EXACT = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)

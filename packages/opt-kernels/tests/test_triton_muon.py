@@ -31,9 +31,13 @@ HALF_UNIT = 2.0**-24  # of float32, relative
 EXACT = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)
 # One step of 1 x + 0 x³ + 0 x⁵: each matrix over its norm, each split part over its own; the smallest over eps.
 ITSELF = replace(
-    EXACT, coefficient_type=CoefficientType.CUSTOM, custom_coefficients=((1.0, 0.0, 0.0),), num_ns_steps=1,
-    scale_mode=ScaleMode.SPECTRAL, eps=5.0,
-)  # fmt: skip
+    EXACT,
+    coefficient_type=CoefficientType.CUSTOM,
+    custom_coefficients=((1.0, 0.0, 0.0),),
+    num_ns_steps=1,
+    scale_mode=ScaleMode.SPECTRAL,
+    eps=5.0,
+)
 NARROW = replace(ITSELF, fp32_matmul_prec=MatmulPrecision.MEDIUM, backend="triton")  # 16-bit inputs
 
 # The formats of values, and the dtype of the momentum.
@@ -103,10 +107,14 @@ def test_a_step_equals_its_reference_in_float64(name: str, kernel_device: torch.
         works = works_of(name, kernel_device)
         before = [main_of(work) for work in works]
         exact = [
-            Work(grad=work.grad.double().cpu(), main=old.clone(), matrix=work.matrix,
-                 state={"momentum_buffer": momentum_of(work, momentum).cpu()})
+            Work(
+                grad=work.grad.double().cpu(),
+                main=old.clone(),
+                matrix=work.matrix,
+                state={"momentum_buffer": momentum_of(work, momentum).cpu()},
+            )
             for work, old in zip(works, before)
-        ]  # fmt: skip
+        ]
         moved(replace(rule, backend="reference", momentum_buffer_dtype=torch.float64), exact, grad_scale=0.5)
         scale = torch.tensor(0.5, device=kernel_device)
         moved(replace(rule, backend="triton", momentum_buffer_dtype=momentum), works, grad_scale=scale)

@@ -15,10 +15,18 @@ from opt_paramgroups import ParamId, get_param_groups, parameters_by_id
 def test_a_group_starts_at_the_configured_numbers():
     (group,) = get_param_groups([nn.Linear(3, 5)], CONFIG, {})
     assert {entry: value for entry, value in group.items() if entry not in ("params", "param_ids")} == {
-        "name": "default", "optimizer": "adam", "is_expert_parallel": False, "default_config": True,
-        "is_decoupled_lr": False, "wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 1e-2, "min_lr": 1e-4, "lr": 1e-2,
+        "name": "default",
+        "optimizer": "adam",
+        "is_expert_parallel": False,
+        "default_config": True,
+        "is_decoupled_lr": False,
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "max_lr": 1e-2,
+        "min_lr": 1e-4,
+        "lr": 1e-2,
         "weight_decay": 0.1,
-    }  # fmt: skip
+    }
 
 
 def test_every_trainable_parameter_is_in_exactly_one_group():

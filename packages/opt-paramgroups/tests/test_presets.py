@@ -86,8 +86,9 @@ def test_groups_with_stacks_of_vectors_have_the_names_they_had():
         overrides = {**get_standard_config_overrides(config, by_name=by_name), **routing}
         groups = get_param_groups([with_shapes(fc=(4, 3), A_log=(4, 3), scale=(3,))], config, overrides)
         assert [group["name"] for group in groups] == [
-            "default", "(*.bias or 1-D) and (embedding or output or not 2-D or use_muon=False)",
-        ]  # fmt: skip
+            "default",
+            "(*.bias or 1-D) and (embedding or output or not 2-D or use_muon=False)",
+        ]
 
 
 QK_NORMS = ("q_norm", "k_norm", "qk_norm", "query_norm", "key_layernorm", "norm_q", "q_norms")
@@ -147,8 +148,11 @@ MATRICES = {"layers.0.attention.linear_qkv.weight", "layers.0.attention.linear_p
 
 def test_non_matrix_parameters_use_the_scalar_optimizer():
     for optimizer, given, scalar in (
-        ("muon", "adam", "adam"), ("muon", "lion", "lion"), ("adaptive_muon", "lion", "lion"), ("soap", "lion", "adam"),
-    ):  # fmt: skip
+        ("muon", "adam", "adam"),
+        ("muon", "lion", "lion"),
+        ("adaptive_muon", "lion", "lion"),
+        ("soap", "lion", "adam"),
+    ):
         config = OptimizerConfig(optimizer=optimizer, muon_scalar_optimizer=given)
         rules = entry_by_name(Model(num_layers=1), config, get_matrix_rule_overrides(config), "optimizer")
         assert {name for name, rule in rules.items() if rule == optimizer} == MATRICES

@@ -28,9 +28,17 @@ def rows():
 def test_rows_count_what_the_groups_hold():
     default, experts, vectors, _, rest = rows()
     assert default == GroupRow(
-        name="default", optimizer="muon", num_params=5, numel=2 * (120 * 40 + 40 * 40) + 2 * 4, dtypes="float32",
-        lr=1e-3, min_lr=None, weight_decay=0.1, overrides="", first_param="layers.0.attention.linear_qkv.weight",
-    )  # fmt: skip
+        name="default",
+        optimizer="muon",
+        num_params=5,
+        numel=2 * (120 * 40 + 40 * 40) + 2 * 4,
+        dtypes="float32",
+        lr=1e-3,
+        min_lr=None,
+        weight_decay=0.1,
+        overrides="",
+        first_param="layers.0.attention.linear_qkv.weight",
+    )
     assert (experts.name, experts.num_params, experts.numel) == ("default (experts)", 2, 32)
     assert (vectors.optimizer, vectors.weight_decay) == ("adam", 0.0)
     assert rest.first_param == "embedding.weight"

@@ -134,9 +134,15 @@ def test_wsd_has_torchtitans_rates_as_its_page_says(shape: str) -> None:
     decay_steps = 20
     low = 0.1
     ours = get_schedule(
-        "wsd", peak=1.0, steps=steps, warmup_steps=warmup_steps - 1, start=1.0 / warmup_steps, decay_steps=decay_steps,
-        end=low, shape=shape,
-    )  # fmt: skip
+        "wsd",
+        peak=1.0,
+        steps=steps,
+        warmup_steps=warmup_steps - 1,
+        start=1.0 / warmup_steps,
+        decay_steps=decay_steps,
+        end=low,
+        shape=shape,
+    )
     falling = {
         "linear": lambda progress: 1 - progress,
         "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),

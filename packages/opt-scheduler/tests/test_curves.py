@@ -49,10 +49,20 @@ from opt_scheduler import (
 from opt_scheduler.shapes import SHAPES
 
 MEGATRON = OptimizerParamScheduler(
-    SimpleNamespace(param_groups=[]), init_lr=0.0, max_lr=1.0, min_lr=0.5, lr_warmup_steps=2, lr_decay_steps=12,
-    lr_decay_style="WSD", wsd_decay_steps=4, lr_wsd_decay_style="linear",
-    start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
-)  # fmt: skip
+    SimpleNamespace(param_groups=[]),
+    init_lr=0.0,
+    max_lr=1.0,
+    min_lr=0.5,
+    lr_warmup_steps=2,
+    lr_decay_steps=12,
+    lr_decay_style="WSD",
+    wsd_decay_steps=4,
+    lr_wsd_decay_style="linear",
+    start_wd=0.0,
+    end_wd=0.0,
+    wd_incr_steps=0,
+    wd_incr_style="constant",
+)
 FALL = linear(1.0, 0.0, steps=4)
 RISE = piecewise_constant([1.0, 2.0], at=[5])
 JUMP = cut(RISE, 5)

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from opt_scheduler import OptimizerParamScheduler
 
 BASE: dict[str, Any] = {
-    "init_lr": 0.0, "max_lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 10, "lr_decay_steps": 110,
-    "start_wd": 0.0, "end_wd": 0.1, "wd_incr_steps": 110, "wd_incr_style": "linear",
-}  # fmt: skip
+    "init_lr": 0.0,
+    "max_lr": 1e-3,
+    "min_lr": 1e-4,
+    "lr_warmup_steps": 10,
+    "lr_decay_steps": 110,
+    "start_wd": 0.0,
+    "end_wd": 0.1,
+    "wd_incr_steps": 110,
+    "wd_incr_style": "linear",
+}
 
 
 def build(**arguments: Any) -> OptimizerParamScheduler:
@@ -97,9 +104,13 @@ def test_any_split_of_the_increments_is_the_same(a: dict[str, Any], increments: 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])
 @given(
-    decay=st.floats(4.0, 1e6), anneal=st.floats(0.25, 1.0), warm=st.floats(0.0, 1.0), where=st.floats(0.0, 1.0),
-    low=st.floats(0.0, 1.0), high=st.floats(0.0, 1.0),
-)  # fmt: skip
+    decay=st.floats(4.0, 1e6),
+    anneal=st.floats(0.25, 1.0),
+    warm=st.floats(0.0, 1.0),
+    where=st.floats(0.0, 1.0),
+    low=st.floats(0.0, 1.0),
+    high=st.floats(0.0, 1.0),
+)
 @example(decay=200.0, anneal=0.01, warm=0.0, where=1.0, low=0.0, high=1.0)  # gave -8.88e-16
 @settings(max_examples=100, deadline=None)
 def test_fractional_steps_stay_within_the_bounds(
@@ -107,9 +118,15 @@ def test_fractional_steps_stay_within_the_bounds(
 ) -> None:
     low, high = sorted((low, high))
     scheduler = build(
-        min_lr=low, max_lr=high, init_lr=low, lr_decay_style="WSD", lr_wsd_decay_style=style,
-        lr_decay_steps=decay, wsd_decay_steps=decay * anneal, lr_warmup_steps=int(decay * (1 - anneal) * warm * 0.999),
-    )  # fmt: skip
+        min_lr=low,
+        max_lr=high,
+        init_lr=low,
+        lr_decay_style="WSD",
+        lr_wsd_decay_style=style,
+        lr_decay_steps=decay,
+        wsd_decay_steps=decay * anneal,
+        lr_warmup_steps=int(decay * (1 - anneal) * warm * 0.999),
+    )
     for step in (where * decay, decay, math.nextafter(decay, 0), decay * (1 - anneal) + where * decay * anneal):
         assert low <= scheduler.lr_at(step) <= high, step
 
@@ -121,9 +138,16 @@ def test_fractional_steps_stay_within_the_bounds(
 def test_warmup_and_weight_decay_do_not_overshoot_their_ends(first: float, last: float, steps: int) -> None:
     first, last = sorted((first, last))
     scheduler = build(
-        init_lr=first, max_lr=last, min_lr=0.0, lr_decay_style="constant", lr_warmup_steps=steps,
-        lr_decay_steps=steps + 1, start_wd=first, end_wd=last, wd_incr_steps=steps,
-    )  # fmt: skip
+        init_lr=first,
+        max_lr=last,
+        min_lr=0.0,
+        lr_decay_style="constant",
+        lr_warmup_steps=steps,
+        lr_decay_steps=steps + 1,
+        start_wd=first,
+        end_wd=last,
+        wd_incr_steps=steps,
+    )
     assert scheduler.lr_at(steps) <= last
     assert scheduler.wd_at(steps) <= last
 

@@ -42,8 +42,12 @@ def test_it_lowers_when_torch_s_reduce_lr_on_plateau_does(
     )
     ours = build(
         schedules=0.5,
-        factor=factor, mode=mode, patience=patience, cooldown=cooldown, threshold=0.01,
-    )  # fmt: skip
+        factor=factor,
+        mode=mode,
+        patience=patience,
+        cooldown=cooldown,
+        threshold=0.01,
+    )
     rates = random.Random(patience)
     for i in range(200):
         metric = math.nan if i % 17 == 3 else round(rates.uniform(0.5, 1.5), 2)
@@ -79,8 +83,9 @@ def test_it_wraps_megatron_s_scheduler() -> None:
     plateau.observe(1.0)
     plateau.observe(1.0)
     assert target.param_groups == [
-        {"lr": 0.25, "weight_decay": 0.1}, {"lr": 0.125, "weight_decay": 0.1, "max_lr": 0.5},
-    ]  # fmt: skip
+        {"lr": 0.25, "weight_decay": 0.1},
+        {"lr": 0.125, "weight_decay": 0.1, "max_lr": 0.5},
+    ]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 19, 33])

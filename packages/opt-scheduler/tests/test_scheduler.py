@@ -8,9 +8,17 @@ import pytest
 from opt_scheduler import OptimizerParamScheduler, ScheduleError, get_canonical_lr_for_logging
 
 BASE: dict[str, Any] = {
-    "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 110,
-    "lr_decay_style": "linear", "start_wd": 0.0, "end_wd": 0.2, "wd_incr_steps": 100, "wd_incr_style": "linear",
-}  # fmt: skip
+    "init_lr": 0.0,
+    "max_lr": 1.0,
+    "min_lr": 0.1,
+    "lr_warmup_steps": 10,
+    "lr_decay_steps": 110,
+    "lr_decay_style": "linear",
+    "start_wd": 0.0,
+    "end_wd": 0.2,
+    "wd_incr_steps": 100,
+    "wd_incr_style": "linear",
+}
 
 
 def build(*groups: dict[str, Any], **arguments: Any) -> OptimizerParamScheduler:
@@ -201,5 +209,8 @@ def test_all_problems_are_listed_in_one_value_error() -> None:
         build(init_lr=-1.0, lr_decay_style="cosin", wd_incr_steps=-5)
     assert not isinstance(caught.value, AssertionError)
     assert [line.partition("=")[0] for line in str(caught.value).splitlines()] == [
-        "OptimizerParamScheduler: 3 problems", "  - init_lr", "  - lr_decay_style", "  - wd_incr_steps",
-    ]  # fmt: skip
+        "OptimizerParamScheduler: 3 problems",
+        "  - init_lr",
+        "  - lr_decay_style",
+        "  - wd_incr_steps",
+    ]

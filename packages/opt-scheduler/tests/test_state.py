@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from opt_scheduler import FieldScheduler, OptimizerParamScheduler, ScheduleError, linear, piecewise_linear
 
 BASE: dict[str, Any] = {
-    "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 110,
-    "lr_decay_style": "linear", "start_wd": 0.0, "end_wd": 0.2, "wd_incr_steps": 100, "wd_incr_style": "linear",
-}  # fmt: skip
+    "init_lr": 0.0,
+    "max_lr": 1.0,
+    "min_lr": 0.1,
+    "lr_warmup_steps": 10,
+    "lr_decay_steps": 110,
+    "lr_decay_style": "linear",
+    "start_wd": 0.0,
+    "end_wd": 0.2,
+    "wd_incr_steps": 100,
+    "wd_incr_style": "linear",
+}
 WSD: dict[str, Any] = {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": "exponential"}
 TAKE = {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": False}
 KEEP = {"use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": True}
@@ -37,15 +45,28 @@ def everything(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
 
 
 MEGATRON_KEYS = (
-    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
-    "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
-)  # fmt: skip
+    "max_lr",
+    "lr_warmup_steps",
+    "num_steps",
+    "lr_decay_style",
+    "lr_decay_steps",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "wd_incr_style",
+    "wd_incr_steps",
+)
 
 
 def test_the_state_has_megatron_cores_keys_and_those_it_omits() -> None:
     assert saved().keys() == {
-        *MEGATRON_KEYS, "init_lr", "wsd_decay_steps", "lr_wsd_decay_style", "warmup_first", "version",
-    }  # fmt: skip
+        *MEGATRON_KEYS,
+        "init_lr",
+        "wsd_decay_steps",
+        "lr_wsd_decay_style",
+        "warmup_first",
+        "version",
+    }
 
 
 def test_loading_writes_the_groups_and_is_idempotent() -> None:
@@ -171,12 +192,22 @@ def test_a_refused_state_changes_nothing(state: dict[str, Any], message: str) ->
 AGES: dict[str, dict[str, Any]] = {
     "today": {key: STATE[key] for key in MEGATRON_KEYS},
     "without-weight-decay": {
-        "max_lr": 1.0, "warmup_steps": 10, "num_steps": 50, "decay_style": "linear", "decay_steps": 110, "min_lr": 0.1,
+        "max_lr": 1.0,
+        "warmup_steps": 10,
+        "num_steps": 50,
+        "decay_style": "linear",
+        "decay_steps": 110,
+        "min_lr": 0.1,
     },
     "in-iterations": {
-        "start_lr": 1.0, "warmup_iter": 10, "num_iters": 50, "decay_style": "linear", "end_iter": 110, "min_lr": 0.1,
+        "start_lr": 1.0,
+        "warmup_iter": 10,
+        "num_iters": 50,
+        "decay_style": "linear",
+        "end_iter": 110,
+        "min_lr": 0.1,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("container", [None, "opt_param_scheduler", "lr_scheduler"])

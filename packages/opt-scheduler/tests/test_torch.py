@@ -26,9 +26,17 @@ pytestmark = pytest.mark.needs_extra
 
 
 BASE: dict[str, Any] = {
-    "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 110,
-    "lr_decay_style": "linear", "start_wd": 0.0, "end_wd": 0.2, "wd_incr_steps": 100, "wd_incr_style": "linear",
-}  # fmt: skip
+    "init_lr": 0.0,
+    "max_lr": 1.0,
+    "min_lr": 0.1,
+    "lr_warmup_steps": 10,
+    "lr_decay_steps": 110,
+    "lr_decay_style": "linear",
+    "start_wd": 0.0,
+    "end_wd": 0.2,
+    "wd_incr_steps": 100,
+    "wd_incr_style": "linear",
+}
 
 
 FALL = linear(1.0, 0.0, steps=4)
@@ -288,8 +296,11 @@ def test_the_base_of_later_schedulers_is_the_peak_of_ours() -> None:
     def callable_rise(step: float) -> float:
         return step / 4
 
-    for schedule, peak in ((warmup(WAVE * 0.3, steps=4), 0.3), (one_cycle(2.0, up_steps=3, down_steps=9), 2.0),
-                           (callable_rise, 1.0)):  # fmt: skip
+    for schedule, peak in (
+        (warmup(WAVE * 0.3, steps=4), 0.3),
+        (one_cycle(2.0, up_steps=3, down_steps=9), 2.0),
+        (callable_rise, 1.0),
+    ):
         optimizer = adamw()
         for group in optimizer.param_groups:
             group["initial_lr"] = 0.0  # as older versions saved it

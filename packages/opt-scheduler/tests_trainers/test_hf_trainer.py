@@ -49,9 +49,15 @@ def train(folder: Path, *, resume: Path | None = None) -> Recording:
     lr = warmup(linear(1e-2, 0.0, steps=16), steps=4)
     scheduler: Any = as_lr_scheduler(optimizer, {"lr": lr, "weight_decay": linear(0.0, 0.1, steps=20)})
     arguments = TrainingArguments(
-        output_dir=str(folder), num_train_epochs=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
-        save_strategy="steps", save_steps=10, disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(folder),
+        num_train_epochs=2,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="steps",
+        save_steps=10,
+        disable_tqdm=True,
+    )
     trainer = Recording(model=model, args=arguments, train_dataset=Rows(), optimizers=(optimizer, scheduler))
     trainer.used = []
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)

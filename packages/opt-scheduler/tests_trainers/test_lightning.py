@@ -28,9 +28,18 @@ class Toy(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters())
         scheduler = OptimizerParamScheduler(
-            optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=4, lr_decay_steps=20,
-            lr_decay_style="cosine", start_wd=0.0, end_wd=0.1, wd_incr_steps=20, wd_incr_style="linear",
-        )  # fmt: skip
+            optimizer,
+            init_lr=0.0,
+            max_lr=1e-2,
+            min_lr=0.0,
+            lr_warmup_steps=4,
+            lr_decay_steps=20,
+            lr_decay_style="cosine",
+            start_wd=0.0,
+            end_wd=0.1,
+            wd_incr_steps=20,
+            wd_incr_style="linear",
+        )
         chosen = as_lr_scheduler(scheduler) if self.adapts else scheduler
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": chosen, "interval": "step"}}
 
@@ -46,9 +55,14 @@ def train(folder: Path, *, adapts: bool, epochs: int, resume: Path | None = None
     lightning.seed_everything(0)
     toy = (Toy if adapts else SteppingItself)(adapts=adapts)
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+        max_epochs=epochs,
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
     loader = DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=2)
     trainer.fit(toy, loader, ckpt_path=resume)
     saved = folder / f"{epochs}.ckpt"

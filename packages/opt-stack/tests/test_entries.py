@@ -78,10 +78,18 @@ def test_entries_of_ones_own_may_be_declared() -> None:
 
 def decaying(optimizer: Optimizer, start: float, end: float) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.01, max_lr=0.1, min_lr=0.01, lr_warmup_steps=0, lr_decay_steps=4,
-        lr_decay_style="constant", start_wd=start, end_wd=end, wd_incr_steps=4,
+        optimizer,
+        init_lr=0.01,
+        max_lr=0.1,
+        min_lr=0.01,
+        lr_warmup_steps=0,
+        lr_decay_steps=4,
+        lr_decay_style="constant",
+        start_wd=start,
+        end_wd=end,
+        wd_incr_steps=4,
         wd_incr_style="constant" if start == end else "linear",
-    )  # fmt: skip
+    )
 
 
 SCHEDULES: dict[str, Any] = {
@@ -523,10 +531,15 @@ def test_numbers_of_numpy_and_of_tensors_are_numbers() -> None:
         model, optimizer = built_rule("muon")
         for seed in range(3):
             for group in optimizer.param_groups:
-                group.update(lr=kind(0.01 + 0.1 * seed), weight_decay=kind(0.1), **{
-                    name: tuple(map(kind, group[name])) if name == "betas" else kind(group[name])
-                    for name in ("betas", "momentum") if name in group
-                })  # fmt: skip
+                group.update(
+                    lr=kind(0.01 + 0.1 * seed),
+                    weight_decay=kind(0.1),
+                    **{
+                        name: tuple(map(kind, group[name])) if name == "betas" else kind(group[name])
+                        for name in ("betas", "momentum")
+                        if name in group
+                    },
+                )
             step(model, optimizer, seed=seed)
         final.append([*weights(model).values()])
     assert_equal(final[0], final[1])

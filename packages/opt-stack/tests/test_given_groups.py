@@ -88,8 +88,10 @@ def test_embeddings_and_heads_of_a_matrix_rule_are_named(
     get_optimizer_based_on_param_groups(config, [model], groups)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.partition(" of shape")[0] for text in warnings] == [
-        "parameter 'down_proj_bias'", "parameter 'head.weight'", "parameter 'tokens.weight'",
-    ]  # fmt: skip
+        "parameter 'down_proj_bias'",
+        "parameter 'head.weight'",
+        "parameter 'tokens.weight'",
+    ]
     assert "is an embedding or output layer (it is called 'head'), but its group gives it to" in warnings[1]
     caplog.clear()
     for param, mark in (

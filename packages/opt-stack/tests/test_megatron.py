@@ -71,9 +71,18 @@ def test_a_script_for_megatron_core_runs_with_changed_imports() -> None:
         overrides = {megatron.ParamKey(name="2.*"): megatron.ParamGroupOverride(max_lr=5e-3, min_lr=5e-4, wd_mult=0.5)}
         optimizer = megatron.get_megatron_optimizer(config, [model], overrides, use_gloo_process_groups=True)
         scheduler = megatron.OptimizerParamScheduler(
-            optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=2 * 8, lr_decay_steps=10 * 8,
-            lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=0, wd_incr_style="constant",
-        )  # fmt: skip
+            optimizer,
+            init_lr=0.0,
+            max_lr=1e-2,
+            min_lr=1e-3,
+            lr_warmup_steps=2 * 8,
+            lr_decay_steps=10 * 8,
+            lr_decay_style="cosine",
+            start_wd=0.1,
+            end_wd=0.1,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
         return optimizer, scheduler
 
     def iterate(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> list[float]:

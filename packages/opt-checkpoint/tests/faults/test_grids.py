@@ -86,9 +86,16 @@ def block_of(param: Param, layer: int | None, cut: int, tp: int) -> tuple[Sharde
         replica = 0
         offset[param.cut_axis] = cut * rows
     block = ShardedTensor(
-        param.key, None, local.dtype, tuple(local.shape), tuple(param.whole.shape), (*prepended, *offset), None,
-        replica_id=(0, replica, 0), prepend_axis_num=len(prepended),
-    )  # fmt: skip
+        param.key,
+        None,
+        local.dtype,
+        tuple(local.shape),
+        tuple(param.whole.shape),
+        (*prepended, *offset),
+        None,
+        replica_id=(0, replica, 0),
+        prepend_axis_num=len(prepended),
+    )
     return block, local.reshape(-1)
 
 
