@@ -1,6 +1,6 @@
 #!/usr/bin/env -S uv run --script
 # /// script
-# dependencies = ["nox>=2025.5.1", "uv>=0.7", "packaging"]
+# dependencies = ["nox>=2025.5.1", "uv>=0.7"]
 # ///
 """Every check of the repository, one session each: `nox -l` lists them, `nox -s NAME` runs one.
 
@@ -19,9 +19,6 @@ from pathlib import Path
 
 import nox
 from nox.command import CommandFailed
-from packaging.specifiers import SpecifierSet
-from packaging.tags import Tag, cpython_tags, sys_tags
-from packaging.utils import parse_wheel_filename
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv"
@@ -58,6 +55,8 @@ BESIDE_MEGATRON = [
     "integration_tests/trainers/test_megatron_model.py",
 ]
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
+# Folders of wheels on this machine: of uv's variable, else of pip's, which uv does not read.
+WHEELS = os.environ.get("UV_FIND_LINKS", ",".join(os.environ.get("PIP_FIND_LINKS", "").split()))
 # What PyPI's Linux wheels of torch require and a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
 # pyenv's shims answer only for the version in use; its real interpreters are one folder further.
@@ -71,38 +70,21 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each of hundreds of 
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
-def wheel_dirs() -> list[str]:
-    """Folders of wheels on this machine, from uv's variable (comma-separated), else pip's (separated by blanks)."""
-    if (value := os.environ.get("UV_FIND_LINKS")) is not None:
-        return [folder for folder in value.split(",") if folder]
-    return os.environ.get("PIP_FIND_LINKS", "").split()
-
-
-def local_torch(session: nox.Session, spec: str) -> tuple[str, str] | None:
-    """(folder, exact version) of the newest local torch wheel that fits the session's interpreter."""
-    out = session.run_install("python", "-c", "import sys; print(*sys.version_info[:2])", silent=True)
-    major, minor = map(int, str(out).split())
-    tags: set[Tag] = set(cpython_tags((major, minor), platforms={tag.platform for tag in sys_tags()}))
-    found = []
-    for folder in wheel_dirs():
-        for path in Path(folder).glob("torch-*.whl") if Path(folder).is_dir() else ():
-            _, version, _, wheel_tags = parse_wheel_filename(path.name)
-            if wheel_tags & tags and SpecifierSet(spec).contains(version.public, prereleases=True):
-                found.append((version, folder))
-    return (max(found)[1], str(max(found)[0])) if found else None
-
-
 def install_torch(session: nox.Session, spec: str = ">=2.6") -> None:
     """Install torch before other packages, which then find their requirement met and keep it."""
     source = os.environ.get("TORCH_SOURCE", "auto")
-    found = local_torch(session, spec) if source in ("auto", "local") else None
-    if found:
-        folder, version = found
-        session.install("--no-index", "--no-deps", "--find-links", folder, f"torch=={version}")
-        session.install(f"torch=={version}", silent=True)  # its few plain dependencies
-    elif source == "local":
-        session.skip(f"no wheel of torch{spec} for this python in {wheel_dirs() or 'any folder'}")
-    elif source == "pypi":
+    if source in ("auto", "local") and WHEELS:
+        options = ("--no-index", "--no-deps", "--prerelease=allow")
+        try:
+            session.install(*options, f"torch{spec}", env={"UV_FIND_LINKS": WHEELS})
+        except CommandFailed:
+            session.log(f"no wheel of torch{spec} for this python in {WHEELS}")
+        else:
+            session.install(f"torch{spec}")  # its few plain dependencies
+            return
+    if source == "local":
+        session.skip(f"no wheel of torch{spec} for this python in {WHEELS or 'any folder'}")
+    if source == "pypi":
         skip = Path(session.create_tmp()) / "skip.txt"
         skip.write_text("\n".join(SKIP_ON_CPU))
         session.env["UV_EXCLUDE"] = str(skip)  # for this and every later install of the session
