@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.formulas.syntax import FormulaError, body_of, for_host, for_torch, parameters_of, scalar_expressions
-from opt_kernels.formulas.translate import check, check_scalars
+from opt_kernels.formulas.translate import body_and_results, check, check_scalars
 from opt_kernels.works import HYPER_FIELDS, Choice, Constant, Hyper, Number, NumberError, NumberValue, unknown
 
 LR = Number("lr", 1e-3)
@@ -72,15 +72,12 @@ class Formula:
         chosen = dict(self.constants)
         values = {choice.name: chosen.get(choice.name, choice.default) for choice in self.choices}
         declared = self.declared or self.states
-        completed = {
-            "title": self.title or self.name,
-            "constants": tuple(values.items()),
-            "declared": declared,
-            "states": tuple(state for state in declared if state.when is None or values.get(state.when) is True),
-            "numbers": _completed(self.numbers),
-        }
-        for field, value in completed.items():
-            object.__setattr__(self, field, value)
+        kept = tuple(state for state in declared if state.when is None or values.get(state.when) is True)
+        object.__setattr__(self, "title", self.title or self.name)
+        object.__setattr__(self, "constants", tuple(values.items()))
+        object.__setattr__(self, "declared", declared)
+        object.__setattr__(self, "states", kept)
+        object.__setattr__(self, "numbers", _completed(self.numbers))
         try:
             self._check_names(chosen)
             check_scalars(self.scalars, dict(self.constants))
@@ -126,16 +123,15 @@ class Formula:
             if name not in choices:
                 raise unknown(name, value, list(choices), of=f"formula {self.name!r}")
             choices[name].check(value)
-        kinds = {
-            "state": [state.name for state in self.declared],
-            "state's scale": [f"{state.name}_scale" for state in self.declared],
-            "reserved name": ["p", "g", "step", "main", "remainder", "params"],
-            "number": [number.name for number in self.numbers],
-            "choice": list(choices),
-        }
+        states = [state.name for state in self.declared]
+        kinds = [("state", name) for name in states]
+        kinds += [("state's scale", f"{name}_scale") for name in states]
+        kinds += [("reserved name", name) for name in ("p", "g", "step", "main", "remainder", "params")]
+        kinds += [("number", number.name) for number in self.numbers]
+        kinds += [("choice", name) for name in choices]
         taken: dict[str, str] = {}
-        for kind, name in ((kind, name) for kind, names in kinds.items() for name in names):
-            if taken.setdefault(name, kind) is not kind:
+        for kind, name in kinds:
+            if taken.setdefault(name, kind) != kind:
                 raise FormulaError(
                     f"formula {self.name!r} has {name!r} as a {taken[name]} and as a {kind}; rename one of them"
                 )
@@ -147,12 +143,12 @@ class Formula:
                 f"the update of formula {self.name!r} reads {', '.join(sorted(unread))}, which is neither a scalar nor "
                 "a choice; return it from `scalars`, or declare it in `choices`"
             )
-        # step, numbers (beta1, beta2, ... for a tuple `betas`) and choices
-        readable = {"step", *dict(self.constants), *chain.from_iterable(map(_parts, self.numbers))}
-        if missing := [name for name in self.number_names if name not in readable]:
+        # numbers (beta1, beta2, ... for a tuple `betas`) and choices
+        declared = {*dict(self.constants), *chain.from_iterable(map(_parts, self.numbers))}
+        if missing := [name for name in self.number_names if name not in declared and name != "step"]:
             raise FormulaError(
                 f"the scalars of formula {self.name!r} read {', '.join(missing)}, which is not declared; allowed are "
-                f"step and the numbers {', '.join(sorted(readable - {'step'}))}. Declare it with its default: "
+                f"step and the numbers {', '.join(sorted(declared))}. Declare it with its default: "
                 f"numbers=(Number({missing[0]!r}, 1.0, low=0.0),)"
             )
 
@@ -166,11 +162,13 @@ class Formula:
                 f"the scalars of formula {self.name!r} do not read lr, so that no learning rate would have an effect; "
                 "make it a keyword-only parameter"
             )
-        of_groups = [number for number in self.numbers if number.name not in switches | {"weight_decay"}]
+        of_scalars = {*self.scalar_names}.difference(named)
+        of_choices = {choice.name for choice in self.choices}.difference(named, numbers)
+        of_numbers = {number.name for number in self.numbers if numbers.isdisjoint(_parts(number))}
         for kind, reader, names in (
-            ("scalar", "`update`", {*self.scalar_names} - {*named}),
-            ("choice", "`scalars` or `update`", {choice.name for choice in self.choices} - {*named} - numbers),
-            ("number", "`scalars`", {number.name for number in of_groups if numbers.isdisjoint(_parts(number))}),
+            ("scalar", "`update`", of_scalars),
+            ("choice", "`scalars` or `update`", of_choices),
+            ("number", "`scalars`", of_numbers - switches - {"weight_decay"}),
         ):
             if names:
                 raise FormulaError(
@@ -190,6 +188,10 @@ class Formula:
     def result_names(self) -> tuple[str, ...]:
         """The results of the update that are kept: the main, then the states."""
         return ("p", *(state.name for state in self.states))
+
+    def body_and_results(self) -> tuple[list[ast.stmt], list[ast.expr]]:
+        """The statements of the update, and the expressions of its results that are kept."""
+        return body_and_results(self.update, self.result_names, dict(self.constants))
 
     @property
     def scalar_names(self) -> tuple[str, ...]:

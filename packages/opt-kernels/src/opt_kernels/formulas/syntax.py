@@ -14,7 +14,7 @@ from copy import deepcopy
 from functools import cache
 from itertools import chain, count
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,8 +137,11 @@ class _Expansion(ast.NodeTransformer):
             return ast.Constant(bool(value) if isinstance(value, bool) else str(value))
         if not isinstance(value, int | float):
             return node
-        size = int(abs(value)) if isinstance(value, int) else float(abs(value))
-        return ast.UnaryOp(ast.USub(), ast.Constant(size)) if value < 0 else ast.Constant(size)
+        size = ast.Constant(int(abs(value)) if isinstance(value, int) else float(abs(value)))
+        return ast.UnaryOp(ast.USub(), size) if value < 0 else size
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        return self.generic_visit(as_assignment(node))
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         before = self.before
@@ -159,18 +162,22 @@ class _Expansion(ast.NodeTransformer):
                 "opt_kernels.formulas, by these names, and helper functions of its module, with positional arguments"
             )
         wanted = parameters_of(called if is_helper else _FUNCTIONS[name])[0]
-        if len(node.args) != len(wanted) and not any(isinstance(argument, ast.Starred) for argument in node.args):
+        is_counted = not any(isinstance(argument, ast.Starred) for argument in node.args)
+        if is_counted and len(node.args) != len(wanted):
             raise FormulaError(
                 f"{self.function.__qualname__} calls {ast.unparse(node)} with {len(node.args)} arguments; {name} takes "
                 f"{len(wanted)}"
             )
         arguments = [self.visit(argument) for argument in node.args]
-        return self._expanded(called, arguments) if is_helper else ast.Call(ast.Name(name, ast.Load()), arguments, [])
+        if is_helper:
+            return self._expanded(called, arguments)
+        return ast.Call(ast.Name(name, ast.Load()), arguments, [])
 
     def _expanded(self, helper: Any, arguments: list[ast.expr]) -> ast.expr:
         """What `helper` returns. Its variables are assigned under new names, or inserted where it reads them."""
         *statements, last = source_of(helper)
-        if helper in self.callers or parameters_of(helper)[1] or not isinstance(last, ast.Return) or last.value is None:
+        result = last.value if isinstance(last, ast.Return) else None
+        if helper in self.callers or parameters_of(helper)[1] or result is None:
             raise FormulaError(
                 f"{self.function.__qualname__} calls {helper.__qualname__}; a helper takes positional arguments, ends "
                 "with `return expression`, and does not call itself"
@@ -180,18 +187,16 @@ class _Expansion(ast.NodeTransformer):
         for parameter, argument in zip(parameters_of(helper)[0], arguments):
             inside._bind(parameter, argument)
         for statement in statements:
-            match statement:
+            match as_assignment(statement):
                 case ast.Assign([ast.Name(name)], value):
                     inside._bind(name, inside.visit(value))
-                case ast.AugAssign(ast.Name(name), op, value):
-                    inside._bind(name, inside.visit(ast.BinOp(ast.Name(name, ast.Load()), op, value)))
                 case _:
                     raise FormulaError(
                         f"{helper.__qualname__} contains {ast.unparse(statement)!r}; a helper of a formula may contain "
                         "assignments to names and one `return` at the end"
                     )
-        result: ast.expr = inside.visit(last.value)
-        return result
+        expanded: ast.expr = inside.visit(result)
+        return expanded
 
     def _bind(self, name: str, value: ast.expr) -> None:
         if self.before is not None and not isinstance(value, ast.Name | ast.Constant):
@@ -200,6 +205,15 @@ class _Expansion(ast.NodeTransformer):
             self.before.append(ast.Assign([ast.Name(fresh, ast.Store())], value))
             value = ast.Name(fresh, ast.Load())
         self.local[name] = value
+
+
+def as_assignment(statement: ast.stmt) -> ast.stmt:
+    """`x += y` as `x = x + y`, which does not write to a tensor that other names may have. Other statements stay."""
+    match statement:
+        case ast.AugAssign(ast.Name(name), op, value):
+            new = ast.BinOp(ast.Name(name, ast.Load()), op, value)
+            return ast.Assign([ast.Name(name, ast.Store())], new)
+    return statement
 
 
 @cache
@@ -272,9 +286,7 @@ def is_square_or_cube(exponent: ast.expr) -> bool:
 
 def is_constant(node: ast.expr, constants: Mapping[str, Constant]) -> bool:
     """Whether all names in an expression are constants or called functions."""
-    called = {id(inner.func) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
-    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and id(inner) not in called]
-    return all(name.id in constants for name in names)
+    return read(node) <= constants.keys()
 
 
 def evaluated(node: ast.expr, constants: Mapping[str, Constant]) -> Constant:
@@ -289,21 +301,23 @@ def evaluated(node: ast.expr, constants: Mapping[str, Constant]) -> Constant:
     return value
 
 
-def assigned(body: Sequence[ast.stmt]) -> list[str]:
-    """Names that the statements assign, in order."""
-    found = [
-        node.id
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    ]
-    return list(dict.fromkeys(found))
+def assigned(nodes: Sequence[ast.AST]) -> list[str]:
+    """Names that are assigned in `nodes`, in order."""
+    found = [node for root in nodes for node in ast.walk(root) if isinstance(node, ast.Name)]
+    return list(dict.fromkeys(name.id for name in found if isinstance(name.ctx, ast.Store)))
+
+
+def read(*nodes: ast.AST) -> set[str]:
+    """Names that occur in `nodes`, except called functions and targets of assignments."""
+    inner = [node for root in nodes for node in ast.walk(root)]
+    excluded = {id(node.func) for node in inner if isinstance(node, ast.Call)}
+    excluded |= {id(target) for node in inner if isinstance(node, ast.Assign) for target in node.targets}
+    return {node.id for node in inner if isinstance(node, ast.Name) and id(node) not in excluded}
 
 
 @cache
 def for_torch(update: Callable[..., Any], constants: tuple[str, ...]) -> Callable[..., Any]:
-    """`update` with each quotient and power rounded once, and without writes to tensors. `constants` are the names that
-    are numbers, not tensors."""
+    """`update` with each quotient and power rounded once. `constants` are the names that are numbers, not tensors."""
     return _compiled(update, [_ForTorch(constants).visit(deepcopy(statement)) for statement in body_of(update)])
 
 
@@ -321,7 +335,7 @@ def _compiled(function: Callable[..., Any], body: list[ast.stmt]) -> Callable[..
 
 
 class _ForTorch(ast.NodeTransformer):
-    """Replaces `number / b` by `quotient(number, b)`, `a ** b` by `power(a, b)`, and `a += b` by `a = a + b`."""
+    """Replaces `number / b` by `quotient(number, b)` and `a ** b` by `power(a, b)`."""
 
     def __init__(self, constants: tuple[str, ...]) -> None:
         self.constants = dict.fromkeys(constants, 0.0)
@@ -333,12 +347,6 @@ class _ForTorch(ast.NodeTransformer):
         if not is_quotient and not is_power:
             return node
         return ast.Call(ast.Name("quotient" if is_quotient else "power", ast.Load()), [node.left, node.right], [])
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        if not isinstance(node.target, ast.Name):  # refused by `check`
-            return node
-        value = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
-        return ast.Assign([node.target], cast("ast.expr", self.visit_BinOp(value)))
 
 
 def quotient(a: float, b: Any) -> Any:

@@ -9,12 +9,10 @@ from typing import Any
 from opt_kernels.formulas import syntax
 from opt_kernels.works import Constant
 
-COMPARISONS: Mapping[type[ast.cmpop], str] = {
-    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="
-}  # fmt: skip
+COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 TINY = 2.0**-149  # the smallest positive float32
 HUGE = (2 - 2**-23) * 2.0**127  # the largest float32
-OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 class Dialect:
@@ -69,9 +67,7 @@ class Dialect:
         match node:
             case ast.BinOp(left, ast.Pow(), right):
                 return self.raised(left, right)
-            case ast.BinOp(_, ast.Div(), right) if syntax.is_constant(right, self.constants) and not syntax.evaluated(
-                right, self.constants
-            ):
+            case ast.BinOp(_, ast.Div(), right) if self._is_zero(right):
                 raise syntax.FormulaError(f"{ast.unparse(node)!r} divides by zero")
             case ast.BinOp(left, op, right) if type(op) in OPERATORS:
                 return self.operation(OPERATORS[type(op)], self.expression(left), self.expression(right))
@@ -93,6 +89,9 @@ class Dialect:
             f"a formula may not contain {ast.unparse(node)!r}; allowed are + - * / **, names and calls{hint}"
         )
 
+    def _is_zero(self, node: ast.expr) -> bool:
+        return syntax.is_constant(node, self.constants) and not syntax.evaluated(node, self.constants)
+
     def condition(self, node: ast.expr) -> str:
         """A comparison, or a logical combination of comparisons."""
         match node:
@@ -111,21 +110,15 @@ class Dialect:
             "parentheses to combine them, as in (a > 0) & (b > 0)"
         )
 
-    def statements(self, body: Sequence[ast.stmt], scalars: frozenset[str]) -> list[str]:
+    def statements(self, body: Sequence[ast.stmt]) -> list[str]:
         """Assignments and branches as lines of source."""
         lines: list[str] = []
         for statement in syntax.folded(list(body), self.constants):
             match statement:
                 case ast.Assign([ast.Name(name)], value):
                     lines.append(self.assignment(name, self.expression(value)))
-                case ast.AugAssign(ast.Name(name), op, value):
-                    new = ast.copy_location(ast.BinOp(ast.Name(name, ast.Load()), op, value), statement)
-                    lines.append(self.assignment(name, self.expression(ast.fix_missing_locations(new))))
-                case ast.If(test, yes, no):
-                    check_branch(test, scalars | self.constants.keys())
-                    lines += self.branch(
-                        self.condition(test), self.statements(yes, scalars), self.statements(no, scalars)
-                    )
+                case ast.If():
+                    lines += self.conditional(statement)
                 case ast.Pass():
                     pass
                 case _:
@@ -135,20 +128,10 @@ class Dialect:
                     )
         return lines
 
-
-def check_branch(test: ast.expr, allowed: frozenset[str]) -> None:
-    """Raise FormulaError for a branch on elements, because the elements of a parameter may differ."""
-    if wrong := _names(test) - allowed:
-        raise syntax.FormulaError(
-            f"`if {ast.unparse(test)}` branches on elements ({', '.join(sorted(wrong))}); branch on scalars and "
-            "constants, and choose between elements with where(condition, a, b)"
-        )
-
-
-def _names(node: ast.expr) -> set[str]:
-    """The names that an expression reads, except those of functions."""
-    called = {id(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
-    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and id(name) not in called}
+    def conditional(self, statement: ast.If) -> list[str]:
+        """A branch as lines of source."""
+        condition = self.condition(statement.test)
+        return self.branch(condition, self.statements(statement.body), self.statements(statement.orelse))
 
 
 def body_and_results(
@@ -157,37 +140,29 @@ def body_and_results(
     """The statements of an update, and the expressions of its results in `names`: the new main and states."""
     *body, last = syntax.folded(syntax.body_of(update), constants) or [ast.Pass()]
     value = last.value if isinstance(last, ast.Return) else None
-    results = list(value.elts) if isinstance(value, ast.Tuple) else [] if value is None else [value]
+    results: list[ast.expr] = []
+    if value is not None:
+        results = value.elts if isinstance(value, ast.Tuple) else [value]
     main, _, *states = syntax.parameters_of(update)[0]
-    if len(results) != 1 + len(states):
-        raise syntax.FormulaError(
-            f"{update.__qualname__} must end with `return {', '.join((main, *states))}`, the new values"
-        )
-    return body, [result for name, result in zip((main, *states), results) if name in names]
+    updated = (main, *states)
+    if len(results) != len(updated):
+        raise syntax.FormulaError(f"{update.__qualname__} must end with `return {', '.join(updated)}`, the new values")
+    return body, [result for name, result in zip(updated, results) if name in names]
 
 
 def elements_among(body: Sequence[ast.stmt], elements: Collection[str]) -> set[str]:
     """The names that have one value for each element, whichever branches run: `elements`, and variables that are
     computed from such names in every assignment. Others may be scalars."""
-    assignments = [
-        (node.targets[0] if isinstance(node, ast.Assign) else node.target, node)
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Assign | ast.AugAssign)
-    ]
-    found = {*elements, *(target.id for target, _ in assignments if isinstance(target, ast.Name))}
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    assignments = [node for node in nodes if isinstance(node, ast.Assign)]
+    found = {*elements, *syntax.assigned(assignments)}
     while True:
-        scalar = {target.id for target, node in assignments if isinstance(target, ast.Name) and not reads(node, found)}
+        scalar = {
+            name for node in assignments if found.isdisjoint(syntax.read(node)) for name in syntax.assigned([node])
+        }
         if scalar.isdisjoint(found):
             return found
         found -= scalar
-
-
-def reads(node: ast.AST, names: Collection[str]) -> bool:
-    """Whether an expression or assignment reads one of `names`."""
-    target = node.target.id if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) else None
-    read = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
-    return not (read | {target}).isdisjoint(names)
 
 
 def check(
@@ -196,7 +171,7 @@ def check(
     """Raise FormulaError for an update that cannot be translated, or reads an undefined name."""
     body, results = body_and_results(update, names, constants)
     dialect = Check(constants, {*names, "g", *scalars, *constants}, update.__qualname__, scalars)
-    dialect.statements(body, scalars)
+    dialect.statements(body)
     for result in results:
         dialect.expression(result)
 
@@ -207,7 +182,7 @@ def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]
     known = frozenset(syntax.parameters_of(scalars)[1])
     numbers = known | {*syntax.assigned(body)}
     dialect = _CheckScalars(constants, known, scalars.__qualname__, numbers)
-    dialect.statements(body, numbers)
+    dialect.statements(body)
     for _, value in values:
         dialect.expression(value)
 
@@ -223,13 +198,22 @@ class Check(Dialect):
         self.function = function
         self.scalars = scalars | constants.keys()
 
+    def _check_branch(self, test: ast.expr) -> None:
+        """Raise FormulaError for a branch on elements, because the elements of a parameter may differ."""
+        if wrong := syntax.read(test) - self.scalars:
+            raise syntax.FormulaError(
+                f"`if {ast.unparse(test)}` branches on elements ({', '.join(sorted(wrong))}); branch on scalars and "
+                "constants, and choose between elements with where(condition, a, b)"
+            )
+
     def expression(self, node: ast.expr) -> str:
         if isinstance(node, ast.IfExp):
-            check_branch(node.test, self.scalars)
+            self._check_branch(node.test)
         return super().expression(node)
 
     def condition(self, node: ast.expr) -> str:
-        if isinstance(node, ast.BoolOp | ast.UnaryOp) and (elements := _names(node) - self.scalars):
+        elements = syntax.read(node) - self.scalars
+        if elements and isinstance(node, ast.BoolOp | ast.UnaryOp):
             raise syntax.FormulaError(  # a tensor of elements has no single truth value in Python
                 f"{self.function}: {ast.unparse(node)!r} of elements ({', '.join(sorted(elements))}); combine "
                 "comparisons of elements with & and |, in parentheses: where((a > 0) & (b > 0), x, y)"
@@ -246,25 +230,18 @@ class Check(Dialect):
             )
         return ""
 
-    def statements(self, body: Sequence[ast.stmt], scalars: frozenset[str]) -> list[str]:
-        for statement in syntax.folded(list(body), self.constants):
-            if isinstance(statement, ast.If):
-                self._check_branches(statement, scalars)
-            else:
-                super().statements([statement], scalars)
-        return []
-
-    def _check_branches(self, statement: ast.If, scalars: frozenset[str]) -> None:
+    def conditional(self, statement: ast.If) -> list[str]:
         """Check both branches. Afterwards the names are known that both assign."""
-        check_branch(statement.test, scalars | self.constants.keys())
+        self._check_branch(statement.test)
         self.condition(statement.test)
         before = self.known
         ends: list[set[str]] = []
         for branch in (statement.body, statement.orelse):
             self.known = {*before}
-            self.statements(branch, scalars)
+            self.statements(branch)
             ends.append(self.known)
         self.known = ends[0] & ends[1]
+        return []
 
     def literal(self, value: float) -> str:
         if not TINY <= abs(value) <= HUGE and value != 0:

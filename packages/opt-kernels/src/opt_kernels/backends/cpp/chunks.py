@@ -7,13 +7,13 @@ an array between the two loops.
 """
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.syntax import assigned, decided
-from opt_kernels.formulas.translate import Dialect, body_and_results
+from opt_kernels.formulas.syntax import assigned, decided, read
+from opt_kernels.formulas.translate import Dialect
 from opt_kernels.works import Constant
 
 
@@ -64,17 +64,6 @@ class SplitFormula(NamedTuple):
         return found
 
 
-def read(*nodes: ast.AST) -> set[str]:
-    """The names that occur in `nodes`, except as targets of assignments."""
-    found = [node for root in nodes for node in ast.walk(root) if isinstance(node, ast.Name)]
-    return {node.id for node in found if not isinstance(node.ctx, ast.Store)} | {
-        node.target.id
-        for root in nodes
-        for node in ast.walk(root)
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
-    }
-
-
 def copies(body: Sequence[ast.stmt], constants: Mapping[str, Constant]) -> dict[str, str]:
     """Map each name that equals another one after `body` to the first name that has this value."""
     same: dict[str, str] = {}
@@ -97,18 +86,18 @@ def _chosen(value: ast.expr, constants: Mapping[str, Constant]) -> ast.expr:
 
 
 def cut(body: Sequence[ast.stmt], results: Sequence[ast.expr]) -> SplitFormula:
-    """SplitFormula before the first statement, or the results, with a root. Without a root the first part is empty."""
-    whole = SplitFormula([], [], [*body], [*results])
+    """Split before the first statement, or the results, with a root. Without a root the first part is empty."""
     index = next((index for index, statement in enumerate(body) if _has_root(statement)), len(body))
-    users: list[ast.stmt] | list[ast.expr] = [*body[index : index + 1]] or [*results]
+    users: Sequence[ast.AST] = body[index : index + 1] or results
     is_choice = any(isinstance(node, ast.If | ast.IfExp) for user in users for node in ast.walk(user))
     if is_choice or not any(map(_has_root, users)):
-        return whole
+        return SplitFormula([], [], [*body], [*results])
     hoist = _Hoist()
-    after = [hoist.visit(deepcopy(statement)) for statement in body[index : index + 1]] + [*body[index + 1 :]]
-    new_results = [hoist.visit(deepcopy(result)) for result in results] if index == len(body) else [*results]
+    hoisted = [hoist.visit(deepcopy(user)) for user in users]
     before, moved = _moved_down(body[:index], read(*hoist.roots, *results[1:]))
-    return SplitFormula(before, hoist.roots, [*moved, *after], new_results)
+    if users is results:
+        return SplitFormula(before, hoist.roots, moved, hoisted)
+    return SplitFormula(before, hoist.roots, [*moved, *hoisted, *body[index + 1 :]], [*results])
 
 
 class _Hoist(ast.NodeTransformer):
@@ -152,73 +141,63 @@ def _moved_down(body: Sequence[ast.stmt], needed: set[str]) -> tuple[list[ast.st
 ARGUMENTS = "const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t n"
 
 
-def coded_span(formula: Formula, num_states: int) -> list[str]:
+def coded_span(formula: Formula) -> list[str]:
     """`update_span` and its stages."""
-    parts = _ChunkPlan(formula)
-    states = range(num_states)
+    plan = _ChunkPlan(formula)
+    num_states = len(plan.states)
     return [
         "constexpr int64_t UNIT = GROUP;",
-        *_chunk(parts, states),
-        *_before(parts),
-        *_after(parts),
-        *_without_outliers(states),
-        *_span(parts, states),
+        *_chunk(plan),
+        *_before(plan),
+        *_after(plan),
+        *_without_outliers(num_states),
+        *_span(plan, num_states),
     ]
 
 
 class _ChunkPlan:
-    """A formula in two parts, with the names that each needs."""
+    """A formula in two parts, with the names that each needs. States and their results are known by number."""
 
     def __init__(self, formula: Formula) -> None:
-        constants = dict(formula.constants)
-        body, results = body_and_results(formula.update, formula.result_names, constants)
-        self.constants: Mapping[str, Constant] = constants
+        self.constants = dict(formula.constants)
         self.scalars = formula.scalar_names
         self.states = [state.name for state in formula.states]
+        body, results = formula.body_and_results()
         self.cut = cut(body, results)
         self.main, *self.results = self.cut.results
-        first = [*self.cut.before, *self.cut.roots]
-        second = self.cut.after
-        self.fixed = frozenset(self.scalars) - {*assigned(first), *assigned(second)}
-        later = {*assigned(second)}
-        self.is_early = [bool(self.cut.roots) and not read(result) & later for result in self.results]
-        late = [result for result, early in zip(self.results, self.is_early) if not early]
-        needed = read(*second, self.main, *late)
-        known = ["p", "g", *self.states, *assigned(first)]
+        in_first = assigned([*self.cut.before, *self.cut.roots])
+        in_second = assigned(self.cut.after)
+        self.fixed = frozenset(self.scalars).difference(in_first, in_second)
+        self.early: list[int] = []  # the results that the first part knows
+        self.late: list[int] = []
+        for i, result in enumerate(self.results):
+            is_early = self.cut.roots and read(result).isdisjoint(in_second)
+            (self.early if is_early else self.late).append(i)
         # Names that the second part reads from the chunk; a main that the first leaves as it is stays in memory.
-        self.kept = [
-            name for name in dict.fromkeys(known) if name in needed and (name != "p" or "p" in assigned(first))
-        ]
-        if not self.cut.roots:
-            self.kept = []
-        # Those that equal an early result, or its root: the chunk stores one of the two anyway, depending on the codec.
-        self.stored = dict(self._stored(copies(self.cut.before, constants)))
+        self.kept: list[str] = []
+        if self.cut.roots:
+            needed = read(*self.cut.after, self.main, *(self.results[i] for i in self.late))
+            known = dict.fromkeys([*(["p"] if "p" in in_first else []), "g", *self.states, *in_first])
+            self.kept = [name for name in known if name in needed]
+        self.stored = self._stored()
 
-    def _stored(self, same: Mapping[str, str]) -> Iterator[tuple[str, "_Stored"]]:
-        early = {
-            same.get(result.id, result.id): i
-            for i, (result, is_early) in enumerate(zip(self.results, self.is_early))
-            if is_early and isinstance(result, ast.Name)
-        }
+    def _stored(self) -> dict[str, "_Stored"]:
+        """The kept names that equal an early result, or its root: the chunk stores one of the two anyway, depending on
+        the codec."""
+        same = copies(self.cut.before, self.constants)
+        states: dict[str, int] = {}
+        for i in self.early:
+            result = self.results[i]
+            if isinstance(result, ast.Name):
+                states[same.get(result.id, result.id)] = i
         squares = self.cut.squares()
+        found: dict[str, _Stored] = {}
         for name in self.kept:
-            of = squares.get(name, name)
-            if (i := early.get(same.get(of, of))) is not None:
-                yield name, _Stored(i, f"{'!' if name in squares else ''}Codec{i}::KEEPS")
-
-    def loads_main(self) -> bool:
-        """Whether the first part needs the main: also if it assigns it, which it may do in a branch only."""
-        early = [result for result, is_early in zip(self.results, self.is_early) if is_early]
-        return "p" in {*read(*self.cut.before, *self.cut.roots, *early), *assigned(self.cut.before)}
-
-    def kept_at(self, name: str) -> str:
-        """Where the second part finds a name that the first has computed."""
-        stored = self.stored.get(name)
-        return f"({stored.when} ? chunk.values{stored.state} : chunk.y_{name})[j]" if stored else f"chunk.y_{name}[j]"
-
-    def unless_stored(self, name: str) -> str:
-        """The condition under which the first part has to write a name."""
-        return f"if constexpr (!({self.stored[name].when})) " if name in self.stored else ""
+            value = squares.get(name, name)
+            state = states.get(same.get(value, value))
+            if state is not None:
+                found[name] = _Stored(state, f"{'!' if name in squares else ''}Codec{state}::KEEPS")
+        return found
 
 
 class _Stored(NamedTuple):
@@ -228,84 +207,82 @@ class _Stored(NamedTuple):
     when: str
 
 
-def _chunk(parts: _ChunkPlan, states: range) -> list[str]:
+LOOP = """\
+for (int64_t k = 0; k < n; k++) {
+const int64_t i = begin + k, j = at + k;"""
+
+
+def _chunk(plan: _ChunkPlan) -> list[str]:
     """The struct `Chunk`: decoded or encoded states with their largest values, and what the first part leaves."""
-    return [
-        "struct Chunk {",
-        *(f"alignas(64) float values{i}[CHUNK];" for i in states),
-        *(f"alignas(64) float y_{name}[CHUNK];" for name in parts.kept),
-        *(f"int32_t largest{i}[CHUNK / GROUP];" for i in states),
-        "int32_t largest_root[CHUNK / GROUP];",
-        "};",
-    ]
+    states = range(len(plan.states))
+    arrays = [*(f"values{i}" for i in states), *(f"y_{name}" for name in plan.kept)]
+    largest = [*(f"largest{i}" for i in states), "largest_root"]
+    lines = [f"alignas(64) float {array}[CHUNK];" for array in arrays]
+    lines += [f"int32_t {array}[CHUNK / GROUP];" for array in largest]
+    return ["struct Chunk {", *lines, "};"]
 
 
-def _before(parts: _ChunkPlan) -> list[str]:
+def _before(plan: _ChunkPlan) -> list[str]:
     """The function `before`: the first part on a group, which is `begin` elements into the chunk's run."""
-    if not parts.cut.roots:
+    if not plan.cut.roots:
         return []
-    dialect = Cpp(dict(parts.constants))
-    body = [*parts.cut.before, *parts.cut.roots]
-    inputs = [*(["p"] if parts.loads_main() else []), "g", *parts.states]
-    return [
+    dialect = Cpp(plan.constants)
+    body = [*plan.cut.before, *plan.cut.roots]
+    inputs = ["g", *plan.states]
+    # Also a main that it assigns: it may do so in a branch only.
+    if "p" in assigned(body) or "p" in read(*body, *(plan.results[i] for i in plan.early)):
+        inputs.insert(0, "p")
+    lines = [
         f"static inline __attribute__((always_inline)) void before({ARGUMENTS}, int64_t at) {{",
         POINTERS,
-        *_largest(parts, True),
+        *_largest(plan.early),
         "int32_t largest_root = 0;",
-        "for (int64_t k = 0; k < n; k++) {",
-        "const int64_t i = begin + k, j = at + k;",
-        *_loaded(parts, inputs, []),
-        *_locals(parts, body, {*inputs}),
-        *dialect.statements(body, frozenset(parts.scalars)),
-        *_results(parts, dialect, True),
-        *(f"{parts.unless_stored(name)}chunk.y_{name}[j] = x_{name};" for name in parts.kept),
-        *(f"largest_root = at_least(largest_root, magnitude(x_{name}));" for name in assigned(parts.cut.roots)),
-        "}",
-        *_stored(parts, True),
-        "chunk.largest_root[at / GROUP] = largest_root;",
-        "}",
+        LOOP,
     ]
+    lines += _loaded(plan, inputs, [])
+    lines += locals_of(body, {*inputs, *plan.scalars})
+    lines += dialect.statements(body)
+    lines += _results(plan, dialect, plan.early)
+    for name in plan.kept:
+        condition = f"if constexpr (!({plan.stored[name].when})) " if name in plan.stored else ""
+        lines.append(f"{condition}chunk.y_{name}[j] = x_{name};")
+    for name in assigned(plan.cut.roots):
+        lines.append(f"largest_root = at_least(largest_root, magnitude(x_{name}));")
+    return [*lines, "}", *_store_largest(plan.early), "chunk.largest_root[at / GROUP] = largest_root;", "}"]
 
 
-def _after(parts: _ChunkPlan) -> list[str]:
+def _after(plan: _ChunkPlan) -> list[str]:
     """The function `after`: the rest, with `EXACT` divisions by scalars where these are extreme."""
-    dialect = _After(parts)
-    is_whole = not parts.cut.roots
-    inputs = ["g", *parts.states] if is_whole else []
-    body = dialect.statements(parts.cut.after, frozenset(parts.scalars))
-    results = _results(parts, dialect, False)
-    main = dialect.expression(parts.main)
-    names = {*inputs, "p", *parts.kept}
-    return [
+    dialect = _After(plan)
+    inputs = [] if plan.cut.roots else ["g", *plan.states]
+    if "p" not in plan.kept:
+        inputs.insert(0, "p")
+    body = dialect.statements(plan.cut.after)
+    results = _results(plan, dialect, plan.late)
+    main = dialect.expression(plan.main)
+    lines = [
         "template <bool EXACT>",
         f"static inline __attribute__((always_inline)) void after({ARGUMENTS}, int64_t at) {{",
         POINTERS,
-        *(f"const float inverse_{name} = 1.0f / row.s_{name};" for name in dialect.divisors),
-        *_largest(parts, False),
-        "for (int64_t k = 0; k < n; k++) {",
-        "const int64_t i = begin + k, j = at + k;",
-        *_loaded(parts, [*([] if "p" in parts.kept else ["p"]), *inputs], parts.kept),
-        *_locals(parts, parts.cut.after, names),
-        *body,
-        f"const float new_p = {main};",
-        *results,
-        "write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, new_p, run.first, step);",
-        "}",
-        *_stored(parts, False),
-        "}",
-        "static inline bool is_moderate(const Row &row) {",
-        f"return {' && '.join([f'is_moderate(row.s_{name})' for name in dialect.divisors]) or 'true'};",
-        "}",
     ]
+    lines += [f"const float inverse_{name} = 1.0f / row.s_{name};" for name in dialect.divisors]
+    lines += [*_largest(plan.late), LOOP]
+    lines += _loaded(plan, inputs, plan.kept)
+    lines += locals_of(plan.cut.after, {*inputs, *plan.kept, *plan.scalars})
+    lines += [*body, f"const float new_p = {main};", *results]
+    lines += ["write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, new_p, run.first, step);", "}"]
+    lines += [*_store_largest(plan.late), "}"]
+    is_moderate = " && ".join(f"is_moderate(row.s_{name})" for name in dialect.divisors)
+    return [*lines, "static inline bool is_moderate(const Row &row) {", f"return {is_moderate or 'true'};", "}"]
 
 
 class _After(Cpp):
     """The dialect of the second part: a root divided by a scalar takes no division."""
 
-    def __init__(self, parts: _ChunkPlan) -> None:
-        super().__init__(dict(parts.constants))
-        self.roots = {*assigned(parts.cut.roots)}
-        self.scalars = parts.fixed
+    def __init__(self, plan: _ChunkPlan) -> None:
+        super().__init__(plan.constants)
+        self.roots = {*assigned(plan.cut.roots)}
+        self.scalars = plan.fixed
         self.divisors: dict[str, None] = {}
 
     def expression(self, node: ast.expr) -> str:
@@ -318,90 +295,95 @@ class _After(Cpp):
         return super().expression(node)
 
 
-def _loaded(parts: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> list[str]:
+def _loaded(plan: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> list[str]:
     """Declarations of inputs of the formula, and of what its first part has left in the chunk."""
     sources = {"p": "read_main(main, out, i)", "g": "read(grad[i]) * row.grad_scale"}
-    sources |= {name: f"chunk.values{i}[j]" for i, name in enumerate(parts.states)}
-    return [
-        *(f"float x_{name} = {sources[name]};" for name in inputs),
-        *(f"float x_{name} = {parts.kept_at(name)};" for name in kept),
-        *(f"float x_{name} = row.s_{name};" for name in parts.scalars if name not in kept),
-    ]
+    sources |= {name: f"chunk.values{i}[j]" for i, name in enumerate(plan.states)}
+    values = [(name, sources[name]) for name in inputs]
+    for name in kept:
+        stored = plan.stored.get(name)
+        left = f"chunk.y_{name}"
+        values.append((name, f"({stored.when} ? chunk.values{stored.state} : {left})[j]" if stored else f"{left}[j]"))
+    values += [(name, f"row.s_{name}") for name in plan.scalars if name not in kept]
+    return [f"float x_{name} = {value};" for name, value in values]
 
 
-def _locals(parts: _ChunkPlan, body: Sequence[ast.stmt], declared: set[str]) -> list[str]:
-    return [f"float x_{name} = 0.0f;" for name in assigned(body) if name not in declared | {*parts.scalars}]
+def locals_of(body: Sequence[ast.stmt], declared: set[str]) -> list[str]:
+    """Declarations of the variables of `body` that are not in `declared`."""
+    return [f"float x_{name} = 0.0f;" for name in assigned(body) if name not in declared]
 
 
-def _results(parts: _ChunkPlan, dialect: Cpp, early: bool) -> list[str]:
-    """Writes the new states that are known in this part, as they will be encoded."""
-    found = [(i, result) for i, result in enumerate(parts.results) if parts.is_early[i] is early]
-    values = [f"const float new{i} = Codec{i}::kept({dialect.expression(result)});" for i, result in found]
-    stores = [f"chunk.values{i}[j] = new{i};" for i, _ in found]
-    largest = [f"largest{i} = at_least(largest{i}, magnitude(new{i}));" for i, _ in found]
+def _results(plan: _ChunkPlan, dialect: Cpp, chosen: Sequence[int]) -> list[str]:
+    """Writes the new states of these numbers, as they will be encoded."""
+    values = [f"const float new{i} = Codec{i}::kept({dialect.expression(plan.results[i])});" for i in chosen]
+    stores = [f"chunk.values{i}[j] = new{i};" for i in chosen]
+    largest = [f"largest{i} = at_least(largest{i}, magnitude(new{i}));" for i in chosen]
     return [*values, *stores, *largest]
 
 
-def _largest(parts: _ChunkPlan, early: bool) -> list[str]:
-    return [f"int32_t largest{i} = 0;" for i, is_early in enumerate(parts.is_early) if is_early is early]
+def _largest(states: Iterable[int]) -> list[str]:
+    return [f"int32_t largest{i} = 0;" for i in states]
 
 
-def _stored(parts: _ChunkPlan, early: bool) -> list[str]:
-    chosen = [i for i, is_early in enumerate(parts.is_early) if is_early is early]
-    return [f"chunk.largest{i}[at / GROUP] = largest{i};" for i in chosen]
+def _store_largest(states: Iterable[int]) -> list[str]:
+    return [f"chunk.largest{i}[at / GROUP] = largest{i};" for i in states]
 
 
-def _without_outliers(states: range) -> list[str]:
+def _without_outliers(num_states: int) -> list[str]:
     """The function `drop_outliers`: resets all states of elements of which one would spoil its group."""
+    states = range(num_states)
     is_outlier = " || ".join(f"(Codec{i}::SHARES && magnitude(chunk.values{i}[j]) >= OUTLIER)" for i in states)
-    return [
-        "static __attribute__((noinline, cold)) void drop_outliers(Chunk &chunk, int64_t at, int64_t n) {",
-        *(f"int32_t largest{i} = 0;" for i in states),
-        "for (int64_t j = at; j < at + n; j++) {",
-        f"const bool is_outlier = {is_outlier};",
-        *(f"chunk.values{i}[j] = is_outlier ? 0.0f : chunk.values{i}[j];" for i in states),
-        *(f"largest{i} = at_least(largest{i}, magnitude(chunk.values{i}[j]));" for i in states),
-        "}",
-        *(f"chunk.largest{i}[at / GROUP] = largest{i};" for i in states),
-        "}",
-    ]
+    lines = ["static __attribute__((noinline, cold)) void drop_outliers(Chunk &chunk, int64_t at, int64_t n) {"]
+    lines += _largest(states)
+    lines += ["for (int64_t j = at; j < at + n; j++) {", f"const bool is_outlier = {is_outlier};"]
+    lines += [f"chunk.values{i}[j] = is_outlier ? 0.0f : chunk.values{i}[j];" for i in states]
+    lines += [f"largest{i} = at_least(largest{i}, magnitude(chunk.values{i}[j]));" for i in states]
+    return [*lines, "}", *_store_largest(states), "}"]
 
 
-def _span(parts: _ChunkPlan, states: range) -> list[str]:
-    decode = (
-        "Codec{i}::decode(run.codes{i} + at + j, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k + j, part);"
-    )
-    encode = (
-        "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "
-        "Codec{i}::scale_at(run.scales{i}, at), n);"
-    )
-    before = "before(run, row, chunk, at, n, k);" if parts.cut.roots else ""
-    is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if parts.cut.roots else ""
+DECODE = (
+    "Codec{i}::decode(run.codes{i} + at + j, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k + j, part);"
+)
+ENCODE = (
+    "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "
+    "Codec{i}::scale_at(run.scales{i}, at), n);"
+)
+SPAN = """\
+static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {
+Chunk chunk;
+const bool moderate = is_moderate(row);
+while (begin + GROUP <= end) {
+const int64_t size = smaller((end - begin) / GROUP * GROUP, CHUNK);
+update_chunk(run, row, chunk, begin, size, GROUP, moderate);
+begin += size;
+}
+if (begin < end) update_chunk(run, row, chunk, begin, 1, end - begin, moderate);
+}"""
+
+
+def _span(plan: _ChunkPlan, num_states: int) -> list[str]:
+    """The functions `update_chunk`, which takes a chunk through all stages, and `update_span`."""
+    states = range(num_states)
+    before = "before(run, row, chunk, at, n, k);" if plan.cut.roots else ""
+    is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if plan.cut.roots else ""
     has_outlier = " || ".join(f"(Codec{i}::SHARES && chunk.largest{i}[k / GROUP] >= OUTLIER)" for i in states)
-    calls = [
+    decode = " ".join(DECODE.format(i=i) for i in states)
+    first, *others = [ENCODE.format(i=i) for i in states]
+    stages = [
         # States are interleaved, so that the divisions of one overlap with the decoding of the next.
-        f"for (int64_t j = 0; j < n; j += part) {{ {' '.join(decode.format(i=i) for i in states)} }}",
+        f"for (int64_t j = 0; j < n; j += part) {{ {decode} }}",
         # Spread over the loops: a processor waits when many lines of memory are fetched at once.
         f"{{ prefetch(run.grad, at + AHEAD); {before} }}",
         f"{{ prefetch(run.main, at + AHEAD); if (moderate{is_finite}) after<false>(run, row, chunk, at, n, k); "
         "else after<true>(run, row, chunk, at, n, k); }",
-        f"{{ if (__builtin_expect({has_outlier}, false)) drop_outliers(chunk, k, n); {encode.format(i=0)} }}",
-        *(encode.format(i=i) for i in states[1:]),
+        f"{{ if (__builtin_expect({has_outlier}, false)) drop_outliers(chunk, k, n); {first} }}",
+        *others,
     ]
     return [
         "static inline __attribute__((always_inline)) void update_chunk(",
         "    const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t size, int64_t n, bool moderate) {",
         "const int64_t part = n == GROUP ? PART : n;",
-        *(f"for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) {call}" for call in calls),
+        *(f"for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) {stage}" for stage in stages),
         "}",
-        "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",
-        "Chunk chunk;",
-        "const bool moderate = is_moderate(row);",
-        "while (begin + GROUP <= end) {",
-        "const int64_t size = smaller((end - begin) / GROUP * GROUP, CHUNK);",
-        "update_chunk(run, row, chunk, begin, size, GROUP, moderate);",
-        "begin += size;",
-        "}",
-        "if (begin < end) update_chunk(run, row, chunk, begin, 1, end - begin, moderate);",
-        "}",
+        SPAN,
     ]

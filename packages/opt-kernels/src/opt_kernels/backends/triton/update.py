@@ -18,11 +18,11 @@ from opt_kernels.backends.tables import launching_on
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.launches import cut_sweeps, launch_options, sweeps
 from opt_kernels.backends.triton.quantize import scheme
-from opt_kernels.backends.triton.scalars import CHANGING, numbers_on
+from opt_kernels.backends.triton.scalars import CHANGING, Row, numbers_on
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula, number_of
-from opt_kernels.formulas.syntax import FormulaError, assigned, scalar_expressions
-from opt_kernels.formulas.translate import Dialect, body_and_results, elements_among, reads
+from opt_kernels.formulas.syntax import FormulaError, read, scalar_expressions
+from opt_kernels.formulas.translate import Dialect, elements_among
 from opt_kernels.works import Batch
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
@@ -37,10 +37,16 @@ from opt_kernels.backends.triton.lanes import read_main, write_main
 """
 
 # Functions of formulas under their names there.
-FUNCTIONS: dict[str, str | None] = {
-    "maximum": "larger", "minimum": "smaller", "sign": "sign", "absolute": "tl.abs", "fma": "tl.fma", "exp": "tl.exp",
-    "log": "tl.log", "tanh": "tanh",
-}  # fmt: skip
+FUNCTIONS = {
+    "maximum": "larger",
+    "minimum": "smaller",
+    "sign": "sign",
+    "absolute": "tl.abs",
+    "fma": "tl.fma",
+    "exp": "tl.exp",
+    "log": "tl.log",
+    "tanh": "tanh",
+}
 
 
 class Kernels(NamedTuple):
@@ -129,9 +135,8 @@ def _executed(file: str, source: str) -> dict[str, Any]:
 
 def source_of(formula: Formula, row_width: int) -> str:
     """The module of a formula's kernels."""
-    return HEADER + "\n".join(
-        (*_fill(formula, row_width), "", "", *_tile(formula), "", "", *_sweep(formula, row_width))
-    )
+    kernels = (_fill(formula, row_width), _tile(formula), _sweep(formula, row_width))
+    return HEADER + "\n\n\n".join(map("\n".join, kernels))
 
 
 def _own(formula: Formula) -> list[str]:
@@ -140,94 +145,84 @@ def _own(formula: Formula) -> list[str]:
 
 
 def _fill(formula: Formula, row_width: int) -> list[str]:
+    """The kernel `fill`, which computes the scalar block, one program per row."""
     statements, scalars = scalar_expressions(formula.scalars)
     dialect = _Scalar(dict(formula.constants))
     columns = [*CHANGING, "grad_scale", *_own(formula)]  # of the numbers, float64
-    loads = [f"x_{name} = tl.load(source + {i})" for i, name in enumerate(columns) if name != "grad_scale"]
-    names = frozenset(formula.number_names) | {*assigned(statements)}
-    return [
-        "@jit",
-        "def fill(block, numbers, skip):",
-        *_indented(
-            [
-                "row = tl.program_id(0)",
-                f"source = numbers + row * {len(columns)}",
-                f"target = block + row * {row_width}",
-                *loads,
-                *dialect.statements(statements, names),
-                "tl.store(target, 1.0 if skip is None else (tl.load(skip) == 0).to(tl.float32))",
-                f"tl.store(target + 1, tl.load(source + {len(CHANGING)}).to(tl.float32))",
-                "tl.store(target + 2, x_step.to(tl.int32).to(tl.float32, bitcast=True))",
-                *(
-                    line
-                    for i, (_, value) in enumerate(scalars)
-                    for line in (
-                        f"value{i} = {dialect.expression(value)}",
-                        f"tl.store(target + {SCALARS_AT + i}, tl.cast(value{i}, tl.float32))",
-                    )
-                ),
-            ]
-        ),
+    body = [
+        "row = tl.program_id(0)",
+        f"source = numbers + row * {len(columns)}",
+        f"target = block + row * {row_width}",
     ]
+    body += [f"x_{name} = tl.load(source + {i})" for i, name in enumerate(columns) if name != "grad_scale"]
+    body += dialect.statements(statements)
+    body += [
+        "tl.store(target, 1.0 if skip is None else (tl.load(skip) == 0).to(tl.float32))",
+        f"tl.store(target + 1, tl.load(source + {len(CHANGING)}).to(tl.float32))",
+        "tl.store(target + 2, x_step.to(tl.int32).to(tl.float32, bitcast=True))",
+    ]
+    for i, (_, value) in enumerate(scalars):
+        body.append(f"value{i} = {dialect.expression(value)}")
+        body.append(f"tl.store(target + {SCALARS_AT + i}, tl.cast(value{i}, tl.float32))")
+    return ["@jit", "def fill(block, numbers, skip):", *_indented(body)]
+
+
+class _ScalarLoads:
+    """Precedes lines by loads of the scalars that they read first. Earlier loads would occupy registers."""
+
+    def __init__(self, scalars: Sequence[str]) -> None:
+        self._lanes = {f"x_{name}": SCALARS_AT + i for i, name in enumerate(scalars)}  # of those not loaded yet
+
+    def before(self, lines: list[str]) -> list[str]:
+        words = set(re.findall(r"\w+", " ".join(lines)))
+        first = [name for name in self._lanes if name in words]
+        return [*(f"{name} = tl.load(row + {self._lanes.pop(name)})" for name in first), *lines]
 
 
 def _tile(formula: Formula) -> list[str]:
     """One tile: everything between reading a gradient and writing a weight, in registers."""
-    constants = dict(formula.constants)
-    body, results = body_and_results(formula.update, formula.result_names, constants)
+    statements, results = formula.body_and_results()
     dialect = _Element(dict(formula.constants))
-    scalars = formula.scalar_names
-    loaded: set[str] = set()
-
-    def with_loads(lines: list[str]) -> list[str]:
-        """`lines`, preceded by loads of the scalars that they read first. Earlier loads would occupy registers."""
-        words = set(re.findall(r"\w+", " ".join(lines)))
-        new = [name for name in scalars if f"x_{name}" in words and name not in loaded]
-        loaded.update(new)
-        return [*(f"x_{name} = tl.load(row + {SCALARS_AT + scalars.index(name)})" for name in new), *lines]
-
-    steps = [line for statement in body for line in with_loads(dialect.statements([statement], frozenset(scalars)))]
-    elements = elements_among(body, ("p", "g", *(state.name for state in formula.states)))
-    values = [
-        # A state may be a scalar: broadcast it, which stores need.
-        dialect.expression(result)
-        if reads(result, elements)
-        else f"tl.where(at >= 0, {dialect.expression(result)}, 0.0)"
-        for result in results
-    ]
+    loads = _ScalarLoads(formula.scalar_names)
     states = list(enumerate(formula.states))
-    share_scales = " or ".join(f"SCHEME{i} != 'plain'" for i, _ in states)
-    kept = " & ".join(f"no_outlier(new_{i}, SCHEME{i}, {state.signed})" for i, state in states)
-    dropping = [f"kept = {kept}", *(f"new_{i} = tl.where(kept, new_{i}, 0.0)" for i, _ in states)]
+    body = [
+        "at = start + tl.arange(0, BLOCK)",
+        "x_p = read_main(main, out, at, n, REMAINDER, FULL)",
+        "x_g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + 1)",
+    ]
+    for i, state in states:
+        options = f"BLOCK, SCHEME{i}, {state.signed}, IEEE, FULL"
+        body.append(f"x_{state.name} = read_state(codes{i}, scales{i}, start, n, {options})")
+    for statement in statements:
+        body += loads.before(dialect.statements([statement]))
+    values = [dialect.expression(result) for result in results]
+    elements = elements_among(statements, ("p", "g", *(state.name for state in formula.states)))
+    for i, result in enumerate(results):
+        if elements.isdisjoint(read(result)):  # a scalar: broadcast it, which stores need
+            values[i] = f"tl.where(at >= 0, {values[i]}, 0.0)"
+    # Written before the states are computed: the main then leaves its registers.
+    body += loads.before([f"new_p = {values[0]}"])
+    body += [
+        "step = tl.load(row + 2).to(tl.int32, bitcast=True)",
+        "write_main(main, out, new_p, at, n, first, step, MAIN, OUT, REMAINDER, STOCHASTIC_ROUNDING, FULL)",
+    ]
+    for i, _ in states:
+        body += loads.before([f"new_{i} = {values[1 + i]}"])
+    if states:
+        have_scales = " or ".join(f"SCHEME{i} != 'plain'" for i, _ in states)
+        kept = " & ".join(f"no_outlier(new_{i}, SCHEME{i}, {state.signed})" for i, state in states)
+        dropping = [f"kept = {kept}", *(f"new_{i} = tl.where(kept, new_{i}, 0.0)" for i, _ in states)]
+        body += [f"if {have_scales}:", *_indented(dropping)]
+    for i, state in states:
+        options = f"STATE{i}, BLOCK, SCHEME{i}, {state.signed}, IEEE, True, FULL"
+        body.append(f"write_state(codes{i}, scales{i}, new_{i}, start, n, {options})")
+    formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, " for i, _ in states)
     return [
         "@jit",
         f"def tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN: tl.constexpr, OUT: tl.constexpr, "
-        f"{_formats(formula)}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
+        f"{formats}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
         "BLOCK: tl.constexpr, FULL: tl.constexpr):",
-        *_indented(
-            [
-                "at = start + tl.arange(0, BLOCK)",
-                "x_p = read_main(main, out, at, n, REMAINDER, FULL)",
-                "x_g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + 1)",
-                *(
-                    f"x_{state.name} = read_state(codes{i}, scales{i}, start, n, BLOCK, SCHEME{i}, {state.signed}, "
-                    "IEEE, FULL)"
-                    for i, state in states
-                ),
-                *steps,
-                # Written before the states are computed: the main then leaves its registers.
-                *with_loads([f"new_p = {values[0]}"]),
-                "step = tl.load(row + 2).to(tl.int32, bitcast=True)",
-                "write_main(main, out, new_p, at, n, first, step, MAIN, OUT, REMAINDER, STOCHASTIC_ROUNDING, FULL)",
-                *(line for i, _ in states for line in with_loads([f"new_{i} = {values[1 + i]}"])),
-                *([f"if {share_scales}:", *_indented(dropping)] if states else []),
-                *(
-                    f"write_state(codes{i}, scales{i}, new_{i}, start, n, STATE{i}, BLOCK, SCHEME{i}, "
-                    f"{state.signed}, IEEE, True, FULL)"
-                    for i, state in states
-                ),
-            ]
-        ),
+        *_indented(body),
     ]
 
 
@@ -235,46 +230,42 @@ def _sweep(formula: Formula, row_width: int) -> list[str]:
     """One program per chunk. It writes nothing if the scalar block says to skip the step."""
     states = range(len(formula.states))
     formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, SCALE{i}: tl.constexpr, " for i in states)
-    given = "".join(f"codes{i}, scales{i}, " for i in states)
     kept = "".join(f"STATE{i}, SCHEME{i}, " for i in states)
     call = (
-        f"tile(main, out, grad, {given}row, start, n, first, MAIN, OUT, {kept}"
+        f"tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN, OUT, {kept}"
         "REMAINDER, STOCHASTIC_ROUNDING, IEEE, BLOCK, "
     )
+    body = [
+        "chunk = tl.program_id(0)",
+        "record = records + chunk * WIDTH",
+        "main = pointer(tl.load(record + 0), MAIN, E)",
+        "out = pointer(tl.load(record + 1), tl.int16 if REMAINDER else (MAIN if OUT is None else OUT), E)",
+    ]
+    body += [f"codes{i} = pointer(tl.load(record + {2 + i}), STATE{i}, E)" for i in states]
+    body += [f"scales{i} = pointer(tl.load(record + SCALE{i}), tl.float32, 1)" for i in states]
+    body += [
+        "grad = pointer(tl.load(grads + chunk), GRAD, E)",
+        f"row = block + tl.load(record + WIDTH - 2) * {row_width}",
+        "first = tl.load(record + WIDTH - 1)",
+        "n = tl.where(tl.load(row) != 0.0, tl.load(record + WIDTH - 3), 0).to(tl.int32)",
+        "if n == CHUNK:",
+        "    for start in range(0, CHUNK, BLOCK):",
+        f"        {call}True)",
+        "else:",
+        "    for start in range(0, n, BLOCK):",
+        f"        {call}False)",
+    ]
     return [
         "@jit",
         "def sweep(records, grads, block, GRAD: tl.constexpr, MAIN: tl.constexpr, OUT: tl.constexpr, "
         f"{formats}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
         "WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):",
-        *_indented(
-            [
-                "chunk = tl.program_id(0)",
-                "record = records + chunk * WIDTH",
-                "main = pointer(tl.load(record + 0), MAIN, E)",
-                "out = pointer(tl.load(record + 1), tl.int16 if REMAINDER else (MAIN if OUT is None else OUT), E)",
-                *(f"codes{i} = pointer(tl.load(record + {2 + i}), STATE{i}, E)" for i in states),
-                *(f"scales{i} = pointer(tl.load(record + SCALE{i}), tl.float32, 1)" for i in states),
-                "grad = pointer(tl.load(grads + chunk), GRAD, E)",
-                f"row = block + tl.load(record + WIDTH - 2) * {row_width}",
-                "first = tl.load(record + WIDTH - 1)",
-                "n = tl.where(tl.load(row) != 0.0, tl.load(record + WIDTH - 3), 0).to(tl.int32)",
-                "if n == CHUNK:",
-                "    for start in range(0, CHUNK, BLOCK):",
-                f"        {call}True)",
-                "else:",
-                "    for start in range(0, n, BLOCK):",
-                f"        {call}False)",
-            ]
-        ),
+        *_indented(body),
     ]
 
 
 def _columns(formula: Formula) -> str:
     return "".join(f"codes{i}, scales{i}, " for i in range(len(formula.states)))
-
-
-def _formats(formula: Formula) -> str:
-    return "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, " for i in range(len(formula.states)))
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
@@ -306,10 +297,10 @@ def update_(
     kernels = kernels_of(formula)
     of_codecs = tuple(codecs.items())
     with launching_on(device):
-        rows = [
-            (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *(number_of(hyper, n, formula) for n in kernels.own))
-            for hyper, _ in batches
-        ]
+        rows: list[Row] = []
+        for hyper, _ in batches:
+            own = [number_of(hyper, name, formula) for name in kernels.own]
+            rows.append((hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *own))
         block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=device)
         flag = None if skip is None else skip.to(device)
         kernels.fill[(len(rows),)](block, numbers_on(device, rows), flag, enable_fp_fusion=False)
