@@ -23,17 +23,42 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
     correction1 = 1 - power(beta1, step)
     correction2 = 1 - power(beta2, step)
     return {
-        "lr": lr, "weight_decay": weight_decay, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2,
-        "weight2": 1 - beta2, "correction1": correction1, "correction2": correction2, "root2": sqrt(correction2),
-        "step_size": lr / correction1, "eps": eps,
-    }  # fmt: skip
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "decay": 1 - lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "correction1": correction1,
+        "correction2": correction2,
+        "root2": sqrt(correction2),
+        "step_size": lr / correction1,
+        "eps": eps,
+    }
 
 
 def update(
-    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any, *,
-    lr: Any, weight_decay: Any, decay: Any, weight1: Any, beta2: Any, weight2: Any, correction1: Any, correction2: Any,
-    root2: Any, step_size: Any, eps: Any, decoupled_weight_decay: bool, order: str, amsgrad: bool,
-) -> Any:  # fmt: skip
+    p: Any,
+    g: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    max_exp_avg_sq: Any,
+    *,
+    lr: Any,
+    weight_decay: Any,
+    decay: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+    correction1: Any,
+    correction2: Any,
+    root2: Any,
+    step_size: Any,
+    eps: Any,
+    decoupled_weight_decay: bool,
+    order: str,
+    amsgrad: bool,
+) -> Any:
     if decoupled_weight_decay and order == "torch":
         p = p * decay
     if not decoupled_weight_decay and weight_decay != 0:  # zero times an infinite parameter would be NaN
@@ -52,10 +77,16 @@ def update(
     return p, exp_avg, exp_avg_sq, second
 
 
+STATES = (State("exp_avg"), State("exp_avg_sq", signed=False), State("max_exp_avg_sq", signed=False, when="amsgrad"))
+NUMBERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
+ORDER = Choice("order", "torch", ("torch", "te"), recorded=False)
+
 ADAM = Formula(
-    name="adam", title="Adam", scalars=scalars, update=update,
-    states=(State("exp_avg"), State("exp_avg_sq", signed=False), State("max_exp_avg_sq", signed=False, when="amsgrad")),
-    numbers=(Number("lr", 1e-3), Number("betas", (0.9, 0.999)), Number("eps", 1e-8), Number("weight_decay", 0.0)),
-    choices=(Choice("amsgrad", False), Choice("decoupled_weight_decay", True),
-             Choice("order", "torch", ("torch", "te"), recorded=False)),
-)  # fmt: skip
+    name="adam",
+    title="Adam",
+    states=STATES,
+    numbers=NUMBERS,
+    choices=(Choice("amsgrad", False), Choice("decoupled_weight_decay", True), ORDER),
+    scalars=scalars,
+    update=update,
+)

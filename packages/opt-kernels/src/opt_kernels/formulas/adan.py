@@ -22,18 +22,43 @@ def scalars(
     *, lr: float, weight_decay: float, beta1: float, beta2: float, beta3: float, eps: float, step: float
 ) -> dict[str, float]:
     return {
-        "is_first": where(step == 1, 1.0, 0.0), "decay": 1 - lr * weight_decay, "growth": 1 + lr * weight_decay,
-        "weight1": 1 - beta1, "beta2": beta2, "weight2": 1 - beta2, "beta3": beta3, "weight3": 1 - beta3,
-        "step_size": lr / (1 - power(beta1, step)), "diff_size": lr * beta2 / (1 - power(beta2, step)),
-        "root3": sqrt(1 - power(beta3, step)), "eps": eps,
-    }  # fmt: skip
+        "is_first": where(step == 1, 1.0, 0.0),
+        "decay": 1 - lr * weight_decay,
+        "growth": 1 + lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "beta3": beta3,
+        "weight3": 1 - beta3,
+        "step_size": lr / (1 - power(beta1, step)),
+        "diff_size": lr * beta2 / (1 - power(beta2, step)),
+        "root3": sqrt(1 - power(beta3, step)),
+        "eps": eps,
+    }
 
 
 def update(
-    p: Any, g: Any, exp_avg: Any, exp_avg_diff: Any, exp_avg_sq: Any, previous_grad: Any, *,
-    is_first: Any, decay: Any, growth: Any, weight1: Any, beta2: Any, weight2: Any, beta3: Any, weight3: Any,
-    step_size: Any, diff_size: Any, root3: Any, eps: Any, no_prox: bool,
-) -> Any:  # fmt: skip
+    p: Any,
+    g: Any,
+    exp_avg: Any,
+    exp_avg_diff: Any,
+    exp_avg_sq: Any,
+    previous_grad: Any,
+    *,
+    is_first: Any,
+    decay: Any,
+    growth: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+    beta3: Any,
+    weight3: Any,
+    step_size: Any,
+    diff_size: Any,
+    root3: Any,
+    eps: Any,
+    no_prox: bool,
+) -> Any:
     change = g - where(is_first != 0, g, previous_grad)
     ahead = fma(beta2, change, g)
     exp_avg = fma(weight1, g - exp_avg, exp_avg)
@@ -44,14 +69,15 @@ def update(
     return p if no_prox else p / growth, exp_avg, exp_avg_diff, exp_avg_sq, g
 
 
+STATES = (State("exp_avg"), State("exp_avg_diff"), State("exp_avg_sq", signed=False), State("previous_grad"))
+NUMBERS = (Number("betas", (0.98, 0.92, 0.99)), Number("eps", 1e-8))
+
 ADAN = Formula(
     name="adan",
     title="Adan",
-    states=(State("exp_avg"), State("exp_avg_diff"), State("exp_avg_sq", signed=False), State("previous_grad")),
-    numbers=(
-        Number("lr", 1e-3), Number("betas", (0.98, 0.92, 0.99)), Number("eps", 1e-8), Number("weight_decay", 0.0),
-    ),
+    states=STATES,
+    numbers=NUMBERS,
     choices=(Choice("no_prox", False),),
     scalars=scalars,
     update=update,
-)  # fmt: skip
+)

@@ -20,25 +20,54 @@ from opt_kernels.works import Number
 
 
 def scalars(
-    *, lr: float, weight_decay: float, beta1: float, beta2: float, beta3: float, eps: float, alpha: float,
-    alpha_steps: float, beta3_steps: float, step: float,
-) -> dict[str, float]:  # fmt: skip
+    *,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    eps: float,
+    alpha: float,
+    alpha_steps: float,
+    beta3_steps: float,
+    step: float,
+) -> dict[str, float]:
     share = minimum(step / maximum(beta3_steps, 1.0), 1.0)
     fast = log(maximum(beta1, 1e-30))
     slow = log(maximum(beta3, 1e-30))
     beta3_now = exp(fast * slow / ((1 - share) * slow + share * fast))
     return {
-        "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2, "weight2": 1 - beta2,
-        "weight3": 1 - beta3_now, "correction1": 1 - power(beta1, step), "root2": sqrt(1 - power(beta2, step)),
-        "alpha": minimum(step / maximum(alpha_steps, 1.0), 1.0) * alpha, "lr": lr, "eps": eps,
-    }  # fmt: skip
+        "decay": 1 - lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "weight3": 1 - beta3_now,
+        "correction1": 1 - power(beta1, step),
+        "root2": sqrt(1 - power(beta2, step)),
+        "alpha": minimum(step / maximum(alpha_steps, 1.0), 1.0) * alpha,
+        "lr": lr,
+        "eps": eps,
+    }
 
 
 def update(
-    p: Any, g: Any, exp_avg: Any, exp_avg_slow: Any, exp_avg_sq: Any, *,
-    decay: Any, weight1: Any, beta2: Any, weight2: Any, weight3: Any, correction1: Any, root2: Any, alpha: Any, lr: Any,
+    p: Any,
+    g: Any,
+    exp_avg: Any,
+    exp_avg_slow: Any,
+    exp_avg_sq: Any,
+    *,
+    decay: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+    weight3: Any,
+    correction1: Any,
+    root2: Any,
+    alpha: Any,
+    lr: Any,
     eps: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     exp_avg = fma(weight1, g - exp_avg, exp_avg)
     exp_avg_slow = fma(weight3, g - exp_avg_slow, exp_avg_slow)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
@@ -46,14 +75,14 @@ def update(
     return p * decay - lr * direction, exp_avg, exp_avg_slow, exp_avg_sq
 
 
-ADEMAMIX = Formula(
-    name="ademamix",
-    title="AdEMAMix",
-    states=(State("exp_avg"), State("exp_avg_slow"), State("exp_avg_sq", signed=False)),
-    numbers=(
-        Number("lr", 1e-3), Number("betas", (0.9, 0.999, 0.9999)), Number("eps", 1e-8), Number("weight_decay", 0.0),
-        Number("alpha", 5.0, low=0.0), Number("alpha_steps", 0, low=0), Number("beta3_steps", 0, low=0),
-    ),
-    scalars=scalars,
-    update=update,
-)  # fmt: skip
+STATES = (State("exp_avg"), State("exp_avg_slow"), State("exp_avg_sq", signed=False))
+NUMBERS = (
+    Number("betas", (0.9, 0.999, 0.9999)),
+    Number("eps", 1e-8),
+    Number("weight_decay", 0.0),
+    Number("alpha", 5.0, low=0.0),
+    Number("alpha_steps", 0, low=0),
+    Number("beta3_steps", 0, low=0),
+)
+
+ADEMAMIX = Formula(name="ademamix", title="AdEMAMix", states=STATES, numbers=NUMBERS, scalars=scalars, update=update)

@@ -29,20 +29,32 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
 
 
 def update(
-    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, *,
-    decay: Any, weight1: Any, beta2: Any, weight2: Any, step_size: Any, root2: Any, eps: Any,
-) -> Any:  # fmt: skip
+    p: Any,
+    g: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    *,
+    decay: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+    step_size: Any,
+    root2: Any,
+    eps: Any,
+) -> Any:
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
     normalised = g / (sqrt(exp_avg_sq) / root2 + eps)
     exp_avg = fma(weight1, normalised - exp_avg, exp_avg)
     return p * decay - step_size * exp_avg, exp_avg, exp_avg_sq
 
 
+NUMBERS = (Number("lr", 4e-4), Number("betas", (0.9, 0.999)), Number("eps", 1e-15))
+
 LAPROP = Formula(
     name="laprop",
     title="LaProp",
     states=(State("exp_avg"), State("exp_avg_sq", signed=False)),
-    numbers=(Number("lr", 4e-4), Number("betas", (0.9, 0.999)), Number("eps", 1e-15), Number("weight_decay", 0.0)),
+    numbers=NUMBERS,
     scalars=scalars,
     update=update,
 )

@@ -27,7 +27,7 @@ LION = Formula(
     name="lion",
     title="Lion",
     states=(State("exp_avg"),),
-    numbers=(Number("lr", 1e-4), Number("betas", (0.9, 0.99)), Number("weight_decay", 0.0)),
+    numbers=(Number("lr", 1e-4), Number("betas", (0.9, 0.99))),
     scalars=scalars,
     update=update,
 )

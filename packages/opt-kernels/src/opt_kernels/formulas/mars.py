@@ -30,31 +30,46 @@ def scalars(
     *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, gamma: float, step: float
 ) -> dict[str, float]:
     return {
-        "correction": gamma * beta1 / (1 - beta1), "decay": 1 - lr * weight_decay, "weight1": 1 - beta1,
-        "beta2": beta2, "weight2": 1 - beta2, "step_size": lr / (1 - power(beta1, step)),
-        "root2": sqrt(1 - power(beta2, step)), "eps": eps,
-    }  # fmt: skip
+        "correction": gamma * beta1 / (1 - beta1),
+        "decay": 1 - lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "step_size": lr / (1 - power(beta1, step)),
+        "root2": sqrt(1 - power(beta2, step)),
+        "eps": eps,
+    }
 
 
 def update(
-    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, previous_grad: Any, *,
-    correction: Any, decay: Any, weight1: Any, beta2: Any, weight2: Any, step_size: Any, root2: Any,
+    p: Any,
+    g: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    previous_grad: Any,
+    *,
+    correction: Any,
+    decay: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+    step_size: Any,
+    root2: Any,
     eps: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     c = fma(correction, g - previous_grad, g)
     exp_avg = fma(weight1, c - exp_avg, exp_avg)
     exp_avg_sq = fma(weight2 * c, c, exp_avg_sq * beta2)
     return p * decay - step_size * exp_avg / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq, g
 
 
-MARS = Formula(
-    name="mars",
-    title="MARSAdamW",
-    states=(State("exp_avg"), State("exp_avg_sq", signed=False), State("previous_grad")),
-    numbers=(
-        Number("lr", 3e-3), Number("betas", (0.95, 0.99)), Number("eps", 1e-8), Number("weight_decay", 0.0),
-        Number("gamma", 0.025, low=0.0),
-    ),
-    scalars=scalars,
-    update=update,
-)  # fmt: skip
+STATES = (State("exp_avg"), State("exp_avg_sq", signed=False), State("previous_grad"))
+NUMBERS = (
+    Number("lr", 3e-3),
+    Number("betas", (0.95, 0.99)),
+    Number("eps", 1e-8),
+    Number("weight_decay", 0.0),
+    Number("gamma", 0.025, low=0.0),
+)
+
+MARS = Formula(name="mars", title="MARSAdamW", states=STATES, numbers=NUMBERS, scalars=scalars, update=update)

@@ -26,17 +26,35 @@ def scalars(
     next_mu = beta1 * (1 - 0.5 * exp((step + 1) * log(q)))
     product = power(beta1, step) * q_pochhammer(0.5 * q, q, step)
     return {
-        "weight_decay": weight_decay, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2,
-        "weight2": 1 - beta2, "root2": sqrt(1 - power(beta2, step)), "grad_size": lr * (1 - mu) / (1 - product),
-        "step_size": lr * next_mu / (1 - product * next_mu), "eps": eps,
-    }  # fmt: skip
+        "weight_decay": weight_decay,
+        "decay": 1 - lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "root2": sqrt(1 - power(beta2, step)),
+        "grad_size": lr * (1 - mu) / (1 - product),
+        "step_size": lr * next_mu / (1 - product * next_mu),
+        "eps": eps,
+    }
 
 
 def update(
-    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, *,
-    weight_decay: Any, decay: Any, weight1: Any, beta2: Any, weight2: Any, root2: Any, grad_size: Any, step_size: Any,
-    eps: Any, decoupled_weight_decay: bool,
-) -> Any:  # fmt: skip
+    p: Any,
+    g: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    *,
+    weight_decay: Any,
+    decay: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+    root2: Any,
+    grad_size: Any,
+    step_size: Any,
+    eps: Any,
+    decoupled_weight_decay: bool,
+) -> Any:
     if decoupled_weight_decay:
         p = p * decay
     elif weight_decay != 0:
@@ -46,15 +64,20 @@ def update(
     return p - fma(step_size, exp_avg, grad_size * g) / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq
 
 
+NUMBERS = (
+    Number("lr", 2e-3),
+    Number("betas", (0.9, 0.999)),
+    Number("eps", 1e-8),
+    Number("weight_decay", 0.0),
+    Number("momentum_decay", 4e-3, low=0.0),
+)
+
 NADAM = Formula(
     name="nadam",
     title="NAdam",
     states=(State("exp_avg"), State("exp_avg_sq", signed=False)),
-    numbers=(
-        Number("lr", 2e-3), Number("betas", (0.9, 0.999)), Number("eps", 1e-8), Number("weight_decay", 0.0),
-        Number("momentum_decay", 4e-3, low=0.0),
-    ),
+    numbers=NUMBERS,
     choices=(Choice("decoupled_weight_decay", False),),
     scalars=scalars,
     update=update,
-)  # fmt: skip
+)

@@ -25,17 +25,35 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
     # If r(t) <= 5 the ratio is unused and may have any sign.
     ratio = (r_now - 4) * (r_now - 2) * r / maximum((r - 4) * (r - 2) * r_now, 1e-30)
     return {
-        "weight_decay": weight_decay, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2,
-        "weight2": 1 - beta2, "step_size": lr / (1 - power(beta1, step)), "is_rectified": where(r_now > 5, 1.0, 0.0),
-        "rectified": sqrt(where(r_now > 5, ratio, 0.0) * correction2), "eps": eps,
-    }  # fmt: skip
+        "weight_decay": weight_decay,
+        "decay": 1 - lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "step_size": lr / (1 - power(beta1, step)),
+        "is_rectified": where(r_now > 5, 1.0, 0.0),
+        "rectified": sqrt(where(r_now > 5, ratio, 0.0) * correction2),
+        "eps": eps,
+    }
 
 
 def update(
-    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, *,
-    weight_decay: Any, decay: Any, weight1: Any, beta2: Any, weight2: Any, step_size: Any, is_rectified: Any,
-    rectified: Any, eps: Any, decoupled_weight_decay: bool,
-) -> Any:  # fmt: skip
+    p: Any,
+    g: Any,
+    exp_avg: Any,
+    exp_avg_sq: Any,
+    *,
+    weight_decay: Any,
+    decay: Any,
+    weight1: Any,
+    beta2: Any,
+    weight2: Any,
+    step_size: Any,
+    is_rectified: Any,
+    rectified: Any,
+    eps: Any,
+    decoupled_weight_decay: bool,
+) -> Any:
     if decoupled_weight_decay:
         p = p * decay
     elif weight_decay != 0:
@@ -48,11 +66,13 @@ def update(
     return p - direction, exp_avg, exp_avg_sq
 
 
+NUMBERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
+
 RADAM = Formula(
     name="radam",
     title="RAdam",
     states=(State("exp_avg"), State("exp_avg_sq", signed=False)),
-    numbers=(Number("lr", 1e-3), Number("betas", (0.9, 0.999)), Number("eps", 1e-8), Number("weight_decay", 0.0)),
+    numbers=NUMBERS,
     choices=(Choice("decoupled_weight_decay", False),),
     scalars=scalars,
     update=update,

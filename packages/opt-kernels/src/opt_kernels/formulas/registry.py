@@ -7,8 +7,18 @@ from types import MappingProxyType
 from opt_kernels.formulas.formula import Formula
 
 MODULES = (
-    "adam", "sgd", "lion", "adan", "ademamix", "laprop", "mars", "nadam", "radam", "schedule_free", "signum",
-)  # fmt: skip
+    "adam",
+    "sgd",
+    "lion",
+    "adan",
+    "ademamix",
+    "laprop",
+    "mars",
+    "nadam",
+    "radam",
+    "schedule_free",
+    "signum",
+)
 
 # Each module defines one formula.
 _IN_MODULES = (vars(import_module(f"opt_kernels.formulas.{module}")).values() for module in MODULES)

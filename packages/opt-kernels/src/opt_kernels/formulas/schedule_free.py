@@ -29,16 +29,34 @@ def scalars(
     warmth = early / k
     share = warmth * warmth / (early * (early + 1) * (2 * early + 1) / (6 * k * k) + maximum(step - k, 0.0))
     return {
-        "is_first": where(step == 1, 1.0, 0.0), "weight_decay": weight_decay, "beta2": beta2, "weight2": 1 - beta2,
-        "root2": sqrt(1 - power(beta2, step)), "share": share, "step_y": lr * warmth * (1 - beta1 * (1 - share)),
-        "step_z": lr * warmth, "eps": eps,
-    }  # fmt: skip
+        "is_first": where(step == 1, 1.0, 0.0),
+        "weight_decay": weight_decay,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "root2": sqrt(1 - power(beta2, step)),
+        "share": share,
+        "step_y": lr * warmth * (1 - beta1 * (1 - share)),
+        "step_z": lr * warmth,
+        "eps": eps,
+    }
 
 
 def update(
-    p: Any, g: Any, z: Any, exp_avg_sq: Any, *, is_first: Any, weight_decay: Any, beta2: Any, weight2: Any,
-    root2: Any, share: Any, step_y: Any, step_z: Any, eps: Any,
-) -> Any:  # fmt: skip
+    p: Any,
+    g: Any,
+    z: Any,
+    exp_avg_sq: Any,
+    *,
+    is_first: Any,
+    weight_decay: Any,
+    beta2: Any,
+    weight2: Any,
+    root2: Any,
+    share: Any,
+    step_y: Any,
+    step_z: Any,
+    eps: Any,
+) -> Any:
     z = where(is_first != 0, p, z)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
     u = g / (sqrt(exp_avg_sq) / root2 + eps)
@@ -55,14 +73,23 @@ def trained(p: Any, z: Any, *, beta1: float) -> Any:
     return p + (1 - beta1) * (z - p)
 
 
+NUMBERS = (
+    Number("lr", 2.5e-3),
+    Number("betas", (0.9, 0.999), low=0.01, below=1.0),
+    Number("eps", 1e-8),
+    Number("weight_decay", 0.0),
+    Number("warmup_steps", 0, low=0),
+)
+
 SCHEDULE_FREE = Formula(
-    name="schedule_free", title="AdamWScheduleFree", scalars=scalars, update=update, evaluation=(averaged, trained),
+    name="schedule_free",
+    title="AdamWScheduleFree",
     states=(State("z"), State("exp_avg_sq", signed=False)),
-    numbers=(
-        Number("lr", 2.5e-3), Number("betas", (0.9, 0.999), low=0.01, below=1.0), Number("eps", 1e-8),
-        Number("weight_decay", 0.0), Number("warmup_steps", 0, low=0),
-    ),
-)  # fmt: skip
+    numbers=NUMBERS,
+    scalars=scalars,
+    update=update,
+    evaluation=(averaged, trained),
+)
 
 
 class RisingRates:

@@ -28,9 +28,18 @@ def scalars(*, lr: float, weight_decay: float, momentum: float, step: float, dam
 
 
 def update(
-    p: Any, g: Any, momentum_buffer: Any, *,
-    lr: Any, weight_decay: Any, momentum: Any, weight: Any, is_first: Any, nesterov: bool, has_momentum: bool,
-) -> Any:  # fmt: skip
+    p: Any,
+    g: Any,
+    momentum_buffer: Any,
+    *,
+    lr: Any,
+    weight_decay: Any,
+    momentum: Any,
+    weight: Any,
+    is_first: Any,
+    nesterov: bool,
+    has_momentum: bool,
+) -> Any:
     if weight_decay != 0:  # zero times an infinite parameter would be NaN
         g = fma(p, weight_decay, g)
     if has_momentum:
@@ -39,12 +48,14 @@ def update(
     return p - lr * g, momentum_buffer
 
 
+CHOICES = (Choice("nesterov", False), Choice("has_momentum", True, off_at_zero="momentum"))
+
 SGD = Formula(
     name="sgd",
     title="SGD",
     states=(State("momentum_buffer", when="has_momentum"),),
-    numbers=(Number("lr", 1e-3), Number("momentum", 0.0), Number("dampening", 0.0), Number("weight_decay", 0.0)),
-    choices=(Choice("nesterov", False), Choice("has_momentum", True, off_at_zero="momentum")),
+    numbers=(Number("momentum", 0.0), Number("dampening", 0.0)),
+    choices=CHOICES,
     scalars=scalars,
     update=update,
 )

@@ -28,7 +28,7 @@ SIGNUM = Formula(
     name="signum",
     title="Signum",
     states=(State("momentum_buffer"),),
-    numbers=(Number("lr", 1e-4), Number("momentum", 0.9, low=0.0, below=1.0), Number("weight_decay", 0.0)),
+    numbers=(Number("lr", 1e-4), Number("momentum", 0.9, low=0.0, below=1.0)),
     scalars=scalars,
     update=update,
 )

@@ -23,9 +23,20 @@ from opt_kernels.formulas import functions
 from opt_kernels.works import Constant
 
 FUNCTIONS = (
-    "fma", "sqrt", "exp", "log", "tanh", "power", "sign", "absolute", "maximum", "minimum", "where", "q_pochhammer",
+    "fma",
+    "sqrt",
+    "exp",
+    "log",
+    "tanh",
+    "power",
+    "sign",
+    "absolute",
+    "maximum",
+    "minimum",
+    "where",
+    "q_pochhammer",
     "floor",
-)  # fmt: skip
+)
 OF_SCALARS = ("q_pochhammer", "floor")  # scalars only
 
 
