@@ -176,15 +176,13 @@ class GradSync:
         self.is_started = False  # whether all buckets may be launched, complete or not
         self.iteration = 1  # reductions begun, counted from 1
         self._has_to_learn = learns
-        self._families = [  # indices of dense buckets, and of those of experts; each has the same on all its replicas
-            family
-            for is_expert in (False, True)
-            if (family := [at for at, bucket in enumerate(buckets) if bucket.reduction.is_expert == is_expert])
-        ]
+        dense = [at for at, bucket in enumerate(buckets) if not bucket.reduction.is_expert]
+        experts = [at for at, bucket in enumerate(buckets) if bucket.reduction.is_expert]
+        # Indices of buckets; each family has the same on all its replicas.
+        self._families = [family for family in (dense, experts) if family]
         self._axes = [self.buckets[family[0]].reduction.axes for family in self._families]
-        self.groups = [  # of the reductions: process groups, or a `Comm` that has none
-            group_of(comm) or comm for axes in self._axes for comm in (axes.dp, axes.inter) if comm.size > 1
-        ]
+        comms = [comm for axes in self._axes for comm in (axes.dp, axes.inter) if comm.size > 1]
+        self.groups = [group_of(comm) or comm for comm in comms]  # process groups, or a `Comm` that has none
         self.large_grads = [LargeGrads() for _ in self._families]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before

@@ -65,7 +65,8 @@ def gather_part(layout: Layout, data: Tensor, index: int, comm: Comm, *, per: in
     shard = bucket.shard(rank, size)
     part = data[shard.start // per : shard.stop // per]
     if bucket.cuts:
-        sent, received = ([n // per for n in ns] for ns in (bucket.of_shard(rank, size), bucket.of_chunk(rank, size)))
+        sent = [numel // per for numel in bucket.of_shard(rank, size)]
+        received = [numel // per for numel in bucket.of_chunk(rank, size)]
         chunk = full.new_zeros(full.numel() // size)  # padding is zero
         comm.all_to_all_(chunk[: sum(received)], part, sizes=Sizes(received, sent), async_op=True).wait()
         part = chunk

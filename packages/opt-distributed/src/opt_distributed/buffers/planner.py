@@ -162,9 +162,10 @@ def plan_buffers(
         found.setdefault((meta.stored_dtype, grad_dtype(meta), meta.is_expert, kind.name), []).append(shape)
     plans = []
     for (dtype, grads, is_expert, name), params in found.items():
+        num_shards = sizes.expert if is_expert else sizes.dense
         layout = kinds[name].plan(
             params,
-            num_shards=sizes.expert if is_expert else sizes.dense,
+            num_shards=num_shards,
             bucket_size=bucket_size(numels[is_expert]),
             shard_multiple=shard_multiple,
             pad_for_high_busbw=pad_for_high_busbw,

@@ -60,13 +60,10 @@ class ReducedGrads:
         else:
             self.sums = axes.dp.allocate(layout.numel, dtype=dtype, device=device)
             self._results = self._buckets = list(torch.split(self.sums, numels))
-        self._places = [
-            {
-                slot.id: full[slot.start - bucket.start : slot.stop - bucket.start].view(params[slot.id].shape)
-                for slot in bucket.slots
-            }
-            for full, bucket in zip(self._buckets, layout.buckets, strict=True)
-        ]
+        self._places: list[dict[ParamId, Tensor]] = []
+        for full, bucket in zip(self._buckets, layout.buckets, strict=True):
+            places = {slot.id: full[slot.start - bucket.start : slot.stop - bucket.start] for slot in bucket.slots}
+            self._places.append({id: place.view(params[id].shape) for id, place in places.items()})
         self._pieces = {piece.id: self._results[at][piece.of_shard] for at, piece in layout.owned(rank)}
         self._shapes = {id: param.shape for id, param in params.items()}
         self._wire = wire_of(DistributedDataParallelConfig(), axes, num_shards=layout.num_shards)
@@ -166,12 +163,7 @@ def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_laye
             comm = peers.get(role, ALONE)
             of_family = [part for part in of_model if part.meta.is_expert == is_expert]
             averaged = [value for meta, value in of_family if meta.average_gradients_across_tp]
-            partial = [
-                value
-                for meta, value in of_family
-                if not meta.average_gradients_across_tp
-                and (meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS)))
-            ]
+            partial = [value for meta, value in of_family if _is_partial(meta, qk_layernorm=qk_layernorm)]
             sum_together_(partial, comm)
             sum_together_(averaged, comm, scale=1.0 / comm.size)
         for meta, value in by_shape:
@@ -181,3 +173,9 @@ def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_laye
         sum_together_(positions, peers.get("pos_embd", ALONE))
     except Exception as error:  # whatever a backend raises when a peer is gone
         raise CollectiveError(f"sum of gradients over tensor-parallel ranks and stages: {error}") from error
+
+
+def _is_partial(meta: ParamMeta, *, qk_layernorm: bool) -> bool:
+    """Whether each tensor-parallel rank has a part of the sum that is the gradient."""
+    is_norm = qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS)
+    return not meta.average_gradients_across_tp and (meta.sequence_parallel or is_norm)

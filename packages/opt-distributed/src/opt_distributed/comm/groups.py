@@ -219,7 +219,8 @@ def _axes_outside(root: DeviceMesh, mesh: DeviceMesh) -> list[int]:
     """The axes of several ranks of the root along which the mesh, which may be flattened, does not extend."""
     of_rank = {int(root.mesh[tuple(at)]): at for at in (root.mesh >= 0).nonzero().tolist()}
     places = [of_rank[rank] for rank in sorted(_ranks(mesh)) if rank in of_rank]
-    return [axis for axis in range(root.ndim) if root.size(axis) > 1 and len({at[axis] for at in places}) <= 1]
+    axes = [axis for axis in range(root.ndim) if root.size(axis) > 1]
+    return [axis for axis in axes if len({at[axis] for at in places}) <= 1]
 
 
 def _ranks(mesh: DeviceMesh) -> set[int]:
@@ -228,7 +229,8 @@ def _ranks(mesh: DeviceMesh) -> set[int]:
 
 def _along(root: DeviceMesh, *axes: str) -> dist.ProcessGroup | None:
     """The group of ranks that differ from this one along these axes only; None if it is one rank."""
-    chosen = tuple(axis for axis in names_of(root) if axis in axes and root.size(names_of(root).index(axis)) > 1)
+    sizes = dict(zip(names_of(root), root.mesh.shape))
+    chosen = tuple(axis for axis, size in sizes.items() if axis in axes and size > 1)
     if not chosen:
         return None
     if len(chosen) == 1:

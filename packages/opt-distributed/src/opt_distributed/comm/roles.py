@@ -126,9 +126,10 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
                 "these ranks, over which norms are summed"
             )
         instance = Alone() if ranks == 1 else None
+    replicas = comm_of(groups.first_of("intra_expt_dp", "expt_dp"))
     return Roles(
         dense=dense,
-        expert=Axes(dp=comm_of(groups.first_of("intra_expt_dp", "expt_dp")), tp=comm_of(groups.expt_tp), inter=inter),
+        expert=Axes(dp=replicas, tp=comm_of(groups.expt_tp), inter=inter),
         everyone=everyone,
         ep=comm_of(groups.ep),
         instance=instance,

@@ -185,12 +185,8 @@ class Layout:
                 raise LayoutError(f"{where} must start at {end}, where the bucket before it ends")
             if bucket.numel % num_shards:
                 raise LayoutError(f"{where} does not divide into {num_shards} equal shards; pad its end")
-            if cuts and (
-                len(cuts) != num_shards + 1
-                or cuts[0] != end
-                or list(cuts) != sorted(cuts)
-                or not bucket.extent_numel <= cuts[-1] - end <= bucket.numel
-            ):
+            are_in_order = len(cuts) == num_shards + 1 and cuts[0] == end and list(cuts) == sorted(cuts)
+            if cuts and not (are_in_order and bucket.extent_numel <= cuts[-1] - end <= bucket.numel):
                 raise LayoutError(
                     f"{where} has cuts {cuts} for {num_shards} shards; pass where each shard starts, in ascending "
                     "order from the bucket's start, and where the last one ends, after the last slot"

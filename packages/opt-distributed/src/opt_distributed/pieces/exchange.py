@@ -154,7 +154,8 @@ class ComputeStage:
 
     def counts(self, id: ParamId) -> bool:
         """Whether this rank, among those that compute the matrix, is the one that saves its whole state."""
-        return self.computes(id) and (self._slots[id].owner is not None or not any(self.at[self.layout.kept :]))
+        is_first = not any(self.at[self.layout.kept :])
+        return self.computes(id) and (self._slots[id].owner is not None or is_first)
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
         """Divide `tasks` into runs that are gathered together, the same on every rank (`ComputeLayout.runs`)."""

@@ -227,8 +227,11 @@ class BufferedGrads:
 
     def has_grads(self) -> list[bool]:
         """For each of `ids`, whether it has a gradient here or on a peer; the host waits only if not here."""
-        uses = self.uses_of_peers
-        return [self.params[id].grad is not None or (id in uses and bool(uses[id])) for id in self.ids]
+        has_grads = []
+        for id in self.ids:
+            has_grad = self.params[id].grad is not None
+            has_grads.append(has_grad or bool(self.uses_of_peers.get(id, False)))
+        return has_grads
 
     def resolve_(self, counts: Tensor) -> None:
         """Receive the number of ranks with a gradient of each of `ids`, (n,) on the device.
@@ -278,12 +281,11 @@ class PeerSums:
         uses = []
         for source, marked in self._marked.items():
             layout = source.memory.layout
-            runs = {
-                piece.id: piece.of_param
-                for _, piece in layout.owned(source.axes.dp.rank if layout.num_shards > 1 else 0)
-            }
-            parts += [Part(meta, source.reduced.piece(meta.id, runs[meta.id])) for meta in marked if meta.id in runs]
+            rank = source.axes.dp.rank if layout.num_shards > 1 else 0
+            runs = {piece.id: piece.of_param for _, piece in layout.owned(rank)}
             for meta in marked:
+                if meta.id in runs:
+                    parts.append(Part(meta, source.reduced.piece(meta.id, runs[meta.id])))
                 param = source.params[meta.id]
                 has_grad = float(param.grad is not None)
                 uses.append(Part(meta, torch.full((1,), has_grad, dtype=torch.float32, device=param.device)))

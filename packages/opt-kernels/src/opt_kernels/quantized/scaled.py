@@ -116,13 +116,12 @@ class QuantizedParam:
     @classmethod
     def empty(cls, recipe: Recipe, shape: torch.Size, device: torch.device) -> "QuantizedParam":
         """Codes and scales of zeros."""
-        return cls(
-            recipe=recipe,
-            shape=shape,
-            codes=torch.zeros(shape.numel(), dtype=torch.uint8, device=device),
-            scales=torch.zeros(recipe.num_scales(shape), dtype=recipe.scale_dtype, device=device),
-            history=torch.zeros(recipe.history, dtype=torch.float32, device=device) if recipe.history else None,
-        )
+        codes = torch.zeros(shape.numel(), dtype=torch.uint8, device=device)
+        scales = torch.zeros(recipe.num_scales(shape), dtype=recipe.scale_dtype, device=device)
+        made = cls(recipe=recipe, shape=shape, codes=codes, scales=scales)
+        if recipe.history:
+            made.history = torch.zeros(recipe.history, dtype=torch.float32, device=device)
+        return made
 
     @property
     def num_scales(self) -> int:
@@ -222,13 +221,10 @@ class QuantizedParam:
 
     def cloned(self, device: torch.device) -> "QuantizedParam":
         """A copy on the given device, without `source`."""
-        return QuantizedParam(
-            recipe=self.recipe,
-            shape=self.shape,
-            codes=self.codes.to(device, copy=True),
-            scales=self.scales.to(device, copy=True),
-            history=None if self.history is None else self.history.to(device, copy=True),
-        )
+        codes = self.codes.to(device, copy=True)
+        scales = self.scales.to(device, copy=True)
+        history = None if self.history is None else self.history.to(device, copy=True)
+        return QuantizedParam(recipe=self.recipe, shape=self.shape, codes=codes, scales=scales, history=history)
 
     def _write_scales(self, at: slice, scales: Tensor, unchanged: Tensor | None) -> None:
         target = self.scales[at]

@@ -1,7 +1,7 @@
 """AdaptiveMuon: Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -124,10 +124,8 @@ class AdaptiveMuonRule(MatrixRule):
         if self.second_moment is not SecondMoment.NORMUON:
             return (StateSpec(name=SECOND_MOMENT, whole=self.second_moment is SecondMoment.ADAMUON_PAPER),)
         optional = self.lines is Lines.LONGER
-        rows, cols = (
-            StateSpec(name=name, kind=StateKind.REDUCED, dims=(dim,), whole=True, optional=optional)
-            for name, dim in ((SECOND_MOMENT, -1), (SECOND_MOMENT_OF_COLS, -2))
-        )
+        rows = StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-1,), whole=True, optional=optional)
+        cols = replace(rows, name=SECOND_MOMENT_OF_COLS, dims=(-2,))
         return {Lines.ROWS: (rows,), Lines.COLS: (cols,), Lines.LONGER: (rows, cols)}[self.lines]
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
