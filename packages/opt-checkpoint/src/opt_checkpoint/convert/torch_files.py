@@ -136,7 +136,8 @@ def checkpoint_to_torch_file(
     if not has_groups or lookup(opened.common, (*at, "groups", "names")) == []:  # the order of parameters is unknown
         raise CheckpointKeyError(f"{path} holds no optimizer of sharded_optimizer or of opt-stack at {'.'.join(at)}")
     saved = find_optimizer(opened, at)
-    stored = {key: opened.index.tensors[key] for keys in saved.keys.values() for key in keys.values()}
+    wanted = [key for keys in saved.keys.values() for key in keys.values()]
+    stored = {key: opened.index.tensors[key] for key in wanted}
     index = {name: number for number, name in enumerate(name for own in saved.names for name in own)}
     with scratch_folder(target) as scratch:
         tensors = read_mapped(opened.index, stored, Path(scratch))
@@ -211,8 +212,10 @@ def write_linked(
     places: dict[dcp.MetadataIndex, ByteRange] = {}
     for key, tensor in tensors.items():
         chunks = [dcp.ChunkStorageMetadata(Size(c.box.offsets), Size(c.box.sizes)) for c in tensor.chunks]
-        stored[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), Size(tensor.shape), chunks)
-        places |= {dcp.MetadataIndex(key, Size(chunk.box.offsets)): chunk.place for chunk in tensor.chunks}
+        properties = dcp.TensorProperties(tensor.dtype)
+        stored[key] = dcp.TensorStorageMetadata(properties, Size(tensor.shape), chunks)
+        for chunk in tensor.chunks:
+            places[dcp.MetadataIndex(key, Size(chunk.box.offsets))] = chunk.place
     with scratch_folder(target) as scratch:
         out = Path(scratch) / "whole"
         out.mkdir()

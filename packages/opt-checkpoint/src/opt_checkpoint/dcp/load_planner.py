@@ -325,11 +325,12 @@ class ShardedLoadPlanner:
 
     def _leave_out(self, key: str, data: Tensor) -> None:
         """Do not read a stored tensor into this memory."""
-
-        def is_kept(item: TensorRead) -> bool:
-            return item.key != key or item.target.untyped_storage().data_ptr() != data.untyped_storage().data_ptr()
-
-        self.items = list(filter(is_kept, self.items))
+        memory = data.untyped_storage().data_ptr()
+        kept = []
+        for item in self.items:
+            if item.key != key or item.target.untyped_storage().data_ptr() != memory:
+                kept.append(item)
+        self.items = kept
 
     def _check_description(self, key: str, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:
@@ -409,7 +410,9 @@ class ShardedLoadPlanner:
         for path, template in self.flat.common.items():
             if isinstance(template, Number) and isinstance(plain.get(path), Tensor):
                 plain[path] = plain[path].item()
-        plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped)
+        for path, tensor in self.flat.plain.items():
+            if path not in self.dropped:
+                plain[path] = tensor
         self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))
 
 
@@ -419,9 +422,10 @@ def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:
     num_chunks = [len(stored.chunks) for stored in tensors.values()]
     owner = np.repeat(np.arange(len(tensors)), num_chunks)  # (chunks,)
     axes = max([1, *(len(stored.shape) for stored in tensors.values())])
-    for left, right in overlapping_pairs(owner, *columns_of([box for _, box in chunks], axes)):
-        (key, box) = chunks[left[0]]
-        (_, other) = chunks[right[0]]
+    columns = columns_of([box for _, box in chunks], axes)
+    for left, right in overlapping_pairs(owner, *columns):
+        key, box = chunks[left[0]]
+        _, other = chunks[right[0]]
         raise CheckpointCorruptError(f"chunks {box} and {other} of {key} overlap")
 
 

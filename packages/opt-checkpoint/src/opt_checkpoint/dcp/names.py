@@ -98,7 +98,8 @@ def _main_values(
     """
     stored = index.tensors
     keys = {path: shard.key for path, shard in flat.tensors.items()}
-    keys.update((path, relative.key) for path, relative in flat.relative.items() if path in keys)
+    for path in keys.keys() & flat.relative.keys():
+        keys[path] = flat.relative[path].key
     for path, renamed in former.items():
         keys[path] = keys[path].removesuffix(renamed.name) + renamed.former
     asked: dict[str, set[str]] = defaultdict(set)
@@ -133,7 +134,8 @@ def _relative_names(flat: FlatState, index: CheckpointIndex) -> dict[Path, str]:
         claimed[key].add(scope)
     parts = {scope for scope, _ in flat.relative.values()}
     stored = index.tensors.keys() | index.objects.keys()
-    nested = {part for part in parts if any(key.startswith(f"{path_text(part)}.") for key in stored)}
+    prefixes = {part: f"{path_text(part)}." for part in parts}
+    nested = {part for part, prefix in prefixes.items() if any(key.startswith(prefix) for key in stored)}
     names = {}
     for path, (scope, key) in flat.relative.items():
         name = key
@@ -323,7 +325,8 @@ def _hint(missing: Sequence[str], stored: Sequence[str]) -> str:
         )
     by_split = {_SPLIT.sub("", key): key for key in stored if key.startswith(_STATE)}
     bound = {key.split(LAYOUT_MARK)[0] for key in stored if LAYOUT_MARK in key}
-    mains = [key for key in missing if any(key.startswith(f"{_STATE}{name}.") for name in _MAIN_NAMES)]
+    of_mains = tuple(f"{_STATE}{name}." for name in _MAIN_NAMES)
+    mains = [key for key in missing if key.startswith(of_mains)]
     for key in missing:
         name, mark, _ = key.partition(LAYOUT_MARK)
         if mark and name in bound:

@@ -222,44 +222,37 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     is_single = groups.holders == 1
     single = groups.members[groups.start[is_single]]  # (single,) the boxes with one holder
     load = np.bincount(tensors.box_rank[single], weights=nbytes[is_single], minlength=tensors.ranks)  # (ranks,)
-    largest = max(_SMALLEST_PIECE_BYTES, int(int(nbytes.sum()) / tensors.ranks / _PIECES_PER_RANK))
-    pieces = _cut(tensors, groups, np.where(is_single, 0, -(-nbytes // largest)))
-    piece_bytes = np.prod(pieces.sizes, axis=1) * itemsize[pieces.group]  # (pieces,)
-    order = np.lexsort((-piece_bytes, groups.holders[pieces.group]))
-    pieces = _Pieces(pieces.group[order], pieces.offsets[order], pieces.sizes[order])
-    chosen = _least_loaded(tensors, groups, pieces.group, piece_bytes[order], [int(n) for n in load])
+    share = int(nbytes.sum()) / tensors.ranks
+    largest = max(_SMALLEST_PIECE_BYTES, int(share / _PIECES_PER_RANK))
+    count = np.where(is_single, 0, -(-nbytes // largest))  # (groups,) of pieces
+    group, offsets, sizes = _cut(tensors, groups, count)
+    piece_bytes = np.prod(sizes, axis=1) * itemsize[group]  # (pieces,)
+    order = np.lexsort((-piece_bytes, groups.holders[group]))
+    chosen = _least_loaded(tensors, groups, group[order], piece_bytes[order], [int(n) for n in load])
     box = np.concatenate([single, chosen])  # (parts,)
-    offsets = np.concatenate([tensors.offsets[single], pieces.offsets])
-    sizes = np.concatenate([tensors.sizes[single], pieces.sizes])
+    offsets = np.concatenate([tensors.offsets[single], offsets[order]])
+    sizes = np.concatenate([tensors.sizes[single], sizes[order]])
     rank = tensors.box_rank[box]
     by_rank = np.argsort(rank, kind="stable")
     return Parts(rank[by_rank], box[by_rank], offsets[by_rank], sizes[by_rank])
 
 
-class _Pieces(NamedTuple):
-    """Rows of boxes that several ranks hold.
+def _cut(tensors: TensorsOfRanks, groups: _Groups, count: Array) -> tuple[Array, Array, Array]:
+    """Cut the box of each group into `count` pieces, (groups,); those with a count of 0 are left out.
 
-    Args:
-        group: (pieces,) the group of the box.
-        offsets: (pieces, axes) offsets in the tensor.
-        sizes: (pieces, axes).
+    Returns:
+        (pieces,) the group of each piece; and (pieces, axes) its offsets in the tensor, and its sizes.
     """
-
-    group: Array
-    offsets: Array
-    sizes: Array
-
-
-def _cut(tensors: TensorsOfRanks, groups: _Groups, count: Array) -> _Pieces:
-    """Cut the box of each group into `count` pieces, (groups,); those with a count of 0 are left out."""
     uncut = np.flatnonzero(count == 1)
     main = groups.main[uncut]
     columns = [(uncut, tensors.offsets[main], tensors.sizes[main])]
     for number in np.flatnonzero(count > 1).tolist():
-        rows = list(split_rows(tensors.box(groups.main[number]), int(count[number])))
+        box = tensors.box(groups.main[number])
+        rows = list(split_rows(box, int(count[number])))
         offsets, sizes = columns_of(rows, tensors.offsets.shape[1])
         columns.append((np.full(len(rows), number), offsets, sizes))
-    return _Pieces(*map(np.concatenate, zip(*columns)))
+    group, offsets, sizes = map(np.concatenate, zip(*columns))
+    return group, offsets, sizes
 
 
 def _grouped(tensors: TensorsOfRanks) -> _Groups:

@@ -117,7 +117,8 @@ class CheckpointReader:
         first, last = item.region.span
         size = item.dtype.itemsize
         start = values.start + first * size
-        return _Read(item, place.file, start, (last - first) * size, values.start if is_checked else None)
+        chunk_start = values.start if is_checked else None
+        return _Read(item, place.file, start, (last - first) * size, chunk_start)
 
     def _values_of(self, item: TensorRead) -> ByteRange | None:
         """The bare values of a chunk; a stock archive is opened once to find them."""
@@ -161,7 +162,8 @@ class CheckpointReader:
         if place.archive and self._values[chunk] is None:
             tensor = load_object(bytes(raw))
             shape = chunk.archived or chunk.box.sizes
-            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != item.dtype:
+            is_described = isinstance(tensor, Tensor) and tensor.dtype == item.dtype
+            if not is_described or tuple(tensor.shape) != shape:
                 raise CheckpointCorruptError(f"the archive at {place} does not hold {item.dtype} of shape {shape}")
             values = tensor.reshape(-1)[chunk.first :][: chunk.box.numel]
             item.target.copy_(item.region.of_tensor(values.view(chunk.box.sizes)))

@@ -118,8 +118,9 @@ def offer_of(held: Held, arguments: Mapping[str, str]) -> Offer:
     """
     layout = held.contents.layout
     assert layout is not None  # the whole description, of which `contents_for` may leave out a part
-    common = "".join(sorted(map(repr, held.contents.common.items()))).encode("utf-8", "surrogatepass")
-    return Offer(arguments, layout.fingerprint, hashlib.sha256(common).digest(), held.cached.name)
+    common = "".join(sorted(map(repr, held.contents.common.items())))
+    digest = hashlib.sha256(common.encode("utf-8", "surrogatepass")).digest()
+    return Offer(arguments, layout.fingerprint, digest, held.cached.name)
 
 
 def agree(policy: str, offers: Sequence[Offer]) -> Agreed:
@@ -191,7 +192,9 @@ def _stock_values(flat: FlatState, *, without: set[str]) -> dict[str, Any]:
     """
     scoped = [path for path, _ in scopes(flat.state) if path]
     paths = [path for path in flat.common if not is_below(path, scoped)]
-    found = dict(leaf for path in paths for leaf in _stock_leaves(path, lookup(flat.state, path)))
+    found: dict[str, Any] = {}
+    for path in paths:
+        found.update(_stock_leaves(path, lookup(flat.state, path)))
     return {key: value for key, value in found.items() if key not in without}
 
 

@@ -21,6 +21,7 @@ from opt_checkpoint.disk.foreign import MEGATRON_MARK, MEGATRON_MARKED, METADATA
 from opt_checkpoint.disk.index import PATHS, PIECE_BYTES, ByteRange, CheckpointIndex, Kind, StoredFile, StoredTensors
 from opt_checkpoint.disk.manifest import encode_manifest
 from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.state.sharded import Path
 from opt_checkpoint.store import MANIFEST, Location, Target, target_at
 
 
@@ -106,9 +107,13 @@ class CheckpointWriter:
 
         tensors, archives = index_of(assigned, written)
         files = {file.name: file.stored for file in written}
-        archived = {key: place for file in written for key, place in file.objects.items()}
+        archived: dict[str, ByteRange] = {}
+        for file in written:
+            archived |= file.objects
         objects = {key: place for key, place in archived.items() if key not in assigned.stock}
-        paths = {key: path for layout in assigned.plan.layouts for key, path in layout.plain.items()}
+        paths: dict[str, Path] = {}
+        for layout in assigned.plan.layouts:
+            paths |= layout.plain
         index = CheckpointIndex(
             path=self.path,
             kind=Kind.OURS,
@@ -153,14 +158,16 @@ def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[Stored
     """
     tensors = assigned.plan.tensors
     parts = assigned.plan.parts
-    nbytes = np.prod(parts.sizes, axis=1) * tensors.itemsize[tensors.owner[parts.box]]  # (parts,)
+    itemsize = tensors.itemsize[tensors.owner[parts.box]]  # (parts,)
+    nbytes = np.prod(parts.sizes, axis=1) * itemsize
     sums_of_part = np.maximum(1, -(-nbytes // PIECE_BYTES))  # (parts,) number of checksums
     sums_of_rank = np.bincount(parts.rank, weights=sums_of_part, minlength=len(written)).tolist()
     for rank, (file, own, objects) in enumerate(
         zip(written, assigned.plan.assigned, assigned.objects_of_ranks, strict=True)
     ):
         has_lengths = (len(file.places), len(file.sums)) == (len(own.box), sums_of_rank[rank])
-        if file.parts_crc != own.crc or not has_lengths or file.objects.keys() != set(objects):
+        has_parts = file.parts_crc == own.crc and has_lengths
+        if not has_parts or file.objects.keys() != set(objects):
             raise CheckpointValueError(
                 f"rank {rank} has not written the {len(own.box)} parts and {len(objects)} objects that were planned"
             )

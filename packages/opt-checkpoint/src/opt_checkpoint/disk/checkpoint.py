@@ -248,7 +248,8 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
         if was_removed(where, None):
             raise removed(where) from error
         names = store_at(where).sizes()
-        return [Finding(METADATA if METADATA in names and MANIFEST not in names else MANIFEST, str(error))]
+        is_foreign = METADATA in names and MANIFEST not in names
+        return [Finding(METADATA if is_foreign else MANIFEST, str(error))]
     try:
         found = list(_findings(index))
     except (CheckpointCorruptError, FileNotFoundError) as error:

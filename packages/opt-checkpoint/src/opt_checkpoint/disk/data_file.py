@@ -206,7 +206,8 @@ class DataFiles:
         """Return the bytes `[start, start + nbytes)`; raises like `read_into`, before memory for them is allocated."""
         self.check_header(name)
         stop = start + nbytes
-        if nbytes > self.read_bytes and stop > self._store.sizes(names=[name]).get(name, 0):
+        is_large = nbytes > self.read_bytes
+        if is_large and stop > self._store.sizes(names=[name]).get(name, 0):
             raise self._error(name, f"is truncated: it ends before byte {stop}")
         buffer = bytearray(nbytes)
         self.read_into(name, start, memoryview(buffer))

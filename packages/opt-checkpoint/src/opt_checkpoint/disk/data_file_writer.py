@@ -91,7 +91,8 @@ class DataFileWriter:
             for key, raw in self.objects():
                 start = self._given + len(self._gathered)
                 self._gathered += raw
-                self.placed.append(Placed(key, start, start + len(raw), -1, [crc32(raw)]))
+                placed = Placed(key, start, start + len(raw), -1, [crc32(raw)])
+                self.placed.append(placed)
                 yield from self._flushed(_BUFFER_BYTES)
             for key, values in self.tensors():
                 yield from self._tensor(submit, key, values)
@@ -197,9 +198,11 @@ def _headers(name: bytes, size: int, crc: int, position: int) -> tuple[bytes, by
         stored = size
         version = 20
     extra = struct.pack("<HHQQ", 1, 16, size, size) if is_wide else b""
-    common = struct.pack("<HHHHHIIIHH", version, 0, 0, 0, _DOS_DATE, crc, stored, stored, len(name), len(extra))
+    lengths = len(name), len(extra)
+    common = struct.pack("<HHHHHIIIHH", version, 0, 0, 0, _DOS_DATE, crc, stored, stored, *lengths)
+    header = struct.pack("<I", 0x04034B50) + common
     listed = struct.pack("<IH", 0x02014B50, version) + common + struct.pack("<HHHII", 0, 0, 0, 0, position)
-    return struct.pack("<I", 0x04034B50) + common + name + extra, listed + name + extra
+    return header + name + extra, listed + name + extra
 
 
 def pickle_tensor(dtype: torch.dtype, shape: Shape) -> bytes:
@@ -216,7 +219,8 @@ def pickle_tensor(dtype: torch.dtype, shape: Shape) -> bytes:
         kind = b"ctorch.storage\nUntypedStorage\n"
         stored = numel * dtype.itemsize
         tail = f"ctorch\n{DTYPE_NAMES[dtype]}\n".encode()
-    storage = b"(" + _opcodes("storage") + kind + _opcodes("0") + _opcodes("cpu") + _opcodes(stored) + b"tQ"
+    location = _opcodes("0") + _opcodes("cpu")
+    storage = b"(" + _opcodes("storage") + kind + location + _opcodes(stored) + b"tQ"
     place = _opcodes(0) + _opcodes(shape) + _opcodes(row_major_strides(shape))
     hooks = b"\x89ccollections\nOrderedDict\n)R"
     return b"\x80\x02ctorch._utils\n" + rebuild + b"\n(" + storage + place + hooks + tail + b"tR."

@@ -136,7 +136,9 @@ def encode_dcp_metadata(
     c = tensors.columns
     for constant in (*_CLASSES, *_TEXTS):
         memo.number(constant)
-    numbers = [memo.number(dcp.TensorProperties(dtype_from_name(n)), ("properties", n)) for n in tensors.dtypes]
+    numbers = []
+    for name in tensors.dtypes:
+        numbers.append(memo.number(dcp.TensorProperties(dtype_from_name(name)), ("properties", name)))
     properties = np.array(numbers, "<u4")  # (dtypes,)
     keys = memo.texts(key.encode("utf-8", "surrogatepass") for key in tensors)
     file_numbers = memo.texts(name.encode() for name in files)
@@ -154,12 +156,14 @@ def encode_dcp_metadata(
             memo.new(dcp.TensorStorageMetadata) + memo.get("properties") + _REFERENCE,
             properties[c["dtype"][at]],
         ]
-        head += [memo.get("size"), *memo.shapes(c["shape"][at, :axes]), memo.get("chunks") + b"]("]
+        shapes = memo.shapes(c["shape"][at, :axes])
+        head += [memo.get("size"), *shapes, memo.get("chunks") + b"]("]
         box: Template = [memo.new(dcp.ChunkStorageMetadata) + memo.get("offsets"), *memo.shapes(offsets)]
         box += [memo.get("sizes"), *memo.shapes(sizes), _CLOSE]
         heads = _records(len(at), head)  # (tensors, bytes of a record)
         boxes = _records(len(chunks), box)  # (chunks, bytes of a record)
-        bounds = np.searchsorted(owner[chunks], np.append(at, len(c["ndim"]))).tolist()  # of each tensor, in `boxes`
+        ends = np.append(at, len(c["ndim"]))
+        bounds = np.searchsorted(owner[chunks], ends).tolist()  # of each tensor's chunks, in `boxes`
         for row, (first, last) in enumerate(pairwise(bounds)):
             state += [heads[row].data, boxes[first:last].reshape(-1).data, _END_OF_TENSOR]
         chunk_keys = keys[owner[chunks]]
@@ -175,7 +179,8 @@ def encode_dcp_metadata(
     # Key and path of every tensor and object. The path of most is just the key.
     is_plain = np.fromiter((key not in paths for key in tensors), bool, len(tensors))
     plain = keys[is_plain]
-    planner = [_records(len(plain), [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]).tobytes()]
+    template = [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]
+    planner = [_records(len(plain), template).tobytes()]
     with_path = [key for key in tensors if key in paths]
     for position, key in zip(keys[~is_plain].tolist(), with_path):
         parts = b"".join(memo.get(_plain(part)) for part in paths[key])
@@ -198,7 +203,8 @@ def _plain(part: str | int) -> str | int:
 
 def _stored_at(memo: _Memo, keys: Array, files: Array, places: Array, offsets: Array | None = None) -> Template:
     """The template of an entry of `storage_data`: where a chunk is stored, or an object, which has no offsets."""
-    index: Template = [memo.new(dcp.MetadataIndex) + memo.get("fqn") + _REFERENCE, keys, memo.get("index") + b"N"]
+    index: Template = [memo.new(dcp.MetadataIndex) + memo.get("fqn") + _REFERENCE, keys]
+    index.append(memo.get("index") + b"N")
     if offsets is not None:
         index += [memo.get("offset"), *memo.shapes(offsets)]
     info: Template = [_CLOSE + memo.new(_StorageInfo) + memo.get("relative_path") + _REFERENCE, files]

@@ -374,7 +374,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         np.add.at(held, self._owner, np.prod(c["sizes"], axis=1, dtype="<i8"))
         _require((held == np.prod(c["shape"], axis=1, dtype="<i8")).all(), "the chunks of a tensor do not fill it")
         sizes = np.array([file.size for file in self._files.values()] or [0], "<i8")
-        _require((self._chunk_bytes <= sizes[c["file"]] - c["start"]).all(), "a chunk lies outside its file")
+        left = sizes[c["file"]] - c["start"]  # (chunks,) bytes of the file after the start of each
+        _require((self._chunk_bytes <= left).all(), "a chunk lies outside its file")
         _require(self._first_sum[-1] == len(c["sums"]), "its checksums do not add up")
 
     def __getitem__(self, key: str) -> StoredTensor:
@@ -391,7 +392,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         columns.append(self._chunk_bytes[first:last].tolist())
         chunks = []
         for at, (offsets, sizes, file, start, nbytes) in enumerate(zip(*columns, strict=True)):
-            sums = tuple(c["sums"][bounds[at] : bounds[at + 1]].tolist())
+            start_of_sums, end_of_sums = bounds[at : at + 2]
+            sums = tuple(c["sums"][start_of_sums:end_of_sums].tolist())
             place = ByteRange(file=self._file_names[file], start=start, nbytes=nbytes, sums=sums)
             box = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
             chunks.append(StoredChunk(box=box, place=place))

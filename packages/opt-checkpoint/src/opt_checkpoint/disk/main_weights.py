@@ -88,7 +88,9 @@ def refuse_shifted(index: CheckpointIndex, unused: Collection[str] = ()) -> None
         index: the directory.
         unused: stored keys that nobody reads; if all states are among them, nothing is checked.
     """
-    if index.kind is not Kind.MEGATRON or not set(filter(_STATE.fullmatch, index.tensors)).difference(unused):
+    if index.kind is not Kind.MEGATRON:
+        return
+    if set(filter(_STATE.fullmatch, index.tensors)) <= set(unused):
         return
     if shifted := shifted_mains(index, whole=False):
         raise CheckpointCorruptError(f"{index.path} holds {shifted_text(shifted)}")
@@ -112,7 +114,8 @@ def with_moments(index: CheckpointIndex, moments: str) -> CheckpointIndex:
         raise CheckpointValueError(f"moments={moments!r}; allowed: {', '.join(get_args(Moments))}")
     if moments == "saved":
         return index
-    return replace(index, tensors={key: t for key, t in index.tensors.items() if not _STATE.fullmatch(key)})
+    weights = {key: stored for key, stored in index.tensors.items() if not _STATE.fullmatch(key)}
+    return replace(index, tensors=weights)
 
 
 def unchecked(index: CheckpointIndex) -> list[str]:
