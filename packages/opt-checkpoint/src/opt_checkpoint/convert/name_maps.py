@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -35,8 +34,7 @@ class Piece(NamedTuple):
     within: Within
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
+class Mapped(NamedTuple):
     """The other side of some tensors.
 
     Args:
@@ -46,10 +44,10 @@ class Mapped:
         tied: by our names, the pieces of tensors whose values another of our tensors writes.
     """
 
-    ours: dict[str, Described] = field(default_factory=dict)
-    theirs: dict[str, Described] = field(default_factory=dict)
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    tied: dict[str, list[Piece]] = field(default_factory=dict)
+    ours: dict[str, Described]
+    theirs: dict[str, Described]
+    pieces: dict[str, list[Piece]]
+    tied: dict[str, list[Piece]]
 
 
 def to_theirs(rules: Sequence[NameRule], ours: Mapping[str, Described]) -> Mapped:
@@ -68,7 +66,7 @@ def to_ours(rules: Sequence[NameRule], theirs: Mapping[str, Described]) -> Mappe
 
 
 def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, known: int) -> Mapped:
-    mapped = Mapped()
+    mapped = Mapped({}, {}, {}, {})
     claimed: dict[str, str] = {}  # for each tensor of the other side, one that it is made from
     for instance in sorted(_instances(rules, tensors, known), key=lambda i: i.rule.tied):
         rule = instance.rule

@@ -25,7 +25,7 @@ from opt_checkpoint.dcp.names import (
     stored_under,
     warn_of_left_out,
 )
-from opt_checkpoint.dcp.shared_memory import are_stored_equal, sharing_pairs
+from opt_checkpoint.dcp.shared_memory import are_stored_equal, check_own_memory, sharing_pairs
 from opt_checkpoint.dcp.templates import check_form, inner_value, value_for
 from opt_checkpoint.disk.archives import SafeGlobals, loaded_whole
 from opt_checkpoint.disk.checkpoint import Opened, read_objects
@@ -36,7 +36,7 @@ from opt_checkpoint.state.checksums import are_equal
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.model_parallel import check_stages
 from opt_checkpoint.state.sharded import Path, ShardedStateDict, ShardedTensor, path_text
-from opt_checkpoint.state.tensors import check_dense, converts_exactly, is_dtensor, local_tensor, sharded_like
+from opt_checkpoint.state.tensors import converts_exactly, is_dtensor, local_tensor, sharded_like
 from opt_checkpoint.state.tree import ABSENT, flatten_state, is_below, leaves, lookup, scopes, without_tensors
 
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state returns
@@ -350,7 +350,7 @@ class ShardedLoadPlanner:
                 )
             self._to_zero.append(shard)
         if shard.data is not None:
-            _check_memory(shard.key, shard.data)
+            check_own_memory(shard.key, shard.data)
         if shard.dtype != stored.dtype:
             has = stored.dtype.itemsize
             wanted = shard.dtype.itemsize
@@ -427,17 +427,6 @@ def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:
         key, box = chunks[left[0]]
         _, other = chunks[right[0]]
         raise CheckpointCorruptError(f"chunks {box} and {other} of {key} overlap")
-
-
-def _check_memory(key: str, data: Tensor) -> None:
-    """Raise unless every element of a target has memory of its own."""
-    check_dense(key, data)
-    is_expanded = any(n > 1 and stride == 0 for n, stride in zip(data.shape, data.stride()))
-    if is_expanded and not is_quantized(data):
-        raise CheckpointMismatchError(
-            f"{key}: the target of shape {list(data.shape)} is expanded (strides {list(data.stride())}), so that "
-            f"several elements share memory; pass target.contiguous()"
-        )
 
 
 def whole_tensor(key: str, stored: StoredTensor) -> ShardedTensor:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
 from opt_checkpoint.disk.index import StoredTensor
+from opt_checkpoint.errors import CheckpointMismatchError
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.sharded import ShardedTensor
+from opt_checkpoint.state.tensors import check_dense
 
 Asked = tuple[str, ShardedTensor]  # a stored key, and what it is read into
 
@@ -33,3 +37,14 @@ def are_stored_equal(first: StoredTensor, second: StoredTensor) -> bool:
     sums = [(chunk.box, chunk.place.sums) for chunk in first.chunks]
     other_sums = [(chunk.box, chunk.place.sums) for chunk in second.chunks]
     return sums == other_sums and all(of_chunk for _, of_chunk in sums)
+
+
+def check_own_memory(key: str, data: Tensor) -> None:
+    """Raise unless every element of a target has memory of its own."""
+    check_dense(key, data)
+    is_expanded = any(n > 1 and stride == 0 for n, stride in zip(data.shape, data.stride()))
+    if is_expanded and not is_quantized(data):
+        raise CheckpointMismatchError(
+            f"{key}: the target of shape {list(data.shape)} is expanded (strides {list(data.stride())}), so that "
+            f"several elements share memory; pass target.contiguous()"
+        )

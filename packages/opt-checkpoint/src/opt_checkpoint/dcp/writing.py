@@ -6,7 +6,7 @@ the manifest, and commits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,13 +55,15 @@ class CheckpointWriter:
         details: recorded in the manifest for people: versions, sizes of the worlds.
         target: the store and name of `path`, if it is not the usual one.
         replace: whether the commit replaces a checkpoint that is at `path`.
+        committed: called on rank 0 after the commit.
     """
 
     path: Location
     save_id: str
     details: Mapping[str, Any]
-    target: Target | None
-    replace: bool
+    target: Target | None = None
+    replace: bool = False
+    committed: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         self._store, self._target = self.target or target_at(self.path)
@@ -135,6 +137,7 @@ class CheckpointWriter:
         sizes[MANIFEST] = len(contents[MANIFEST])
         self._store.check_files(self._target, self.save_id, sizes)
         self._store.commit(self._target, self.save_id, replace=self.replace)
+        self.committed()
 
     def abandon(self) -> None:
         """Remove the files of a failed save, on rank 0, once all ranks have finished."""

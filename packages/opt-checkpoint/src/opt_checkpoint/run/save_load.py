@@ -156,7 +156,7 @@ def save_as(
         replaces = ranks.rank == 0 and begin()
         recorded = {"ranks": ranks.size, **details}
         name = save_id or uuid.uuid4().hex
-        return CheckpointWriter(place, save_id=name, details=recorded, target=target, replace=replaces)
+        return CheckpointWriter(place, name, recorded, target, replace=replaces, committed=committed)
 
     carry_out_save(
         ranks,
@@ -166,7 +166,6 @@ def save_as(
         {"common": common, **arguments},
         policy=common,
         cache=plans,
-        committed=committed,
     )
 
 
@@ -197,18 +196,17 @@ def carry_out_save(
     *,
     policy: str = "equal",
     cache: PlanCache | None = None,
-    committed: Callable[[], object] = lambda: None,
     then: Callable[[Any, Held], object] = lambda writer, held: None,
 ) -> None:
     """Save a state; all ranks call this together. `dcp.saving` has the phases; these are the exchanges between them:
 
-    | collective | what is sent                               | what rank 0 does before it answers                     |
-    |------------|--------------------------------------------|--------------------------------------------------------|
-    | all-gather | arguments, fingerprints, cached plan's name | nothing: each rank compares them                      |
-    | gather     | what the rank holds, unless it is cached   | validate, assign, and begin the target of the writer   |
-    | scatter    | the parts and objects that the rank writes | -                                                      |
-    | gather     | checksums and places of what it has written | check them, write the index, commit, call `committed` |
-    | broadcast  | nothing: the save is complete              | -                                                      |
+    | collective | what is sent                                  | what rank 0 does before it answers                 |
+    |------------|-----------------------------------------------|----------------------------------------------------|
+    | all-gather | arguments, fingerprints, cached plan's name   | nothing: each rank compares them                   |
+    | gather     | what the rank holds, unless it is cached      | validate, assign, `Writer.begin`                   |
+    | scatter    | the parts and objects that the rank writes    | -                                                  |
+    | gather     | what the rank has written, after it is synced | `Writer.finish`: check it, write the index, commit |
+    | broadcast  | nothing: the save is complete                 | -                                                  |
 
     Every message may be a failure instead, which all ranks raise. The files of a failed save are removed.
 
@@ -220,8 +218,7 @@ def carry_out_save(
         arguments: must be the same on all ranks.
         policy: what to do if plain values differ between ranks, as `common` of `save`.
         cache: the plan of an earlier save, which is replaced.
-        committed: called on rank 0 after the last rank has written and the writer has finished.
-        then: called on every rank after that, with its writer and what it holds.
+        then: called on every rank after the writer has finished on rank 0, with its writer and what it holds.
 
     Raises:
         CheckpointingException: as `save`.
@@ -248,16 +245,12 @@ def carry_out_save(
             cache.plan = to_cache(agreed, taken, assigned)
         return writers[0].write(message, taken)
 
-    def commit(written: list[Any]) -> None:
-        writers[0].finish(of_all[0], written)
-        committed()
-
     try:
         offers = from_all(ranks, offer, what)
         check_equal(what.partition(" ")[0], [offer.arguments for offer in offers])
         agreed = agree(policy, offers)
         parts, message = through_rank_0(ranks, lambda: contents_for(local[0], agreed), plan, what, each=True)
-        through_rank_0(ranks, write, commit, what)
+        through_rank_0(ranks, write, lambda written: writers[0].finish(of_all[0], written), what)
         then(writers[0], local[0])
     except BaseException:
         if ranks.rank == 0 and writers:

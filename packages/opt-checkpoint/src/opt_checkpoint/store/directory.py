@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.store.lease import LEASE, Lease, holder_of
+from opt_checkpoint.store.lease import LEASE, Lease, Leases, holder_of
 from opt_checkpoint.store.store import MANIFEST, Content, Leftover, already_there, call
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Directory:
     def __init__(self, root: Path, *, sync: bool = True) -> None:
         self.root = root
         self._sync = sync
-        self._leases: dict[str, Lease] = {}
+        self.leases = Leases()
         # Closed with this object: the function does not refer to it.
         self._opened = lru_cache(_OPEN_FILES)(
             lambda name, follow: _Descriptor(open_regular(root / name, follow=follow))
@@ -93,7 +93,7 @@ class Directory:
         self.make_dir(folder)
         lease = folder / LEASE
         create = lambda content: self._write_now(lease, content)
-        self._leases[save_id] = Lease(folder.name, path.name, create, lambda content: os.utime(lease))
+        self.leases[save_id] = Lease(folder.name, path.name, create, lambda content: os.utime(lease))
         now = lease.stat().st_mtime
         for left in _leftovers_in(path.parent):
             try:
@@ -134,7 +134,7 @@ class Directory:
         """
         path = self.path(target)
         folder = self.path(self.folder(target, save_id))
-        self._leases[save_id].stop()
+        self.leases[save_id].stop()
         self._remove_file(folder / LEASE)
         self.sync_dir(folder)
         old = None
@@ -149,7 +149,7 @@ class Directory:
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise already_there(path) from error  # another save has committed in the meantime
             raise
-        self.release(save_id)
+        self.leases.release(save_id)
         try:
             self.sync_dir(path.parent)
         except OSError as error:
@@ -161,16 +161,12 @@ class Directory:
         if old is not None:
             self._delete(old)
 
-    def release(self, save_id: str) -> None:
-        if (lease := self._leases.pop(save_id, None)) is not None:
-            lease.release()
-
     def abandon(self, target: str, save_id: str) -> None:
         try:
             if self.path(self.folder(target, save_id)).is_dir():
                 self.discard(self.folder(target, save_id))
         finally:
-            self.release(save_id)
+            self.leases.release(save_id)
 
     def committed(self, target: str = "") -> str | None:
         return None if _mode_of(self.path(target) / MANIFEST) is None else target

@@ -108,6 +108,16 @@ class Lease:
         _held.discard(self._name)
 
 
+class Leases(dict[str, Lease]):
+    """The leases of this process, by save."""
+
+    def release(self, save_id: str) -> None:
+        """End the lease of a save, if there is one."""
+        lease = self.pop(save_id, None)
+        if lease is not None:
+            lease.release()
+
+
 def _base_name(folder: str) -> str:
     return folder.rpartition("/")[2]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointExistsError
+from opt_checkpoint.store.lease import Leases
 from opt_checkpoint.store.paths import Location
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Store(Protocol):
 
     near_bytes: int  # reading up to this many unneeded bytes costs less than another read
     read_bytes: int  # of one large read
+    leases: Leases  # of running saves, from `begin` to the end of `commit` or `abandon`
 
     def path(self, name: str = "") -> Location:
         """Return the full path of a name, for people."""
@@ -94,9 +96,6 @@ class Store(Protocol):
         Raises:
             CheckpointExistsError: another save has committed in the meantime.
         """
-
-    def release(self, save_id: str) -> None:
-        """End the lease of a save. Called at the end of `commit` and `abandon`; may be called again."""
 
     def abandon(self, target: str, save_id: str) -> None:
         """Remove the folder of a failed save, unless it may have been committed."""
