@@ -144,7 +144,7 @@ _EXPERT_NUMBER = re.compile(
 class _Expert(NamedTuple):
     """The number of an expert in the name of its tensor, as `experts.3.up.weight` or `experts.up.weight3` have it."""
 
-    list_name: str  # of the list of experts, with the part of the state
+    list_name: str  # of the list of experts, with its scope
     number: int
     span: tuple[int, int]  # of the number in the name
 
@@ -157,17 +157,17 @@ class _Entry:
     at: Any
     tensor: ShardedTensor
     marks: Marks
-    part: str  # the scoped part of the state, and the prefix; names are unique in each
+    scope: str  # number of the `ScopedState`, and the prefix; names are unique in each
     prefix: str  # of the key, as add_prefix_for_sharding gives it
     name: str
     expert: _Expert | None = None
-    layers: str | None = None  # the list of layers that contains it, with the part of the state
+    layers: str | None = None  # the list of layers that contains it, with its scope
     cuts: tuple[tuple[int, int, int], ...] = ()  # of a stack of experts
     copy: int = 0  # number among the pipeline stages that have a copy
 
     @property
     def scoped(self) -> str:
-        return f"{self.part}{self.name}"
+        return f"{self.scope}{self.name}"
 
     @property
     def key(self) -> str:
@@ -211,31 +211,31 @@ def place_(state: Any, axes: ModelAxes) -> None:
 
 
 def _entries(state: Any) -> Iterator[_Entry]:
-    parts: dict[int, int] = {}
+    scopes: dict[int, int] = {}
 
-    def walk(node: Any, part: int) -> Iterator[_Entry]:
+    def walk(node: Any, scope: int) -> Iterator[_Entry]:
         if isinstance(node, dict) and hasattr(node, "key_at"):  # a ScopedState
-            part = parts.setdefault(id(node), len(parts) + 1)
+            scope = scopes.setdefault(id(node), len(scopes) + 1)
         for at, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
             if isinstance(value, ShardedTensor) and (marks := value.marks) is not None:
-                yield _entry(node, at, value, marks, part)
+                yield _entry(node, at, value, marks, scope)
             elif isinstance(value, dict | list):
-                yield from walk(value, part)
+                yield from walk(value, scope)
 
     return walk(state, 0) if isinstance(state, dict | list) else iter(())
 
 
-def _entry(node: Any, at: Any, tensor: ShardedTensor, marks: Marks, part: int) -> _Entry:
+def _entry(node: Any, at: Any, tensor: ShardedTensor, marks: Marks, scope: int) -> _Entry:
     """The entry of a tensor under the key that it has now, with a prefix of the caller or of another form."""
     is_prefixed = tensor.key.endswith(marks.name)
     name = marks.name if is_prefixed else tensor.key
     prefix = tensor.key.removesuffix(name)
-    entry = _Entry(node, at, tensor, marks, f"{part}/{prefix}", prefix, name)
+    entry = _Entry(node, at, tensor, marks, f"{scope}/{prefix}", prefix, name)
     if marks.is_expert and (found := _EXPERT_NUMBER.match(name)):
         group = 2 if found[2] is not None else 4
-        entry.expert = _Expert(f"{entry.part}{found[group - 1]}", int(found[group]), found.span(group))
+        entry.expert = _Expert(f"{entry.scope}{found[group - 1]}", int(found[group]), found.span(group))
     list_name = marks.list_name if is_prefixed or marks.list_name is None else _before_number(name)
-    layers = None if list_name is None else f"{entry.part}{list_name}"
+    layers = None if list_name is None else f"{entry.scope}{list_name}"
     entry.layers = None if entry.expert is not None and entry.expert.list_name == layers else layers
     return entry
 
