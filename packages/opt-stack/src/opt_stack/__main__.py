@@ -12,6 +12,7 @@ from opt_checkpoint import CheckpointingException
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams, load_config
 from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import as_text, describe, get_param_groups, group_rows, model_chunks_of
+from opt_paramgroups.table import aligned
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import make_design, warn_of_guesses, with_matrix_rule
 from opt_stack.planning.design import Request, read_model
@@ -50,8 +51,6 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
             state = ", ".join(f"{spec.name} {short(spec.dtype)}" for spec in unit.rule.state_specs) or "none"
             row = [id.name, short(dtype), unit.rule.name, lr, f"{group['weight_decay']:g}"]
             cells.append([*row, NUMBERS_IN_WORDS[unit.numbers[dtype]], state, f"{num_bytes / meta.numel:g}"])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     match config.sharding:
         case Replicated():
             state = "whole on every data-parallel rank"
@@ -60,7 +59,7 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
         case WholeParams():
             state = "of matrices, whole ones dealt to the data-parallel ranks; of the rest, equal runs of elements"
     grads = f"{short(config.precision.grads)}; clip: {config.clip_grad or 'off'}; {config.loss_scaling}"
-    return "\n".join([*table, "", f"state: {state}", f"gradients: {grads}"])
+    return "\n".join([*aligned(cells), "", f"state: {state}", f"gradients: {grads}"])
 
 
 REFUSED = 2  # exit status for a configuration or a model that is not valid

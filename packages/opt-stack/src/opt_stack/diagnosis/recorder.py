@@ -26,9 +26,10 @@ from opt_config import OptimizerConfig
 from opt_distributed.comm import Comm, Roles
 from opt_distributed.pieces import Ready
 from opt_distributed.step import Outcome
-from opt_stack.diagnosis.tensor_stats import Recorded, StepStats, TensorStats, TensorSums
+from opt_stack.diagnosis.tensor_stats import Recorded, StepStats, TensorStats, TensorSums, non_finite
 
 FOLDER = "recording"
+FILES = "rank[0-9]*.jsonl"
 NUM_KEPT = 100  # steps of a run
 NUM_RUNS = 20  # recordings of a directory
 _INSIDE = ("contextlib", "opt_distributed", "opt_stack", "torch")  # modules that a warning does not point to
@@ -79,7 +80,8 @@ class Recorder:
     ) -> None:
         """Record every `every` steps from the next one on. Collective. Raises as `Optimizer.stats_every`."""
         asked = f"stats_every({every}, spectrum={spectrum}), {'no' if directory is None else 'a'} directory"
-        if len(per_rank := {text: at for at, text in enumerate(self._everyone.gather_objects(asked))}) > 1:
+        per_rank = {text: rank for rank, text in enumerate(self._everyone.gather_objects(asked))}
+        if len(per_rank) > 1:
             calls = "; ".join(f"rank {rank}: {text}" for text, rank in per_rank.items())
             raise ValueError(f"stats_every: ranks differ ({calls}); make the same call on every rank")
         if every < 0:
@@ -88,29 +90,29 @@ class Recorder:
         self.callback = callback
         self.spectrum = spectrum
         if directory is not None:
-            folder = Path(directory).absolute() / FOLDER
-            rank = self._everyone.rank
-            runs = {int(run.name): run for run in folder.glob("*") if run.name.isdecimal()}
-            number = max(self._everyone.gather_objects(max(runs, default=0))) + 1
-            with suppress(OSError):  # runs that left no recording, and a folder of another program, do not count
-                recorded = sorted(n for n, run in runs.items() if any(run.glob("rank[0-9]*.jsonl")))
-                for old in (runs[n] for n in recorded[: 1 - NUM_RUNS] if rank == 0):
-                    for file in old.glob("rank[0-9]*.jsonl"):
-                        file.unlink()
-                    with suppress(OSError):
-                        old.rmdir()  # unless other files are in it
-            if rank in (0, self._everyone.size - 1):
-                self.file = folder / f"{number:04}" / f"rank{rank}.jsonl"
-                with suppress(OSError):  # `write` warns
-                    self.file.parent.mkdir(parents=True, exist_ok=True)  # the number is taken
-                if self._at_end is not None:
-                    self._at_end.cancel()
-                # Keeps no callback alive, which may refer to the optimizer. Unlike atexit, this also runs in processes
-                # that multiprocessing starts.
-                arguments = (ref(self), self.file, self._head(), self.records)
-                self._at_end = Finalize(self, _write_at_end, arguments, exitpriority=10)
+            self._start_file(Path(directory).absolute() / FOLDER)
         if every:
             self._sums_of_model().expect(self._is_due(next_step))
+
+    def _start_file(self, folder: Path) -> None:
+        """Take the number of a new run in `folder`, and delete the oldest recordings. Collective."""
+        rank = self._everyone.rank
+        runs = {int(run.name): run for run in folder.glob("*") if run.name.isdecimal()}
+        number = max(self._everyone.gather_objects(max(runs, default=0))) + 1
+        if rank == 0:
+            with suppress(OSError):
+                _delete_oldest(runs)
+        if rank not in (0, self._everyone.size - 1):
+            return
+        self.file = folder / f"{number:04}" / f"rank{rank}.jsonl"
+        with suppress(OSError):  # `write` warns
+            self.file.parent.mkdir(parents=True, exist_ok=True)  # the number is taken
+        if self._at_end is not None:
+            self._at_end.cancel()
+        # Keeps no callback alive, which may refer to the optimizer. Unlike atexit, this also runs in processes that
+        # multiprocessing starts.
+        arguments = (ref(self), self.file, self._head(), self.records)
+        self._at_end = Finalize(self, _write_at_end, arguments, exitpriority=10)
 
     def _sums_of_model(self) -> TensorSums:
         if self._sums is None:
@@ -141,8 +143,9 @@ class Recorder:
         rates = {}
         if self._is_recording:
             recorded = self._sums_of_model().finish(outcome, max_norm=max_norm)
-            of_groups = ((str(group.get("name", at)), group.get("lr")) for at, group in enumerate(groups))
-            rates = {name: float(lr) for name, lr in of_groups if isinstance(lr, int | float)}
+            for at, group in enumerate(groups):
+                if isinstance(lr := group.get("lr"), int | float):
+                    rates[str(group.get("name", at))] = float(lr)
         self._open.append((outcome, recorded, rates))
         if not self._is_late:
             self._settle(within=None)
@@ -162,8 +165,11 @@ class Recorder:
 
     def _settle(self, *, within: float | None) -> None:
         """Read the steps that are open, waiting `within` seconds for each; None: until it is there."""
-        while self._open and (within is None or (self._open[0][1] or self._open[0][0]).arrives(within)):
-            outcome, recorded, rates = self._open.pop(0)
+        while self._open:
+            outcome, recorded, rates = self._open[0]
+            if within is not None and not (recorded or outcome).arrives(within):
+                return
+            self._open.pop(0)
             report = outcome.resolve()
             stats = None if recorded is None else replace(recorded.read(), lr=rates)
             self._has_skipped = report.overflow or report.is_above_limit
@@ -180,21 +186,27 @@ class Recorder:
                     self.callback(stats)
 
     def _explain(self, step: int, norm: float, overflow: bool, stats: StepStats | None) -> None:
-        config = self._config
+        """Count a skipped step by its reason, its place in the model and the ranks at fault, and warn of the first."""
         where = ""
         ranks = ""
         norms = {"": norm}
         if stats is not None:
-            norms = {name: of.grad_norm for name, of in stats.params.items() if of.grad_norm is not None}
-            bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+            norms = stats.grad_norms
+            bad = non_finite(norms)
             if not overflow and norms:
                 bad = [max(norms, key=norms.__getitem__)]
-            where = " in a copy that norms do not count"
-            if bad:  # backward spreads a NaN to parameters before it in the model
-                others = f" and of {len(bad) - 1} before it in the model" if len(bad) > 1 else ""
-                where = f" of all {len(bad)} parameters" if 1 < len(bad) == len(norms) else f" of {bad[-1]!r}{others}"
-            at_fault = [r for r, local in stats.rank_norms.items() if local is not None and not math.isfinite(local)]
-            ranks = f", on {of_ranks(at_fault)} before the mean over ranks" if overflow and at_fault else ""
+            if not bad:
+                where = " in a copy that norms do not count"
+            elif 1 < len(bad) == len(norms):
+                where = f" of all {len(bad)} parameters"
+            else:
+                where = f" of {bad[-1]!r}"
+                if len(bad) > 1:  # backward spreads a NaN to parameters before it in the model
+                    where += f" and of {len(bad) - 1} before it in the model"
+            at_fault = non_finite(stats.rank_norms)
+            if overflow and at_fault:
+                ranks = f", on {of_ranks(at_fault)} before the mean over ranks"
+        config = self._config
         if overflow:
             key = "overflow"
             what = "NaN" if any(map(math.isnan, norms.values())) else "infinite values"
@@ -210,7 +222,7 @@ class Recorder:
 
     def _count(self, key: str, step: int, text: str, *, warns: bool = True) -> None:
         cause = self._causes.setdefault(key, _Cause(text, step, step))
-        cause.count = cause.count + 1
+        cause.count += 1
         cause.last = step
         if cause.count == 1 and warns:
             advice = "No weight or state has changed; optimizer.report() has the counts"
@@ -233,7 +245,8 @@ class Recorder:
         for cause in self._causes.values():
             steps = f"step {cause.first}" if cause.count == 1 else f"steps {cause.first} to {cause.last}"
             lines.append(f"  {cause.count} time{'s' * (cause.count > 1)} ({steps}): {cause.text}")
-        return "\n".join([*lines, *([str(self.records[-1])] if self.records else ["no recorded step"])])
+        lines.append(str(self.records[-1]) if self.records else "no recorded step")
+        return "\n".join(lines)
 
     @contextmanager
     def on_error(self) -> Iterator[None]:
@@ -252,6 +265,16 @@ class Recorder:
 
     def _head(self) -> dict[str, int]:
         return {"recording": 1, "rank": self._everyone.rank, "ranks": self._everyone.size}
+
+
+def _delete_oldest(runs: Mapping[int, Path]) -> None:
+    """Delete recordings until a new one fits. Runs without a recording, and folders of other programs, do not count."""
+    recorded = [number for number in sorted(runs) if any(runs[number].glob(FILES))]
+    for number in recorded[: 1 - NUM_RUNS]:
+        for file in runs[number].glob(FILES):
+            file.unlink()
+        with suppress(OSError):
+            runs[number].rmdir()  # unless other files are in it
 
 
 def _write_at_end(recorder: ref[Recorder], file: Path, head: dict[str, int], records: deque[StepStats]) -> None:
@@ -281,11 +304,11 @@ def _write_records(file: Path, head: dict[str, int], records: deque[StepStats], 
 
 
 def caller_level() -> int:
-    """The `stacklevel` with which a warning of the function that calls this one points to the user's code."""
+    """Return the `stacklevel` with which a warning of the caller of this function points to the user's code."""
     level = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
-        level = level + 1
+        level += 1
         frame = frame.f_back
     return level
 
@@ -293,7 +316,9 @@ def caller_level() -> int:
 def of_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 3` or `ranks 0, 3`."""
     numbers = sorted(ranks)
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:8]))}" + ", ..." * (len(numbers) > 8)
+    word = "ranks" if len(numbers) > 1 else "rank"
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{word} {shown}" + ", ..." * (len(numbers) > 8)
 
 
 # --- one line for each step -------------------------------------------------------------------------------------------
@@ -301,6 +326,7 @@ def of_ranks(ranks: Iterable[int]) -> str:
 
 _PLAIN = ("step", "updates", "success", "reason", "lr")
 _FLOATS = ("grad_norm", "clip", "loss_scale")
+_TABLES = ("params", "groups")
 
 
 def to_line(stats: StepStats) -> str:
@@ -309,8 +335,8 @@ def to_line(stats: StepStats) -> str:
     line |= {name: _plain(getattr(stats, name)) for name in _FLOATS}
     line["ranks"] = {rank: [_plain(norm), stats.replicas_of[rank]] for rank, norm in stats.rank_norms.items()}
     line["columns"] = TensorStats._fields
-    for kind, of_kind in (("params", stats.params), ("groups", stats.groups)):
-        line[kind] = {name: [_plain(value) for value in of] for name, of in of_kind.items()}
+    for kind in _TABLES:
+        line[kind] = {name: [_plain(value) for value in row] for name, row in getattr(stats, kind).items()}
     return json.dumps(line) + "\n"
 
 
@@ -319,12 +345,14 @@ def from_line(text: str) -> StepStats | None:
     line: dict[str, Any] = json.loads(text)
     if "params" not in line:
         return None
-    plain: dict[str, Any] = {name: line[name] for name in _PLAIN} | {name: float(line[name]) for name in _FLOATS}
-    for kind in ("params", "groups"):
-        plain[kind] = {name: TensorStats(*map(_number, of)) for name, of in line[kind].items()}  # type: ignore[arg-type]
-    norms = {int(rank): _number(norm) for rank, (norm, _) in line["ranks"].items()}
-    replicas = {int(rank): first for rank, (_, first) in line["ranks"].items()}
-    return StepStats(**plain, rank_norms=norms, replicas_of=replicas)
+    stats: dict[str, Any] = {name: line[name] for name in _PLAIN}
+    stats |= {name: float(line[name]) for name in _FLOATS}
+    for kind in _TABLES:
+        stats[kind] = {name: TensorStats(*map(_number, row)) for name, row in line[kind].items()}  # type: ignore[arg-type]
+    ranks = line["ranks"].items()
+    stats["rank_norms"] = {int(rank): _number(norm) for rank, (norm, _) in ranks}
+    stats["replicas_of"] = {int(rank): first for rank, (_, first) in ranks}
+    return StepStats(**stats)
 
 
 def _number(value: float | str | None) -> float | None:
@@ -360,7 +388,7 @@ class TensorBoard:
         self._writer = writer
 
     def __call__(self, stats: StepStats) -> None:
-        for name, value in scalars(stats):
+        for name, value in scalars(stats).items():
             self._writer.add_scalar(name, value, stats.step)
 
 
@@ -371,16 +399,19 @@ class WeightsAndBiases:
         self._log = importlib.import_module("wandb").log if run is None else run.log
 
     def __call__(self, stats: StepStats) -> None:
-        self._log(dict(scalars(stats)), step=stats.step)
+        self._log(scalars(stats), step=stats.step)
 
 
-def scalars(stats: StepStats) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a step under the names that dashboards show: `update_norm/0.weight`, ..."""
-    yield from (("optimizer/grad_norm", stats.grad_norm), ("optimizer/clip", stats.clip))
-    yield from (("optimizer/loss_scale", stats.loss_scale), ("optimizer/success", float(stats.success)))
+def scalars(stats: StepStats) -> dict[str, float]:
+    """Return the numbers of a step under the names that dashboards show: `update_norm/0.weight`, ..."""
+    found: dict[str, float | None] = {
+        "optimizer/grad_norm": stats.grad_norm,
+        "optimizer/clip": stats.clip,
+        "optimizer/loss_scale": stats.loss_scale,
+        "optimizer/success": float(stats.success),
+    }
     for name, of in {**stats.params, **stats.groups}.items():
         numbers = {**of._asdict(), "update_over_weight": of.ratio}
-        yield from (
-            (f"{kind}/{name}", value) for kind, value in numbers.items() if value is not None and kind != "numel"
-        )
-    yield from ((f"rank_norm/{rank}", norm) for rank, norm in stats.rank_norms.items() if norm is not None)
+        found |= {f"{kind}/{name}": value for kind, value in numbers.items() if kind != "numel"}
+    found |= {f"rank_norm/{rank}": norm for rank, norm in stats.rank_norms.items()}
+    return {name: value for name, value in found.items() if value is not None}

@@ -7,9 +7,10 @@ host reads the sums later, from a copy.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from opt_distributed.step import Family, Outcome, Unit
 from opt_kernels import backends
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId
+from opt_paramgroups.table import aligned
 
 GRAD, ZEROS, GRAD_NUMEL, WEIGHT, UPDATE, SPREAD = range(6)  # the columns of a parameter's sums
 
@@ -61,16 +63,28 @@ class StepStats:
     replicas_of: Mapping[int, int] = field(repr=False)  # by rank: the first rank with the same dense parameters
     lr: Mapping[str, float] = field(repr=False, default_factory=dict)  # by group, where the host knows it
 
+    @property
+    def grad_norms(self) -> dict[str, float]:
+        """The gradient norm of each parameter that had a gradient."""
+        return {name: of.grad_norm for name, of in self.params.items() if of.grad_norm is not None}
+
     def __str__(self) -> str:
         rows = [("", "gradient", "weight", "update", "update/weight", "zeros")]
         for name, of in {**self.groups, **self.params}.items():
             numbers = (of.grad_norm, of.weight_norm, of.update_norm, of.ratio, of.zeros)
-            rows.append((name, *("-" if number is None else f"{number:.3g}" for number in numbers)))  # type: ignore[arg-type]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+            shown = ("-" if number is None else f"{number:.3g}" for number in numbers)
+            rows.append((name, *shown))  # type: ignore[arg-type]
         outcome = "applied" if self.success else f"skipped: {self.reason}"
         head = f"step {self.step} ({outcome}): norm {self.grad_norm:.4g}, clip factor {self.clip:.3g}"
-        return "\n".join([f"{head}, loss scale {self.loss_scale:g}", *lines])
+        return "\n".join([f"{head}, loss scale {self.loss_scale:g}", *aligned(rows)])
+
+
+Key = TypeVar("Key")
+
+
+def non_finite(norms: Mapping[Key, float | None]) -> list[Key]:
+    """Return the keys of norms that are NaN or infinite. None is a norm that was not measured."""
+    return [key for key, norm in norms.items() if norm is not None and not math.isfinite(norm)]
 
 
 class Row(NamedTuple):
@@ -93,7 +107,7 @@ class TensorSums:
         roles: Roles,
         device: torch.device,
     ):
-        """Collective."""
+        """Gather the parameters of all ranks. Collective."""
         self._units = units
         self._sources = [source for family in families for source in family.sources]
         self._everyone = everyone = roles.totals
@@ -102,42 +116,50 @@ class TensorSums:
         self._queues = devices.device_of(device)
         rank = roles.everyone.rank
         first_of: dict[ParamId, int] = {}
-        replicas = rank
+        first_replica = rank
         for family in reversed(families):  # dense parameters last
             axes = family.axes
-            replicas = min(axes.inter.gather_objects(min(axes.dp.gather_objects(rank))))
-            first = min(axes.tp.gather_objects(replicas))
-            first_of |= {id: first for source in family.sources for id in source.params}
+            first_replica = min(axes.inter.gather_objects(min(axes.dp.gather_objects(rank))))
+            first = min(axes.tp.gather_objects(first_replica))
+            for source in family.sources:
+                first_of |= dict.fromkeys(source.params, first)
         place = {id: at for at, id in enumerate(order)}
-        self._pieces = sorted(
-            (piece for unit in units for piece in unit.pieces if piece.counted), key=lambda p: place[p.id]
-        )
-        meshes = {piece.id: getattr(piece.param, "device_mesh", None) for piece in self._pieces}
-        first_of |= {id: min(first_of[id], int(mesh.mesh.min())) for id, mesh in meshes.items() if mesh is not None}
-        row_of = {id: Row(str(id), first_of[id]) for id in meshes}
-        local = [(row_of[piece.id], group_names[piece.group], piece.main.shape.numel()) for piece in self._pieces]
+        counted = (piece for unit in units for piece in unit.pieces if piece.counted)
+        self._pieces = sorted(counted, key=lambda piece: place[piece.id])
+        rows: dict[ParamId, Row] = {}
+        local = []
+        for piece in self._pieces:
+            first = first_of[piece.id]
+            mesh = getattr(piece.param, "device_mesh", None)
+            if mesh is not None:
+                first = min(first, int(mesh.mesh.min()))
+            rows[piece.id] = row = Row(str(piece.id), first)
+            local.append((row, group_names[piece.group], piece.main.shape.numel()))
         self.numels: dict[Row, int] = {}
         self.group_of: dict[Row, str] = {}
         for row, group, numel in (entry for of_rank in everyone.gather_objects(local) for entry in of_rank):
             self.numels[row] = self.numels.get(row, 0) + numel
             self.group_of[row] = group
         index_of = {row: at for at, row in enumerate(self.numels)}
-        self._row_of = {id: index_of[row] for id, row in row_of.items()}
-        names = [row.name for row in self.numels]
-        self.names = [r.name if names.count(r.name) == 1 else f"{r.name} (rank {r.place})" for r in self.numels]
-        here = everyone.gather_objects((rank, replicas))
-        per_instance = instances.gather_objects(here)
+        self._row_of = {id: index_of[row] for id, row in rows.items()}
+        holders = Counter(row.name for row in self.numels)
+        self.names = []
+        for name, rank_of_name in self.numels:
+            self.names.append(name if holders[name] == 1 else f"{name} (rank {rank_of_name})")
+        here = everyone.gather_objects((rank, first_replica))
         # By rank: the first of the ranks that hold the same dense parameters.
-        self.replicas_of: dict[int, int] = dict(entry for of_instance in per_instance for entry in of_instance)
+        self.replicas_of: dict[int, int] = {}
+        for of_instance in instances.gather_objects(here):
+            self.replicas_of |= dict(of_instance)
         self._has_ranks_elsewhere = len(self.replicas_of) > len(here)  # in other instances
-        self._rank_at = 6 * len(names) + 2 * list(self.replicas_of).index(rank)
+        self._rank_at = 6 * len(self.names) + 2 * list(self.replicas_of).index(rank)
         # Of a step that has begun: an index, and what is added there; a number if the host knows it.
         self._entries: list[tuple[int, Tensor | float]] = []
         self._before: list[tuple[OwnedPiece, Tensor]] = []  # its main weights
         self._inverse: float | Tensor = 1.0
 
     def expect(self, is_due: bool) -> None:
-        """Say whether the next step is recorded: wrapped models reduce gradients before it, so that the norms of each
+        """Note whether the next step is recorded: wrapped models reduce gradients before it, so that the norms of each
         rank are computed then."""
         for source in self._sources:
             if isinstance(source, SyncedBuffer):
@@ -154,73 +176,86 @@ class TensorSums:
             for piece, grad in zip(unit_grads.pieces, unit_grads.grads, strict=True):
                 if piece.counted and grad.numel():
                     found = backends.grad_stats([grad])
-                    at = 6 * self._row_of[piece.id]
-                    self._entries += [(at + GRAD, found.sum_of_squares * piece.source.grad_scale**2)]
-                    self._entries += [(at + ZEROS, found.zeros), (at + GRAD_NUMEL, grad.numel())]
+                    self._add(piece.id, GRAD, found.sum_of_squares * piece.source.grad_scale**2)
+                    self._add(piece.id, ZEROS, found.zeros)
+                    self._add(piece.id, GRAD_NUMEL, grad.numel())
                     updated.add(id(piece))
         for piece in self._pieces:
             if piece.main.shape.numel():
                 value = _weights(piece)
-                self._entries.append((6 * self._row_of[piece.id] + WEIGHT, _square(value)))
+                self._add(piece.id, WEIGHT, _square(value))
                 if updates and id(piece) in updated:
                     self._before.append((piece, value.detach().clone()))
         if spectrum:
-            self._entries += self._spreads()
+            self._add_spreads()
         if self._pieces:
             self._entries += [(-2, self._pieces[0].count.next()), (-1, 1.0)]
         if len(self.replicas_of) > 1:
-            squares: list[Tensor] = []  # of this rank's gradients before the reduction, where they are known
-            for source in self._sources:
-                if isinstance(source, SyncedBuffer):
-                    squares += (source.memory.local_squares or {}).values()
-                elif isinstance(source, BufferedGrads):
-                    grads = [p.grad for p in source.params.values() if p.grad is not None and not is_sparse(p.grad)]
-                    squares += [backends.grad_stats(grads, count_zeros=False).sum_of_squares] if grads else []
+            squares = list(self._local_squares())
             self._entries += [(self._rank_at, square) for square in squares]
-            self._entries += [(self._rank_at + 1, 1.0)] if squares else []
+            if squares:
+                self._entries.append((self._rank_at + 1, 1.0))
+
+    def _add(self, id: ParamId, column: int, value: Tensor | float) -> None:
+        self._entries.append((6 * self._row_of[id] + column, value))
+
+    def _local_squares(self) -> Iterator[Tensor]:
+        """Yield sums of squares of this rank's gradients before the reduction, where they are known."""
+        for source in self._sources:
+            if isinstance(source, SyncedBuffer):
+                yield from (source.memory.local_squares or {}).values()
+            elif isinstance(source, BufferedGrads):
+                grads = [param.grad for param in source.params.values() if param.grad is not None]
+                if dense := [grad for grad in grads if not is_sparse(grad)]:
+                    yield backends.grad_stats(dense, count_zeros=False).sum_of_squares
 
     def finish(self, outcome: Outcome, *, max_norm: float) -> "Recorded":
         """Add up the updates, and sum over ranks. `outcome` is the step's. Raises CollectiveError if a peer is lost."""
         for piece, before in self._before:
             exact = before if before.dtype in (torch.float32, torch.float64) else before.float()
             change = exact.sub_(_weights(piece).to(exact))
-            self._entries.append((6 * self._row_of[piece.id] + UPDATE, _square(change)))
-        size = 6 * len(self.names) + 2 * len(self.replicas_of) + 2
+            self._add(piece.id, UPDATE, _square(change))
+        num_sums = 6 * len(self.names)  # of parameters; those of ranks and of updates follow
+        size = num_sums + 2 * len(self.replicas_of) + 2
         device = self._device
-        entries = sorted(self._entries, key=lambda entry: not isinstance(entry[1], Tensor))  # stable: numbers come last
-        values = [value.to(device, torch.float64) for _, value in entries if isinstance(value, Tensor)]
-        numbers = [value for _, value in entries[len(values) :]]
-        known = self._queues.upload(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+        on_device = [(at, value) for at, value in self._entries if isinstance(value, Tensor)]
+        on_host = [(at, value) for at, value in self._entries if not isinstance(value, Tensor)]
+        numbers = torch.tensor([value for _, value in on_host], dtype=torch.float64, device="cpu")
+        added = self._queues.upload(numbers)
+        if on_device:
+            stacked = torch.stack([value.to(device, torch.float64) for _, value in on_device])
+            added = torch.cat([stacked, added])
+        places = [at % size for at, _ in (*on_device, *on_host)]
+        index = self._queues.upload(torch.tensor(places, dtype=torch.int64, device="cpu"))
         sums = torch.zeros(size, dtype=torch.float64, device=device)
-        places = torch.tensor([at % size for at, _ in entries], dtype=torch.int64, device="cpu")
-        index = self._queues.upload(places)
-        sums.index_add_(0, index, torch.cat([torch.stack(values), known]) if values else known)
+        sums.index_add_(0, index, added)
         with naming("sum of recorded statistics"):
             self._everyone.all_reduce_(sums)
             if self._has_ranks_elsewhere:
-                of_ranks = sums[6 * len(self.names) : -2].clone()
-                self._instances.all_reduce_(of_ranks)
-                sums[6 * len(self.names) : -2] = of_ranks
+                squares = sums[num_sums:-2].clone()
+                self._instances.all_reduce_(squares)
+                sums[num_sums:-2] = squares
         inverse = torch.as_tensor(self._inverse, dtype=torch.float64, device=device).view(1)
         self._entries = []
         self._before = []
-        return Recorded(self, outcome, devices.HostCopy(torch.cat([sums, inverse]), self._queues), max_norm)
+        copy = devices.HostCopy(torch.cat([sums, inverse]), self._queues)
+        return Recorded(self, outcome, copy, max_norm)
 
-    def _spreads(self) -> Iterator[tuple[int, Tensor]]:
-        for unit in self._units:
-            for piece in unit.pieces if unit.rule.needs is Needs.MATRICES else ():
-                value = piece.main.value()
-                is_counted = piece.counted
-                if piece.stage is not None:
-                    wholes = piece.stage.gather({piece.id: value})
-                    value = wholes.get(piece.id, value)
-                    is_counted = piece.stage.counts(piece.id)
-                if is_counted and piece.id in self._row_of and (piece.stage or not piece.matrix.tensor_parallel):
-                    matrix = value.detach().float().reshape(-1, value.shape[-1])
-                    # The decomposition raises for values that are not finite, on the ranks that have them.
-                    values = torch.linalg.svdvals(matrix.nan_to_num(0.0, 0.0, 0.0))
-                    spread = torch.where(matrix.isfinite().all(), values[0] / values[-1], math.nan)
-                    yield 6 * self._row_of[piece.id] + SPREAD, spread
+    def _add_spreads(self) -> None:
+        matrix_units = (unit for unit in self._units if unit.rule.needs is Needs.MATRICES)
+        for piece in (piece for unit in matrix_units for piece in unit.pieces):
+            value = piece.main.value()
+            is_counted = piece.counted and not piece.matrix.tensor_parallel
+            if piece.stage is not None:
+                wholes = piece.stage.gather({piece.id: value})
+                value = wholes.get(piece.id, value)
+                is_counted = piece.stage.counts(piece.id)
+            if is_counted and piece.id in self._row_of:
+                matrix = value.detach().float().reshape(-1, value.shape[-1])
+                # The decomposition raises for values that are not finite, on the ranks that have them.
+                values = torch.linalg.svdvals(matrix.nan_to_num(0.0, 0.0, 0.0))
+                spread = torch.where(matrix.isfinite().all(), values[0] / values[-1], math.nan)
+                self._add(piece.id, SPREAD, spread)
 
 
 class Recorded:
@@ -241,42 +276,53 @@ class Recorded:
         *numbers, next_updates, num_counts, inverse = self._copy.wait().tolist()
         sums = self._sums
         report = self.outcome.resolve()
-        rows = [numbers[6 * at : 6 * at + 6] for at in range(len(sums.names))]
+        success = report.success
+        num_sums = 6 * len(sums.names)
+        rows = [numbers[start : start + 6] for start in range(0, num_sums, 6)]
         numels = list(sums.numels.values())
+
+        def tensor_stats(places: Sequence[int]) -> TensorStats:
+            columns = zip(*(rows[at] for at in places), strict=True)
+            grad, zeros, grad_numel, weight, update, spread = map(sum, columns)
+            grad_norm = math.sqrt(grad) * inverse if grad_numel else None
+            update_norm = math.sqrt(update) if success else None
+            share_of_zeros = zeros / grad_numel if grad_numel else None
+            numel = sum(numels[at] for at in places)
+            of_matrix = spread if spread and len(places) == 1 else None
+            return TensorStats(grad_norm, math.sqrt(weight), update_norm, share_of_zeros, numel, of_matrix)
+
         by_group: dict[str, list[int]] = {}
         for at, group in enumerate(sums.group_of.values()):
             by_group.setdefault(group, []).append(at)
-
-        def tensor_stats(places: Sequence[int]) -> TensorStats:
-            grad, zeros, grad_numel, weight, update, spread = (sum(c) for c in zip(*(rows[at] for at in places)))
-            return TensorStats(
-                grad_norm=math.sqrt(grad) * inverse if grad_numel else None,
-                weight_norm=math.sqrt(weight),
-                update_norm=math.sqrt(update) if report.success else None,
-                zeros=zeros / grad_numel if grad_numel else None,
-                numel=sum(numels[at] for at in places),
-                spread=spread if spread and len(places) == 1 else None,
-            )
-
-        of_ranks = iter(numbers[6 * len(rows) :])
-        norm = report.norms[0]
+        groups = {group: tensor_stats(places) for group, places in by_group.items()}
+        params = {name: tensor_stats([at]) for at, name in enumerate(sums.names)}
+        rank_norms = {}
+        of_ranks = iter(numbers[num_sums:])
+        for rank, square, is_measured in zip(sums.replicas_of, of_ranks, of_ranks, strict=False):
+            rank_norms[rank] = math.sqrt(square) * inverse if is_measured else None
+        grad_norm = report.norms[0]
         clip = 1.0
-        if math.isfinite(norm) and self._max_norm > 0:
-            clip = min(self._max_norm / (norm + 1e-6), 1.0)  # `clip_coefficients`, without the device
+        if math.isfinite(grad_norm) and self._max_norm > 0:
+            clip = min(self._max_norm / (grad_norm + 1e-6), 1.0)  # `clip_coefficients`, without the device
+        reason = ""
+        if report.overflow:
+            reason = "overflow"
+        elif report.is_above_limit:
+            reason = "norm above the limit"
+        updates = round(next_updates / num_counts) - 1 if num_counts else 0
+        loss_scale = 1.0 / inverse
+        step = self.outcome.step
         return StepStats(
-            step=self.outcome.step,
-            updates=round(next_updates / num_counts) - 1 if num_counts else 0,
-            success=report.success,
-            reason="overflow" if report.overflow else "norm above the limit" if report.is_above_limit else "",
-            grad_norm=norm,
+            step=step,
+            updates=updates,
+            success=success,
+            reason=reason,
+            grad_norm=grad_norm,
             clip=clip,
-            loss_scale=1.0 / inverse,
-            params={name: tensor_stats([at]) for at, name in enumerate(sums.names)},
-            groups={group: tensor_stats(places) for group, places in by_group.items()},
-            rank_norms={
-                rank: math.sqrt(square) * inverse if is_measured else None
-                for rank, square, is_measured in zip(sums.replicas_of, of_ranks, of_ranks, strict=False)
-            },
+            loss_scale=loss_scale,
+            params=params,
+            groups=groups,
+            rank_norms=rank_norms,
             replicas_of=sums.replicas_of,
         )
 
