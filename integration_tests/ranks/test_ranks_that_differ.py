@@ -233,7 +233,7 @@ def test_models_that_would_not_train_are_refused() -> None:
 
 # --- objections of a pipeline stage in a step ------------------------------------------------------------------------
 
-OTHER = "1 other rank(s) refused their gradients or parameter groups"
+OTHER = "1 other rank(s) refused their gradients, parameter groups or weights"
 REPLACED = "param_groups hold other parameters than those that this optimizer was built with"
 
 

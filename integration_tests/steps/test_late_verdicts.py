@@ -273,7 +273,7 @@ def append(optimizer: Optimizer, rank: int) -> None:
         optimizer.stepper.guards.append(MyGuard())
 
 
-def with_flags(flags: Callable[[], list[float]], optimizer: Optimizer, rank: int, *, of: str = "MyGuard") -> None:
+def with_flags(flags: Callable[[object], list[float]], optimizer: Optimizer, rank: int, *, of: str = "MyGuard") -> None:
     if rank == 0:
         [guard] = [guard for guard in optimizer.stepper.guards if type(guard).__name__ == of]
         vars(guard)["flags"] = flags
@@ -283,11 +283,11 @@ def with_flags(flags: Callable[[], list[float]], optimizer: Optimizer, rank: int
 WRONG_GUARDS: dict[str, tuple[Callable[[Optimizer, int], None], int, tuple[str, str]]] = {
     "other guards": (append, 0, ("ranks have different guards, by type and number of flags",) * 2),
     "changed": (append, 1, ("guards were changed after the first step", "1 other rank")),
-    "raises": (partial(with_flags, lambda: [1 / 0]), 1, ("division by zero", "1 other rank")),
+    "raises": (partial(with_flags, lambda groups: [1 / 0]), 1, ("division by zero", "1 other rank")),
     "that of failed guards raises": (
-        partial(with_flags, lambda: [1 / 0], of="UsableGrads"), 1, ("division by zero", "1 other rank")
+        partial(with_flags, lambda groups: [1 / 0], of="UsableGrads"), 1, ("division by zero", "1 other rank")
     ),
-    "flags": (partial(with_flags, lambda: [0.0, 0.0]), 1, ("MyGuard has 2 flags, but num_flags=1", "1 other rank")),
+    "flags": (partial(with_flags, lambda groups: [0.0, 0.0]), 1, ("MyGuard has 2 flags, but num_flags=1", "1 other rank")),
 }  # fmt: skip
 
 

@@ -112,7 +112,8 @@ class Optimizer(GradientStatistics):
         they are not trained.
 
         Raises:
-            ValueError: the loss scale is set, and `closure` has not read it.
+            ValueError: the loss scale is set, and `closure` has not read it; or `param_groups` of this rank hold an
+                entry that no step can use: then the other ranks raise UnusableGradientError, a RuntimeError.
             RuntimeError: on every rank, if on one `param_groups` hold other parameters than those the optimizer was
                 built with (there a ValueError, too), weights were loaded into the model that the update would lose, or
                 parameters of a wrapped model were frozen since it was built. On an accelerator with several ranks the

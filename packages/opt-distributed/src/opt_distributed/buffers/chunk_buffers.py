@@ -78,7 +78,11 @@ class SyncedBuffer:
         return self.memory.grad_piece(id, of_param)
 
     def publish_(self) -> None:
-        """Report that this rank's parameters have been written. Gathers start with the last buffer of the step."""
+        """Report that this rank's parameters have been written.
+
+        All-gathers start in the call for the last buffer of the step, or, if they overlap with the forward, before the
+        modules that use the parameters.
+        """
         if self.memory.wire is not None:
             self._param_sync.publish(self.memory, together=self._together)
 

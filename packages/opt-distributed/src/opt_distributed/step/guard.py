@@ -67,8 +67,8 @@ class Refusal(ABC):
     def of_others(self, num_ranks: int) -> Exception:
         """The error on a rank without one."""
         return UnusableGradientError(
-            f"{num_ranks} other rank(s) refused their gradients or parameter groups; the message there names them. "
-            "Nothing was updated"
+            f"{num_ranks} other rank(s) refused their gradients, parameter groups or weights; the message there names "
+            "them. Nothing was updated"
         )
 
 

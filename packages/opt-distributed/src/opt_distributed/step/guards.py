@@ -27,7 +27,7 @@ class Guards:
     """
 
     groups: Groups = ()  # of the present step
-    refused: Exception | None = None  # why this rank's gradients must not be used, or a guard that failed
+    unusable: Exception | None = None  # why this rank's gradients must not be used, or a guard that failed
     agreed: tuple[Guard, ...] = ()  # those of the first step
 
     def __init__(
@@ -64,25 +64,31 @@ class Guards:
                 )
             self.agreed = tuple(self.all)
         self.groups = groups
-        self.refused = None
+        self.unusable = None
 
     def refuse(self, error: Exception | None) -> None:
         """Let every rank refuse the present step, if `error` is one."""
-        self.refused = self.refused or error
+        self.unusable = self.unusable or error
 
     def flags(self) -> list[float]:
         """Return the flags of all guards: as many in every step, and on every rank. Zeros for a guard that fails, for
-        which every rank refuses the step."""
+        which every rank refuses the step.
+
+        If this rank refuses its groups, `groups` are from then on those that were built: the update is skipped, but the
+        rank joins its collectives.
+        """
         if tuple(self.all) != self.agreed:
             self.refuse(GuardError("guards were changed after the first step; append them before, on every rank"))
         flags = []
         for guard in self.agreed:
+            before = self.unusable
             flags.append(self._flags_of(guard))
-            if guard in (self.same_params, self.usable_groups) and flags[-1] != [0.0]:
-                self.groups = self._built  # the update is skipped, but this rank joins its collectives
+            has_refused = any(flags[-1]) or self.unusable is not before
+            if has_refused and guard in (self.same_params, self.usable_groups):
+                self.groups = self._built
         # Known only now: a guard that failed is one of its errors.
-        self._usable_grads.found = self.refused
-        flags[self.agreed.index(self._usable_grads)] = [float(self.refused is not None)]
+        self._usable_grads.found = self.unusable
+        flags[self.agreed.index(self._usable_grads)] = [float(self.unusable is not None)]
         return [flag for of_guard in flags for flag in of_guard]
 
     def _flags_of(self, guard: Guard) -> list[float]:
@@ -95,14 +101,14 @@ class Guards:
             return [0.0] * guard.num_flags
         return flags
 
-    def found(self) -> list[str]:
+    def refusals(self) -> list[str]:
         """Name the guards of this rank that refused the step, with their errors."""
         return [f"{type(guard).__name__}: {error}" for guard in self.agreed if (error := getattr(guard, "found", None))]
 
     def refuse_late(self, error: Exception, flags: Tensor) -> Tensor:
         """Let every rank refuse the present step by its flags, (n,) on the device; return them with that added."""
         self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
-        self._usable_grads.found = self.refused
+        self._usable_grads.found = self.unusable
         place = sum(guard.num_flags for guard in self.agreed[: self.agreed.index(self._usable_grads)])
         return flags.index_fill(0, torch.tensor([place], dtype=torch.int64, device=flags.device), 1.0)
 

@@ -4,6 +4,9 @@
            ─▶ verdict: overflow, refusal, errors; loss scale ─▶ clip coefficient
            ─▶ one pass of updates for each unit ─▶ publish buffers that no later unit writes to
 
+A step that all ranks refuse ends after the verdict on a CPU: ranks exchange who is at fault (`Watch.on_refusal`), and
+each raises. An accelerator skips its updates, but publishes all the same: parameters that have not changed.
+
 A *piece* is the part of a parameter that this rank updates. A *unit* is one rule with its pieces. A *source* has the
 gradients of one buffer, and publishes its parameters: sends new values to the ranks that hold them. A *family* is the
 sources that are reduced over one set of ranks: dense parameters, or experts. A norm *slot* is one of several gradient
@@ -12,10 +15,11 @@ norms; slot "" is the model's own.
 Nothing here depends on how parameters are sharded, which rule updates them, or in which dtype they are kept. Reasons
 for which all ranks refuse a step are guards (`step.guards`): a list of which the stepper knows nothing else.
 
-On an accelerator the host queues all of this and reads nothing: the verdict is a skip flag for the update, and scales
-are device tensors. Reading the result waits for the device. One exception: with several ranks, each step reads the
-outcome of the step before, which the device has computed long ago, so that every rank raises the errors of a step in
-the next one at the latest. A process without other ranks raises them at once, and waits for nothing.
+On an accelerator the host queues all of this and reads nothing, unless other code wrote weights, which a guard then
+compares: the verdict is a skip flag for the update, and scales are device tensors. Reading the result waits for the
+device. One exception: with several ranks, each step reads the outcome of the step before, which the device has computed
+long ago, so that every rank raises the errors of a step in the next one at the latest. A process without other ranks
+raises them at once, and waits for nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -134,10 +138,10 @@ class Stepper:
             ready, flags = self._begin(groups)
             if self._captured is None:
                 prepared = self._decide(ready, flags)
-                # A device skips updates by the verdict. A guard that refuses the groups has replaced them, so that this
-                # rank can join collectives.
-                success = self._accelerator.is_asynchronous or self._read().success
-                self._finish_(prepared, self._guards.groups, success=success)
+                # An accelerator skips updates by the verdict. If this rank refuses its groups, the guards have replaced
+                # them, so that it can join collectives.
+                may_update = self._accelerator.is_asynchronous or self._read().success
+                self._finish_(prepared, self._guards.groups, success=may_update)
             else:
                 groups = self._guards.groups
                 with self._watched(ready, groups, self.scaler.inverse, self.limits.max_norm):
@@ -157,7 +161,8 @@ class Stepper:
         Raises:
             CollectiveError: a peer is lost; names the step and the collective. No parameter has changed.
             UnusableGradientError, StorageError, HyperError, ValueError, ReplicaError: on every rank, from the first
-                guard that refuses the step. No parameter has changed.
+                guard that refuses the step; ranks that found nothing themselves raise UnusableGradientError or
+                StorageError. No parameter has changed.
         """
         with self._naming_the_step(begins=True):
             self._prepared = prepared = self._decide(*self._begin(groups))
@@ -366,7 +371,7 @@ class Stepper:
             return outcome.read()
         except Exception as error:
             if self._watch is not None and outcome is self.last and not self._accelerator.is_asynchronous:
-                self._watch.refused(outcome.step, error, self._guards.found())
+                self._watch.on_refusal(outcome.step, error, self._guards.refusals())
             raise
         finally:
             if outcome.error is not None and outcome is self.last:

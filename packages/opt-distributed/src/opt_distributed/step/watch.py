@@ -48,7 +48,7 @@ class Watch(Protocol):
         """The step was made, or skipped. `max_norm` is the norm to which gradients are clipped."""
         ...
 
-    def refused(self, step: int, error: Exception, found: Sequence[str]) -> None:
+    def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """A guard has refused the step, with `error`; `found` names the guards of this rank that did, with their
         errors. Not called on an accelerator. May communicate: every rank calls it."""
         ...

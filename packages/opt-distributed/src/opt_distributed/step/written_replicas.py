@@ -1,5 +1,8 @@
 """Guard: other code has written weights or state, which copies on other ranks may not have.
 
+It compares copies of different ranks. Whether a parameter agrees with its own main value, on one rank, is the question
+of another guard, in opt-stack (`OptimizerStateGuard`).
+
 After a load on the first rank only, replicas would train differently, or ZeRO-1 would gather shards of different
 weights; tensor-parallel ranks hold copies, too. Where any rank has written since its last step, all ranks compare what
 was written: on a CPU in the same step. On an accelerator, where the host learns of it later, that step is made, and the

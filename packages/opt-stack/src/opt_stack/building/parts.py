@@ -99,7 +99,7 @@ def build_stepper(design: Design, parts: Parts, groups: Groups, copies: SharedCo
     """
     config = design.request.config
     roles = design.request.roles
-    everyone = roles.totals
+    totals = roles.totals
     instances = roles.dense.inter
     used = roles.everyone.gather_objects({piece.norm_slot for _, piece in parts.held.values()})
     sources = [source for family in parts.families for source in family.sources]
@@ -108,7 +108,7 @@ def build_stepper(design: Design, parts: Parts, groups: Groups, copies: SharedCo
         groups,
         rules,
         own={name for rule in rules.values() for name in getattr(rule, "hyper_names", ())},
-        everyone=everyone if everyone.size > 1 else instances,  # instances of one rank each
+        everyone=totals if totals.size > 1 else instances,  # instances of one rank each
     )
     written = [WrittenReplicas(copies, device=devices.device_of(parts.device))] if roles.everyone.size > 1 else []
     guards = Guards(
@@ -116,7 +116,7 @@ def build_stepper(design: Design, parts: Parts, groups: Groups, copies: SharedCo
         sources,
         rules,
         equal,
-        everyone=everyone,
+        everyone=totals,
         instances=instances,
         first=[OptimizerStateGuard(parts.loaded, design.model.wrapped.values(), roles)],
         last=written,
@@ -126,7 +126,7 @@ def build_stepper(design: Design, parts: Parts, groups: Groups, copies: SharedCo
         units=parts.units,
         families=parts.families,
         guards=guards,
-        everyone=everyone,
+        everyone=totals,
         instances=instances,
         device=parts.device,
         scaler=parts.scaler,

@@ -152,7 +152,7 @@ class Recorder:
         if self._sums is not None:
             self._sums.expect(self._has_skipped or self._is_due(outcome.step + 1))
 
-    def refused(self, step: int, error: Exception, found: Sequence[str]) -> None:
+    def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """Name the ranks at fault, with their guard. Collective. On a single rank the error itself names the cause."""
         local = (self._everyone.rank, found[:1], str(error))
         per_instance = self._roles.dense.inter.gather_objects(self._roles.totals.gather_objects(local))
@@ -173,7 +173,7 @@ class Recorder:
             report = outcome.resolve()
             stats = None if recorded is None else replace(recorded.read(), lr=rates)
             self._has_skipped = report.overflow or report.is_above_limit
-            if outcome.error is not None:  # on an accelerator; on a CPU, `refused` has counted it
+            if outcome.error is not None:  # on an accelerator; on a CPU, `on_refusal` has counted it
                 text = f"was refused on every rank: {outcome.error}"
                 self._count(str(outcome.error), outcome.step, text, warns=self._everyone.size > 1)
             elif self._has_skipped:
