@@ -287,7 +287,9 @@ WRONG_GUARDS: dict[str, tuple[Callable[[Optimizer, int], None], int, tuple[str, 
     "that of failed guards raises": (
         partial(with_flags, lambda groups: [1 / 0], of="UsableGrads"), 1, ("division by zero", "1 other rank")
     ),
-    "flags": (partial(with_flags, lambda groups: [0.0, 0.0]), 1, ("MyGuard has 2 flags, but num_flags=1", "1 other rank")),
+    "flags": (
+        partial(with_flags, lambda groups: [0.0, 0.0]), 1, ("MyGuard has 2 flags, but num_flags=1", "1 other rank")
+    ),
 }  # fmt: skip
 
 
