@@ -37,22 +37,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("give a folder, or --set VERSION")
 
 
-def packages() -> list[Path]:
-    return sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+def packages(root: Path = ROOT) -> list[Path]:
+    return sorted(path.parent for path in root.glob("packages/*/pyproject.toml"))
 
 
-def fragments() -> list[str]:
+def fragments(root: Path = ROOT) -> list[str]:
     """Changes that `nox -s changelog` has not moved into a changelog, as paths."""
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/changelog.d/*.md"))
+    return sorted(str(path.relative_to(root)) for path in root.glob("packages/*/changelog.d/*.md"))
 
 
 def init_of(package: Path) -> Path:
     return package / "src" / package.name.replace("-", "_") / "__init__.py"
 
 
-def version() -> str:
+def version(root: Path = ROOT) -> str:
     """The one version of all packages. Exits with the versions where they differ."""
-    found = {package.name: VERSION.findall(init_of(package).read_text()) for package in packages()}
+    found = {package.name: VERSION.findall(init_of(package).read_text()) for package in packages(root)}
     versions = {version for versions in found.values() for version in versions}
     if len(versions) != 1 or not all(found.values()):
         sys.exit(f"the packages have different versions: {found}; run `python release/stage.py --set VERSION`")
@@ -70,20 +70,20 @@ def set_version(new: str) -> None:
         project.write_text(SIBLING.sub(siblings, project.read_text()))
 
 
-def stage(folder: Path, *, tag: str | None = None, url: str = "") -> None:
+def stage(folder: Path, *, tag: str | None = None, url: str = "", root: Path = ROOT) -> None:
     """Copy every package into `folder`, ready to be built.
 
     Exits where `tag` is not the packages' version, or changes for a tag are still outside the changelogs.
     """
-    of_all = version()
+    of_all = version(root)
     if tag is not None and tag != f"v{of_all}":
         sys.exit(f"the tag is {tag}, but the packages have version {of_all}: the tag must be v{of_all}")
-    if tag is not None and (left := fragments()):
+    if tag is not None and (left := fragments(root)):
         sys.exit(
             f"not in the changelogs yet: {', '.join(left)}; run `python -m nox -s changelog -- {of_all}` and commit"
         )
     shutil.rmtree(folder, ignore_errors=True)
-    for package in packages():
+    for package in packages(root):
         copy = folder / package.name
         shutil.copytree(package, copy, ignore=NOT_SHIPPED)
         project = copy / "pyproject.toml"

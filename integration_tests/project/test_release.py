@@ -29,11 +29,10 @@ def declared(package: str) -> set[str]:
     return {re.split(r"[>=<]", line)[0] for line in lines if line.startswith("opt-")}
 
 
-def test_a_tag_needs_the_common_version_and_full_changelogs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tag_needs_the_common_version_and_full_changelogs(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", stage.version())
     with pytest.raises(SystemExit, match=r"the tag is v9\.9\.9, but the packages have version"):
         stage.stage(tmp_path / "staged", tag="v9.9.9")
-    monkeypatch.setattr(stage, "ROOT", tmp_path)
     package = tmp_path / "packages" / "opt-a"
     files = {
         "pyproject.toml": "",
@@ -44,7 +43,7 @@ def test_a_tag_needs_the_common_version_and_full_changelogs(monkeypatch: pytest.
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
     with pytest.raises(SystemExit, match=r"packages/opt-a/changelog\.d/7\.fixed\.md.*nox -s changelog -- 1\.2\.3"):
-        stage.stage(tmp_path / "staged", tag="v1.2.3")
+        stage.stage(tmp_path / "staged", tag="v1.2.3", root=tmp_path)
 
 
 def test_staged_packages_pin_their_siblings_and_link_their_page(tmp_path: Path) -> None:

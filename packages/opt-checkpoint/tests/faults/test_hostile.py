@@ -249,14 +249,40 @@ def rename_file(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     return change
 
 
+def entry(*path: str | int, to: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(header: dict[str, Any], columns: dict[str, Any]) -> None:
+        *above, last = path
+        part: Any = header
+        for key in above:
+            part = part[key]
+        part[last] = to
+
+    return change
+
+
+def without(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(header: dict[str, Any], columns: dict[str, Any]) -> None:
+        del (header if name in header else columns)[name]
+
+    return change
+
+
+def one_checksum_less(header: dict[str, Any], columns: dict[str, Any]) -> None:
+    columns["sums"] = columns["sums"][1:]
+
+
+def files_as_starts(header: dict[str, Any], columns: dict[str, Any]) -> None:
+    columns["start"] = columns["file"]
+
+
 LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "a path upwards": rename_file("../secret"),
     "an absolute path": rename_file("/etc/passwd"),
     "a folder": rename_file("sub/secret"),
     "two dots": rename_file(".."),
     "an empty name": rename_file(""),
-    "a negative size of a file": lambda h, c: h["files"][0].__setitem__(1, -1),
-    "a size beyond 63 bits": lambda h, c: h["files"][0].__setitem__(1, 1 << 63),
+    "a negative size of a file": entry("files", 0, 1, to=-1),
+    "a size beyond 63 bits": entry("files", 0, 1, to=1 << 63),
     "a start beyond the file": column("start", -1, 1 << 50),
     "a negative start": column("start", -1, -8),
     "a huge start": column("start", -1, (1 << 63) - 1),
@@ -269,17 +295,17 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "a negative shape": column("shape", (-1, 0), -12),
     "more axes than there are": column("ndim", -1, 7),
     "an axis less": column("ndim", -1, 1),
-    "an unknown dtype": lambda h, c: h.__setitem__("dtypes", ["os.system"]),
+    "an unknown dtype": entry("dtypes", to=["os.system"]),
     "a dtype that is not listed": column("dtype", -1, 9),
     "a chunk too many": column("chunks", -1, 2),
     "chunks of nobody": column("chunks", -1, 0),
-    "a checksum too few": lambda h, c: c.__setitem__("sums", c["sums"][1:]),
+    "a checksum too few": one_checksum_less,
     "a key too long": column("key_bytes", 0, 1 << 30),
     "a key that is not text": column("keys", 0, 0xFF),
-    "no column of keys": lambda h, c: c.pop("keys"),
-    "a column of another dtype": lambda h, c: c.__setitem__("start", c["file"]),
-    "no files": lambda h, c: h.pop("files"),
-    "an object beyond the file": lambda h, c: h["objects"][0].__setitem__(2, 1 << 50),
+    "no column of keys": without("keys"),
+    "a column of another dtype": files_as_starts,
+    "no files": without("files"),
+    "an object beyond the file": entry("objects", 0, 2, to=1 << 50),
 }
 
 
@@ -308,7 +334,7 @@ def test_rows_that_are_stored_nowhere_are_not_loaded(tmp_path: Path, rows: tuple
     """The second chunk is moved onto the first: the volumes still add up."""
     halves = [{"w": ShardedTensor.from_rank_offsets("w", torch.full((3, 2), float(r)), (0, r, 2))} for r in (0, 1)]
     save_as_ranks(halves, tmp_path / "x")
-    forge(tmp_path / "x", lambda header, columns: columns.update(offsets=columns["offsets"] * 0))
+    forge(tmp_path / "x", column("offsets", ..., 0))
     part = torch.full((rows[1] - rows[0], 2), -1.0)
     shard = ShardedTensor("w", part, torch.float32, tuple(part.shape), (6, 2), (rows[0], 0), None)
     with pytest.raises(CheckpointCorruptError, match=r"chunks .* of w overlap"):
