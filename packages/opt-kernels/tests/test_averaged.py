@@ -52,7 +52,7 @@ def test_evaluation_leaves_no_trace(kind: dict[str, Any]) -> None:
 
 @ON_KINDS
 @pytest.mark.parametrize("evaluating", [False, True], ids=["saved in training", "saved in evaluation"])
-def test_a_run_resumed_from_either_mode_is_the_run_that_was_not_stopped(kind: dict[str, Any], evaluating: bool) -> None:
+def test_a_run_resumed_from_either_mode_equals_the_unbroken_run(kind: dict[str, Any], evaluating: bool) -> None:
     (a, first) = build(**kind)
     (b, second) = build(**kind)
     step(first, 0, 1, 2)
@@ -74,7 +74,7 @@ def test_a_run_resumed_from_either_mode_is_the_run_that_was_not_stopped(kind: di
     assert MAIN not in saved["state"][0] or saved["state"][0][MAIN].dtype is torch.float32
 
 
-def test_trained_weights_follow_from_the_average_where_only_that_was_saved() -> None:
+def test_trained_weights_follow_from_a_saved_average() -> None:
     (a, first) = build()
     (b, second) = build()
     step(first, 0, 1, 2)
@@ -88,7 +88,7 @@ def test_trained_weights_follow_from_the_average_where_only_that_was_saved() -> 
     torch.testing.assert_close(b.detach(), trained)
 
 
-def test_a_step_in_evaluation_mode_is_refused_and_copies_keep_the_mode() -> None:
+def test_a_step_in_evaluation_mode_is_refused_also_by_copies() -> None:
     param, optimizer = build()
     before = param.detach().clone()
     optimizer.eval()
@@ -108,7 +108,7 @@ def test_a_step_in_evaluation_mode_is_refused_and_copies_keep_the_mode() -> None
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_weights_loaded_in_evaluation_mode_are_not_dropped_in_silence() -> None:
+def test_weights_loaded_in_evaluation_mode_are_not_lost_silently() -> None:
     param, optimizer = build(dtype=torch.bfloat16, mains="float32")
     step(optimizer, 0, 1)
     before = optimizer.state[param]["main"].clone()

@@ -155,7 +155,7 @@ def test_a_step_in_any_form_reads_tensors_where_they_are(form, backend):
 
 
 @pytest.mark.parametrize("what", ["grad transposed", "grads of other dtypes"])
-def test_a_step_reads_tensors_where_they_are_where_torch_has_no_guards(what, monkeypatch):
+def test_steps_follow_moved_tensors_where_torch_has_no_guards(what, monkeypatch):
     monkeypatch.setattr("opt_kernels.backends.tables._GUARDS", None)
     check(what, "float32", "triton")
 
@@ -216,7 +216,7 @@ def test_gradients_at_new_and_old_places_are_read_where_they_are(backend):
     assert same(run(forgets=False), run(forgets=True))
 
 
-def test_a_gradient_that_becomes_sparse_is_refused_before_anything_is_counted():
+def test_a_gradient_that_turns_sparse_is_refused_before_counting():
     params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
     optimizer = AdamW([{"params": [param]} for param in params], lr=0.1)
     before = step(optimizer, 0, 1, 2)

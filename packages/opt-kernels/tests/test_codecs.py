@@ -51,7 +51,7 @@ def test_a_float_code_is_the_number_rounded(name: str) -> None:
 
 
 @pytest.mark.parametrize("numel", SIZES[1:])
-def test_8_bit_means_are_denser_near_zero_and_8_bit_squares_are_rounded_roots(numel: int) -> None:
+def test_8_bit_means_are_dense_near_zero_and_squares_are_roots(numel: int) -> None:
     x = sample(numel, signed=True)
     (codec, _) = CODECS["8-bit-signed"]
     n = x / largest_of_block(x)
@@ -70,7 +70,7 @@ def test_8_bit_means_are_denser_near_zero_and_8_bit_squares_are_rounded_roots(nu
 
 
 @ON_CODECS
-def test_only_zeros_are_stored_as_zeros_and_blocks_of_any_size_survive(codec: StateCodec, signed: bool) -> None:
+def test_only_zeros_are_stored_as_zeros_in_blocks_of_any_size(codec: StateCodec, signed: bool) -> None:
     for numel in SIZES:
         assert not read(codec, stored(codec, torch.zeros(numel))).any()
         values = sample(numel, signed=signed)
@@ -140,7 +140,7 @@ def test_the_8_bit_remainder_keeps_24_bits() -> None:
     assert torch.cat([weight[2:], split(payload, torch.int8)[0]]).isnan().all()
 
 
-def test_stochastic_rounding_is_unbiased_and_casts_what_is_not_finite() -> None:
+def test_stochastic_rounding_is_unbiased_and_casts_nonfinite() -> None:
     def rounded(x: Tensor) -> Tensor:
         found = torch.empty_like(x, dtype=torch.bfloat16)
         narrow.round_(found, x, first=0, step=1)

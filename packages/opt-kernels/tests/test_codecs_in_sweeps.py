@@ -151,7 +151,7 @@ def test_values_are_written_as_by_the_reference(
 
 @ALL
 @pytest.mark.parametrize("dtype", [*narrow.REMAINDERS, torch.bfloat16, torch.float16], ids=str)
-def test_weights_and_remainders_have_the_bits_of_their_definition(
+def test_weights_and_remainders_have_the_bits_of_the_definition(
     backend: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Of new values of every exponent, among them ties: 0 - 1 * (-value), with NaN and without."""

@@ -74,7 +74,7 @@ def test_a_library_is_compiled_once_and_found_again(fresh: Path, monkeypatch: Pa
 
 
 @needs_compiler
-def test_a_library_is_synced_before_it_has_its_name_and_lost_when_cut_short(fresh: Path, monkeypatch: Patch) -> None:
+def test_a_library_is_synced_before_its_rename_or_discarded(fresh: Path, monkeypatch: Patch) -> None:
     events = []
     fsync = os.fsync
     replaced = Path.replace
@@ -145,7 +145,7 @@ def test_the_folder_is_never_in_the_working_directory(fresh: Path, monkeypatch: 
 
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
-def test_another_compiler_or_processor_has_separate_libraries_and_fast_math_is_undone(
+def test_libraries_are_per_compiler_and_cpu_and_undo_fast_math(
     monkeypatch: Patch,
 ) -> None:
     plain = compiler._compiler()
@@ -173,7 +173,7 @@ def test_a_compiler_with_wrong_numbers_is_not_used(monkeypatch: Patch, caplog: L
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_missing_compiler_is_reported_once_with_the_slower_path(monkeypatch: Patch, caplog: Log) -> None:
+def test_a_missing_compiler_is_reported_once_with_its_cost(monkeypatch: Patch, caplog: Log) -> None:
     monkeypatch.setenv("OPT_KERNELS_CPP", "0")
     assert not usable()
     assert not caplog.messages
@@ -202,9 +202,7 @@ FAILURES: dict[str, tuple[str, Mock]] = {
 @needs_compiler
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("reason", FAILURES)
-def test_a_compiler_that_fails_leaves_steps_to_torch_with_one_warning(
-    reason: str, monkeypatch: Patch, caplog: Log
-) -> None:
+def test_a_failing_compiler_leaves_steps_to_torch_with_a_warning(reason: str, monkeypatch: Patch, caplog: Log) -> None:
     # Formats that were not compiled before.
     compiled, expected = (work_of(Adam(), 33, "fp32-gfp16") for _ in range(2))
     function, failing = FAILURES[reason]

@@ -68,7 +68,7 @@ for step in range(2):  # before a step of the parent, and after
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
+def test_a_forked_process_does_not_wait_for_its_parents_threads() -> None:
     done = in_another_process(FORKED)
     assert done.returncode == 0, done.stderr
 
@@ -90,7 +90,7 @@ def root_over_lr(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
     return sqrt(g) / lr, x
 
 
-def test_a_root_over_a_scalar_is_rounded_correctly_also_next_to_a_tie() -> None:
+def test_a_root_over_a_scalar_is_rounded_correctly_near_ties() -> None:
     generator = torch.Generator().manual_seed(0)
     powers = torch.randint(-120, 120, (5000,), generator=generator)
     roots = torch.cat([torch.tensor(SPECIAL), torch.ldexp(1 + torch.rand(5000, generator=generator), powers)])

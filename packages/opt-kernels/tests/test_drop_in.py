@@ -43,7 +43,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "SOAP"])
-def test_keys_of_schedulers_trainers_and_of_the_caller_are_taken_and_saved(name):
+def test_keys_of_schedulers_trainers_and_callers_are_saved(name):
     build = getattr(optim, name)
     for key, value in TOLERATED.items():
         group = {"params": [("w", parameter())]} if key == "param_names" else {"params": [parameter()], key: value}
@@ -78,7 +78,7 @@ def test_learning_rates_may_be_tensors_and_schedulers_drive_them():
     torch.testing.assert_close(found[2], found[5], rtol=1e-5, atol=1e-7)
 
 
-def test_groups_may_be_added_later_and_keep_their_own_numbers_and_steps():
+def test_groups_added_later_keep_their_own_numbers_and_steps():
     early = nn.Parameter(torch.ones(5))
     late = nn.Parameter(torch.ones(5))
     optimizer = optim.AdamW([early], lr=0.1, weight_decay=0.0)
@@ -111,7 +111,7 @@ def test_parameters_that_move_together_are_counted_one_by_one():
     assert [float(optimizer.state[param]["step"]) for param in params] == [11.0, 4.0, 21.0]
 
 
-def test_a_first_step_of_zero_gradients_and_rates_makes_state_and_counts_nothing():
+def test_a_step_of_zero_gradients_and_rates_counts_nothing():
     """As torch.distributed.checkpoint makes state, before a first step, to save or to load into."""
     probed, plain = (optim.AdamW([parameter()], weight_decay=0.1) for _ in range(2))
     (param,) = probed.param_groups[0]["params"]
@@ -133,7 +133,7 @@ def test_backend_and_options_reach_the_rule_of_other_parameters(name):
 
 
 @pytest.mark.parametrize("name", ["Lion", "Muon"])
-def test_float64_parameters_of_rules_that_torch_lacks_have_float64_states(name):
+def test_float64_params_of_rules_torch_lacks_have_float64_states(name):
     optimizer = getattr(optim, name)([parameter(dtype=torch.float64)])
     step(optimizer, 0)
     assert {tensor.dtype for tensor in states_of(optimizer) if tensor.dim()} == {torch.float64}
@@ -143,7 +143,7 @@ def test_float64_parameters_of_rules_that_torch_lacks_have_float64_states(name):
 
 
 @pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("SGD", {"momentum": 0.9, "nesterov": True})])
-def test_clipping_within_the_update_is_clip_grad_norm_and_skips_steps_that_are_not_finite(name, options):
+def test_max_norm_acts_as_clip_grad_norm_and_skips_nonfinite(name, options):
     params = pair()
     plain = pair()
     optimizer = getattr(optim, name)(params, lr=1e-2, max_norm=0.05, **options)
@@ -181,7 +181,7 @@ def test_tiny_gradients_are_clipped_as_torch_clips_them(max_norm):
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_the_grad_scaler_folds_its_scale_into_the_update_and_skips_overflows(max_norm):
+def test_grad_scaler_folds_its_scale_in_and_skips_overflows(max_norm):
     ours = pair()
     theirs = pair()
     options = {"lr": 0.1, "momentum": 0.9}
@@ -250,7 +250,7 @@ def test_step_hooks_run_around_steps_and_a_profiler_sees_them():
 
 
 @pytest.mark.parametrize(("first", "second"), DTYPES.values(), ids=DTYPES.keys())
-def test_states_are_saved_in_plain_numbers_and_loaded_by_another_kind(first, second):
+def test_states_are_saved_as_plain_numbers_and_load_in_others(first, second):
     params = pair(dtype=torch.bfloat16)
     optimizer = optim.AdamW(params, mains="remainder", exp_avg_dtype=first, exp_avg_sq_dtype=second)
     step(optimizer, 0, 1, 2)
@@ -306,7 +306,7 @@ def refused_state_dict(optimizer, saved, message):
     torch.testing.assert_close((optimizer.state_dict(), optimizer.param_groups[0]["params"]), before, rtol=0, atol=0)
 
 
-def test_state_dicts_of_other_options_groups_and_rules_are_refused():
+def test_state_dicts_of_other_options_or_rules_are_refused():
     param = [parameter(3, 3)]
     ademamix = optim.AdEMAMix(param).state_dict()
     ademamix["param_groups"][0]["alpha"] = -2.0
@@ -348,7 +348,7 @@ def test_a_state_dict_that_is_refused_late_has_changed_nothing():
     assert torch.equal(loading[0], bf16(3))
 
 
-def test_a_momentum_that_was_switched_off_does_not_keep_a_state_from_loading():
+def test_state_loads_after_momentum_was_switched_off():
     optimizer = optim.SGD([parameter(3)], momentum=0.9)
     other = optim.SGD([parameter(3)])
     step(optimizer, 0)

@@ -104,7 +104,7 @@ def test_coded_states_are_cut_at_blocks_without_a_trace(
     stepped_in_pieces(rule, kept, 128 * 21 + 5, [0, 128, 128 * 20, 128 * 21 + 5], block=128)
 
 
-def test_stochastic_rounding_goes_on_counting_from_piece_to_piece() -> None:
+def test_stochastic_rounding_counts_on_from_piece_to_piece() -> None:
     rule = Adam(stochastic_rounding=True, backend="torch")
     size = PIECE_NUMEL + 128
     stepped_in_pieces(rule, KEPT["bf16"], size, [0, 64, size])
@@ -157,7 +157,7 @@ def test_a_tensor_may_hold_a_momentum_of_zero(backend: str) -> None:
 
 
 @on("reference", "torch", "cpp")
-def test_a_dense_layout_longer_than_a_tile_works_with_states_of_other_sizes(backend: str) -> None:
+def test_long_dense_layouts_work_with_states_of_other_sizes(backend: str) -> None:
     turned = [torch.randn(2, 2, PIECE_NUMEL).transpose(0, 1) for _ in range(2)]
     straight = [tensor.clone(memory_format=torch.contiguous_format) for tensor in turned]
     rule = Adam(backend=backend)
@@ -167,7 +167,7 @@ def test_a_dense_layout_longer_than_a_tile_works_with_states_of_other_sizes(back
     assert torch.equal(turned[0], straight[0])
 
 
-def test_an_order_without_a_fused_sweep_makes_no_tensor_of_a_parameters_size() -> None:
+def test_orders_without_a_fused_sweep_allocate_no_parameter() -> None:
     work = replace(KEPT["fp32"].work(Adam(), start_of((9 * PIECE_NUMEL,))), grad=torch.randn(9 * PIECE_NUMEL))
     with torch.profiler.profile(profile_memory=True) as profile:
         Adam(order="te", backend="torch").update_([Batch(HYPER, [work])])
@@ -265,7 +265,7 @@ def test_an_outlier_loses_its_own_states_only(
 
 
 @ON_BACKENDS
-def test_an_infinite_parameter_stays_infinite_without_weight_decay_or_with_a_decoupled_one(backend: str) -> None:
+def test_an_infinite_parameter_stays_infinite(backend: str) -> None:
     infinite = torch.full((70,), -torch.inf, dtype=torch.float64, device=device_of(backend))
     for name, make in RULES.items():
         for decay in (0.0, 0.1) if name in ("adamw", "lion") else (0.0,):

@@ -201,7 +201,7 @@ def test_a_formula_has_the_bits_of_the_reference(formula, numbers, backend):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("update", IN_TORCH, ids=lambda update: update.__name__)
-def test_functions_helpers_and_constants_are_those_of_plain_torch(update, backend):
+def test_functions_helpers_and_constants_equal_plain_torch(update, backend):
     generator = torch.Generator().manual_seed(0)
     p, g = (torch.randn(1000, generator=generator, dtype=torch.float64) for _ in range(2))
     wanted = IN_TORCH[update](p, g, 0.1)
@@ -224,7 +224,7 @@ def copies(p, g, before, *, lr):
 
 
 @pytest.mark.parametrize("formula", [of(late, late_scalars), of(copies, only_lr, State("before"))], ids=repr)
-def test_hooks_are_refused_where_an_update_depends_on_the_weights(formula):
+def test_hooks_are_refused_if_an_update_depends_on_weights(formula):
     with pytest.raises(HookError, match="needs an update of the form p - lr u, with u independent of the weights"):
         hooked(elementwise(formula), (CautiousUpdate(),))
 

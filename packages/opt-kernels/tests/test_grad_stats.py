@@ -39,7 +39,7 @@ def check(stats: GradStats, grads: list[Tensor], norm_type: float = 2.0, rtol: f
 
 @ON_BACKENDS
 @pytest.mark.parametrize("numel", SIZES)
-def test_sums_and_zeros_are_those_of_float64_for_any_dtypes_and_norm(backend: str, numel: int) -> None:
+def test_sums_and_zeros_equal_float64_for_any_dtype_and_norm(backend: str, numel: int) -> None:
     numel = min(numel, 5000) if backend == "triton" else numel  # an interpreter takes its time
     every = []
     for dtype in dtypes_of(backend):
@@ -54,7 +54,7 @@ def test_sums_and_zeros_are_those_of_float64_for_any_dtypes_and_norm(backend: st
 
 
 @ON_BACKENDS
-def test_no_elements_have_no_norm_and_zeros_are_counted_only_within_a_tensor_and_if_requested(backend: str) -> None:
+def test_no_elements_have_no_norm_and_zeros_count_on_request(backend: str) -> None:
     device = device_of(backend)
     zeros = torch.zeros(9, device=device)
     ones = torch.ones(3, device=device)
@@ -100,7 +100,7 @@ def test_gradients_may_be_views_without_alignment_or_order(backend: str) -> None
 
 
 @ON_FAST
-def test_the_sum_is_as_exact_as_its_docstring_says_and_the_same_on_any_number_of_threads(backend: str) -> None:
+def test_sums_are_as_exact_as_documented_on_any_thread_count(backend: str) -> None:
     sizes = SIZES if backend == "triton" else [*SIZES, *PIECES]
     grads = [gradient(numel, dtype, backend) for dtype in dtypes_of(backend) for numel in sizes]
     before = torch.get_num_threads()

@@ -74,7 +74,7 @@ def test_a_changed_entry_takes_effect_or_is_refused(name):
 
 
 @ON_NAMES
-def test_what_is_removed_or_no_step_supports_is_refused_later_too(name):
+def test_removed_or_unsupported_entries_are_refused_later_too(name):
     optimizer = built(name)
     group = optimizer.param_groups[0]
     for seed in (2, 3):  # before the first step, and after
@@ -142,7 +142,7 @@ def test_a_matrix_may_become_none_before_its_first_step_only():
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_a_group_that_was_appended_without_its_entries_is_refused(name):
+def test_a_group_appended_without_its_entries_is_refused(name):
     optimizer = built(name)
     step(optimizer, 2)
     optimizer.param_groups.append({"params": parameters(), "lr": 0.1, "weight_decay": 0.0})
@@ -164,7 +164,7 @@ def test_hooks_that_change_in_place_take_effect():
     assert_equal(step(optimizer, 4), step(cautious, 4))
 
 
-def test_hooks_that_a_parameter_does_not_support_are_refused_later_too():
+def test_unsupported_hooks_of_parameters_are_refused_later_too():
     optimizer = built("Muon", weight_decay=0.5)
     step(optimizer, 2)
     optimizer.param_groups[0][HOOKS] = {"muon": [Hyperball()]}

@@ -39,7 +39,7 @@ OF_ADAM = [(CautiousDecay(), ClipUpdateRms(0.5)), (RelativeUpdate(),), (Cautious
 
 
 @pytest.mark.parametrize("hooks", OF_ADAM, ids=repr)
-def test_a_drop_in_moves_each_parameter_as_its_hooked_rule_does_alone(hooks):
+def test_a_drop_in_updates_each_parameter_as_its_hooked_rule(hooks):
     net = layers(8, 16, 4)
     rule = hooked(AdamRule(), hooks)
     groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[1].parameters(), "lr": 0.02}]
@@ -85,7 +85,7 @@ def saved(optimizer):
     return torch.load(file, weights_only=True)
 
 
-def test_a_state_dict_records_hooks_and_loading_keeps_those_of_the_optimizer_and_names_others(caplog):
+def test_loading_keeps_the_optimizers_hooks_and_names_saved_ones(caplog):
     hooks = (CautiousDecay(), ClipUpdateRms(0.5))
     net = layers(8, 16, 4)
     optimizer = AdamW(
@@ -145,7 +145,7 @@ OF_RULES = [
 
 
 @pytest.mark.parametrize(("build", "words"), OF_DROP_INS)
-def test_hooks_that_a_parameter_does_not_support_are_refused_when_it_is_built(build, words):
+def test_unsupported_hooks_of_parameters_are_refused_when_built(build, words):
     with pytest.raises(HookError, match=re.escape(words)):
         build()
 

@@ -63,7 +63,7 @@ def test_what_is_no_matrix_moves_by_the_scalar_optimizer(name, peer):
     assert states[0] == {"step", "momentum_buffer"} != states[1]
 
 
-def test_muonh_keeps_the_norm_of_every_matrix_and_of_matrices_alone():
+def test_muonh_keeps_the_norm_of_matrices_only():
     net = layers(8, 24, 4)
     optimizer = MuonH(net, lr=0.05, scalar_optimizer="adam")
     norms = [float(p.detach().norm()) for p in net.parameters()]
@@ -92,7 +92,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("cls", [Muon, SOAP, SOAPMuon])
-def test_heads_parts_and_fused_rows_of_a_group_move_as_parameters(cls):
+def test_heads_parts_and_fused_rows_are_updated_like_parameters(cls):
     whole = tensor(4, 12, 4)  # weights and gradients, of heads that are square: null spaces are bases of rounding
     for group, matrices in GROUPS:
         found = moved(cls, *whole, **group)
@@ -100,7 +100,7 @@ def test_heads_parts_and_fused_rows_of_a_group_move_as_parameters(cls):
             torch.testing.assert_close(found[rows], moved(cls, *whole[:, rows]), rtol=0, atol=1e-4)
 
 
-def test_a_state_dict_of_soap_goes_on_with_the_same_split_and_is_refused_with_another():
+def test_soap_resumes_with_the_same_split_and_refuses_another():
     def built(**group):
         return SOAP([{"params": [parameter(12, 7)], **group}], lr=0.1)
 
@@ -161,7 +161,7 @@ def by_matrix_rule(net, cls=Muon):
     return {name for name, p in net.named_parameters() if rules[p] is optimizer.rule}
 
 
-def test_given_the_model_embeddings_and_output_layers_are_not_moved_as_matrices():
+def test_given_a_model_embeddings_and_heads_are_not_matrices():
     for cls in (Muon, SOAP):
         for tied in (False, True):
             assert by_matrix_rule(Tagger(tied=tied), cls) == {"hidden.weight"}
@@ -171,7 +171,7 @@ def test_given_the_model_embeddings_and_output_layers_are_not_moved_as_matrices(
         assert by_matrix_rule(net) == expected
 
 
-def test_names_of_embeddings_and_heads_are_warned_of_unless_the_caller_chose():
+def test_embeddings_and_heads_warn_unless_the_caller_chose():
     with pytest.warns(UserWarning, match=r"'wte\.weight', 'lm_head\.weight': updated as hidden matrices"):
         Muon(Tagger().named_parameters(), scalar_optimizer="adam")
     with warnings.catch_warnings():
@@ -214,7 +214,7 @@ def test_stacks_of_vectors_have_no_decay_and_no_matrix_rule(cls):
     assert by_matrix_rule(net, cls) == {"fc.weight", "A_log"}
 
 
-def test_stacks_of_vectors_of_named_parameters_have_no_matrix_rule_and_their_decay_is_named():
+def test_stacks_of_vectors_have_no_matrix_rule_but_a_named_decay():
     net = Hybrid()
     with pytest.warns(UserWarning, match="weight decay of a bias or of another parameter that by its name") as warned:
         optimizer = Muon(net.named_parameters(), scalar_optimizer="adam")

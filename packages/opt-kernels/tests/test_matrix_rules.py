@@ -116,7 +116,7 @@ def test_company_makes_no_difference(rule):
 
 
 @on_rules
-def test_mains_of_every_kind_are_updated_equally_and_gradients_only_read(rule):
+def test_mains_of_every_kind_update_equally_with_read_only_grads(rule):
     main = tensor(8, 12)
     grads = grads_of(8, 12)
     before = [grad.clone() for grad in grads]
@@ -176,7 +176,7 @@ def test_zero_gradients_only_decay_and_leave_finite_states(rule):
 
 
 @on_rules
-def test_states_are_declared_as_they_are_and_empty_matrices_are_nothing_to_do(rule):
+def test_states_match_their_declaration_also_of_empty_matrices(rule):
     assert rule.needs is Needs.MATRICES
     state = init_state(rule, tensor(8, 12), NOT_SPLIT)  # refuses other shapes and dtypes
     assert {spec.name for spec in rule.state_specs if not spec.optional} <= state.keys()

@@ -46,14 +46,14 @@ def check_steps(shape, steps, *, decay=Decay.DECOUPLED, nesterov=False, backend=
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_first_step_is_the_polar_factor_scaled_and_decays_before(shape):
+def test_the_first_step_decays_then_subtracts_the_polar_factor(shape):
     check_steps(shape, 1)
 
 
 @on("reference", "torch", "triton")
 @pytest.mark.parametrize("decay", Decay)
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_is_an_average_nesterov_looks_ahead_and_decays_follow_their_formulas(nesterov, decay, backend):
+def test_momentum_nesterov_and_decays_follow_their_formulas(nesterov, decay, backend):
     check_steps((24, 40), 3, decay=decay, nesterov=nesterov, backend=backend)
 
 
@@ -67,7 +67,7 @@ SCALES = [
 
 
 @pytest.mark.parametrize(("mode", "shape", "factor"), SCALES)
-def test_an_update_has_the_scale_of_its_mode_times_the_extra_factor(mode, shape, factor):
+def test_an_update_has_its_modes_scale_times_the_extra_factor(mode, shape, factor):
     rule = replace(POLAR, scale_mode=mode, extra_scale_factor=0.2)
     update = moved(rule, torch.zeros(shape), tensor(*shape), hyper=Hyper(lr=1.0))
     assert float(update.norm()) == pytest.approx(0.2 * factor * 8**0.5, rel=2e-3)
@@ -91,7 +91,7 @@ def test_16_bit_products_have_the_dtype_that_suits_the_device(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
-def test_momentum_with_scales_follows_the_memory_order_of_its_parameter(dtype):
+def test_scaled_momentum_follows_its_parameters_memory_order(dtype):
     rule = replace(POLAR, momentum_buffer_dtype=dtype)
     main = tensor(6, 10)
     grads = [tensor(6, 10, seed=seed) for seed in (1, 2, 3)]

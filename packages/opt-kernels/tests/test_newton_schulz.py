@@ -55,7 +55,7 @@ def singly(steps: Schedule) -> tuple[Schedule, ...]:
 
 
 @ON_SETS
-def test_coefficients_are_the_published_ones_and_their_range_the_documented_one(kind: CoefficientType) -> None:
+def test_coefficients_are_published_and_their_range_documented(kind: CoefficientType) -> None:
     num_steps, digest, low, high = PUBLISHED[kind]
     # A digit that is wrong moves the ranges by less than is seen below.
     steps = [tuple(step) for step in schedule(kind, num_steps=num_steps)]
@@ -69,7 +69,7 @@ def test_coefficients_are_the_published_ones_and_their_range_the_documented_one(
 
 
 @ON_SETS
-def test_singular_values_are_mapped_and_singular_vectors_kept_in_segments_or_not(kind: CoefficientType) -> None:
+def test_singular_values_are_mapped_and_vectors_kept_in_segments(kind: CoefficientType) -> None:
     steps = steps_of(kind)
     for rows, cols in [(0, 4), (1, 1), (1, 7), (5, 5), (33, 65), (64, 256), (16, 512)]:
         x = matrix(rows, cols)
@@ -182,7 +182,7 @@ def test_coefficients_that_diverge_in_16_bits_are_refused() -> None:
         assert float(direction.norm()) == pytest.approx(mapped(torch.ones(1).double(), own).item(), abs=0.02)
 
 
-def test_schedules_repeat_as_their_sets_say_and_wrong_ones_are_refused() -> None:
+def test_schedules_repeat_as_declared_and_wrong_ones_are_refused() -> None:
     quintic, cans = (schedule(kind, num_steps=7) for kind in (CoefficientType.QUINTIC, CoefficientType.CANS))
     assert quintic[5:] == quintic[:2]
     assert cans[5] == cans[6] == cans[4] != cans[3]
@@ -230,7 +230,7 @@ def identity_error(q: Tensor) -> float:
 
 @pytest.mark.parametrize("n", [1, 2, 17, 64, 200])
 @pytest.mark.parametrize("condition", [1e1, 1e4, 1e12])
-def test_choleskys_basis_is_householders_whatever_the_condition_of_what_it_follows(n: int, condition: float) -> None:
+def test_choleskys_basis_equals_householders_at_any_condition(n: int, condition: float) -> None:
     # K Q, K of that condition and Q close to its eigenvectors: what a basis is followed with.
     exact = householder(normal(1, n, n))
     k = (exact * torch.logspace(0, -torch.tensor(condition).log10().item(), n, dtype=torch.float64)) @ exact.mT
@@ -241,7 +241,7 @@ def test_choleskys_basis_is_householders_whatever_the_condition_of_what_it_follo
     torch.testing.assert_close(got, householder(columns), rtol=0, atol=1e-4)
 
 
-def test_columns_that_are_nearly_dependent_are_left_to_householder() -> None:
+def test_nearly_dependent_columns_are_left_to_householder() -> None:
     easy = normal(9, 9, seed=3)
     ones = torch.ones(9, 9, dtype=torch.float64)
     zero_column = normal(9, 9).index_fill(1, torch.tensor([4]), 0.0)

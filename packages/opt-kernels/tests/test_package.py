@@ -58,7 +58,7 @@ def test_the_states_have_the_bytes_that_the_table_says() -> None:
 
 
 @pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
-def test_the_table_of_rules_has_every_rule_with_its_states_and_bytes(formula: Formula) -> None:
+def test_the_table_of_rules_has_all_with_their_states_and_bytes(formula: Formula) -> None:
     def bytes_of(**dtypes: torch.dtype) -> float:
         state = elementwise(formula, **dtypes).init_state(torch.empty(12800))
         return sum(t.nbytes for t in state.values()) / 12800

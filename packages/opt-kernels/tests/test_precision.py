@@ -73,7 +73,7 @@ RULES: dict[str, tuple[Rule, set[bool]]] = {
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_setting(user: str) -> None:
+def test_rules_choose_float32_precision_and_restore_the_users(user: str) -> None:
     if user.startswith("newer") and not HAS_NEWER:
         pytest.skip("torch 2.9 brought this API")
     USERS[user]()
@@ -86,7 +86,7 @@ def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_set
 
 
 @pytest.mark.skipif(not HAS_NEWER, reason="torch 2.9 brought this API")
-def test_a_setting_that_was_inherited_still_follows_the_user_afterwards() -> None:
+def test_an_inherited_setting_still_follows_the_user_afterwards() -> None:
     for users, wanted in (("tf32", MatmulPrecision.HIGHEST), ("ieee", MatmulPrecision.HIGH)):
         with fp32_products(wanted):
             assert tf32_products() is (wanted is MatmulPrecision.HIGH)
@@ -94,7 +94,7 @@ def test_a_setting_that_was_inherited_still_follows_the_user_afterwards() -> Non
         assert tf32_products() is (users == "tf32")
 
 
-def test_threads_that_want_another_precision_wait_and_the_users_setting_survives_both() -> None:
+def test_threads_of_other_precision_wait_and_restore_the_users() -> None:
     torch.set_float32_matmul_precision("high")
     inside = threading.Event()
     seen = []
@@ -115,7 +115,7 @@ def test_threads_that_want_another_precision_wait_and_the_users_setting_survives
     assert torch.get_float32_matmul_precision() == "high"
 
 
-def test_an_error_within_leaves_the_users_setting_and_a_nested_block_of_another_precision_is_refused() -> None:
+def test_errors_restore_the_precision_and_nesting_is_refused() -> None:
     before = settings()
     highest = MatmulPrecision.HIGHEST
     with pytest.raises(ZeroDivisionError), fp32_products(MatmulPrecision.HIGH):

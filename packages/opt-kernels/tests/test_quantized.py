@@ -112,7 +112,7 @@ def test_a_delayed_scale_follows_former_updates() -> None:
 
 
 @ON_RECIPES
-def test_elements_that_share_a_scale_with_one_that_is_not_finite_become_nan(recipe: str) -> None:
+def test_elements_sharing_a_scale_with_a_nonfinite_are_nan(recipe: str) -> None:
     groups = groups_of(recipe, (256, 256))
     for bad in (torch.nan, torch.inf):
         values = normal(256, 256)
@@ -135,7 +135,7 @@ def model_of(recipe: str) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 @ON_RECIPES
-def test_a_module_computes_and_differentiates_with_the_dequantised_weights(recipe: str) -> None:
+def test_modules_compute_and_differentiate_dequantised_weights(recipe: str) -> None:
     model, wide = model_of(recipe)
     with torch.no_grad():
         for i in (0, 2):
@@ -211,7 +211,7 @@ def test_every_way_of_writing_quantises_again(write: Callable[[Tensor], object])
     assert weight.initial() is None
 
 
-def test_a_collective_that_would_write_a_copy_and_sharing_between_processes_are_refused() -> None:
+def test_collectives_on_copies_and_process_sharing_are_refused() -> None:
     weight = weight_of(normal(64, 64)).data
     with world_of_one():
         for collective in (
@@ -225,7 +225,7 @@ def test_a_collective_that_would_write_a_copy_and_sharing_between_processes_are_
         model_of("blockwise")[0].share_memory()
 
 
-def test_tied_weights_stay_tied_frozen_ones_frozen_and_what_cannot_be_quantised_is_refused() -> None:
+def test_quantising_keeps_ties_and_freezing_and_refuses_others() -> None:
     layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)])
     layers[1].weight = layers[0].weight
     layers[2].weight.requires_grad_(False)
@@ -280,7 +280,7 @@ VIEW_WRITES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_read_the_values_and_writes_through_them_are_refused(view: Callable[[Tensor], Tensor]) -> None:
+def test_views_read_values_and_refuse_writes(view: Callable[[Tensor], Tensor]) -> None:
     param = weight()
     before = param.values()
     ours = view(param.detach())
@@ -296,7 +296,7 @@ def test_views_read_the_values_and_writes_through_them_are_refused(view: Callabl
         assert torch.equal(param.values(), before)
 
 
-def test_a_view_of_everything_in_the_same_shape_writes_the_parameter() -> None:
+def test_a_view_of_all_in_the_same_shape_writes_the_parameter() -> None:
     for alias in (Tensor.detach, lambda p: p.data, lambda p: p[...]):
         param = weight()
         with torch.no_grad():
@@ -338,7 +338,7 @@ def test_what_would_be_lost_is_refused(write: Callable[[nn.Parameter], object], 
     assert torch.equal(param.values(), before)
 
 
-def test_an_array_of_a_view_cannot_be_written_and_copies_are_ordinary_tensors_that_can() -> None:
+def test_arrays_of_views_are_read_only_and_copies_are_writable() -> None:
     array = weight().detach().t().numpy()
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1.0
@@ -364,7 +364,7 @@ def test_gradients_pass_through_views() -> None:
     assert torch.equal(param.grad, dense.grad)
 
 
-def test_a_compiled_function_reads_views_and_does_not_lose_writes() -> None:
+def test_a_compiled_function_reads_views_and_keeps_writes() -> None:
     param = weight(keep_initial=False)
     before = param.values()
 

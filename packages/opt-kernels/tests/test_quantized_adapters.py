@@ -86,7 +86,7 @@ def test_current_scaling_of_transformer_engine() -> None:
     assert torch.equal(found.values(), want.values().bfloat16().float())
 
 
-def test_delayed_scaling_of_transformer_engine_takes_the_quantizers_scale_and_reports_the_magnitude() -> None:
+def test_delayed_scaling_uses_the_quantizers_scale_and_sets_amax() -> None:
     param = nn.Parameter(te_float8("Float8Quantizer", scale=64.0, amax=0.25))
     found = updated(param)
     assert found.recipe.name == "delayed"
@@ -125,7 +125,7 @@ def test_squares_of_transformer_engine() -> None:
     assert renewed
 
 
-def test_mxfp8_of_transformer_engine_quantises_itself_and_only_whole() -> None:
+def test_mxfp8_of_transformer_engine_quantises_itself_whole() -> None:
     data = CODES["te"].clone()
     found = quantized(nn.Parameter(TeMxfp8(SHAPE, _rowwise_data=data, _fp8_dtype="DType.kFloat8E4M3")))
     found.encode_(VALUES.view(-1), 0)

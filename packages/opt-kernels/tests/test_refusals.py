@@ -97,7 +97,7 @@ OF_GROUPS = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), OF_GROUPS)
-def test_a_number_or_key_is_refused_from_the_constructor_a_group_and_one_that_is_added(name, options, message):
+def test_wrong_numbers_and_keys_are_refused_wherever_given(name, options, message):
     build = getattr(optim, name) if isinstance(name, str) else name
     if options.keys() <= {"lr", "weight_decay", "betas", "alpha"}:
         with pytest.raises(ValueError, match=message):
@@ -186,7 +186,7 @@ def test_parameters_that_share_memory_are_refused(cut, in_groups):
     assert (data != 0).all()
 
 
-def test_capturable_steps_are_refused_where_they_cannot_be_repeated(monkeypatch):
+def test_capturable_steps_that_cannot_be_replayed_are_refused(monkeypatch):
     monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
     for cls, options, message in (
         (optim.AdamW, {"hooks": (RelativeUpdate(),)}, "hooks .* which allocate memory in every step"),

@@ -169,7 +169,7 @@ def test_a_rule_takes_its_papers_steps(rule, options, paper):
     torch.testing.assert_close(trained(rule, **options), paper(start(), grads()), rtol=1e-12, atol=1e-13)
 
 
-def test_the_exact_variant_of_mars_takes_gradients_at_the_previous_weights():
+def test_exact_mars_takes_gradients_at_the_previous_weights():
     old = [grad + 0.1 for grad in reversed(grads())]
     param = nn.Parameter(start())
     optimizer = optim.MARSAdamW([param], lr=0.01, gamma=0.3, weight_decay=0.1)

@@ -172,7 +172,7 @@ def test_steps_have_adams_size_whatever_the_scale_of_gradients(shape, order):
 
 
 @pytest.mark.parametrize("scale", [1e19, float("inf"), float("nan")])
-def test_a_factor_that_overflows_is_refused_before_anything_is_written(scale):
+def test_an_overflowing_factor_is_refused_before_any_write(scale):
     main = tensor(8, 12)
     (grad, *_) = grads_of(8, 12, steps=1)
     state = KL.init_state(main)
@@ -191,7 +191,7 @@ def test_a_side_that_is_too_long_has_no_factor():
     assert not any(spec.optional for spec in SOAPRule(max_precond_dim=None).state_specs)
 
 
-def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors():
+def test_the_first_step_only_finds_eigenvectors_of_the_factors():
     # A step in the basis of its own gradient is rounding noise made as large as lr, and ruins the second moments.
     grad = tensor(7, 12).double()
     main = torch.ones(7, 12, dtype=torch.float64)

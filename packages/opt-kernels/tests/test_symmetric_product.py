@@ -71,14 +71,14 @@ def test_halves_are_mirrored_and_views_of_a_batch_taken(backend: str, device: to
     assert torch.equal(found, product(x.contiguous(), x.contiguous().mT)) or backend == "torch"
 
 
-def test_products_of_commuting_matrices_are_products_in_either_order() -> None:
+def test_products_of_commuting_matrices_equal_in_either_order() -> None:
     a = torch.randn(1, 512, 512, generator=torch.Generator().manual_seed(2))
     a = (a + a.mT) / 64
     assert syrk.halving_pays(a)
     torch.testing.assert_close(syrk.symmetric_product(syrk.symmetric_product(a, a), a), a @ a @ a, rtol=0, atol=1e-4)
 
 
-def test_a_compiled_product_has_the_same_bits_on_any_number_of_threads_and_loses_no_nan() -> None:
+def test_compiled_products_keep_nans_and_bits_on_any_threads() -> None:
     x = matrices(256, 384, torch.bfloat16)
     if not usable() or not cpp.takes(x, x.mT, None):
         pytest.skip("no C++ compiler here, or a processor that does not multiply bfloat16 itself")

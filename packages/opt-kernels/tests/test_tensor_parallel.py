@@ -174,7 +174,7 @@ def test_stacks_of_matrices_are_cut_by_their_last_dims() -> None:
         torch.testing.assert_close(got[0], whole_update(rule, mains, grads)[0], rtol=0, atol=0 if dim else 1e-5)
 
 
-def test_equal_shapes_share_their_collectives_and_a_gram_matrix_is_summed_once_a_segment() -> None:
+def test_equal_shapes_share_collectives_and_gram_sums() -> None:
     distributed = replace(MUON, tp_mode=TpMode.DISTRIBUTED)
     ten_steps = replace(distributed, coefficient_type=CoefficientType.DEEPSEEKV4, num_ns_steps=10)
     # Ranks that still hold long pieces work on the Gram matrix alone, two steps at a time: three sums for five steps,

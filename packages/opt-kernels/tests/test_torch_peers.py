@@ -98,7 +98,7 @@ def test_positional_arguments_have_torchs_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_flags_that_ask_for_nothing_or_for_what_is_done_anyway_are_taken(name: str) -> None:
+def test_flags_without_effect_or_always_on_are_accepted(name: str) -> None:
     ours, _ = both(name)
     expected = step(ours([parameter()]), 0, 1)
     flags = FLAGS - {"amsgrad"} if name == "SGD" else FLAGS
@@ -133,7 +133,7 @@ def test_parameters_in_any_dense_order_move_as_torchs(backend: str) -> None:
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-def test_groups_of_sgd_have_their_own_momenta_and_dampenings_also_when_set_later_as_in_torch() -> None:
+def test_sgd_groups_have_own_momentum_and_dampening_as_in_torch() -> None:
     results = []
     for build in both("SGD"):
         a, b, c = (parameter(seed=seed) for seed in range(3))

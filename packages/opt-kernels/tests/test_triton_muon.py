@@ -131,7 +131,7 @@ def test_a_step_equals_its_reference_in_float64(name: str, kernel_device: torch.
 
 
 @pytest.mark.parametrize("name", ["bf16-grads-bf16-out", "int8-momentum-remainder"])
-def test_a_skip_flag_leaves_every_byte_and_gradients_are_never_written(name: str, kernel_device: torch.device) -> None:
+def test_a_skip_flag_keeps_every_byte_and_grads_are_read_only(name: str, kernel_device: torch.device) -> None:
     works, untouched = (works_of(name, kernel_device) for _ in range(2))
     rule = replace(NARROW, momentum_buffer_dtype=STORAGES[name][1])
     moved(rule, works, skip=torch.tensor(True, device=kernel_device))
@@ -182,7 +182,7 @@ def test_tiny_gradients_move_weights_as_in_torch(kernel_device: torch.device) ->
     assert (found - expected).norm() < 0.02 * (expected - main).norm()
 
 
-def test_a_round_has_inputs_of_one_kind_and_stacks_at_aligned_places() -> None:
+def test_a_round_has_inputs_of_one_kind_and_aligned_stacks() -> None:
     works = works_of("fp32", torch.device("cpu"), shapes=((25, 41), (25, 9), (7, 9)))
     inputs = lambda work: Inputs(torch.float32, work.grad.shape[0] == 25)
     found = list(rounds.rounds([Batch(HYPER, works)], inputs, lambda work: (1.0,)))
@@ -220,7 +220,7 @@ def test_rounds_of_the_same_tensors_may_differ_in_rule_and_split(kernel_device: 
 
 
 @pytest.mark.parametrize("mode", TpMode)
-def test_matrices_that_are_cut_and_whole_move_together_as_in_torch(mode: TpMode, kernel_device: torch.device) -> None:
+def test_cut_and_whole_matrices_update_together_as_in_torch(mode: TpMode, kernel_device: torch.device) -> None:
     # One rank that plays two, the other of which holds the same. Gathered matrices come without a norm.
     group = TensorParallel(rank=0, size=2, all_reduce=lambda x: 2 * x, all_gather=lambda x, dim: torch.cat((x, x), dim))
     specs = [MatrixSpec(partition_dim=1, tensor_parallel=group), MatrixSpec()]

@@ -47,7 +47,7 @@ def test_vector_accesses_are_promised_for_aligned_runs_alone() -> None:
 
 
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_contracted_or_approximated_where_bits_are_promised(grad: torch.dtype) -> None:
+def test_promised_bits_allow_no_contraction_or_approximation(grad: torch.dtype) -> None:
     """The bits of CPUs are promised from 18 bytes an element on. Triton's own default of fusion varies by version."""
     for main in (torch.float32, torch.bfloat16):
         for states in [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.int8, torch.uint8)]:
@@ -71,7 +71,7 @@ def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: to
     assert main.tolist() != [1.0] * 128
 
 
-def test_dtypes_and_codecs_that_kernels_would_misread_are_refused(kernel_device: torch.device) -> None:
+def test_dtypes_and_codecs_kernels_would_misread_are_refused(kernel_device: torch.device) -> None:
     ones = torch.ones(300, device=kernel_device)
     fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
     cases = [(dtype, column) for dtype in (torch.float64, *fp8) for column in ("grad", "main", "out")]

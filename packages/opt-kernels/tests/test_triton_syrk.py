@@ -39,7 +39,7 @@ def test_every_tile_up_to_the_diagonal_has_its_number(kernel_device: torch.devic
     assert rows.tolist()[: len(expected)] == expected
 
 
-def test_small_double_and_exact_float32_products_are_left_to_torch_and_tf32_is_as_torch_is_set_to() -> None:
+def test_small_double_and_exact_products_are_left_to_torch() -> None:
     for rows, dtype, precision, pays, multiplied_in in (
         (syrk.SMALLEST_ROWS, torch.bfloat16, "highest", True, "ieee"),
         (syrk.SMALLEST_ROWS - 1, torch.bfloat16, "highest", False, "ieee"),

@@ -76,7 +76,7 @@ def test_what_a_graph_has_captured_is_kept_for_replays(tables: DeviceTables[Any]
     assert others[0]() is None, "what no graph has captured is kept"
 
 
-def test_a_stream_does_not_use_the_tables_of_another_but_a_capture_does(
+def test_a_stream_uses_no_tables_of_another_but_a_capture_does(
     tables: DeviceTables[Any], capture: Capture, monkeypatch: Patch
 ) -> None:
     first = tables.get("a", Table)
@@ -95,7 +95,7 @@ def block_of(*hypers: Hyper, scale: Any = 1.0, skip: Any = None, device: torch.d
     return scalars.scalar_block(hypers, grad_scale=scale, skip=skip, device=device)
 
 
-def test_numbers_of_any_kind_are_used_as_a_host_would_compute_them_in_float64(kernel_device: torch.device) -> None:
+def test_numbers_of_any_kind_are_used_as_in_float64_on_the_host(kernel_device: torch.device) -> None:
     def on_device(value: Any) -> Tensor:
         return torch.tensor(value, dtype=torch.float64, device=kernel_device)
 
@@ -120,7 +120,7 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_device_numbers_are_not_read_and_host_numbers_not_captured(capture: Capture) -> None:
+def test_device_numbers_are_not_read_nor_host_numbers_captured(capture: Capture) -> None:
     lr, step, scale, eps = torch.tensor([0.5, 3.0, 0.25, 0.125], dtype=torch.float64).unbind()
     with NoReads():
         numbers = scalars.numbers_on(lr.device, [(lr, 0.0, step, scale, eps)])

@@ -64,7 +64,7 @@ def test_a_step_goes_on_from_written_weights(rule, dtype):
 
 @ON_FAST
 @pytest.mark.parametrize("mains", ["float32", "remainder"])
-def test_elements_that_are_moved_or_written_with_their_value_keep_the_low_bits_of_their_main(backend, mains):
+def test_elements_moved_or_rewritten_equal_keep_their_low_bits(backend, mains):
     """Only written elements lose the lower half of their main; a NaN is followed like any other value."""
     (model, optimizer), (other, undisturbed) = (trained(backend=backend, mains=mains) for _ in range(2))
     model.weight.data = model.weight.detach().clone()
@@ -89,7 +89,7 @@ def test_elements_that_are_moved_or_written_with_their_value_keep_the_low_bits_o
 
 @pytest.mark.parametrize("way", ["fill", "assign"])
 @pytest.mark.parametrize("next_grad", ["infinite", None])
-def test_a_write_before_a_skipped_step_or_one_without_a_gradient_is_followed_in_the_next(way, next_grad):
+def test_a_write_before_a_skipped_step_is_followed_in_the_next(way, next_grad):
     model, optimizer = trained(max_norm=1.0)
     write(model.weight, way)
     model.weight.grad = torch.full_like(model.weight, torch.inf) if next_grad else None
@@ -142,7 +142,7 @@ def test_a_load_of_both_continues_bit_for_bit(model_first):
     assert torch.equal(optimizer.state[model.weight]["main"], resumed.state[other.weight]["main"])
 
 
-def test_a_parameter_that_is_not_updated_may_take_part_in_an_older_graph():
+def test_a_parameter_not_updated_may_be_in_an_older_graph():
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     weight = nn.Parameter(torch.ones(3))
     optimizer = optim.AdamW([frozen, weight], lr=1e-2)

@@ -208,7 +208,7 @@ def test_defaults_and_what_is_read_are_accepted():
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), [("weight_decay", 0.1, 0.0), ("betas", (0.9, 0.5), (0.5, 0.99))])
-def test_a_number_without_effect_that_is_written_later_is_refused_by_the_next_step(name, value, allowed):
+def test_a_number_without_effect_written_later_is_refused(name, value, allowed):
     param = weight()
     optimizer = Undecayed([param], lr=0.5)
     optimizer.step()
@@ -221,7 +221,7 @@ def test_a_number_without_effect_that_is_written_later_is_refused_by_the_next_st
     optimizer.step()
 
 
-def test_hooks_that_decay_read_weight_decay_and_those_with_norms_do_not():
+def test_decaying_hooks_read_weight_decay_and_norm_hooks_do_not():
     for hook in (CautiousDecay(), LrDecoupledDecay(1.0), CoupledDecay()):
         plain = weight()
         decayed = weight()
