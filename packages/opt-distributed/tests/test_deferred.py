@@ -147,7 +147,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def nobody_waits_for_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GradBucket, "_land", lambda bucket: setattr(bucket, "_flight", None))
+    patch.setattr(GradBucket, "_on_arrival", lambda bucket: setattr(bucket, "_flight", None))
 
 
 def nobody_waits_for_parameters(patch: pytest.MonkeyPatch) -> None:
