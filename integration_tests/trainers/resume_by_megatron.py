@@ -3,7 +3,9 @@
     python resume_by_megatron.py FOLDER RANKS KIND
 
 "ours" is the optimizer of `opt_stack.megatron`, "theirs" Megatron-Core's. FOLDER gets a directory of each after three
-steps, and of each pair the directory that the second one saves after loading that of the first.
+steps, and of each pair the directory that the second one saves after loading that of the first. "A by our load" is what
+our optimizer saves after `opt_stack.megatron.dist_checkpointing.load` of A, and "ours by our save to theirs" what
+Megatron-Core's saves after loading a directory of its `save`, which releases before 0.19 cannot read.
 """
 
 import sys
@@ -24,6 +26,7 @@ TYPE = "distrib_optim_sharding_type"
 
 
 def run(rank: int, folder: Path, ranks: int, kind: Kind) -> None:
+    import megatron.core
 
     start(rank, folder, ranks)
     with OnCpu():
@@ -33,8 +36,24 @@ def run(rank: int, folder: Path, ranks: int, kind: Kind) -> None:
             model, optimizer = build(second, kind, 0)
             load(model, optimizer, folder / first)
             save(model, optimizer, folder / f"{first} to {second}", kind)
+        for first in ("ours", "theirs"):
+            model, optimizer = build("ours", kind, 0)
+            load(model, optimizer, folder / first, package=our_checkpointing())
+            save(model, optimizer, folder / f"{first} by our load", kind)
+        if megatron.core.__version__ >= "0.19":
+            by_us = folder / "ours by our save"
+            save(*build("ours", kind, STEPS), by_us, kind, package=our_checkpointing())
+            model, optimizer = build("theirs", kind, 0)
+            load(model, optimizer, by_us, strict="raise_all")
+            save(model, optimizer, folder / "ours by our save to theirs", kind)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def our_checkpointing() -> Any:
+    from opt_stack.megatron import dist_checkpointing
+
+    return dist_checkpointing
 
 
 def build(side: str, kind: Kind, steps: int) -> tuple[Any, Any]:
@@ -45,7 +64,7 @@ def build(side: str, kind: Kind, steps: int) -> tuple[Any, Any]:
     return train(1, kind, package=megatron, steps=steps)
 
 
-def save(model: Any, optimizer: Any, path: Path, kind: Kind) -> None:
+def save(model: Any, optimizer: Any, path: Path, kind: Kind, *, package: Any = None) -> None:
     from megatron.core import dist_checkpointing
 
     path.mkdir(exist_ok=True)
@@ -53,7 +72,7 @@ def save(model: Any, optimizer: Any, path: Path, kind: Kind) -> None:
     metadata = {"chained_optim_avoid_prefix": True, **({TYPE: "fully_reshardable"} if kind.is_distributed else {})}
     sharded = model.module.sharded_state_dict()
     state = {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded, metadata=metadata)}
-    dist_checkpointing.save(state, str(path), content_metadata=metadata)
+    (package or dist_checkpointing).save(state, str(path), content_metadata=metadata)
 
 
 def complete_(optimizer: Any) -> None:
@@ -74,14 +93,15 @@ def _set_with_step(part: Any, set_states: Any, param: Any, tensors: Any) -> None
     set_states(param, {**tensors, "step": part.optimizer.state[main]["step"]})
 
 
-def load(model: Any, optimizer: Any, path: Path) -> None:
+def load(model: Any, optimizer: Any, path: Path, *, package: Any = None, **options: Any) -> None:
     from megatron.core import dist_checkpointing
 
+    dist_checkpointing = package or dist_checkpointing
     metadata = dist_checkpointing.load_content_metadata(str(path))
     complete_(optimizer)
     sharded = model.module.sharded_state_dict()
     state = {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded, is_loading=True, metadata=metadata)}
-    loaded = dist_checkpointing.load(state, str(path))
+    loaded = dist_checkpointing.load(state, str(path), **options)
     model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
 

@@ -141,13 +141,14 @@ def contents_for(held: Held, agreed: Agreed) -> LocalContents:
     return contents
 
 
-def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents]) -> Assigned:
+def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lists_values: bool) -> Assigned:
     """Validate what all ranks hold and assign it to ranks; or reuse the plan that all ranks have cached. On rank 0.
 
     Args:
         held: what rank 0 holds.
         agreed: what follows from the offers.
         contents: the message of each rank.
+        lists_values: whether to assign rank 0 a copy of each plain value, for stock readers.
 
     Raises:
         CheckpointingException: the states of the ranks do not fit together.
@@ -164,7 +165,7 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents]) -> Ass
     else:
         plan = cached
         to_ranks = [None] * len(contents)
-    stock = _stock_values(held.flat, without=set(plan.tensors.keys))
+    stock = _stock_values(held.flat, without=set(plan.tensors.keys)) if lists_values else {}
     objects = [list(parts.objects) for parts in plan.assigned]
     objects[0] += [COMMON_KEY, *stock]
     return Assigned(plan=plan, to_ranks=to_ranks, stock=stock, objects_of_ranks=objects)

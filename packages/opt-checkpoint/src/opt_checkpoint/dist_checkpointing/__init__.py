@@ -3,8 +3,8 @@
     from megatron.core.dist_checkpointing.optimizer import optim_state_to_sharding_state
     from opt_checkpoint.dist_checkpointing.optimizer import optim_state_to_sharding_state
 
-`save` and `load` write and read the format of `opt_checkpoint.save`; no release of Megatron-Core reads it, and `load`
-also reads the directories of its releases 0.12 to 0.19.
+`save` and `load` write and read the format of `opt_checkpoint.save`, which Megatron-Core 0.19 reads too. `load` also
+reads the directories of its releases 0.12 to 0.19.
 """
 
 from opt_checkpoint.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor

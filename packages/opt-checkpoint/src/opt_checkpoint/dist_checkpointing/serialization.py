@@ -1,8 +1,9 @@
 """`megatron.core.dist_checkpointing.serialization`: its `save` and `load`, with the format of `opt_checkpoint.save`.
 
-`save` writes a directory for `opt_checkpoint.load` and `torch.distributed.checkpoint.load`. No release of Megatron-Core
-reads it: for these, pass the same state to Megatron-Core's own `save`, or use `optckpt convert --to megatron`. `load`
-reads it, and the `torch_dist` directories of Megatron-Core 0.12 to 0.19.
+`save` writes a directory for `opt_checkpoint.load`. Megatron-Core 0.19 reads it too, in each of its strict modes: plain
+values are stored together, not also each under its key as `torch.distributed.checkpoint` needs them. Earlier releases
+need a file `common.pt`: for these, pass the same state to Megatron-Core's own `save`, or use `optckpt convert --to
+megatron`. `load` reads it, and the `torch_dist` directories of Megatron-Core 0.12 to 0.19.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def save(
     *,
     content_metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """`opt_checkpoint.save` to a directory that is empty or does not exist. Collective.
+    """`opt_checkpoint.save` to a directory that is empty or does not exist, for Megatron-Core too. Collective.
 
     Args:
         sharded_state_dict: as for `opt_checkpoint.save`; Megatron-Core's own types are taken.
@@ -52,7 +53,7 @@ def save(
     if ranks_of(None).rank == 0 and Path(checkpoint_dir).is_dir() and not any(Path(checkpoint_dir).iterdir()):
         Path(checkpoint_dir).rmdir()  # the caller of Megatron-Core's makes it
     state = {**sharded_state_dict} if content_metadata is None else {**sharded_state_dict, _METADATA: content_metadata}
-    checkpoints.save(state, checkpoint_dir)
+    checkpoints.save_as(state, checkpoint_dir, lists_values=False)
 
 
 def load(

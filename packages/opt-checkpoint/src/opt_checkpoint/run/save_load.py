@@ -129,6 +129,7 @@ def save_as(
     save_id: str | None = None,
     begin: Callable[[], bool] = lambda: False,
     committed: Callable[[], object] = lambda: None,
+    lists_values: bool = True,
     **arguments: object,
 ) -> None:
     """`save`, with work of rank 0 in its exchanges; other arguments and errors are as there.
@@ -139,6 +140,7 @@ def save_as(
         save_id: 32 hexadecimal digits that name the save; rank 0's counts.
         begin: called on rank 0 before anything is written; returns whether the commit replaces an existing checkpoint.
         committed: called on rank 0 after the commit, before other ranks return.
+        lists_values: whether each plain value is also stored under its key, for stock readers.
         arguments: must be the same on all ranks too.
     """
     ranks = ranks_of(process_group)
@@ -166,6 +168,7 @@ def save_as(
         {"common": common, **arguments},
         policy=common,
         cache=plans,
+        lists_values=lists_values,
     )
 
 
@@ -196,6 +199,7 @@ def carry_out_save(
     *,
     policy: str = "equal",
     cache: PlanCache | None = None,
+    lists_values: bool = True,
     then: Callable[[Any, Held], object] = lambda writer, held: None,
 ) -> None:
     """Save a state; all ranks call this together. `dcp.saving` has the phases; these are the exchanges between them:
@@ -218,6 +222,7 @@ def carry_out_save(
         arguments: must be the same on all ranks.
         policy: what to do if plain values differ between ranks, as `common` of `save`.
         cache: the plan of an earlier save, which is replaced.
+        lists_values: as `save_as`.
         then: called on every rank after the writer has finished on rank 0, with its writer and what it holds.
 
     Raises:
@@ -234,7 +239,7 @@ def carry_out_save(
         return offer_of(local[0], texts_of({"path": writers[0].path, **arguments}))
 
     def plan(contents: list[LocalContents]) -> list[tuple[AssignedParts | None, Any]]:
-        assigned = assign(local[0], agreed, contents)
+        assigned = assign(local[0], agreed, contents, lists_values=lists_values)
         of_all.append(assigned)
         return list(zip(assigned.to_ranks, writers[0].begin(assigned), strict=True))
 
