@@ -7,9 +7,14 @@
     all ranks    `Writer.write`                                a file of its own, see `writing`
     rank 0       `Writer.finish`                               checks, index, commit
 
-`run.save_load.carry_out_save` calls them, and lists the collectives between them. `GlobalPlan.of` decides who writes
-what: every box is written once, by a rank that holds it. Nothing here is kept after the save, except for what
-`to_cache` returns: `Held` and `Taken` refer to the memory of the model.
+`run.save_load.carry_out_save` calls them, and lists the collectives between them. Rank 0 decides who writes what:
+
+    tensors, plain ones included    `plan.assign_parts`: each part of a box once, by the least loaded rank that has it
+    sharded objects                 the rank with the main replica
+    other plain values              `assign`: rank 0
+
+Nothing here is kept after the save, except for what `to_cache` returns: `Held` and `Taken` refer to the memory of the
+model.
 """
 
 from __future__ import annotations
@@ -44,8 +49,8 @@ class Held:
 
     Args:
         rank: this process's number among those that save.
-        policy: what to do if plain values, which rank 0 writes, differ on another rank: `"equal"` refuses to save,
-            `"first_rank"` takes rank 0's.
+        policy: what to do if plain values differ on another rank: `"equal"` refuses to save, `"first_rank"` takes those
+            of the first rank that has them.
         flat: the state; no tensor is inside a plain value.
         shards: its tensors and their boxes, in the order in which `LocalLayout` numbers boxes.
         contents: their description.
@@ -183,7 +188,7 @@ def _check_common(policy: str, differing: Sequence[str]) -> None:
             f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where "
             f"only some ranks have it), or pass common='first_rank' to store the first rank's"
         )
-    logger.warning("%s; rank 0's are stored", text)
+    logger.warning("%s; those of the first rank are stored", text)
 
 
 def _stock_values(flat: FlatState, *, without: set[str]) -> dict[str, Any]:

@@ -279,7 +279,9 @@ def from_rank_0(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
 def through_rank_0(
     ranks: Ranks, compute: Callable[[], S], combine: Callable[[list[S]], Any], what: str, *, each: bool = False
 ) -> Any:
-    """Compute a value on each rank, combine the values on rank 0, and return the result. Two exchanges.
+    """Compute a value on each rank, combine the values on rank 0, and return the result.
+
+    Two collectives: a gather to rank 0, then a broadcast, or with `each` a scatter.
 
     Args:
         ranks: all of them call this together.

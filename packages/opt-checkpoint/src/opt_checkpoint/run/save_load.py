@@ -90,10 +90,10 @@ def save(
 ) -> None:
     """Save a state as a new checkpoint; all ranks of the group call this together.
 
-    Every element is written once, by a rank that holds it; plain values by rank 0, as a whole and, for stock readers,
-    each under its key. When this returns on any rank, the checkpoint is complete and survives a power loss. An error is
-    raised on every rank and leaves no checkpoint. One exception: if only the last sync fails, the checkpoint exists,
-    and the message says so.
+    Every element of a tensor, plain ones included, is written once, by a rank that holds it; the other plain values by
+    rank 0, as a whole and, for stock readers, each under its key. When this returns on any rank, the checkpoint is
+    complete and survives a power loss. An error is raised on every rank and leaves no checkpoint. One exception: if
+    only the last sync fails, the checkpoint exists, and the message says so.
 
     Args:
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and
@@ -102,7 +102,7 @@ def save(
         path: the checkpoint's directory, on a file system that all ranks share, or its place in an object store: a URL,
             or an `ObjectPath` for a store with options. It must not exist. The same on all ranks.
         process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
-        common: what to do if a plain value differs between ranks: refuse, or store rank 0's.
+        common: what to do if a plain value differs between ranks: refuse, or store that of the first rank that has it.
         details: recorded in the manifest for people, as JSON.
         plans: caches the plan of this save for the next one by the same ranks. It is reused only if keys, dtypes,
             shapes and placements are unchanged on all ranks.

@@ -38,7 +38,10 @@ def path_text(path: Path) -> str:
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Return whether a replica is the one that counts in coverage checks: `0`, or a tuple of zeros."""
+    """Return whether a replica is the one that counts in coverage checks: `0`, or a tuple of zeros.
+
+    Its rank writes an object. Of a tensor, any rank that holds a replica may write it.
+    """
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
@@ -46,7 +49,7 @@ class Source(NamedTuple):
     """Where the data of a description is from. A module that is moved gets other tensors.
 
     Args:
-        read: returns the tensor as it is now.
+        read: returns the tensor as it is now. Local, without a collective.
         local: its local values when they were last read.
     """
 

@@ -16,7 +16,7 @@ from opt_checkpoint.store.lease import Leases
 from opt_checkpoint.store.paths import Location
 
 T = TypeVar("T")
-MANIFEST = "manifest.bin"  # written last into a folder: a checkpoint is recognised by it
+MANIFEST = "manifest.bin"  # a checkpoint is recognised by it; `Store.commit` says what commits it
 Content: TypeAlias = Callable[[], Iterable[bytes | memoryview]]
 """The bytes of a file, the same in each call. The memory of a piece may not change until the file is written."""
 
