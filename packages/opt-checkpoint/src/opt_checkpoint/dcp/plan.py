@@ -1,10 +1,10 @@
 """The plan of a save: which rank writes which parts of what all ranks hold; cached from one save to the next.
 
-Every box is written once, by a rank that holds it, or in parts by several, with balanced load. A plan is a function of what all ranks hold:
-keys, dtypes, shapes, boxes, replicas, objects. Its name is a hash of the fingerprints of all ranks. Before a save,
-every rank sends the fingerprint of what it holds now, and the name of its cached plan. All ranks receive the same
-messages, and reuse the plan only if every rank has cached the one that this save needs. After a restart of a rank, or
-if the number or order of ranks or the shape of a tensor changes, all ranks make a new plan.
+Every box is written once, by a rank that holds it, or in parts by several, with balanced load. A plan is a function of
+what all ranks hold: keys, dtypes, shapes, boxes, replicas, objects. Its name is a hash of the fingerprints of all
+ranks. Before a save, every rank sends the fingerprint of what it holds now, and the name of its cached plan. All ranks
+receive the same messages, and reuse the plan only if every rank has cached the one that this save needs. After a
+restart of a rank, or if the number or order of ranks or the shape of a tensor changes, all ranks make a new plan.
 """
 
 from __future__ import annotations
