@@ -58,7 +58,7 @@ MAX = "max_norm=config.clip_grad"
 ADDITIONS: dict[str, dict[str, tuple[str, str]]] = {
     "an elementwise rule": {
         "opt_kernels/formulas/signed.py": ("", RULE),
-        "opt_kernels/formulas/registry.py": ('    "adam", "sgd",', '    "adam", "sgd", "signed",'),
+        "opt_kernels/formulas/registry.py": ('    "sgd",\n', '    "sgd",\n    "signed",\n'),
     },
     "a hook around updates": {
         "opt_kernels/hooks/values.py": (CAUTIOUS, HALF + CAUTIOUS),
