@@ -187,8 +187,8 @@ def test_values_are_compared_after_a_write_of_others_only(
 ) -> None:
     """The optimizer's own writes are not followed by a pass over all weights."""
     compared = []
-    loses = state_weights.loses_write_
-    monkeypatch.setattr(state_weights, "loses_write_", lambda *given: (compared.append(given), loses(*given))[1])
+    differs = state_weights.has_foreign_write
+    monkeypatch.setattr(state_weights, "has_foreign_write", lambda main: (compared.append(main), differs(main))[1])
     model = make_model(torch.bfloat16)
     optimizer = get_optimizer(replace(BF16, optimizer=rule, weight_decay=0.0), [model], {})
     if releases:

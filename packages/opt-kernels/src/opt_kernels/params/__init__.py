@@ -1,7 +1,7 @@
 """What an optimizer keeps of parameters between steps, and the entries of their groups.
 
 For drop-in optimizers, and for packages that update pieces of parameters on several ranks. These differ in two answers:
-what a write by other code means (`OnForeignWrite`), and whether an entry of a group may change (`GroupEntries`).
+what a write by other code means (`writes`), and whether an entry of a group may change (`GroupEntries`).
 """
 
 from opt_kernels.params.checks import overlapping
@@ -34,11 +34,11 @@ from opt_kernels.params.main import (
     make_main,
     values_of,
 )
-from opt_kernels.params.writes import FollowingMains, OnForeignWrite, Writes, loses_write_
+from opt_kernels.params.writes import FollowingMains, Writes, follow_write_, has_foreign_write
 
 __all__ = [
     "CHOICES", "FIXED", "FP16", "HELD", "HOOKS", "MAIN", "NEUTRAL", "REMAINDER", "RULE", "SCHEDULED", "WEIGHT_DECAY",
     "CodedMain", "Count", "FollowingMains", "Group", "GroupEntries", "Main", "MainColumns", "MainFormat",
-    "OnForeignWrite", "Writes", "check_rate", "encode_again_", "frozen", "init_kept", "loses_write_", "make_main",
+    "Writes", "check_rate", "encode_again_", "follow_write_", "frozen", "has_foreign_write", "init_kept", "make_main",
     "overlapping", "read_hyper", "values_of",
 ]  # fmt: skip

@@ -3,9 +3,12 @@
 A float32 main is a copy: after `model.load_state_dict`, `torch.nn.utils.vector_to_parameters`, `param.data = ...`, or
 any other write to a bfloat16 or float16 parameter, the next update of its old main would restore the old weights. torch
 counts writes (`_version`), and an assignment moves the parameter; only after either are parameters and mains compared.
-`OnForeignWrite` says what follows. A write through `param.data`, such as `param.data.fill_(0)`, is not seen.
+So a write is seen as another version, another address, or another storage at the same address. A write through
+`param.data`, such as `param.data.fill_(0)`, is not seen.
 
-So a write is seen as another version, another address, or another storage at the same address.
+What follows is the policy of the caller. Drop-ins follow, as torch.optim would: `follow_write_`. The optimizer of
+opt-stack, on one rank or several, refuses the step: `has_foreign_write`; replicas on other ranks may not have been
+written. A remainder is no copy: with it, a foreign write changes the upper half of the main value, and nobody notices.
 
 Kernels write memory that autograd does not watch. Counting their writes makes a backward pass through an older graph
 raise, as after a step of torch's optimizers. An assignment to `param.data` leaves the version as it was, and may find
@@ -13,7 +16,6 @@ memory at the address of the storage that it releases, so the storage is compare
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, cast
 
@@ -113,27 +115,24 @@ def _has_memory(tensor: Tensor) -> bool:
     return not hasattr(type(tensor), "__tensor_flatten__")
 
 
-class OnForeignWrite(Enum):
-    """What follows if a parameter is not the rounded main value, because other code has written it."""
+@torch.no_grad()
+def has_foreign_write(main: Main) -> bool:
+    """Return whether a parameter is not its main value rounded, so that the next update would restore other values.
 
-    FOLLOW = auto()  # drop-ins, like torch.optim: elements that differ become the main values. The host reads nothing
-    REFUSE = auto()  # pieces of ranks: no step may be made, since replicas on other ranks may not have been written
+    `main` is a copy of its parameter. NaNs are equal to NaNs. The host waits for the comparison.
+    """
+    return bool(_differ(main.value(), main.present()).any())
 
 
 @torch.no_grad()
-def loses_write_(main: Main, on_write: OnForeignWrite) -> bool:
-    """Return whether the next update would restore other values than the parameter has: never if the main follows.
-
-    `main` is a copy of its parameter. NaNs are equal to NaNs.
-    """
+def follow_write_(main: Main) -> None:
+    """Let the elements of `main` that are not those of the parameter, rounded, take the parameter's. The host reads
+    nothing."""
     present = main.present()
-    if on_write is OnForeignWrite.REFUSE:
-        return bool(_differ(main.value(), present).any())
     of_param = torch.split(flat(present, present, "param"), CHUNK_NUMEL)
     of_main = torch.split(flat(main.value(), present, MAIN), CHUNK_NUMEL)
     for new, kept in zip(of_param, of_main, strict=True):
         kept.copy_(torch.where(_differ(kept, new), new.to(kept.dtype), kept))
-    return False
 
 
 def _differ(values: Tensor, present: Tensor) -> Tensor:
@@ -177,7 +176,7 @@ class FollowingMains:
             for param, state, shard in zip(self._copied, self._states, shards, strict=True):
                 mark = followed.get(param)
                 if mark is None or not is_unwritten(shard, mark):
-                    loses_write_(Main(shard, state), OnForeignWrite.FOLLOW)
+                    follow_write_(Main(shard, state))
             self._writes = Writes(shards)
         torch.autograd.graph.increment_version(self._counted)
         self.end_update_()

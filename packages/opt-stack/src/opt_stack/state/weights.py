@@ -26,7 +26,7 @@ from opt_distributed.saving import decoded, kept_states
 from opt_distributed.step import NOTHING_WRITTEN, Refusal, Unit, Written
 from opt_kernels.formulas import Formula, RisingRates
 from opt_kernels.hooks import bare
-from opt_kernels.params import OnForeignWrite, Writes, loses_write_, read_hyper
+from opt_kernels.params import Writes, has_foreign_write, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import ParamId, is_dtensor
@@ -165,8 +165,7 @@ class LoadedWeights:
             return replaced
         if not self.are_new:
             return None
-        refuse = OnForeignWrite.REFUSE
-        other = next((piece for piece in self._copied if loses_write_(piece.main, refuse)), None)
+        other = next((piece for piece in self._copied if has_foreign_write(piece.main)), None)
         if other is not None:
             return UnusableGradientError(
                 f"weights were loaded into the model: {str(other.id)!r} has other values than its main values, which "
