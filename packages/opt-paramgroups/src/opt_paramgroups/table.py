@@ -70,13 +70,10 @@ def headings() -> list[str]:
 
 def as_text(rows: Sequence[GroupRow]) -> str:
     """Return columns aligned by spaces."""
-    return "\n".join(aligned([headings(), *map(cells, rows)]))
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with columns aligned by spaces."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = [headings(), *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join(aligned)
 
 
 def as_markdown(rows: Sequence[GroupRow]) -> str:

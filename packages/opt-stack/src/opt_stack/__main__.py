@@ -12,14 +12,14 @@ from opt_checkpoint import CheckpointingException
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams, load_config
 from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import as_text, describe, get_param_groups, group_rows, model_chunks_of
-from opt_paramgroups.table import aligned
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import make_design, warn_of_guesses, with_matrix_rule
 from opt_stack.planning.design import Request, read_model
-from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes
+from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, state_text
 from opt_stack.planning.ranks import check_effects, check_ranks
 from opt_stack.rules.entries import warn_of_unread_fields
 from opt_stack.rules.registry import Registry
+from opt_stack.wording import aligned
 
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
 
@@ -48,9 +48,10 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
             unit = unit_of[id]
             num_bytes = main_bytes(unit.numbers[dtype], meta.numel) + sum(kept_bytes(unit.rule, meta.shape).values())
             lr = "-" if group["lr"] is None else f"{group['lr']:g}"
-            state = ", ".join(f"{spec.name} {short(spec.dtype)}" for spec in unit.rule.state_specs) or "none"
             row = [id.name, short(dtype), unit.rule.name, lr, f"{group['weight_decay']:g}"]
-            cells.append([*row, NUMBERS_IN_WORDS[unit.numbers[dtype]], state, f"{num_bytes / meta.numel:g}"])
+            cells.append(
+                [*row, NUMBERS_IN_WORDS[unit.numbers[dtype]], state_text(unit.rule), f"{num_bytes / meta.numel:g}"]
+            )
     match config.sharding:
         case Replicated():
             state = "whole on every data-parallel rank"

@@ -30,8 +30,8 @@ def check_scaler(scaler: object, stepper: Stepper, num_ranks: int) -> None:
 
 
 def _is_equal_on(source: Source, num_ranks: int) -> bool:
-    """Whether an overflow in the gradients of `source` is found on all ranks: torch's wrapper has averaged them, or
-    they are DTensors, for which torch shares it over the mesh."""
+    """Return whether an overflow in the gradients of `source` is found on all ranks: torch's wrapper has averaged
+    them, or they are DTensors, for which torch shares it over the mesh."""
     if isinstance(source, ParamGrads):
         return source.comm.size == num_ranks
     if isinstance(source, DTensorGrads):

@@ -1,6 +1,7 @@
 """Find out why a run diverged: recordings, `why`, which reads them, and callbacks that write them elsewhere."""
 
-from opt_stack.diagnosis.recorder import JsonLines, Recorder, SkippedStepWarning, TensorBoard, WeightsAndBiases
+from opt_stack.diagnosis.lines import JsonLines, TensorBoard, WeightsAndBiases
+from opt_stack.diagnosis.recorder import Recorder, SkippedStepWarning
 from opt_stack.diagnosis.why import Diagnosis, why
 
 __all__ = ["Diagnosis", "JsonLines", "Recorder", "SkippedStepWarning", "TensorBoard", "WeightsAndBiases", "why"]

@@ -4,7 +4,6 @@ A recording is `DIR/recording/NUMBER/rankR.jsonl`, one number for each run and o
 first and the last rank when state is saved, after an error in a step, when the optimizer is deleted, and at exit.
 """
 
-import importlib
 import json
 import math
 import os
@@ -26,7 +25,9 @@ from opt_config import OptimizerConfig
 from opt_distributed.comm import Comm, Roles
 from opt_distributed.pieces import Ready
 from opt_distributed.step import Outcome
-from opt_stack.diagnosis.tensor_stats import Recorded, StepStats, TensorStats, TensorSums, non_finite
+from opt_stack.diagnosis.lines import to_line
+from opt_stack.diagnosis.tensor_stats import Recorded, StepStats, TensorSums, non_finite
+from opt_stack.wording import listed
 
 FOLDER = "recording"
 FILES = "rank[0-9]*.jsonl"
@@ -160,7 +161,7 @@ class Recorder:
         at_fault = {rank: found for rank, found, _ in per_rank if found}
         what = per_rank[0][2]  # such as groups that differ: no rank is at fault
         if at_fault:
-            what = f"{of_ranks(at_fault)}, guard {next(iter(at_fault.values()))[0]}"
+            what = f"{ranks_text(at_fault)}, guard {next(iter(at_fault.values()))[0]}"
         self._count(what, step, f"was refused on every rank by {what}", warns=len(per_rank) > 1)
 
     def _settle(self, *, within: float | None) -> None:
@@ -205,7 +206,7 @@ class Recorder:
                     where += f" and of {len(bad) - 1} before it in the model"
             at_fault = non_finite(stats.rank_norms)
             if overflow and at_fault:
-                ranks = f", on {of_ranks(at_fault)} before the mean over ranks"
+                ranks = f", on {ranks_text(at_fault)} before the mean over ranks"
         config = self._config
         if overflow:
             key = "overflow"
@@ -313,105 +314,8 @@ def caller_level() -> int:
     return level
 
 
-def of_ranks(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """Return `rank 3` or `ranks 0, 3`."""
     numbers = sorted(ranks)
     word = "ranks" if len(numbers) > 1 else "rank"
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"{word} {shown}" + ", ..." * (len(numbers) > 8)
-
-
-# --- one line for each step -------------------------------------------------------------------------------------------
-
-
-_PLAIN = ("step", "updates", "success", "reason", "lr")
-_FLOATS = ("grad_norm", "clip", "loss_scale")
-_TABLES = ("params", "groups")
-
-
-def to_line(stats: StepStats) -> str:
-    """Return the numbers of a step as one line of JSON. NaN and infinity are strings, since JSON has neither."""
-    line: dict[str, Any] = {name: getattr(stats, name) for name in _PLAIN}
-    line |= {name: _plain(getattr(stats, name)) for name in _FLOATS}
-    line["ranks"] = {rank: [_plain(norm), stats.replicas_of[rank]] for rank, norm in stats.rank_norms.items()}
-    line["columns"] = TensorStats._fields
-    for kind in _TABLES:
-        line[kind] = {name: [_plain(value) for value in row] for name, row in getattr(stats, kind).items()}
-    return json.dumps(line) + "\n"
-
-
-def from_line(text: str) -> StepStats | None:
-    """Return the numbers of a line that `to_line` made; None for another line, such as the head of a recording."""
-    line: dict[str, Any] = json.loads(text)
-    if "params" not in line:
-        return None
-    stats: dict[str, Any] = {name: line[name] for name in _PLAIN}
-    stats |= {name: float(line[name]) for name in _FLOATS}
-    for kind in _TABLES:
-        stats[kind] = {name: TensorStats(*map(_number, row)) for name, row in line[kind].items()}  # type: ignore[arg-type]
-    ranks = line["ranks"].items()
-    stats["rank_norms"] = {int(rank): _number(norm) for rank, (norm, _) in ranks}
-    stats["replicas_of"] = {int(rank): first for rank, (_, first) in ranks}
-    return StepStats(**stats)
-
-
-def _number(value: float | str | None) -> float | None:
-    return float(value) if isinstance(value, str) else value
-
-
-def _plain(value: float | None) -> float | str | None:
-    if value is None or isinstance(value, int):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
-
-
-# --- callbacks for `Optimizer.stats_every`: call them on one rank -----------------------------------------------------
-
-
-class JsonLines:
-    """Appends one line for each step to a file, which `python -m opt_stack why FILE` reads."""
-
-    def __init__(self, path: str | Path):
-        self._path = Path(path)
-        if self._path.exists() and not (found := self._path.read_bytes()).endswith(b"\n"):
-            self._path.write_bytes(found[: found.rfind(b"\n") + 1])  # a process was killed while it wrote a line
-
-    def __call__(self, stats: StepStats) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(to_line(stats))
-
-
-class TensorBoard:
-    """Writes to `writer`, a `torch.utils.tensorboard.SummaryWriter` (extra: `opt-stack[tensorboard]`)."""
-
-    def __init__(self, writer: Any):
-        self._writer = writer
-
-    def __call__(self, stats: StepStats) -> None:
-        for name, value in scalars(stats).items():
-            self._writer.add_scalar(name, value, stats.step)
-
-
-class WeightsAndBiases:
-    """Logs to `run`, the result of `wandb.init`; None: the present run (extra: `opt-stack[wandb]`)."""
-
-    def __init__(self, run: Any = None):
-        self._log = importlib.import_module("wandb").log if run is None else run.log
-
-    def __call__(self, stats: StepStats) -> None:
-        self._log(scalars(stats), step=stats.step)
-
-
-def scalars(stats: StepStats) -> dict[str, float]:
-    """Return the numbers of a step under the names that dashboards show: `update_norm/0.weight`, ..."""
-    found: dict[str, float | None] = {
-        "optimizer/grad_norm": stats.grad_norm,
-        "optimizer/clip": stats.clip,
-        "optimizer/loss_scale": stats.loss_scale,
-        "optimizer/success": float(stats.success),
-    }
-    for name, of in {**stats.params, **stats.groups}.items():
-        numbers = {**of._asdict(), "update_over_weight": of.ratio}
-        found |= {f"{kind}/{name}": value for kind, value in numbers.items() if kind != "numel"}
-    found |= {f"rank_norm/{rank}": norm for rank, norm in stats.rank_norms.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return f"{word} {listed(numbers, 8)}"

@@ -23,7 +23,7 @@ from opt_distributed.step import Family, Outcome, Unit
 from opt_kernels import backends
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId
-from opt_paramgroups.table import aligned
+from opt_stack.wording import aligned
 
 GRAD, ZEROS, GRAD_NUMEL, WEIGHT, UPDATE, SPREAD = range(6)  # the columns of a parameter's sums
 
@@ -297,8 +297,8 @@ class Recorded:
         groups = {group: tensor_stats(places) for group, places in by_group.items()}
         params = {name: tensor_stats([at]) for at, name in enumerate(sums.names)}
         rank_norms = {}
-        of_ranks = iter(numbers[num_sums:])
-        for rank, square, is_measured in zip(sums.replicas_of, of_ranks, of_ranks, strict=False):
+        rank_sums = iter(numbers[num_sums:])
+        for rank, square, is_measured in zip(sums.replicas_of, rank_sums, rank_sums, strict=False):
             rank_norms[rank] = math.sqrt(square) * inverse if is_measured else None
         grad_norm = report.norms[0]
         clip = 1.0
@@ -328,7 +328,7 @@ class Recorded:
 
 
 def _weights(piece: OwnedPiece) -> Tensor:
-    """The main weights, or the parameter on the device if its main weights are on the host."""
+    """Return the main weights, or the parameter on the device if its main weights are on the host."""
     return piece.main.target if isinstance(piece.main, HostMain) else piece.main.value()
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from opt_checkpoint import read_index
 from opt_scheduler.draw import svg_plot, text_plot
-from opt_stack.diagnosis.recorder import FOLDER, from_line, of_ranks
+from opt_stack.diagnosis.lines import from_line
+from opt_stack.diagnosis.recorder import FOLDER, ranks_text
 from opt_stack.diagnosis.tensor_stats import StepStats, non_finite
 
 JUMP = 5.0  # factor over the norms before, from which a norm has jumped
@@ -164,7 +165,7 @@ def _overflow(run: Run) -> Iterator[Finding]:
     ranks = non_finite(stats.rank_norms)
     if ranks:
         only = "only " if len(ranks) < len(stats.rank_norms) else ""
-        text += f"; {only}on {of_ranks(ranks)} before the mean over ranks"
+        text += f"; {only}on {ranks_text(ranks)} before the mean over ranks"
     were = "s were" if len(skipped) > 1 else " was"
     text += f". {len(skipped)} step{were} skipped"
     recovers = bad + len(skipped) < len(run)

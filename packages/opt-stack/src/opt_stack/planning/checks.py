@@ -29,9 +29,10 @@ from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_pr
 from opt_kernels.params import MainFormat
 from opt_kernels.quantized import FP8
 from opt_kernels.rules import ElementwiseRule, Needs
-from opt_paramgroups import ParamMeta
+from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.design import Design, has_main_grads, is_megatron_wrapper
 from opt_stack.planning.plan import UnitPlan
+from opt_stack.wording import and_more
 
 SEPARATE_NORMS = ("mtp",)
 """Values of a parameter's `grad_norm_group`, as in Megatron-Core: its gradients are clipped by a separate norm."""
@@ -43,7 +44,7 @@ Check = Callable[[Design], Iterator[str]]
 
 
 def refuse(design: Design, checks: Iterable[Check]) -> None:
-    """Raise ConfigError with the first problem of each check that finds one."""
+    """Raise ConfigError with the first problem of each check that has one."""
     problems = [problem for check in checks if (problem := next(check(design), None)) is not None]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -53,7 +54,7 @@ def refuse(design: Design, checks: Iterable[Check]) -> None:
 
 
 def _check_values(design: Design) -> Iterator[str]:
-    """Parameters without values."""
+    """Refuse parameters without values."""
     for chunk in design.request.chunks:
         for name, param in nn.Module.named_parameters(chunk):
             if param.is_meta:
@@ -64,23 +65,22 @@ def _check_values(design: Design) -> Iterator[str]:
 
 
 def _check_params(design: Design) -> Iterator[str]:
-    """Parameters of dtypes that the configuration does not name, in fp8 without `fp8_recipe` or with a rule that has
-    evaluation weights, and in norm groups that Megatron-Core does not have."""
+    """Refuse parameters of dtypes that the configuration does not name, in fp8 without `fp8_recipe` or with a rule
+    that has evaluation weights, and in norm groups that Megatron-Core does not have."""
     config = design.request.config
     metas = design.model.metas
     allowed = {torch.float32, config.precision.params}
     if wrong := [id for id in design.groups.rule_of if metas[id].dtype not in allowed]:
         dtype = metas[wrong[0]].dtype
         remedy = {torch.bfloat16: "set bf16=True", torch.float16: "set fp16=True"}.get(dtype, "convert the model")
-        yield (
-            f"parameter {wrong[0].name!r} (and {len(wrong) - 1} more) is {dtype}; fp16={config.fp16} and "
-            f"bf16={config.bf16} allow {', '.join(sorted(map(str, allowed)))}: {remedy}"
-        )
+        names = and_more([id.name for id in wrong])
+        allow = f"fp16={config.fp16} and bf16={config.bf16} allow {', '.join(sorted(map(str, allowed)))}"
+        yield f"parameter {names} is {dtype}; {allow}: {remedy}"
     stored = [id for id in design.groups.rule_of if metas[id].codes is not None]
     if stored and config.fp8_recipe is None:
         yield (
-            f"parameter {str(stored[0])!r} (and {len(stored) - 1} more) is stored in fp8, but fp8_recipe=None; set it "
-            "to the recipe of the parameters: delayed, tensorwise, blockwise or mxfp8"
+            f"parameter {and_more(stored)} is stored in fp8, but fp8_recipe=None; set it to the recipe of the "
+            "parameters: delayed, tensorwise, blockwise or mxfp8"
         )
     for id in stored:
         rule = bare(design.groups.rules[design.groups.rule_of[id]])
@@ -98,7 +98,7 @@ def _check_params(design: Design) -> Iterator[str]:
 
 
 def _check_groups(design: Design) -> Iterator[str]:
-    """A group's `clip_grad` that is a number; a narrow dtype of a moment that a rule keeps in fp32, or no rule has.
+    """Refuse a group's `clip_grad` that is a number, and a narrow dtype of a moment that rules keep in fp32 or lack.
 
     Reads the rules, which are the same on all ranks, and not the units: a rank may hold no parameter of Adam's.
     """
@@ -111,25 +111,27 @@ def _check_groups(design: Design) -> Iterator[str]:
             )
     precision = design.request.config.precision
     for state, dtype in (("exp_avg", precision.exp_avg), ("exp_avg_sq", precision.exp_avg_sq)):
-        kept = {
-            name: spec for name, rule in design.groups.rules.items() for spec in rule.state_specs if spec.name == state
-        }
-        wide = [f"optimizer={name!r} keeps it in fp32" for name, spec in kept.items() if spec.dtype is torch.float32]
-        if dtype is not torch.float32 and (wide or not kept):
-            problem = wide[0] if wide else f"{', '.join(design.groups.rules)} has no such state"
+        if dtype is torch.float32:
+            continue
+        rules = design.groups.rules
+        kept = {name: spec.dtype for name, rule in rules.items() for spec in rule.state_specs if spec.name == state}
+        wide = next((name for name, kept_dtype in kept.items() if kept_dtype is torch.float32), None)
+        if wide is not None or not kept:
+            problem = f"optimizer={wide!r} keeps it in fp32" if kept else f"{', '.join(rules)} has no such state"
             yield f"{state}_dtype={dtype}: {problem}; leave it at torch.float32, or use optimizer='adam'"
 
 
 def _check_memory(design: Design) -> Iterator[str]:
-    """Parameters that share memory with another one (StorageError).
+    """Refuse parameters that share memory with another one (StorageError).
 
     If ranks own shards, parameters move into buffers, so that they must not share memory with any tensor of the model.
     """
-    params = {
-        id: p for group in design.groups.groups for id, p in zip(group["param_ids"], group["params"], strict=True)
-    }
-    moves = not isinstance(design.request.config.sharding, Replicated)
-    check_apart(params, (named for chunk in design.request.chunks for named in not_trained(chunk) if moves))
+    params: dict[ParamId, nn.Parameter] = {}
+    for group in design.groups.groups:
+        params |= zip(group["param_ids"], group["params"], strict=True)
+    request = design.request
+    moved = () if isinstance(request.config.sharding, Replicated) else request.chunks
+    check_apart(params, (named for chunk in moved for named in not_trained(chunk)))
     yield from ()
 
 
@@ -137,8 +139,8 @@ def _check_memory(design: Design) -> Iterator[str]:
 
 
 def _check_chunks(design: Design) -> Iterator[str]:
-    """Wrappers of another chunk, or with another value of a shared field than the optimizer's
-    configuration; plain modules where a wrapper is needed; overlaps that the model does not support."""
+    """Refuse wrappers of another chunk, or with another value of a shared field than the optimizer's configuration;
+    plain modules where a wrapper is needed; overlaps that the model does not support."""
     config = design.request.config
     chunks = design.request.chunks
     if config.overlap_param_gather_with_optimizer_step and len(chunks) == 1:
@@ -178,7 +180,7 @@ def _check_chunks(design: Design) -> Iterator[str]:
 
 
 def check_same_groups(design: Design) -> Iterator[str]:
-    """Wrappers that reduce over other groups than the optimizer's: their sum would pass for the mean."""
+    """Refuse wrappers that reduce over other groups than the optimizer's: their sum would pass for the mean."""
     families = {"data-parallel": "dense", "expert data-parallel": "expert"}
     for (index, chunk), (family, name) in product(design.model.wrapped.items(), families.items()):
         ours = getattr(design.request.roles, name)
@@ -198,9 +200,11 @@ def members(comm: Comm) -> list[int]:
 
 def _is_same(one: Comm, other: Comm) -> bool:
     """Return whether both span the same ranks; by size and rank only, if one has no process group."""
+    if (one.size, one.rank) != (other.size, other.rank):
+        return False
     ours = members(one)
     theirs = members(other)
-    return (one.size, one.rank) == (other.size, other.rank) and (ours == theirs or not ours or not theirs)
+    return ours == theirs or not ours or not theirs
 
 
 def _in_words(axes: Axes) -> str:
@@ -231,8 +235,11 @@ def _check_wrapper(design: Design, index: int, chunk: DistributedDataParallel) -
         )
     for name in SHARED_FIELDS:
         is_sharding = name == "use_distributed_optimizer"
+        if is_sharding and design.model.shards_reduced:
+            continue
         ours = not isinstance(config.sharding, Replicated) if is_sharding else getattr(config, name)
-        if ours != (theirs := getattr(chunk.ddp_config, name)) and not (is_sharding and design.model.shards_reduced):
+        theirs = getattr(chunk.ddp_config, name)
+        if ours != theirs:
             yield (
                 f"OptimizerConfig has {name}={ours}, but {wrapper} {name}={theirs}; wrap it with {name}=True, or leave "
                 f"{name} at False"
@@ -240,7 +247,7 @@ def _check_wrapper(design: Design, index: int, chunk: DistributedDataParallel) -
 
 
 def _check_megatron_wrapper(design: Design, index: int, chunk: nn.Module) -> Iterator[str]:
-    """Chunks in different wrappers, and sharded state: Megatron-Core's wrapper lays shards out in its own way."""
+    """Refuse chunks in different wrappers, and sharded state: Megatron-Core's wrapper has its own layout of shards."""
     config = design.request.config
     wrapper = f"model chunk {index} is in Megatron-Core's DistributedDataParallel"
     for at, other in enumerate(design.request.chunks):
@@ -262,33 +269,35 @@ def _check_megatron_wrapper(design: Design, index: int, chunk: nn.Module) -> Ite
 
 
 def _check_buffers(design: Design) -> Iterator[str]:
-    """Shards of a wrapper that may cut blocks of state which share one scale, also on one rank, since the same wrapper
-    on more ranks would; a buffer that is reused to gather parameters and holds gradients of another optimizer."""
+    """Refuse shards of a wrapper that may cut blocks of state which share one scale, also on one rank, since the same
+    wrapper on more ranks would; and a buffer that is reused to gather parameters and holds others' gradients.
+    """
+    groups = design.groups
     for buffer in design.wrapped_buffers:
         for id in buffer.params:
-            if id not in design.groups.rule_of:
-                if buffer.through_grads is not None:
-                    yield (
-                        f"model chunk {id.chunk} was wrapped with reuse_grad_buf_for_mxfp8_param_ag=True, which "
-                        f"overwrites gradients when an optimizer has used them, but {str(id)!r} is not trained by this "
-                        "one; train all mxfp8 parameters with one optimizer, or set it to False"
-                    )
-                continue
-            for spec in design.groups.rules[design.groups.rule_of[id]].state_specs if buffer.plan.kind.cuts else ():
-                if spec.block and CODED_MULTIPLE % spec.block:
-                    yield (
-                        f"{spec.name} is kept in blocks of {spec.block} elements, but shards of wrapped chunk "
-                        f"{id.chunk} are cut at multiples of {CODED_MULTIPLE}; pass the plain module, which is cut at "
-                        f"multiples of {lcm(CODED_MULTIPLE, spec.block)}, or keep blocks of a divisor of "
-                        f"{CODED_MULTIPLE} elements"
-                    )
+            if id in groups.rule_of:
+                rule = groups.rules[groups.rule_of[id]]
+                blocks = [(spec.name, spec.block) for spec in rule.state_specs if spec.block and buffer.plan.kind.cuts]
+                for name, block in blocks:
+                    if CODED_MULTIPLE % block:
+                        yield (
+                            f"{name} is kept in blocks of {block} elements, but shards of wrapped chunk {id.chunk} are "
+                            f"cut at multiples of {CODED_MULTIPLE}; pass the plain module, which is cut at multiples "
+                            f"of {lcm(CODED_MULTIPLE, block)}, or keep blocks of a divisor of {CODED_MULTIPLE} elements"
+                        )
+            elif buffer.through_grads is not None:
+                yield (
+                    f"model chunk {id.chunk} was wrapped with reuse_grad_buf_for_mxfp8_param_ag=True, which overwrites "
+                    f"gradients when an optimizer has used them, but {str(id)!r} is not trained by this one; train all "
+                    "mxfp8 parameters with one optimizer, or set it to False"
+                )
 
 
 # --- rules and layouts ------------------------------------------------------------------------------------------------
 
 
 def _check_units(design: Design) -> Iterator[str]:
-    """Matrix rules on matrices that ranks cut or on other parameters, and hooks on layouts that they cannot see."""
+    """Refuse matrix rules on matrices that ranks cut or on other parameters, and hooks whose layout they cannot see."""
     sharding = design.request.config.sharding
     for unit in design.plan.units:
         name = f"optimizer={unit.rule.name!r}"
@@ -324,8 +333,9 @@ def _problem_of_hook(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: Buffer
     if problem := shape_problem(hook, unit.rule.needs, meta.shape):
         return f"its shape is {meta.shape}, and {problem}"
     if isinstance(hook, CentralizeGradient):
-        unknown = meta.tensor_parallel and meta.partition_dim is None and len(meta.shape) > 1
-        return "tensor parallelism cuts it along an unknown dim; set its partition_dim" if unknown else ""
+        if meta.tensor_parallel and meta.partition_dim is None and len(meta.shape) > 1:
+            return "tensor parallelism cuts it along an unknown dim; set its partition_dim"
+        return ""
     if not hook.needs_rows or len(meta.shape) < 2:
         return ""
     if buffer.kind is PRE_SHARDED:
@@ -333,11 +343,11 @@ def _problem_of_hook(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: Buffer
     else:
         is_flat = buffer.kind.cuts and buffer.layout.num_shards > 1
         cuts_rows = is_flat or (meta.tensor_parallel and meta.partition_dim != 0)
+    if not cuts_rows:
+        return ""
     return (
-        "the hook needs whole rows, which this layout cuts over ranks; replicate the state, use layer-wise "
-        "sharding, or shard by rows"
-        if cuts_rows
-        else ""
+        "the hook needs whole rows, which this layout cuts over ranks; replicate the state, use layer-wise sharding, "
+        "or shard by rows"
     )
 
 
@@ -359,10 +369,9 @@ _GRAPH = "optimizer_cuda_graph=True"
 
 
 def check_graphs(design: Design, device: torch.device) -> Iterator[str]:
-    """`optimizer_cuda_graph`, if the device, a rule or a group does not support capture."""
+    """Refuse `optimizer_cuda_graph` if the device, a rule or a group does not support capture."""
     plan = design.plan
     roles = design.request.roles
-    on_gpu = device.type == "cuda"
     if not plan.config.optimizer_cuda_graph:
         return
     try:
@@ -391,9 +400,11 @@ def check_graphs(design: Design, device: torch.device) -> Iterator[str]:
             )
         if (backend := getattr(rule, "backend", None)) not in (None, "triton"):
             yield f"{_GRAPH} with backend={backend!r} of {rule.name!r}: only 'triton' can be captured"
+    on_gpu = device.type == "cuda"
     if on_gpu and find_spec("triton") is None:
         yield f"{_GRAPH}: updates without Triton kernels read values on the host; install triton"
     for comm in (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp):
         group = group_of(comm)
-        if on_gpu and group is not None and comm.size > 1 and "nccl" not in dist.get_backend(group):
-            yield f"{_GRAPH} with process groups over {dist.get_backend(group)}: only NCCL's can be captured"
+        backend = "nccl" if group is None or comm.size == 1 else dist.get_backend(group)
+        if on_gpu and "nccl" not in backend:
+            yield f"{_GRAPH} with process groups over {backend}: only NCCL's can be captured"

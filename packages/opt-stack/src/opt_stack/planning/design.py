@@ -18,6 +18,8 @@ from opt_distributed.buffers import (
     PRE_SHARDED,
     BufferPlan,
     DistributedDataParallel,
+    Metas,
+    Params,
     SyncedBuffer,
     WorldSizes,
     default_bucket_size,
@@ -33,6 +35,7 @@ from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 from opt_scheduler import ParamGroupOverride
 from opt_stack.planning.matrices import plan_compute, split_rows
 from opt_stack.planning.plan import Hosted, Plan, UnitPlan
+from opt_stack.rules.entries import Group
 from opt_stack.rules.registry import Registry
 from opt_stack.rules.torch_rule import torch_host_rule
 
@@ -61,8 +64,8 @@ class Request:
 class Model:
     """What is known of the modules of this rank."""
 
-    params: Mapping[ParamId, nn.Parameter]  # trainable
-    metas: Mapping[ParamId, ParamMeta]
+    params: Params  # trainable
+    metas: Metas
     wrapped: Mapping[int, DistributedDataParallel]  # by number of the chunk
     shards_reduced: bool  # whether ranks own whole parameters whose gradients a wrapper reduces on every rank
     qk_layernorm: bool  # whether gradients of norms of queries and keys are partial
@@ -79,13 +82,13 @@ class Model:
 class Groups:
     """The complete parameter groups: every number that a rule reads, and a record of the rule's choices and hooks."""
 
-    groups: Sequence[Mapping[str, Any]]
+    groups: Sequence[Group]
     rules: Mapping[str, Rule]  # with their hooks, by the groups' `optimizer`
     index_of: Mapping[ParamId, int]  # the group of each parameter
     rule_of: Mapping[ParamId, str]  # the name of the rule of each parameter
 
     @classmethod
-    def of(cls, groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]) -> "Groups":
+    def of(cls, groups: Sequence[Group], rules: Mapping[str, Rule]) -> "Groups":
         """Index groups by their parameters."""
         index_of = {id: index for index, group in enumerate(groups) for id in group["param_ids"]}
         rule_of = {id: groups[index]["optimizer"] for id, index in index_of.items()}
@@ -118,13 +121,17 @@ def read_model(request: Request) -> Model:
     shards = any(chunk.ddp_config.use_distributed_optimizer for chunk in wrappers)  # type: ignore[union-attr]
     # Megatron-Core's wrapper has a list in place of the method `buffers`.
     tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *nn.Module.buffers(chunk)))
+    device = next((tensor.device for tensor in tensors), None)
+    shards_reduced = isinstance(request.config.sharding, WholeParams) and bool(wrappers) and not shards
+    metas = describe_stored(chunks, by_name=request.by_name)
+    wrapped = {at: chunk for at, chunk in enumerate(chunks) if isinstance(chunk, DistributedDataParallel)}
     return Model(
         params=parameters_by_id(chunks),
-        metas=describe_stored(chunks, by_name=request.by_name),
-        wrapped={at: chunk for at, chunk in enumerate(chunks) if isinstance(chunk, DistributedDataParallel)},
-        shards_reduced=isinstance(request.config.sharding, WholeParams) and bool(wrappers) and not shards,
+        metas=metas,
+        wrapped=wrapped,
+        shards_reduced=shards_reduced,
         qk_layernorm=any(map(uses_qk_layernorm, chunks)),
-        device=next((tensor.device for tensor in tensors), None),
+        device=device,
     )
 
 
@@ -151,38 +158,44 @@ def make_plan(request: Request, model: Model, groups: Groups, sizes: WorldSizes)
         ConfigError, LayoutError: see `plan_compute` and `torch_host_rule`.
     """
     config = request.config
-    rules = groups.rules
     rule_of = groups.rule_of
     wrapped = model.wrapped_buffers(rule_of.keys())
     in_wrapper = {id for buffer in wrapped for id in buffer.params}
+    plain = {id: meta for id, meta in model.metas.items() if id in rule_of and id not in in_wrapper}
     # A block of a state has one scale, so a shard boundary must not cut it.
-    blocks = [spec.block for rule in rules.values() for spec in rule.state_specs if spec.block]
-    plain = plan_buffers(
-        {id: meta for id, meta in model.metas.items() if id in rule_of and id not in in_wrapper},
+    blocks = [spec.block for rule in groups.rules.values() for spec in rule.state_specs if spec.block]
+
+    def needs_whole(meta: ParamMeta) -> bool:
+        return groups.rules[rule_of[meta.id]].needs is Needs.MATRICES
+
+    def grad_dtype(meta: ParamMeta) -> torch.dtype:
+        return config.precision.grads if meta.dtype is torch.bfloat16 else torch.float32
+
+    def bucket_size(numel: int) -> int | None:
+        return default_bucket_size(sizes.dense)
+
+    own = plan_buffers(
+        plain,
         sharding=config.sharding,
         sizes=sizes,
-        needs_whole=lambda meta: rules[rule_of[meta.id]].needs is Needs.MATRICES,
-        grad_dtype=lambda meta: config.precision.grads if meta.dtype is torch.bfloat16 else torch.float32,
-        bucket_size=lambda numel: default_bucket_size(sizes.dense),
+        needs_whole=needs_whole,
+        grad_dtype=grad_dtype,
+        bucket_size=bucket_size,
         shard_multiple=lcm(CODED_MULTIPLE, *blocks),
     )
-    buffers = (*(buffer.plan for buffer in wrapped), *plain)
+    buffers = (*(buffer.plan for buffer in wrapped), *own)
     placement = config.placement
     hosted: dict[str, Hosted] = {}
     if not isinstance(placement, OnDevice):
         hosted = {buffer.name: tuple(_hosted(buffer, model.metas, placement.fraction)) for buffer in buffers}
-    return Plan(
-        config=config,
-        norms=tuple("" if group.get("clip_grad", True) else group["optimizer"] for group in groups.groups),
-        buffers=buffers,
-        units=tuple(_plan_units(config, model.metas, groups, buffers, sizes)),
-        hosted=hosted,
-    )
+    norms = tuple("" if group.get("clip_grad", True) else group["optimizer"] for group in groups.groups)
+    units = tuple(_plan_units(config, model.metas, groups, buffers, sizes))
+    return Plan(config=config, norms=norms, buffers=buffers, units=units, hosted=hosted)
 
 
 def _plan_units(
     config: OptimizerConfig,
-    metas: Mapping[ParamId, ParamMeta],
+    metas: Metas,
     groups: Groups,
     buffers: Sequence[BufferPlan],
     sizes: WorldSizes,
@@ -202,13 +215,16 @@ def _plan_units(
     shard_of = dict(_shards_of_whole(buffers)) if has_tensor_parallel else {}
     for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
         rule = groups.rules[name]
+        dtypes = {metas[id].stored_dtype for id in ids}
+        host_rule = torch_host_rule(rule, config) if config.use_torch_optimizer_for_cpu_offload else None
+        unit_name = f"{name}{'/later chunks' * is_later}{'/experts' * is_expert}"
         unit = UnitPlan(
-            name=f"{name}{'/later chunks' * is_later}{'/experts' * is_expert}",
+            name=unit_name,
             rule=rule,
             is_expert=is_expert,
             ids=frozenset(ids),
-            numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].stored_dtype for id in ids}},
-            host_rule=torch_host_rule(rule, config) if config.use_torch_optimizer_for_cpu_offload else None,
+            numbers={dtype: main_format(config, dtype) for dtype in dtypes},
+            host_rule=host_rule,
         )
         if rule.needs is Needs.MATRICES:
             tensor_parallel = sizes.expert_tp if is_expert else sizes.dense_tp
@@ -227,7 +243,7 @@ def _shards_of_whole(buffers: Iterable[BufferPlan]) -> Iterator[tuple[ParamId, i
 def _with_matrices(
     unit: UnitPlan,
     config: OptimizerConfig,
-    metas: Mapping[ParamId, ParamMeta],
+    metas: Metas,
     buffers: Sequence[BufferPlan],
     *,
     tensor_parallel: int,
@@ -246,16 +262,13 @@ def _with_matrices(
         team_of=shard_of,
         splits=splits,
     )
-    return replace(
-        unit,
-        splits=splits,
-        compute=compute,
-        whole_qkv=len(split_rows(of_unit, split_qkv=True)) - len(splits) if is_soap else 0,
-        finds_no_qkv=split_qkv and not unit.is_expert and not any(meta.qkv_split_shapes for meta in of_unit),
-    )
+    whole_qkv = len(split_rows(of_unit, split_qkv=True)) - len(splits) if is_soap else 0
+    has_qkv = any(meta.qkv_split_shapes for meta in of_unit)
+    finds_no_qkv = split_qkv and not unit.is_expert and not has_qkv
+    return replace(unit, splits=splits, compute=compute, whole_qkv=whole_qkv, finds_no_qkv=finds_no_qkv)
 
 
-def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> MainFormat:
+def main_format(config: OptimizerConfig, dtype: torch.dtype) -> MainFormat:
     """Return how the main values of parameters of `dtype` are kept."""
     if dtype == torch.float32:
         return MainFormat.PARAM
@@ -266,7 +279,7 @@ def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> MainFormat:
     return MainFormat.FP16_SCALED if config.precision.mains is torch.float16 else MainFormat.FP32_COPY
 
 
-def _hosted(buffer: BufferPlan, metas: Mapping[ParamId, ParamMeta], fraction: float) -> Iterator[frozenset[ParamId]]:
+def _hosted(buffer: BufferPlan, metas: Metas, fraction: float) -> Iterator[frozenset[ParamId]]:
     """Yield the parameters of each shard whose pieces live on the host.
 
     Each shard keeps its first pieces on the host, in the order of the layout, until they hold the fraction of its

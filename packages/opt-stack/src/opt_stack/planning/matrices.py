@@ -7,9 +7,9 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from opt_config import ConfigError
+from opt_distributed.buffers import Metas, Params
 from opt_distributed.comm import Comm, TorchComm
 from opt_distributed.layout import ComputeLayout, Computes, ComputeSlot, LayoutError, SplitMatrix, compute_layout
 from opt_distributed.pieces import ComputeStage, mesh_comms
@@ -99,7 +99,7 @@ def plan_compute(
 
 
 def _cuts(meta: ParamMeta, tensor_parallel: int) -> list[_Cut]:
-    """The cuts of a parameter, in the order in which they are applied."""
+    """Return the cuts of a parameter, in the order in which they are applied."""
     if not meta.is_dtensor:
         if not meta.tensor_parallel or meta.partition_dim is None or tensor_parallel == 1:
             return []
@@ -135,7 +135,8 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
             "opt_kernels.rules.base.MatrixRule parts can be gathered; use 'muon', 'adaptive_muon' or 'soap'"
         )
     for number, cut in enumerate(cuts):  # tensor parallelism must come first, so that its blocks are rows or columns
-        if cut in kept and any(other.dim == cut.dim and other not in kept for other in cuts[:number]):
+        gathered = [other for other in cuts[:number] if other not in kept]
+        if cut in kept and any(other.dim == cut.dim for other in gathered):
             raise ConfigError(
                 f"muon_tp_mode='blockwise', but {meta.id} is cut {listed}: what one rank of {cut.axis.name!r} holds is "
                 "not a block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
@@ -151,7 +152,7 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
 
 
 def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, MatrixSpec]:
-    """The parameters whose rows form several matrices for a matrix rule: heads, matrices of any sizes, or with
+    """Return the parameters whose rows form several matrices for a matrix rule: heads, matrices of any sizes, or with
     `split_qkv` fused q, k and v."""
     found = {}
     for meta in metas:
@@ -166,27 +167,28 @@ def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: Split
     """Raise unless every block that the rule treats as one matrix contains whole groups of rows."""
     sizes = tuple(axis.size for axis in arranged.axes)
     words = f"qkv_split_shapes={meta.qkv_split_shapes}: query groups"
-    if meta.head_rows or meta.split_sizes:
-        heads = f"head_rows={meta.head_rows}: heads"
-        parts = f"split_sizes={meta.split_sizes}: matrices"
-        words = heads if meta.head_rows else parts
+    if meta.head_rows:
+        words = f"head_rows={meta.head_rows}: heads"
+    elif meta.split_sizes:
+        words = f"split_sizes={meta.split_sizes}: matrices"
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
-        if block.shape[-2] % rows or block.offset[-2] % rows:
+        local_rows = block.shape[-2]
+        if local_rows % rows or block.offset[-2] % rows:
             raise ConfigError(
-                f"{meta.id}: {words} of {rows} rows are cut: "
-                f"{block.shape[-2]} of {matrix.shape[-2]} rows are on one rank; give each rank whole groups, or set "
-                "muon_tp_mode='duplicated'"
+                f"{meta.id}: {words} of {rows} rows are cut: {local_rows} of {matrix.shape[-2]} rows are on one rank; "
+                "give each rank whole groups, or set muon_tp_mode='duplicated'"
             )
 
 
 def _check_blocks(layout: ComputeLayout) -> None:
     """Raise unless the tensor-parallel blocks of each matrix are equal."""
-    for slot in layout.slots:
-        blocks = [slot.matrix.block(layout.sizes, at) for at in product(*map(range, layout.sizes[: layout.kept]))]
+    positions = list(product(*map(range, layout.sizes[: layout.kept])))
+    for matrix in (slot.matrix for slot in layout.slots):
+        blocks = [matrix.block(layout.sizes, at) for at in positions]
         if len({block.shape[-2:] for block in blocks}) > 1:
             raise ConfigError(
-                f"muon_tp_mode='blockwise', but {slot.matrix.id} of shape {slot.matrix.shape} is cut into unequal "
+                f"muon_tp_mode='blockwise', but {matrix.id} of shape {matrix.shape} is cut into unequal "
                 "blocks, and this adaptive_muon_moment2_method sums over them; set muon_tp_mode='duplicated'"
             )
 
@@ -204,8 +206,8 @@ class PlacedMatrix(NamedTuple):
 def place_matrices(
     compute: Iterable[ComputePlan],
     splits: Mapping[ParamId, MatrixSpec],  # of every parameter of the unit
-    params: Mapping[ParamId, nn.Parameter],
-    metas: Mapping[ParamId, ParamMeta],
+    params: Params,
+    metas: Metas,
     tensor_parallel_comm: Comm,
     *,
     over: Callable[[Comm], Comm],
@@ -225,18 +227,22 @@ def place_matrices(
         by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one entry, unless meshes share axis names
         for slot in plan.layout.slots:
             found = mesh_comms(params[slot.matrix.id], axes) if axes else (tensor_parallel_comm,)
-            comms = tuple(known.setdefault(c.group if isinstance(c, TorchComm) else c, over(c)) for c in found)
+            comms = tuple(
+                known.setdefault(comm.group if isinstance(comm, TorchComm) else comm, over(comm)) for comm in found
+            )
             by_comms.setdefault(comms, []).append(slot)
+        number = plan.tensor_parallel_axis
         for comms, slots in by_comms.items():
-            if (number := plan.tensor_parallel_axis) is not None and comms[number] not in peers:
-                peers[comms[number]] = tensor_parallel(comms[number])
-            group = None if number is None else peers[comms[number]]
+            group = None
+            if number is not None:
+                comm = comms[number]
+                group = peers[comm] = peers.get(comm) or tensor_parallel(comm)
             placed |= _placed(plan, comms, slots, metas, splits, group)
     return placed
 
 
 def tensor_parallel(comm: Comm) -> TensorParallel:
-    """The group of ranks that hold equal parts of a matrix, as the callables that a rule takes."""
+    """Return the group of ranks that hold equal parts of a matrix, as the callables that a rule takes."""
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
         total = x.contiguous().clone()
@@ -255,22 +261,25 @@ def _placed(
     plan: ComputePlan,
     comms: tuple[Comm, ...],
     slots: list[ComputeSlot],
-    metas: Mapping[ParamId, ParamMeta],
+    metas: Metas,
     splits: Mapping[ParamId, MatrixSpec],
     group: TensorParallel | None,
 ) -> dict[ParamId, PlacedMatrix]:
-    """The matrices of one plan that are cut over one grid of ranks."""
+    """Place the matrices of one plan that are cut over one grid of ranks."""
     number = plan.tensor_parallel_axis
-    ranks = 1 if group is None else group.size
+    num_parts = 1 if group is None else group.size
+    # Without the slots of other meshes: their matrices are exchanged in stages of their own.
+    layout = replace(plan.layout, slots=tuple(slots))
+    at = tuple(comm.rank for comm in comms)
     of_whole = {}
     of_part = {}
     for slot in slots:
         matrix = slot.matrix
-        block = plan.layout.block(slot, tuple(comm.rank for comm in comms))
+        block = layout.block(slot, at)
         local = metas[matrix.id].local_shape
         if block.shape != local:
             raise LayoutError(
-                f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {plan.layout.sizes} ranks, "
+                f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {layout.sizes} ranks, "
                 f"should have {block.shape} on this rank and has {local}; shard it as fully_shard or "
                 'parallelize_module do, or set "optimizer": "adam" for it, in an override or in its group'
             )
@@ -278,13 +287,11 @@ def _placed(
         spec = splits[matrix.id]
         part = MatrixPart(matrix.id, matrix.shape, block.offset[-2])
         whole = of_whole[matrix.id] = replace(spec, partition_dim=dim, tensor_parallel=group)
-        if plan.layout.computes.gathers:
+        if layout.computes.gathers:
             of_part[matrix.id] = replace(spec, part=part)
         else:  # the position is left out if equal parts imply it: a rule stacks only matrices of equal specs
-            sides = range(len(local) - 2, len(local))
-            is_implied = matrix.shape[-2:] == tuple(local[side] * (ranks if side == dim else 1) for side in sides)
+            equal = [size * num_parts if side == dim else size for side, size in enumerate(local)]
+            is_implied = matrix.shape[-2:] == tuple(equal[-2:])
             of_part[matrix.id] = whole if is_implied else replace(whole, part=part)
-    # Without the slots of other meshes: their matrices are exchanged in stages of their own.
-    layout = replace(plan.layout, slots=tuple(slots))
     stage = ComputeStage(layout, comms, of_whole=of_whole) if layout.computes.gathers else None
     return {id: PlacedMatrix(spec, stage) for id, spec in of_part.items()}

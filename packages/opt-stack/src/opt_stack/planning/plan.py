@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from math import prod
-from types import MappingProxyType
 
 import torch
 
@@ -21,6 +20,7 @@ from opt_kernels.rules import Rule, init_state
 from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.planning.matrices import ComputePlan
+from opt_stack.wording import listed
 
 Hosted = tuple[frozenset[ParamId], ...]
 """For each shard of a buffer, the parameters whose pieces live on the host."""
@@ -74,51 +74,57 @@ class Plan:
     def fingerprint(self, *, experts: bool) -> str:
         """Return a hash that is equal on ranks with the same layouts, rules and parameters: of experts, or dense."""
         buffers = [b for b in self.buffers if b.is_expert is experts and b.kind is not PRE_SHARDED]
-        units = [u for u in self.units if u.is_expert is experts]
-        text = [f"{b.name}:{b.layout.fingerprint()}" for b in buffers]
-        text += [f"{u.name}:{rule_text(u.rule)}:{sorted(u.ids)}" for u in units]
-        text += [f"{u.name}:{id}:{u.splits[id].split_name}" for u in units for id in sorted(u.splits)]
-        text += [f"{b.name}:{list(map(sorted, self.hosted[b.name]))}" for b in buffers if b.name in self.hosted]
+        units = [unit for unit in self.units if unit.is_expert is experts]
+        text = [f"{buffer.name}:{buffer.layout.fingerprint()}" for buffer in buffers]
+        for unit in units:
+            text.append(f"{unit.name}:{rule_text(unit.rule)}:{sorted(unit.ids)}")
+        for unit in units:
+            text += [f"{unit.name}:{id}:{unit.splits[id].split_name}" for id in sorted(unit.splits)]
+        for buffer in buffers:
+            if buffer.name in self.hosted:
+                text.append(f"{buffer.name}:{list(map(sorted, self.hosted[buffer.name]))}")
         return sha256("|".join(text).encode()).hexdigest()
 
     def layout_id(self, rank: int) -> str:
         """Return an id of this rank's pieces. A rank-local `state_dict` loads only where the id is the same."""
-        shards = [b for b in self.buffers if b.layout.num_shards > 1 or b.kind is PRE_SHARDED]
-        if not shards:
+        shards = (b for b in self.buffers if b.layout.num_shards > 1 or b.kind is PRE_SHARDED)
+        layouts = sorted(buffer.layout.fingerprint() for buffer in shards)
+        if not layouts:
             return "replicated"
-        layouts = "|".join(sorted(b.layout.fingerprint() for b in shards))
-        return f"rank {rank} of {sha256(layouts.encode()).hexdigest()[:16]}"
+        digest = sha256("|".join(layouts).encode()).hexdigest()
+        return f"rank {rank} of {digest[:16]}"
 
     def __str__(self) -> str:
         return "\n\n".join("\n".join(lines(self)) for lines in (unit_lines, buffer_lines, total_lines))
 
 
 def rule_text(rule: Rule) -> str:
-    """The rule with its hooks as text that processes may compare: without addresses of memory."""
+    """Return the rule with its hooks as text that processes may compare: without addresses of memory."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
 
 
-# --- bytes ----------------------------------------------------------------------------------------------------------
+def state_text(rule: Rule) -> str:
+    """Return the names and dtypes of the states that a rule keeps."""
+    return ", ".join(f"{spec.name} {short(spec.dtype)}" for spec in rule.state_specs) or "none"
 
 
-NUMBERS_IN_WORDS: Mapping[MainFormat, str] = MappingProxyType(
-    {
-        MainFormat.PARAM: "updated in place",
-        MainFormat.FP32_COPY: "fp32 mains",
-        MainFormat.REMAINDER: "fp32 as bf16 + 16-bit remainder",
-        MainFormat.SHORT_REMAINDER: "24 bits as bf16 + 8-bit remainder",
-        MainFormat.FP16_SCALED: "scaled fp16 mains",
-    }
-)
-_MAIN_BYTES: Mapping[MainFormat, int] = MappingProxyType(  # per element, in addition to the parameter
-    {
-        MainFormat.PARAM: 0,
-        MainFormat.FP32_COPY: 4,
-        MainFormat.REMAINDER: 2,
-        MainFormat.SHORT_REMAINDER: 1,
-        MainFormat.FP16_SCALED: 2,
-    }
-)
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+NUMBERS_IN_WORDS: Mapping[MainFormat, str] = {
+    MainFormat.PARAM: "updated in place",
+    MainFormat.FP32_COPY: "fp32 mains",
+    MainFormat.REMAINDER: "fp32 as bf16 + 16-bit remainder",
+    MainFormat.SHORT_REMAINDER: "24 bits as bf16 + 8-bit remainder",
+    MainFormat.FP16_SCALED: "scaled fp16 mains",
+}
+_MAIN_BYTES: Mapping[MainFormat, int] = {  # per element, in addition to the parameter
+    MainFormat.PARAM: 0,
+    MainFormat.FP32_COPY: 4,
+    MainFormat.REMAINDER: 2,
+    MainFormat.SHORT_REMAINDER: 1,
+    MainFormat.FP16_SCALED: 2,
+}
 
 
 def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
@@ -126,22 +132,25 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     that one rank computes for its peers counts as equal shares."""
     total = 0
     rule = unit.rule_of(on_host=on_host)
-    wholes: dict[ParamId, tuple[tuple[int, ...], int]] = {}  # of gathered matrices: the shape, and how many ranks share
-    for layout in (compute.layout for compute in unit.compute if compute.layout.computes.gathers):
+    gathered: dict[
+        ParamId, tuple[tuple[int, ...], int]
+    ] = {}  # the shape of a matrix, and how many ranks share its state
+    for compute in unit.compute:
+        layout = compute.layout
         num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
-        for slot in layout.slots:
-            wholes[slot.matrix.id] = layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners
+        for slot in layout.slots if layout.computes.gathers else ():
+            whole = layout.whole(slot, (0,) * len(layout.sizes))
+            gathered[slot.matrix.id] = whole.shape, num_owners
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
-        if not shapes:
-            continue  # `unit.numbers` may lack the buffer's dtype
-        numbers = unit.numbers[buffer.dtype]
-        for run in buffer.runs(rank):
-            if run.id in shapes and plan.is_on_host(buffer, rank, run.id) is on_host:
-                total += main_bytes(numbers, run.numel)
-                shape, owners = wholes.get(run.id, (shapes[run.id], 1))
-                for spec, num_bytes in kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT)).items():
-                    total += num_bytes // owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
+        for run in buffer.runs(rank) if shapes else ():
+            if run.id not in shapes or plan.is_on_host(buffer, rank, run.id) is not on_host:
+                continue
+            total += main_bytes(unit.numbers[buffer.dtype], run.numel)
+            shape, num_owners = gathered.get(run.id, (shapes[run.id], 1))
+            kept = kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT))
+            for spec, num_bytes in kept.items():
+                total += num_bytes // num_owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
     return total
 
 
@@ -177,7 +186,11 @@ def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLI
     if not any(spec.optional or spec.by_part for spec in specs):
         return {spec: spec_bytes(spec, shape, numel) for spec in specs}
     kept = init_state(rule, torch.empty(shape, dtype=torch.float32, device="meta"), matrix)
-    return {s: kept[s.name].nbytes if s.by_part else spec_bytes(s, shape, numel) for s in specs if s.name in kept}
+    num_bytes = {}
+    for spec in specs:
+        if spec.name in kept:
+            num_bytes[spec] = kept[spec.name].nbytes if spec.by_part else spec_bytes(spec, shape, numel)
+    return num_bytes
 
 
 def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
@@ -191,31 +204,34 @@ def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
     return count * spec.dtype.itemsize
 
 
+# --- the printed plan -------------------------------------------------------------------------------------------------
+
+
 WORDS: Mapping[Computes, str] = {
     Computes.PART: "each rank computes its own block",
     Computes.EVERY: "all ranks gather them, compute all, keep their parts",
     Computes.JOINT: "ranks compute their parts, products are summed",
     Computes.OWNER: "one rank gathers, computes and returns each, balanced by cost",
 }
-
-
-OF_BLOCKS = (
+BLOCKWISE_NOTE = (
     "muon_tp_mode='blockwise': updates depend on the number of tensor-parallel ranks; set muon_tp_mode='duplicated' to "
     "update whole matrices"
 )
 
 
 def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
-    """Lines for a printed plan: matrices by axes and by computing ranks, with muon_tp_mode if it has an effect."""
+    """Yield the matrices that are cut, by axes and computing ranks, with muon_tp_mode if it has an effect."""
     layouts: dict[str, list[ComputeLayout]] = {}
     has_blocks = False
     for plan in plans:
-        has_blocks |= plan.tp_mode is TpMode.BLOCKWISE
         ranks = " x ".join(str(axis.size) for axis in plan.axes)
         names = ", ".join(axis.name for axis in plan.axes)
         line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
-        line += ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
-        line += "" if plan.tp_mode is None else f" (muon_tp_mode={plan.tp_mode.value!r})"
+        if plan.tp_mode is TpMode.BLOCKWISE:
+            has_blocks = True
+            line += ", each tensor-parallel block as a separate matrix"
+        if plan.tp_mode is not None:
+            line += f" (muon_tp_mode={plan.tp_mode.value!r})"
         layouts.setdefault(line, []).append(plan.layout)
     for line, alike in layouts.items():
         count = sum(len(layout.slots) for layout in alike)
@@ -230,18 +246,17 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
                 f"the slowest works {slowest:.2f} times the mean"
             )
     if has_blocks:
-        yield f"  {OF_BLOCKS}"
+        yield f"  {BLOCKWISE_NOTE}"
 
 
 def unit_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines on units: rule, dtypes, state, hooks."""
     for unit in plan.units:
-        numel = sum(p.numel for b in plan.buffers for p in b.params if p.id in unit.ids)
+        numel = sum(run.numel for buffer in plan.buffers for run in buffer.params if run.id in unit.ids)
         yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
         for dtype, numbers in sorted(unit.numbers.items(), key=str):
             yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
-        state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
-        yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
+        yield f"  state: {state_text(unit.rule)}; needs {unit.rule.needs.name.lower()}"
         if hooks := hooks_of(unit.rule):
             yield f"  hooks: {', '.join(map(repr, hooks))}"
         if unit.whole_qkv:
@@ -255,26 +270,28 @@ def buffer_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines on buffers: parameters, buckets, shards, padding."""
     for buffer in plan.buffers:
         layout = buffer.layout
-        padding = layout.numel - layout.params_numel
-        yield (
-            f"{buffer.name}: {len(buffer.params)} parameters in {len(layout.buckets)} buckets, "
-            f"{layout.num_shards} shard{'s' * (layout.num_shards > 1)}, padding {padding / max(layout.numel, 1):.2%}"
-            + (f", {param_bytes(plan, buffer):,} bytes of codes and scales" if buffer.dtype is FP8 else "")
-        )
+        padding = (layout.numel - layout.params_numel) / max(layout.numel, 1)
+        shards = f"{layout.num_shards} shard{'s' * (layout.num_shards > 1)}"
+        line = f"{buffer.name}: {len(buffer.params)} parameters in {len(layout.buckets)} buckets, {shards}"
+        line += f", padding {padding:.2%}"
+        if buffer.dtype is FP8:
+            line += f", {param_bytes(plan, buffer):,} bytes of codes and scales"
+        yield line
 
 
 def total_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines on bytes of state, clipping and loss scaling."""
     ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
 
-    def listed(bytes_of: Callable[[int], int]) -> str:
-        return ", ".join(f"{bytes_of(rank):,}" for rank in range(min(ranks, 8))) + (", ..." if ranks > 8 else "")
+    def by_rank(bytes_of: Callable[[int], int]) -> str:
+        shown = [f"{bytes_of(rank):,}" for rank in range(min(ranks, 9))]
+        return listed(shown, 8)
 
     on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
-    yield f"optimizer state: {listed(plan.state_bytes)} bytes on {on}"
+    yield f"optimizer state: {by_rank(plan.state_bytes)} bytes on {on}"
     if plan.hosted:
-        hosted = listed(partial(plan.state_bytes, on_host=True))
-        staged = listed(partial(staging_bytes, plan))
+        hosted = by_rank(partial(plan.state_bytes, on_host=True))
+        staged = by_rank(partial(staging_bytes, plan))
         yield f"of this on the host: {hosted} bytes; staging buffers, at most: {staged}"
     config = plan.config
     clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"

@@ -6,38 +6,40 @@ the plans of ranks that share parameters.
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import sha256
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Problem
-from opt_distributed.buffers import matches
-from opt_distributed.comm import Roles, agree, agreed, from_all_replicas
+from opt_distributed.buffers import Metas, matches
+from opt_distributed.comm import Axes, Roles, agree, agreed, from_all_replicas
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES
 from opt_kernels.quantized import quantized
-from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
+from opt_paramgroups import ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides
 from opt_stack.planning.design import Design, Groups, Request
-from opt_stack.planning.plan import OF_BLOCKS, rule_text
-from opt_stack.rules.entries import TP_MODE
+from opt_stack.planning.plan import BLOCKWISE_NOTE, rule_text
+from opt_stack.rules.entries import TP_MODE, Group
+from opt_stack.wording import listed
 
 logger = logging.getLogger("opt_stack")
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
 """Fields of the configuration that may differ between ranks."""
 MAX_RANKS_SHOWN = 8  # for each value, in an error
 SHOWN = 60  # characters of each rule, from where they differ
-_OF_THE_RANK = frozenset({"local_shape", "placements"})  # fields of `ParamMeta` that depend on the rank
+_RANK_FIELDS = frozenset({"local_shape", "placements"})  # fields of `ParamMeta` that depend on the rank
 _NOT_COMPARED = frozenset({"params", "param_ids", "name"})  # entries of a group
 _NAMES_SHOWN = 4
 _DECAY = ("wd_mult", "start_wd", "end_wd")
 _KEEP = "{**opt_paramgroups.get_standard_config_overrides(config), **yours}"
 
+DescribedParams = dict[str, dict[str, str]]  # hyper-parameters and attributes as text, by name
 RankCheck = Callable[[Design], Generator[Any, Any, Any]]
 """Yields facts of this rank, picklable, and is sent those of all ranks, a list. May raise ConfigError before it
 yields them: then every rank raises."""
@@ -77,7 +79,8 @@ def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
     for name in texts:
         ranks = _by_value([of_rank.get(name, defaults.get(name, "False")) for of_rank in per_rank])
         if len(ranks) > 1:
-            problems.append(f"{name} is " + ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items()))
+            shown = ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items())
+            problems.append(f"{name} is {shown}")
     if problems:
         raise ConfigError(f"ranks were configured differently: {'; '.join(problems)}; set the same on all ranks")
 
@@ -91,13 +94,19 @@ def _by_value(per_rank: Sequence[str | None]) -> dict[str, list[int]]:
     return ranks
 
 
+def _union(per_rank: Sequence[Iterable[str]]) -> list[str]:
+    """Return the names that any rank reports, without repetitions."""
+    return list(dict.fromkeys(chain.from_iterable(per_rank)))
+
+
 def _some(ranks: list[int]) -> str:
-    more = len(ranks) - MAX_RANKS_SHOWN
-    return f"{ranks[:MAX_RANKS_SHOWN]}" + (f" and {more} more" if more > 0 else "")
+    if len(ranks) <= MAX_RANKS_SHOWN:
+        return str(ranks)
+    return f"{ranks[:MAX_RANKS_SHOWN]} and {len(ranks) - MAX_RANKS_SHOWN} more"
 
 
 def check_effects(design: Design) -> Generator[Any, Any, None]:
-    """Each setting without effect on the parameters of all ranks.
+    """Refuse each setting without effect on the parameters of all ranks.
 
     A model may mix dtypes and layouts: one parameter that feels the setting is enough.
     """
@@ -106,7 +115,7 @@ def check_effects(design: Design) -> Generator[Any, Any, None]:
     per_rank = yield own, {design.model.metas[id].is_dtensor for id in design.groups.rule_of}
     dtypes, are_dtensors = (set().union(*facts) for facts in zip(*per_rank, strict=True))
     config = design.request.config
-    wanted = design.request.config.precision.params
+    wanted = config.precision.params
     problems = []
     # fp16 scales the loss of a model in fp32 as well, under autocast.
     if wanted is not torch.float32 and not config.fp16 and dtypes and wanted not in dtypes:
@@ -125,13 +134,13 @@ def check_effects(design: Design) -> Generator[Any, Any, None]:
 
 
 def _patterns(design: Design) -> Generator[Any, Any, None]:
-    """Patterns of local fp32 accumulation that match no parameter of any chunk on any rank."""
+    """Refuse patterns of local fp32 accumulation that match no parameter of any chunk on any rank."""
     found: dict[str, bool] = {}
     for chunk in design.model.wrapped.values():
         for pattern in chunk.ddp_config.param_name_patterns_for_fp32_local_accumulation:
             found[pattern] = found.get(pattern, False) or any(matches(id.name, (pattern,)) for id in chunk.metas)
     per_rank = yield found
-    for pattern in dict.fromkeys(pattern for of_rank in per_rank for pattern in of_rank):
+    for pattern in _union(per_rank):
         if not any(of_rank.get(pattern) for of_rank in per_rank):
             yield (
                 f"param_name_patterns_for_fp32_local_accumulation: {pattern!r} matches no parameter of any wrapped "
@@ -140,18 +149,20 @@ def _patterns(design: Design) -> Generator[Any, Any, None]:
 
 
 def _fp8(design: Design) -> Generator[Any, Any, None]:
-    """Another recipe than `fp8_recipe`; options of fp8 if no parameter on any rank is stored in it."""
+    """Refuse another recipe than `fp8_recipe`; options of fp8 if no parameter on any rank is stored in it."""
     recipe = design.request.config.fp8_recipe
-    stored = {
-        id: found.recipe.name for id, param in design.model.params.items() if (found := quantized(param)) is not None
-    }
-    for id, of_param in stored.items():
-        if of_param != recipe:
+    is_any_stored = False
+    for id, param in design.model.params.items():
+        stored = quantized(param)
+        if stored is None:
+            continue
+        is_any_stored = True
+        if stored.recipe.name != recipe:
             raise ConfigError(
-                f"fp8_recipe={recipe!r}, but parameter {str(id)!r} is stored with recipe {of_param!r}; set fp8_recipe "
-                "to that of the parameters"
+                f"fp8_recipe={recipe!r}, but parameter {str(id)!r} is stored with recipe {stored.recipe.name!r}; set "
+                "fp8_recipe to that of the parameters"
             )
-    per_rank = yield bool(stored)
+    per_rank = yield is_any_stored
     asks = f"fp8_recipe={recipe!r}" if recipe is not None else ""
     if not asks and any(chunk.ddp_config.fp8_param_gather for chunk in design.model.wrapped.values()):
         asks = "fp8_param_gather=True"
@@ -169,7 +180,7 @@ def _fp8(design: Design) -> Generator[Any, Any, None]:
 
 
 def common_device(design: Design) -> Generator[Any, Any, torch.device]:
-    """Models on different kinds of device. Returns that of this rank; without tensors, one of the others' kind."""
+    """Refuse models on different kinds of device. Return this rank's; without tensors, one of the others' kind."""
     own = design.model.device
     per_rank = yield own
     kinds = _by_value([None if device is None else device.type for device in per_rank])
@@ -180,74 +191,77 @@ def common_device(design: Design) -> Generator[Any, Any, torch.device]:
 
 
 def _trained(design: Design) -> Generator[Any, Any, None]:
-    """A model without trainable parameters."""
+    """Refuse a model without trainable parameters."""
     per_rank = yield len(design.groups.rule_of)
     if sum(per_rank) == 0:
         yield "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"
 
 
 def _rules(design: Design) -> Generator[Any, Any, None]:
-    """Different rules under one name, because parts of a matrix would diverge."""
+    """Refuse different rules under one name, because parts of a matrix would diverge."""
     per_rank = yield {unit.name: rule_text(unit.rule) for unit in design.plan.units}
-    for name in dict.fromkeys(name for of_rank in per_rank for name in of_rank):
+    for name in _union(per_rank):
         ranks = _by_value([of_rank.get(name) for of_rank in per_rank])
         if len(ranks) > 1:
             texts = list(ranks)  # shown from the argument that differs
-            shared = texts[0][: sum(1 for _ in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts)))]
+            num_shared = sum(1 for _ in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts)))
+            shared = texts[0][:num_shared]
             start = max(shared.rfind(before) + len(before) for before in (", ", "("))
-            rules = ", ".join(f"{text[start : start + SHOWN]}... on ranks {_some(at)}" for text, at in ranks.items())
+            end = start + SHOWN
+            rules = ", ".join(f"{text[start:end]}... on ranks {_some(at)}" for text, at in ranks.items())
             yield f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
 
 
 def _decay(design: Design) -> Generator[Any, Any, None]:
-    """Overrides that leave out the standard ones which apply `decoupled_lr`. Warns, on rank 0, of biases and vectors
-    that have weight decay for the same reason.
+    """Refuse overrides that leave out the standard ones which apply `decoupled_lr`. Warn, on rank 0, of biases and
+    vectors that have weight decay for the same reason.
 
     Parameters for which an override sets the decay are the caller's choice, and so is {}: no overrides at all.
     """
-    config = design.request.config
-    given = (
-        {}
-        if design.request.overrides is None
-        else read_overrides(config, design.request.overrides, extra_group_keys=None)
-    )
-    is_decoupled = design.request.overrides is None or any("is_decoupled_lr" in override for override in given.values())
+    request = design.request
+    config = request.config
+    overrides = {} if request.overrides is None else request.overrides
+    given = read_overrides(config, overrides, extra_group_keys=None)
+    is_decoupled = request.overrides is None or any("is_decoupled_lr" in override for override in given.values())
     is_decoupled = is_decoupled or ParamKey(attr="is_embedding_or_output_parameter") in given  # the caller's own rates
     if config.decoupled_lr is not None and not is_decoupled:
         raise ConfigError(
             f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
             f"which apply it; pass {_KEEP}, or leave it at None"
         )
-    standard = get_standard_config_overrides(config, by_name=design.request.by_name)
-    undecayed = [key for key, override in standard.items() if override.get("wd_mult") == 0.0]
-    chosen = [key for key, override in given.items() if not override.keys().isdisjoint(_DECAY)]
-    decayed = (
-        str(id)
-        for group in design.groups.groups
-        if given and any(group.get(name) for name in ("weight_decay", "end_wd"))
-        for id, param in zip(group["param_ids"], group["params"], strict=True)
-        if any(key.matches(param, id.name) for key in undecayed)
-        and not any(key.matches(param, id.name) for key in chosen)
-    )
-    per_rank = yield list(islice(decayed, _NAMES_SHOWN + 1))
-    names = list(dict.fromkeys(name for of_rank in per_rank for name in of_rank))
-    if names and design.request.roles.everyone.rank == 0:
-        shown = ", ".join(map(repr, names[:_NAMES_SHOWN])) + ", ..." * (len(names) > _NAMES_SHOWN)
+    newly_decayed = _newly_decayed(design, given) if given else ()
+    per_rank = yield list(islice(newly_decayed, _NAMES_SHOWN + 1))
+    names = _union(per_rank)
+    if names and request.roles.everyone.rank == 0:
         logger.warning(
             "config_overrides replace the standard ones, so biases and vectors have weight decay now: %s. To keep them "
             "without decay, pass %s; to decay them on purpose, give them an override with wd_mult=1.0",
-            shown, _KEEP,
+            listed([repr(name) for name in names], _NAMES_SHOWN), _KEEP,
         )  # fmt: skip
 
 
+def _newly_decayed(design: Design, given: Mapping[ParamKey, Group]) -> Iterator[str]:
+    """Yield the parameters with weight decay that the standard overrides would not decay, and `given` do not set."""
+    standard = get_standard_config_overrides(design.request.config, by_name=design.request.by_name)
+    undecayed = [key for key, override in standard.items() if override.get("wd_mult") == 0.0]
+    chosen = [key for key, override in given.items() if not override.keys().isdisjoint(_DECAY)]
+    for group in design.groups.groups:
+        if not group.get("weight_decay") and not group.get("end_wd"):
+            continue
+        for id, param in zip(group["param_ids"], group["params"], strict=True):
+            is_undecayed = any(key.matches(param, id.name) for key in undecayed)
+            if is_undecayed and not any(key.matches(param, id.name) for key in chosen):
+                yield str(id)
+
+
 def tp_modes(design: Design) -> Generator[Any, Any, Mapping[str, str]]:
-    """Nothing. Returns `muon_tp_mode` by rule where it has an effect on a matrix of any rank, and warns, on rank 0, of
+    """Return `muon_tp_mode` by rule where it has an effect on a matrix of any rank. Warn, on rank 0, of
     blocks that are updated as separate matrices."""
     plans = [(unit.name.split("/")[0], plan.tp_mode) for unit in design.plan.units for plan in unit.compute]
     per_rank = yield {rule: mode.value for rule, mode in plans if mode is not None}
     modes = {rule: mode for of_rank in per_rank for rule, mode in of_rank.items()}
     if TpMode.BLOCKWISE.value in modes.values() and design.request.roles.everyone.rank == 0:
-        logger.warning("%s", OF_BLOCKS)
+        logger.warning("%s", BLOCKWISE_NOTE)
     return modes
 
 
@@ -259,7 +273,7 @@ RANK_CHECKS: tuple[RankCheck, ...] = (
 def record_tp_modes(groups: Groups, modes: Mapping[str, str]) -> Groups:
     """Return the groups with the tensor-parallel mode of their rule among its choices."""
 
-    def recorded(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def recorded(group: Group) -> Group:
         mode = modes.get(group["optimizer"])
         return group if mode is None else {**group, CHOICES: tuple(sorted((*group[CHOICES], f"{TP_MODE}={mode!r}")))}
 
@@ -272,52 +286,63 @@ def check_peers(design: Design) -> None:
     Raises:
         ConfigError: on every rank, if they do not.
     """
-    problems: list[str] = []
+    roles = design.request.roles
+    # Ranks may hold other experts.
+    problems = [
+        *_peer_problems(design, roles.dense, experts=False),
+        *_peer_problems(design, roles.expert, experts=True),
+    ]
+    agree(roles.everyone, ConfigError(problems[0]) if problems else None)
+
+
+def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
+    """Return how the dense parameters or the experts of this rank's peers differ. Collective."""
+    problems = []
+    local = dict(_described_params(design, experts=experts))
+    digest = sha256(f"{design.plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
+    digests = from_all_replicas(axes, digest)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:  # the same on all peers
+        order = [str(id) for id in design.model.params if str(id) in local]
+        replies = from_all_replicas(axes, (local, order))
+        first, first_order = replies[0]
+        other, other_order = replies[others[0]]
+        difference = _difference(first, other, rank=others[0])
+        difference = difference or _first_out_of_order(first_order, other_order, rank=others[0])
+        problems.append(
+            f"{'expert ' * experts}data-parallel ranks {others} have another plan than rank 0: config, "
+            f"overrides and model must be equal on all ranks that share parameters{difference}"
+        )
+    # Tensor-parallel ranks compare the hyper-parameters of the parameters of which both hold a part.
     keys = {key for group in design.groups.groups for key in group}
-    for axes, experts in (
-        (design.request.roles.dense, False),
-        (design.request.roles.expert, True),
-    ):  # ranks may hold other experts
-        local = dict(_described_params(design, experts=experts))
-        digest = sha256(f"{design.plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
-        digests = from_all_replicas(axes, digest)
-        if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-            order = [str(id) for id in design.model.params if str(id) in local]
-            per_rank, orders = zip(*from_all_replicas(axes, (local, order)), strict=True)
-            difference = _difference(per_rank[0], per_rank[others[0]], rank=others[0])
-            difference = difference or _first_out_of_order(orders[0], orders[others[0]], rank=others[0])
+    numbers: DescribedParams = {}
+    for name, texts in local.items():
+        numbers[name] = {key: text for key, text in texts.items() if key in keys}
+    per_rank = axes.tp.gather_objects(numbers)
+    for rank, of_rank in enumerate(per_rank):
+        both = per_rank[0].keys() & of_rank.keys()
+        first = {name: per_rank[0][name] for name in both}
+        other = {name: of_rank[name] for name in both}
+        if difference := _difference(first, other, rank=rank):
             problems.append(
-                f"{'expert ' * experts}data-parallel ranks {others} have another plan than rank 0: config, "
-                "overrides and model must be equal on all ranks that share parameters"
-                f"{difference}"
+                "tensor-parallel ranks have different hyper-parameters for one parameter"
+                f"{difference}; pass the same overrides and groups on all ranks"
             )
-        # Tensor-parallel ranks compare the hyper-parameters of the parameters of which both hold a part.
-        numbers = {name: {key: text for key, text in all.items() if key in keys} for name, all in local.items()}
-        of_tp = axes.tp.gather_objects(numbers)
-        for rank, of_rank in enumerate(of_tp):
-            both = of_tp[0].keys() & of_rank.keys()
-            first, other = ({name: texts[name] for name in both} for texts in (of_tp[0], of_rank))
-            if first != other:
-                problems.append(
-                    "tensor-parallel ranks have different hyper-parameters for one parameter"
-                    f"{_difference(first, other, rank=rank)}; pass the same overrides and groups on all ranks"
-                )
-    agree(design.request.roles.everyone, ConfigError(problems[0]) if problems else None)
+    return problems
 
 
 def _described_params(design: Design, *, experts: bool) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each parameter by name with its hyper-parameters and attributes as text."""
     ids = {id for unit in design.plan.units if unit.is_expert == experts for id in unit.ids}
+    known = [field.name for field in fields(ParamMeta) if field.name not in _RANK_FIELDS]
     for group in design.groups.groups:
-        values = {key: value for key, value in group.items() if key not in _NOT_COMPARED and _is_plain(value)}
-        numbers = {key: repr(v.tolist() if isinstance(v, Tensor) else v) for key, v in sorted(values.items())}
+        numbers = {}
+        for key, value in sorted(group.items()):
+            if key not in _NOT_COMPARED and _is_plain(value):
+                numbers[key] = repr(value.tolist() if isinstance(value, Tensor) else value)
         for id in sorted(ids.intersection(group["param_ids"])):
-            known = {
-                f.name: repr(getattr(design.model.metas[id], f.name))
-                for f in fields(ParamMeta)
-                if f.name not in _OF_THE_RANK
-            }
-            yield str(id), numbers | known
+            meta = design.model.metas[id]
+            yield str(id), numbers | {name: repr(getattr(meta, name)) for name in known}
 
 
 def _is_plain(value: Any) -> bool:
@@ -327,7 +352,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Tensor)
 
 
-def _difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int) -> str:
+def _difference(first: DescribedParams, other: DescribedParams, *, rank: int) -> str:
     for name in sorted({*first, *other}):
         if name not in first or name not in other:
             return f"; {name} is trained on rank {rank if name in other else 0} only"
@@ -357,7 +382,7 @@ class ModelPart(NamedTuple):
     has_namesakes: bool  # whether a rank with another part has a parameter of the same name
 
 
-def model_part(metas: Mapping[ParamId, ParamMeta], roles: Roles) -> ModelPart:
+def model_part(metas: Metas, roles: Roles) -> ModelPart:
     """Compare the parts of the model that ranks hold: tensor-parallel parts, pipeline stages, experts. Collective."""
     texts = []
     has_namesakes = False
