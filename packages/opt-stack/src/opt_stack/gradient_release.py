@@ -25,6 +25,8 @@ from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_stack.optimizer import Optimizer
 
+ReadGrads = Callable[[], Sequence[Tensor | None]]
+
 
 def release_gradients(optimizer: Optimizer) -> "GradientRelease":
     """Let `optimizer` update in backward from now on. The training loop stays: backward, `step()`, `zero_grad()`.
@@ -54,11 +56,10 @@ class GradientRelease:
         self._device = optimizer.stepper.device
         self._last_norms: Tensor | None = None  # (slots,) float64, of the last iteration that `step()` ended
         self._restart()
-        self._parts: dict[Tensor, tuple[Unit, OwnedPiece, Callable[[], Sequence[Tensor | None]]]] = {
-            piece.param: (unit, piece, piece.source.reader([(piece.id, piece.of_param)]))
-            for unit in optimizer.stepper.units
-            for piece in unit.pieces
-        }
+        self._parts: dict[Tensor, tuple[Unit, OwnedPiece, ReadGrads]] = {}
+        for unit in optimizer.stepper.units:
+            for piece in unit.pieces:
+                self._parts[piece.param] = (unit, piece, piece.source.reader([(piece.id, piece.of_param)]))
         self._stored: dict[Tensor, Any] = {param: (param.dtype, param.device) for param in self._parts}
         kept = ref(self)
 
@@ -96,7 +97,7 @@ class GradientRelease:
         skip = self._skip
         self._last_norms = norms
         if self._updated:
-            self.optimizer.loaded_weights.accept_writes()
+            self.optimizer.loaded_weights.note_step()
         self._restart()
         return StepResult.later(lambda: (not bool(skip), float(norms[0]), None))
 

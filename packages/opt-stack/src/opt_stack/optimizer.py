@@ -21,7 +21,7 @@ from opt_stack.building.parts import Parts
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import ClippedGrads, GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
-from opt_stack.state.live import Held, LiveState, SharedCopies, StateOffload
+from opt_stack.state.live import LiveState, PieceRef, SharedCopies, StateOffload
 from opt_stack.state.state_dicts import find_values
 from opt_stack.torch_scaler import check_scaler
 from opt_stack.unreduced_grads import UnreducedGrads
@@ -84,9 +84,9 @@ class Optimizer(GradientStatistics):
         self.evaluation = parts.evaluation
         self.offload = StateOffload(parts.units, parts.device)
         self.loaded_weights = parts.loaded
-        by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
+        by_param: dict[Tensor, PieceRef] = {held.piece.param: held for held in self._held.values()}
         check = partial(self.offload.check_restored, "optimizer.state")
-        self._live = LiveState(by_param, check, self.loaded_weights.note_state)
+        self._live = LiveState(by_param, check, self.loaded_weights.note_state_load)
 
     @property  # type: ignore[override]  # torch's is a defaultdict
     def state(self) -> MutableMapping[Tensor, dict[str, Tensor]]:
@@ -143,7 +143,7 @@ class Optimizer(GradientStatistics):
         with self.recorder.on_error():
             result = self.stepper.step(self._groups_of_step())
         self.evaluation.note_rates(self.param_groups)
-        self.loaded_weights.accept_writes()
+        self.loaded_weights.note_step()
         return result
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -233,7 +233,7 @@ class Optimizer(GradientStatistics):
             with self.recorder.on_error():
                 made = self.stepper.step_with_ready_grads(self.param_groups)
         self.evaluation.note_rates(self.param_groups)
-        self.loaded_weights.accept_writes()
+        self.loaded_weights.note_step()
         return made
 
     def train(self, mode: bool = True) -> None:
@@ -242,7 +242,7 @@ class Optimizer(GradientStatistics):
             self.eval()
         elif self.evaluation.is_evaluating:
             self.complete_params()
-            with self.loaded_weights.own_writes():
+            with self.loaded_weights.writing_without_step():
                 self.evaluation.end_()
 
     def eval(self) -> None:
@@ -255,7 +255,7 @@ class Optimizer(GradientStatistics):
         """
         self.offload.check_restored("eval()")
         self.complete_params()
-        with self.loaded_weights.own_writes():
+        with self.loaded_weights.writing_without_step():
             self.evaluation.begin_(self.param_groups)
 
     def _groups_of_step(self) -> Sequence[dict[str, Any]]:
@@ -343,7 +343,7 @@ class Optimizer(GradientStatistics):
         for unit, piece in self._held.values():
             if self.evaluation.keeps_weights_of(unit):
                 reset_state_(unit, piece)
-        self.loaded_weights.note_state()
+        self.loaded_weights.note_state_load()
 
     def offload_to_cpu(self) -> None:
         """Move main values and state to pinned host memory and free their device memory; parameters stay.

@@ -136,16 +136,15 @@ class QKClip:
         self.threshold = threshold
         self.alpha = alpha
         self._roles: Roles = optimizer.roles
-        self._names = {
-            id(param): str(id_)
-            for group in optimizer.param_groups
-            for id_, param in zip(group["param_ids"], group["params"], strict=True)
-        }
+        self._names: dict[int, str] = {}  # by identity of the parameter: a tensor compares its elements
+        for group in optimizer.param_groups:
+            for param_id, param in zip(group["param_ids"], group["params"], strict=True):
+                self._names[id(param)] = str(param_id)
         everyone = self._roles.everyone
         problem = agreed(everyone, lambda: next(self._problems(), ""))
         agree(everyone, ConfigError(f"QKClip: {problem}") if problem else None)
         agree(everyone, self._difference())
-        self._pieces: dict[int, list[OwnedPiece]] = {}  # by identity of the parameter: a tensor compares its elements
+        self._pieces: dict[int, list[OwnedPiece]] = {}  # likewise
         for unit in optimizer.stepper.units:
             for piece in unit.pieces:
                 self._pieces.setdefault(id(piece.param), []).append(piece)
@@ -181,7 +180,7 @@ class QKClip:
         if clips:
             for chunk in self.optimizer.wrapped:
                 chunk.finish_param_sync()  # a gather under way would send what is written now
-            with self.optimizer.loaded_weights.own_writes():  # with ZeRO-1, those of one replica only
+            with self.optimizer.loaded_weights.writing_without_step():  # with ZeRO-1, those of one replica only
                 for layer, of_layer in zip(self.layers, torch.split(logits, num_heads)):
                     self._clip_(layer, of_layer)
             for unit in self.optimizer.stepper.units:

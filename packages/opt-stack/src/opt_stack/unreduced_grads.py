@@ -10,6 +10,7 @@ from opt_distributed.pieces import BufferedGrads
 from opt_distributed.step import Stepper
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import caller_level
+from opt_stack.wording import and_more
 
 NUM_ITERATIONS = 3
 """Iterations that are watched: a loop that clips does so from the start."""
@@ -72,7 +73,7 @@ class UnreducedGrads:
             self._hooks = []
         if written:
             warnings.warn(
-                f"the gradient of {str(written[0])!r} (and {len(written) - 1} more) was written between backward and "
+                f"the gradient of {and_more(written)} was written between backward and "
                 "step(), but until step() averages it over ranks it is that of this rank: "
                 "torch.nn.utils.clip_grad_norm_ clips it by the norm of one rank. To clip by the norm over all ranks, "
                 "call optimizer.clip_grad_norm_(max_norm) instead, or leave clipping to step() and "
@@ -82,6 +83,6 @@ class UnreducedGrads:
             )
 
     def _is_written(self, at: ParamId, identity: int, version: int) -> bool:
-        """Whether the gradient is the tensor that backward left, and was written more often than expected."""
+        """Return whether the gradient is the tensor that backward left, and was written more often than expected."""
         grad = self._params[at].grad
         return grad is not None and id(grad) == identity and grad._version - version > self.num_expected

@@ -51,32 +51,32 @@ class Writes:
         self._addresses: list[int] = []
         self._storages: list[StorageWeakRef | None] = []
         self._numbers: list[int] = []  # of the storages, in torch
-        self.accept()
+        self.set_baseline()
 
-    def count(self) -> None:
+    def count_step(self) -> None:
         """Count one more write of the owner to each. A tensor that others have moved is still to be noticed."""
         torch.autograd.graph.increment_version(self._counted)
         self._versions = list(map(self._version, self.tensors))
 
-    def accept(self) -> None:
-        """Take the writes until now for the owner's."""
+    def set_baseline(self) -> None:
+        """Compare with the present versions and places from now on: earlier writes count as the owner's."""
         self._versions = list(map(self._version, self.tensors))
         if not self._storages or not self._are_in_place():
             self._addresses = list(map(self._address, self.tensors))
             self._storages = [_storage(tensor) for tensor in self.tensors]
             self._numbers = [storage.cdata for storage in self._storages if storage is not None]
 
-    def are_all_own(self) -> bool:
-        """Whether no other code has written to the tensors or moved them."""
-        return list(map(self._version, self.tensors)) == self._versions and self._are_in_place()
+    def has_foreign(self) -> bool:
+        """Return whether other code has written to the tensors or moved them."""
+        return list(map(self._version, self.tensors)) != self._versions or not self._are_in_place()
 
-    def of_others(self) -> list[Tensor]:
-        """The tensors that other code has written or moved."""
+    def foreign(self) -> list[Tensor]:
+        """Return the tensors that other code has written or moved."""
         return [tensor for tensor, mark in zip(self.tensors, self.marks, strict=True) if not is_unwritten(tensor, mark)]
 
     @property
     def marks(self) -> list[Mark]:
-        """The accepted marks of the tensors."""
+        """The marks of the tensors at the baseline."""
         return list(map(Mark, self._versions, self._addresses, self._storages))
 
     def _are_in_place(self) -> bool:
@@ -171,7 +171,7 @@ class FollowingMains:
             shards = list(map(local, self._copied)) if is_sharded else self._copied  # those of DTensors may be replaced
         before = self._writes
         is_same = before is not None and all(map(is_, before.tensors, shards))
-        if before is None or not is_same or not before.are_all_own():
+        if before is None or not is_same or before.has_foreign():
             followed = self.followed
             for param, state, shard in zip(self._copied, self._states, shards, strict=True):
                 mark = followed.get(param)
@@ -185,4 +185,4 @@ class FollowingMains:
         """Count what torch's operations have written in the update, so that the next one does not take it for writes
         of other code."""
         if self._writes is not None:
-            self._writes.accept()
+            self._writes.set_baseline()

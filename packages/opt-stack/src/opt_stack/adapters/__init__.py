@@ -156,7 +156,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
             self.built.state = value
 
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
-        """One step of `built`. Collective, as is `build`."""
+        """Take one step of `built`. Collective, as is `build`."""
         return self.build().step(closure)
 
     @property
@@ -176,14 +176,14 @@ class DeferredOptimizer(torch.optim.Optimizer):
             self._built.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> None:
-        """Like `Optimizer.train`, for rules that evaluate with other weights. Does nothing before it is built."""
+        """Call `Optimizer.train`, for rules that evaluate with other weights. Does nothing before it is built."""
         if not mode:
             self.eval()
         elif self._built is not None:
             self._built.train()
 
     def eval(self) -> None:
-        """Like `Optimizer.eval`, for rules that evaluate with other weights. Collective, as is `build`."""
+        """Call `Optimizer.eval`, for rules that evaluate with other weights. Collective, as is `build`."""
         self.build().eval()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of `built`. Before parameters are replaced, the groups without state.
+        """Return the state of `built`. Before parameters are replaced, the groups without state.
 
         Collective, as is `build`, after parameters were replaced, and inside torch.distributed.checkpoint, which loads
         into the state that is returned here.
@@ -203,7 +203,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         return self.build().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
-        """Like `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
+        """Call `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
         if self._is_untouched() and not options and state_dict.get("state") == {}:
             matched = match(state_dict, self.param_groups)
             for group, saved in zip(self.param_groups, matched.groups, strict=True):
@@ -212,7 +212,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         self.build().load_state_dict(state_dict, **options)
 
     def _is_untouched(self) -> bool:
-        """Whether it is not built, and no parameter was replaced."""
+        """Return whether it is not built, and no parameter was replaced."""
         kept = (original() is param for original, param in zip(self._originals, self._present(), strict=True))
         return self._built is None and all(kept)
 

@@ -68,11 +68,6 @@ def _default(of: Field[Any]) -> Any:
 
 def _key(key: Any) -> ParamKey:
     """Convert a parameter key of Megatron-Core."""
-    return ParamKey(
-        name=key.name,
-        attr=key.attr,
-        predicate=tuple(ParamPredicate(name=one.name, fn=one.fn) for one in many(key.predicate)),
-        with_name_predicate=tuple(
-            ParamWithNamePredicate(name=one.name, fn=one.fn) for one in many(key.with_name_predicate)
-        ),
-    )
+    predicates = tuple(ParamPredicate(name=one.name, fn=one.fn) for one in many(key.predicate))
+    with_name = tuple(ParamWithNamePredicate(name=one.name, fn=one.fn) for one in many(key.with_name_predicate))
+    return ParamKey(name=key.name, attr=key.attr, predicate=predicates, with_name_predicate=with_name)

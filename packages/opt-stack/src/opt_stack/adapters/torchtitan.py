@@ -13,6 +13,7 @@ from opt_kernels.hooks import GivenHooks
 from opt_kernels.params import HELD, HOOKS
 from opt_stack.factory import get_optimizer
 from opt_stack.planning.design import Overrides
+from opt_stack.rules.entries import Group
 from opt_stack.rules.registry import Registry
 
 
@@ -81,7 +82,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors and hyper-parameters by torchtitan's keys.
+        """Return live tensors and hyper-parameters by torchtitan's keys.
 
         Raises:
             RuntimeError: the parameters hold weights to evaluate with, or the state is on the host.
@@ -90,11 +91,9 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         optimizer.check_ready("state_dict()")
         self._follow_model_()
         saved = optimizer.state_dict()
-        flat = {
-            f"state.{self._names[index]}.{key}": value
-            for index, of_param in saved["state"].items()
-            for key, value in of_param.items()
-        }
+        flat: dict[str, Any] = {}
+        for index, of_param in saved["state"].items():
+            flat |= {f"state.{self._names[index]}.{key}": value for key, value in of_param.items()}
         for group in saved["param_groups"]:
             for index in group["params"]:
                 flat |= {f"param_groups.{self._names[index]}.{key}": value for key, value in _hyper(group)}
@@ -109,10 +108,10 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         """
         (optimizer,) = self.optimizers
         present = optimizer.state_dict()
-        state = {
-            index: {key: _saved(state_dict, f"state.{self._names[index]}.{key}") for key in of_param}
-            for index, of_param in present["state"].items()
-        }
+        state = {}
+        for index, of_param in present["state"].items():
+            name = self._names[index]
+            state[index] = {key: _saved(state_dict, f"state.{name}.{key}") for key in of_param}
         groups = [self._saved_group(state_dict, group) for group in present["param_groups"]]
         optimizer.load_state_dict({**present, "state": state, "param_groups": groups})
         self._follows_model = False
@@ -122,8 +121,8 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         if self._follows_model:
             self.optimizers[0].reload_model_params()
 
-    def _saved_group(self, state_dict: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """The group with the values with which all of its parameters were saved."""
+    def _saved_group(self, state_dict: Mapping[str, Any], group: Group) -> dict[str, Any]:
+        """Return the group with the values with which all of its parameters were saved."""
         names = [self._names[index] for index in group["params"]]
         saved = dict(group)
         for key in (key for key, _ in _hyper(group) if names):
@@ -144,9 +143,8 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         return saved
 
 
-def _hyper(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The hyper-parameters of a group and the choices of its rule, without its name and hooks, which not every group
-    has."""
+def _hyper(group: Group) -> Iterator[tuple[str, Any]]:
+    """Yield the hyper-parameters of a group and the choices of its rule. Not every group has a name and hooks."""
     return ((key, value) for key, value in group.items() if key not in (*HELD, HOOKS, "name"))
 
 

@@ -30,7 +30,7 @@ from opt_stack.building.sources import build_sources
 from opt_stack.building.units import build_units
 from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, refuse
 from opt_stack.planning.design import Design
-from opt_stack.state.live import Held, SharedCopies
+from opt_stack.state.live import PieceRef, SharedCopies
 from opt_stack.state.weights import Evaluation, Groups, LoadedWeights, OptimizerStateGuard
 
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatron-Core's separate ones
@@ -46,7 +46,7 @@ class Parts:
     peer_sums: PeerSums
     slots: tuple[str, ...]  # names of the gradient norms, equal on all ranks
     scaler: Scaler
-    held: Mapping[ParamId, Held]  # the pieces of this rank
+    held: Mapping[ParamId, PieceRef]  # the pieces of this rank
     evaluation: Evaluation
     loaded: LoadedWeights
 
@@ -70,7 +70,7 @@ def build_parts(design: Design, device: torch.device) -> Parts:
     for is_expert, axes in ((False, roles.dense), (True, roles.expert)):
         of_family = [sources.of_buffers[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
         families.append(Family(sources=of_family, axes=axes))
-    held = {piece.id: Held(unit, piece) for unit in units for piece in unit.pieces}
+    held = {piece.id: PieceRef(unit, piece) for unit in units for piece in unit.pieces}
     evaluation = Evaluation(units)
     loaded = LoadedWeights(
         [piece for _, piece in held.values()],

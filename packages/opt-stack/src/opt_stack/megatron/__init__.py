@@ -214,11 +214,13 @@ def _get_megatron_optimizer_based_on_param_groups(
                 "...)"
             )
         _check_buffers(model_chunks, per_model_buffers or {})
-        dp = data_parallel_group
-        gloo = data_parallel_group_gloo
-        mp = model_parallel_group
         return _process_groups(
-            model_chunks, dp=dp, gloo=gloo, mp=mp, intra_dist_opt=intra_dist_opt_group, tp=tensor_parallel_group
+            model_chunks,
+            dp=data_parallel_group,
+            gloo=data_parallel_group_gloo,
+            mp=model_parallel_group,
+            intra_dist_opt=intra_dist_opt_group,
+            tp=tensor_parallel_group,
         )
 
     everyone = world() if intra_dist_opt_group is None else TorchComm(intra_dist_opt_group)

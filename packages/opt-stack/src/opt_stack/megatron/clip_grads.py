@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from opt_config import ConfigError
-from opt_distributed.comm import TorchComm, world
+from opt_distributed.comm import Comm, TorchComm, world
 from opt_paramgroups import is_dtensor
 from opt_stack.megatron.modules import absent
 
@@ -32,7 +32,7 @@ def get_grad_norm_fp32(
     """
     norm_type = float(norm_type)
     grads = _plain(grads_for_norm)
-    comm = world() if grad_stats_parallel_group is None else TorchComm(grad_stats_parallel_group)
+    comm = _comm(grad_stats_parallel_group)
     if math.isinf(norm_type):
         norms = comm.gather_objects([float(grad.abs().amax()) for grad in grads if grad.numel()])
         largest = [norm for of_rank in norms for norm in of_rank]
@@ -68,29 +68,33 @@ def count_zeros_fp32(
     Parameters marked `shared` are not counted, and those that tensor parallelism replicates only on the first rank of
     `tp_group`. Raises ConfigError as `clip_grad_by_total_norm_fp32`.
     """
-    is_first = tp_group is None or tp_group.rank() == 0
-    counted = [
-        param
-        for param in ([parameters] if isinstance(parameters, Tensor) else parameters)
-        if not getattr(param, "shared", False) and (is_first or getattr(param, "tensor_model_parallel", False))
-    ]
+    counted = [param for param in _listed(parameters) if not getattr(param, "shared", False)]
+    if tp_group is not None and tp_group.rank() > 0:
+        counted = [param for param in counted if getattr(param, "tensor_model_parallel", False)]
     zeros = sum(grad.numel() - int(grad.count_nonzero()) for grad in _grads(counted, use_decoupled_grad))
-    comm = world() if grad_stats_parallel_group is None else TorchComm(grad_stats_parallel_group)
+    comm = _comm(grad_stats_parallel_group)
     return sum(comm.gather_objects(zeros))
 
 
 def _grads(parameters: Iterable[Tensor] | Tensor, use_decoupled_grad: bool) -> Sequence[Tensor]:
     if use_decoupled_grad:
         raise ConfigError("use_decoupled_grad=True: gradients here are in param.grad only; leave it at False")
-    given = [parameters] if isinstance(parameters, Tensor) else parameters
-    return _plain(param.grad for param in given if param.grad is not None)
+    return _plain(param.grad for param in _listed(parameters) if param.grad is not None)
 
 
 def _plain(tensors: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    found = _listed(tensors)
     if any(is_dtensor(tensor) for tensor in found):
         raise ConfigError(
             "a gradient is a DTensor, whose mesh this function does not sum over; use optimizer.get_grad_norm(), "
             "clip_grad_norm(max_norm) and count_zeros() between prepare_grads() and step_with_ready_grads()"
         )
     return found
+
+
+def _listed(tensors: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _comm(group: ProcessGroup | None) -> Comm:
+    return world() if group is None else TorchComm(group)

@@ -14,7 +14,7 @@ class _FromCommandLine:
     """
 
     def _without_effect(self) -> list[str]:
-        """The fields of the object that have no effect."""
+        """Return the fields of the object that have no effect."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ def _of_matrices(config: OptimizerConfig, overrides: Overrides | None) -> tuple[
 
 @wraps(get_optimizer, assigned=())
 def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
-    """`opt_stack.get_optimizer` with Megatron-Core's meaning of some settings.
+    """Call `opt_stack.get_optimizer` with Megatron-Core's meaning of some settings.
 
     `use_distributed_optimizer=True` with a rule of matrices means layer-wise sharding: see `layer_wise`. Weight decay
     and matrix rules follow the shapes of parameters, the name `*.bias` and `is_embedding_or_output_parameter` only:

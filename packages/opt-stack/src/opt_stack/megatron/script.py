@@ -49,8 +49,8 @@ class ScriptOptimizer(Optimizer):
         self.load_state_dict(agreed(self._everyone, lambda: torch.load(filename, weights_only=True)))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
-        """`Optimizer.load_state_dict`. Of another rank's part, only groups and loss scale are loaded: the state follows
-        by `load_parameter_state`."""
+        """Call `Optimizer.load_state_dict`. Of another rank's part, only groups and loss scale are loaded: the state
+        follows by `load_parameter_state`."""
         layouts = state_dict.get("layout", ()) if self.has_rank_local_state and isinstance(state_dict, Mapping) else ()
         is_of_other = any(_without_rank(text) == _without_rank(self._layout_id) for text in layouts)
         is_of_other = is_of_other and self._layout_id not in layouts
@@ -61,7 +61,7 @@ class ScriptOptimizer(Optimizer):
             self._lacks_parameter_state = any(self._everyone.gather_objects(is_of_other))
 
     def check_ready(self, what: str) -> None:
-        """As `Optimizer.check_ready`; RuntimeError too if the state has not been loaded, on all ranks."""
+        """Call `Optimizer.check_ready`; raise RuntimeError too if the state has not been loaded, on all ranks."""
         super().check_ready(what)
         if self._lacks_parameter_state and what != "load_state_dict()":
             raise RuntimeError(
@@ -117,7 +117,7 @@ def clip_qk(model: Sequence[nn.Module], log_max_only: bool = False) -> float:
 
 
 def _attention_layers(model: Sequence[nn.Module]) -> Iterator[Any]:
-    """The attention modules of Megatron-Core that have recorded logits."""
+    """Yield the attention modules of Megatron-Core that have recorded logits."""
     for module in (module for chunk in model for module in chunk.modules()):
         core = getattr(module, "core_attention", None)
         if getattr(core, "current_max_attn_logits", None) is not None:
@@ -134,8 +134,9 @@ def _attention(layer: Any) -> Attention:
             head_dim=config.kv_channels,
             gate_dim=config.kv_channels if getattr(config, "attention_output_gate", False) else 0,
         )
+    query_up = layer.linear_q_proj if config.q_lora_rank is None else layer.linear_q_up_proj
     return latent_attention(
-        layer.linear_q_up_proj.weight if config.q_lora_rank is not None else layer.linear_q_proj.weight,
+        query_up.weight,
         layer.linear_kv_up_proj.weight,
         num_heads=config.num_attention_heads,
         nope_dim=config.qk_head_dim,

@@ -3,12 +3,12 @@
 import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
+from opt_distributed.buffers import Metas, Params
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import (
     GivenHooks,
@@ -24,13 +24,14 @@ from opt_kernels.hooks import (
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
-from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups import ParamId
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import RULE_FIELDS, Registry
 
 logger = logging.getLogger("opt_stack")
-OF_RULE = (HOOKS, CHOICES)  # entries that record how its rule was built
+RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built
 Group = Mapping[str, Any]
+Pair = tuple[Group, Group]  # a current group and a saved one
 HYPER_KEYS = ("betas", "eps", "momentum")
 """The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
 _DECAYS = ("weight_decay", "start_wd", "end_wd")
@@ -39,13 +40,9 @@ _SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum
 _FLAGS_OF_TORCH = ("amsgrad", "maximize", "nesterov")
 _DEFAULT_DECAY: float = OptimizerConfig().weight_decay
 _COMMON = {*HELD, "name", "is_expert_parallel", "default_config", CHOICES, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS}
-_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("foreach", "fused", "capturable"), (None, False, True)),
-        **dict.fromkeys(("amsgrad", "maximize", "differentiable", "nesterov"), (False,)),
-        "dampening": (0,),
-    }
-)
+_NEUTRAL: dict[str, tuple[object, ...]] = {"dampening": (0,)}
+_NEUTRAL |= dict.fromkeys(("foreach", "fused", "capturable"), (None, False, True))
+_NEUTRAL |= dict.fromkeys(("amsgrad", "maximize", "differentiable", "nesterov"), (False,))
 """Entries of the groups of torch's optimizers, with the values that have no effect."""
 
 
@@ -53,10 +50,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 
 
 def complete_groups(
-    param_groups: Sequence[Mapping[str, Any]],
+    param_groups: Sequence[Group],
     config: OptimizerConfig,
-    params: Mapping[ParamId, nn.Parameter],
-    metas: Mapping[ParamId, ParamMeta],
+    params: Params,
+    metas: Metas,
 ) -> list[dict[str, Any]]:
     """Return new groups with every entry of `get_param_groups`: the caller's value, else the configuration's.
     Parameters of the model that are in no group are not trained.
@@ -72,11 +69,15 @@ def complete_groups(
         if not isinstance(given, Mapping) or "params" not in given:
             raise ConfigError(f"param_groups[{number}] is {type(given).__name__}; must be a dict with 'params'")
         name = given.get("name", f"group {number}")
-        held = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
+        params_given = given["params"]
+        held = [params_given] if isinstance(params_given, Tensor) else list(params_given)
         for param in held:
             if id(param) not in ids:
-                shown = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
-                frozen = ", which is frozen" if isinstance(param, Tensor) and not param.requires_grad else ""
+                shown = f"{param!r}"
+                frozen = ""
+                if isinstance(param, Tensor):
+                    shown = f"of shape {tuple(param.shape)}"
+                    frozen = "" if param.requires_grad else ", which is frozen"
                 raise ConfigError(
                     f"group {name!r} has a parameter {shown}{frozen}: it is not a trainable parameter of model_chunks; "
                     "leave it out"
@@ -109,24 +110,27 @@ def complete_groups(
     return groups
 
 
-def _completed(given: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
+def _completed(given: Group, config: OptimizerConfig) -> dict[str, Any]:
     """Add the missing entries to `given`. Unset rates are the configuration's, times the group's `lr_mult`."""
     wd_mult = given.get("wd_mult", 1.0)
     lr_mult = given.get("lr_mult", 1.0)
     rates = (given.get("max_lr"), given.get("lr"), _times(config.lr, lr_mult))
     max_lr = next((rate for rate in rates if rate is not None), None)
-    return {
+    weight_decay = _times(given.get("start_wd", config.weight_decay), wd_mult)
+    group = {
         "wd_mult": wd_mult,
         "lr_mult": lr_mult,
         "is_decoupled_lr": False,
         "default_config": False,
         "optimizer": config.optimizer,
         "min_lr": _times(config.min_lr, lr_mult),
-        "weight_decay": _times(given.get("start_wd", config.weight_decay), wd_mult),
+        "weight_decay": weight_decay,
         **given,
         "max_lr": max_lr,
-        "lr": given["lr"] if given.get("lr") is not None else max_lr,
     }
+    if group.get("lr") is None:
+        group["lr"] = max_lr
+    return group
 
 
 def _times(value: float | None, factor: float) -> float | None:
@@ -200,11 +204,11 @@ def warn_of_unread_fields(groups: Sequence[Group], registry: Registry, config: O
     """
     rules = sorted({group[RULE] for group in groups})
     read = frozenset[str]().union(*(registry.fields_read(name, config) for name in rules))
-    unread = [
-        f"{field.name}={getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if field.name in RULE_FIELDS - read and getattr(config, field.name) != field.default
-    ]
+    unread = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in RULE_FIELDS - read and value != field.default:
+            unread.append(f"{field.name}={value!r}")
     if unread:
         logger.warning(
             "%s: without effect, because only other rules read such fields and all parameter groups are updated by %s",
@@ -253,11 +257,11 @@ def _check_entries(
         for key, value in group.items():
             if key in _COMMON or key in used or key in extra_group_keys or key.startswith("initial_"):
                 continue
-            if (
-                value is config.decoupled_weight_decay
-                if key == "decoupled_weight_decay"
-                else value in _NEUTRAL.get(key, ())
-            ):
+            if key == "decoupled_weight_decay":
+                is_neutral = value is config.decoupled_weight_decay
+            else:
+                is_neutral = value in _NEUTRAL.get(key, ())
+            if is_neutral:
                 continue
             optimizer = f"optimizer {group['optimizer']!r}"
             if key in HYPER_KEYS:
@@ -286,7 +290,7 @@ def check_bounds(group: Group, rule: Rule | None) -> None:
 # may mean something else under another choice of a formula, so it is refused. The options of a matrix rule change how
 # its state is used, not what it means: a load with other options logs a warning.
 
-_OF_PRECISION = ("backend", "fp32_matmul_prec", "use_syrk")  # options that change only rounding and speed
+_PRECISION_OPTIONS = ("backend", "fp32_matmul_prec", "use_syrk")  # options that change only rounding and speed
 TP_MODE = "tp_mode"  # recorded only where tensor parallelism cuts a matrix of the rule
 
 
@@ -297,10 +301,14 @@ def choices_of(rule: Rule) -> dict[str, Any]:
     """
     rule = bare(rule)
     if isinstance(rule, ElementwiseRule):
-        constants = dict(rule.formula.constants)
-        recorded = {choice.name: constants[choice.name] for choice in rule.formula.choices if choice.is_recorded}
-        return {**recorded, "maximize": rule.maximize}
+        return {**_recorded(rule), "maximize": rule.maximize}
     return dict(_options(rule))
+
+
+def _recorded(rule: ElementwiseRule) -> dict[str, Any]:
+    """Return the choices of the rule's formula that groups record."""
+    constants = dict(rule.formula.constants)
+    return {choice.name: constants[choice.name] for choice in rule.formula.choices if choice.is_recorded}
 
 
 def _options(rule: object) -> Iterator[tuple[str, Any]]:
@@ -309,7 +317,7 @@ def _options(rule: object) -> Iterator[tuple[str, Any]]:
         value = getattr(rule, field.name, None)
         if dataclasses.is_dataclass(value):
             yield from _options(value)
-        elif field.init and field.compare and field.name not in (*_OF_PRECISION, TP_MODE) and _is_plain(value):
+        elif field.init and field.compare and field.name not in (*_PRECISION_OPTIONS, TP_MODE) and _is_plain(value):
             yield field.name, value.value if isinstance(value, NamedChoice) else value
 
 
@@ -323,7 +331,8 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
 
     A group without a record passes: older versions and other optimizers write none. `rules` are those of this rank.
     """
-    for name, before, after in _differences(group, saved):
+    differences = list(_differences(group, saved))
+    for name, before, after in differences:
         if name == TP_MODE and repr(TpMode.BLOCKWISE.value) in (before, after):
             raise ConfigError(
                 f"group {group['name']!r} was saved with muon_tp_mode={before}, but has muon_tp_mode={after}, by which "
@@ -331,7 +340,7 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
                 f"the saved groups to continue with {after}"
             )
     if isinstance(rules.get(group["optimizer"]), ElementwiseRule):
-        for name, before, after in _differences(group, saved):
+        for name, before, after in differences:
             raise ConfigError(
                 f"group {group['name']!r} was saved with {name}={before}, but optimizer {group['optimizer']!r} has "
                 f"{name}={after}, for which state may mean something else; build it with the saved choice, or delete "
@@ -341,7 +350,8 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
 
 def warn_of_other_choices(group: Group, saved: Group) -> None:
     """Log a warning for each hook and option of the rule that differs from those `saved` was saved with."""
-    before, after = (tuple(one.get(HOOKS, ())) for one in (saved, group))
+    before = tuple(saved.get(HOOKS, ()))
+    after = tuple(group.get(HOOKS, ()))
     if before != after:
         logger.warning(
             "group %r continues with hooks %s, but was saved with %s",
@@ -356,19 +366,23 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
     Groups of different rules do not differ in this sense."""
     if saved.get("optimizer", group["optimizer"]) != group["optimizer"]:
         return
-    texts = ([str(text).partition("=") for text in one.get(CHOICES) or ()] for one in (saved, group))
-    before, after = ({name: value for name, _, value in parts} for parts in texts)
+    before = _choice_texts(saved)
+    after = _choice_texts(group)
     for name in before.keys() & after.keys():
         if before[name] != after[name]:
             yield name, before[name], after[name]
 
 
+def _choice_texts(group: Group) -> dict[str, str]:
+    """Return the value of each choice that a group records."""
+    parts = (str(text).partition("=") for text in group.get(CHOICES) or ())
+    return {name: value for name, _, value in parts}
+
+
 # --- numbers of loaded groups -----------------------------------------------------------------------------------------
 
 
-def check_loaded_numbers(
-    loaded: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], rules: Mapping[str, Rule]
-) -> None:
+def check_loaded_numbers(loaded: Iterable[Pair], rules: Mapping[str, Rule]) -> None:
     """Raise ConfigError if a hyper-parameter of a loaded group is not valid, or if flags of torch's optimizer, or
     choices of a drop-in, were saved as entries of the group, and the rule has others.
 
@@ -378,15 +392,19 @@ def check_loaded_numbers(
     for group, saved in loaded:
         name = group["name"]
         rule = rules.get(group["optimizer"])
-        formula = rule.formula if isinstance(rule, ElementwiseRule) else None
         check_bounds({**{key: saved[key] for key in saved if key in group}, "name": name}, rule)
-        if rule is not None:
-            chosen = dict(formula.constants) if formula else {}
-            flags = {flag: bool(chosen.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
-            recorded = {c.name: chosen[c.name] for c in formula.choices if c.is_recorded} if formula else {}
-            for flag, own in {**flags, **recorded}.items():
-                if flag in saved and (bool(saved[flag]) if isinstance(own, bool) else saved[flag]) != own:
-                    raise ConfigError(
-                        f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; "
-                        "build it with the saved option, or set it in the state dict to continue without it"
-                    )
+        if rule is None:
+            continue
+        choices: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
+        if isinstance(rule, ElementwiseRule):
+            choices = dict(rule.formula.constants)
+            recorded = _recorded(rule)
+        flags = {flag: bool(choices.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
+        for flag, own in {**flags, **recorded}.items():
+            value = saved.get(flag, own)
+            if (bool(value) if isinstance(own, bool) else value) != own:
+                raise ConfigError(
+                    f"group {name!r} was saved with {flag}={value!r}, but optimizer {rule.name!r} has {own}; "
+                    "build it with the saved option, or set it in the state dict to continue without it"
+                )

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,15 +41,19 @@ class RuleEntry:
     reads_fields: bool = True  # False: no number of the rule comes from a field such as adam_beta1
 
 
-OfFields = Callable[[OptimizerConfig], Mapping[str, Any]]
+ReadFields = Callable[[OptimizerConfig], Mapping[str, Any]]
 _REFUSED = {
     "backend": "the stack chooses the fastest backend",
     "stochastic_rounding": "the stack keeps main values; only the drop-in optimizers of opt-kernels round so",
 }
 
 
-def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}, reads_fields: bool = False) -> RuleEntry:
-    """The entry of a formula.
+def _no_fields(config: OptimizerConfig) -> Mapping[str, Any]:
+    return {}
+
+
+def formula_entry(formula: Formula, *, fields: ReadFields = _no_fields, reads_fields: bool = False) -> RuleEntry:
+    """Return the entry of a formula.
 
     Initial values of its numbers come from `fields` (values of configuration fields), else from `optimizer_options`,
     else from the formula's defaults. Its choices and the dtypes of its states, `<state>_dtype`, come from
@@ -59,8 +62,10 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}, rea
     numbers = {name: default for name, default in formula.defaults.items() if name not in ("lr", "weight_decay")}
 
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
-        options = _options(formula, config, fields(config))
-        return {**numbers, **{name: value for name, value in options.items() if name in numbers}, **fields(config)}
+        of_fields = fields(config)
+        options = _options(formula, config, of_fields)
+        given = {name: value for name, value in options.items() if name in numbers}
+        return {**numbers, **given, **of_fields}
 
     def make(config: OptimizerConfig) -> ElementwiseRule:
         if formula.evaluation is not None and config.overlap_param_gather:
@@ -99,11 +104,13 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}, rea
 
 
 def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`optimizer_options` if they are for this formula, else empty.
+    """Return `optimizer_options` if they are for this formula, else nothing.
 
     Raises ConfigError for an option that does not exist, or that is a field of the configuration.
     """
-    options = config.optimizer_options or {} if elementwise_optimizer(config) == formula.name else {}
+    if not config.optimizer_options or elementwise_optimizer(config) != formula.name:
+        return {}
+    options = config.optimizer_options
     set_by_field = "a field of the configuration sets it"
     refused = dict.fromkeys(("lr", "weight_decay", "decoupled_weight_decay", *of_fields), set_by_field) | _REFUSED
     known = [name for name in formula.defaults if name not in ("lr", "weight_decay", *of_fields)]
@@ -136,10 +143,10 @@ def _soap(config: OptimizerConfig) -> SOAPRule:
 def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
     _check_decoupled(config, "soap_muon")
     for name, only in (("soap_order", "paper"), ("soap_precondition_frequency", 1)):
-        if getattr(config, name) != only:
+        value = getattr(config, name)
+        if value != only:
             raise ConfigError(
-                f"{name}={getattr(config, name)!r}: optimizer='soap_muon' updates its bases after every step; leave it "
-                f"at {only!r}"
+                f"{name}={value!r}: optimizer='soap_muon' updates its bases after every step; leave it at {only!r}"
             )
     return SOAPMuonRule(
         shampoo_beta=config.soap_shampoo_beta,
@@ -174,11 +181,10 @@ def _muon(config: OptimizerConfig) -> MuonRule:
         raise ConfigError(
             f"decoupled_weight_decay=False with muon_weight_decay_method={method!r}: leave one of them at its default"
         )
+    decay = Decay(method) if is_decoupled else Decay.L2
+    tp_mode = TpMode(config.muon_tp_mode)
     return MuonRule(
-        nesterov=config.muon_nesterov,
-        weight_decay_method=Decay(method) if is_decoupled else Decay.L2,
-        **_orthogonalization(config),
-        tp_mode=TpMode(config.muon_tp_mode),
+        nesterov=config.muon_nesterov, weight_decay_method=decay, tp_mode=tp_mode, **_orthogonalization(config)
     )
 
 
@@ -199,74 +205,76 @@ def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
     return AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=Lines(lines))
 
 
-_FIELDS: Mapping[str, OfFields] = {  # values of a formula's numbers
-    "adam": lambda config: {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps},
-    "sgd": lambda config: {"momentum": config.sgd_momentum},
-    "lion": lambda config: {"betas": (config.lion_beta1, config.lion_beta2)},
-}
-ADAM = formula_entry(FORMULAS["adam"], fields=_FIELDS["adam"], reads_fields=True)
-_OF_FORMULAS = (
-    formula_entry(formula, fields=_FIELDS[name], reads_fields=True) if name in _FIELDS else formula_entry(formula)
+def _adam_fields(config: OptimizerConfig) -> Mapping[str, Any]:
+    return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+
+
+def _lion_fields(config: OptimizerConfig) -> Mapping[str, Any]:
+    return {"betas": (config.lion_beta1, config.lion_beta2)}
+
+
+def _sgd_fields(config: OptimizerConfig) -> Mapping[str, Any]:
+    return {"momentum": config.sgd_momentum}
+
+
+_FIELDS: Mapping[str, ReadFields] = {"adam": _adam_fields, "sgd": _sgd_fields, "lion": _lion_fields}
+_FORMULA_ENTRIES = {
+    name: formula_entry(formula, fields=_FIELDS.get(name, _no_fields), reads_fields=name in _FIELDS)
     for name, formula in FORMULAS.items()
+}
+ADAM = _FORMULA_ENTRIES["adam"]
+_MUON_ENTRY = RuleEntry(
+    name="muon",
+    summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",
+    make=_muon,
+    hyper=lambda config: {"momentum": config.muon_momentum},
 )
-BUILT_IN = (
-    *_OF_FORMULAS,
-    RuleEntry(
-        name="muon",
-        summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",
-        make=_muon,
-        hyper=lambda config: {"momentum": config.muon_momentum},
-    ),
-    RuleEntry(
-        name="adaptive_muon",
-        summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)",
-        make=_adaptive_muon,
-        hyper=lambda config: {
-            "momentum": config.muon_momentum,
-            "betas": (0.0, config.adaptive_muon_beta2),
-            "eps": config.adaptive_muon_eps,
-        },
-    ),
-    RuleEntry(
-        name="soap",
-        summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
-        make=_soap,
-        hyper=ADAM.hyper,
-    ),
-    RuleEntry(
-        name="soap_muon",
-        summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
-        make=_soap_muon,
-        hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
-    ),
+_ADAPTIVE_MUON_ENTRY = RuleEntry(
+    name="adaptive_muon",
+    summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)",
+    make=_adaptive_muon,
+    hyper=lambda config: {
+        "momentum": config.muon_momentum,
+        "betas": (0.0, config.adaptive_muon_beta2),
+        "eps": config.adaptive_muon_eps,
+    },
 )
+_SOAP_ENTRY = RuleEntry(
+    name="soap",
+    summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
+    make=_soap,
+    hyper=ADAM.hyper,
+)
+_SOAP_MUON_ENTRY = RuleEntry(
+    name="soap_muon",
+    summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
+    make=_soap_muon,
+    hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
+)
+BUILT_IN = (*_FORMULA_ENTRIES.values(), _MUON_ENTRY, _ADAPTIVE_MUON_ENTRY, _SOAP_ENTRY, _SOAP_MUON_ENTRY)
 _ORTHOGONALISED = (
     *("muon_momentum", "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps"),
     *("muon_fp32_matmul_prec", "muon_use_syrk"),
 )
 _MUON = (*_ORTHOGONALISED, "muon_nesterov", "muon_tp_mode", "muon_weight_decay_method", "muon_split_qkv")
-_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_SECOND_MOMENT = ("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_lines")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _PRECONDITIONED = (
     *("soap_shampoo_beta", "soap_precondition_frequency", "soap_order", "soap_max_precond_dim", "soap_one_sided"),
     "soap_split_qkv",
 )
-FIELDS_OF_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "adam": _OF_ADAM,
-        "sgd": ("sgd_momentum",),
-        "lion": ("lion_beta1", "lion_beta2"),
-        "muon": _MUON,
-        "adaptive_muon": (
-            *_MUON,
-            *("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_lines"),
-        ),
-        "soap": (*_OF_ADAM, *_PRECONDITIONED, "soap_use_kl_shampoo"),
-        "soap_muon": ("adam_eps", *_ORTHOGONALISED, *_PRECONDITIONED),
-    }
-)
+FIELDS_OF_RULES: Mapping[str, tuple[str, ...]] = {
+    "adam": _ADAM,
+    "sgd": ("sgd_momentum",),
+    "lion": ("lion_beta1", "lion_beta2"),
+    "muon": _MUON,
+    "adaptive_muon": (*_MUON, *_SECOND_MOMENT),
+    "soap": (*_ADAM, *_PRECONDITIONED, "soap_use_kl_shampoo"),
+    "soap_muon": ("adam_eps", *_ORTHOGONALISED, *_PRECONDITIONED),
+}
 """The fields of `OptimizerConfig` that only rules read, by built-in rule. Other built-in rules read none. In addition,
 Muon's family reads `muon_scalar_optimizer` if the configuration names it."""
-RULE_FIELDS = frozenset(("muon_scalar_optimizer", *(name for names in FIELDS_OF_RULES.values() for name in names)))
+RULE_FIELDS = frozenset(("muon_scalar_optimizer",)).union(*FIELDS_OF_RULES.values())
 ENTRY_POINTS = "opt_stack.rules"  # an entry point of this group names a `RuleEntry` or a `Formula`
 
 
@@ -343,7 +351,7 @@ class Registry:
         return self.entries[name]
 
 
-# --- rules of other packages, which are tried before they are used ---------------------------------------------------
+# --- rules of other packages, which are tried before they are used ----------------------------------------------------
 
 _MEMBERS = ("name", "needs", "state_specs", "codecs", "init_state", "update_")
 _SHAPES = {Needs.ELEMENTS: (64,), Needs.MATRICES: (4, 6)}

@@ -20,8 +20,8 @@ from opt_kernels.rules import ElementwiseRule, Needs, Rule
 from opt_kernels.works import Batch, StateKind, StateSpec, Work
 from opt_stack.rules.registry import RuleEntry
 
-OF_THE_CONFIG = ("lr", "weight_decay")  # read from the configuration and the groups
-OF_THE_GROUP = ("betas", "eps", "momentum")  # read from the groups
+CONFIG_NUMBERS = ("lr", "weight_decay")  # read from the configuration and the groups
+GROUP_NUMBERS = ("betas", "eps", "momentum")  # read from the groups
 STEP = "step"
 GROUP_STEP = f"param_groups[0][{STEP!r}]"
 PROBE_SHAPES = ((3, 4), (5,))
@@ -42,7 +42,7 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
             an optimizer is built with the rule: state is sharded, moments are narrow, or weight_decay is set and the
             class has none.
     """
-    taken = [option for option in options if option in OF_THE_CONFIG]
+    taken = [option for option in options if option in CONFIG_NUMBERS]
     if taken:
         raise ConfigError(
             f"torch_rule({name!r}): {taken[0]}={options[taken[0]]!r} cannot be fixed here; set it in OptimizerConfig"
@@ -60,7 +60,7 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
             raise ConfigError(
                 f"weight_decay={config.weight_decay!r}: optimizer={name!r} is {cls.__name__}, which has none; set 0.0"
             )
-        return {number: defaults[number] for number in OF_THE_GROUP if number in defaults}
+        return {number: defaults[number] for number in GROUP_NUMBERS if number in defaults}
 
     summary = f"{cls.__module__}.{cls.__qualname__}"
     return RuleEntry(name=name, summary=summary, make=lambda config: _checked(rule, config), hyper=hyper)
@@ -98,12 +98,13 @@ class TorchRule:
                 f"optimizer={self.name!r} refuses a parameter of shape {tuple(main.shape)}: {error}"
             ) from error
         device = self._scalar_device(main)
-        return {
-            spec.name: torch.zeros_like(main, dtype=spec.dtype, requires_grad=False)
-            if spec.kind is StateKind.LIKE_PARAM
-            else torch.zeros((), dtype=spec.dtype, device=device)
-            for spec in self.state_specs
-        }
+        state = {}
+        for spec in self.state_specs:
+            if spec.kind is StateKind.LIKE_PARAM:
+                state[spec.name] = torch.zeros_like(main, dtype=spec.dtype, requires_grad=False)
+            else:
+                state[spec.name] = torch.zeros((), dtype=spec.dtype, device=device)
+        return state
 
     @torch.no_grad()
     def update_(
@@ -116,7 +117,7 @@ class TorchRule:
             if not works:
                 continue
             mains = [_main(work) for work in works]
-            of_group = {name: getattr(hyper, name) for name in OF_THE_GROUP}
+            of_group = {name: getattr(hyper, name) for name in GROUP_NUMBERS}
             numbers: dict[str, Any] = {"lr": float(hyper.lr), "weight_decay": float(hyper.weight_decay), **of_group}
             numbers |= hyper.own
             optimizer = self.cls(mains, **{name: numbers[name] for name in self.numbers}, **self.options)
@@ -138,10 +139,11 @@ class TorchRule:
 
     def _keep_(self, work: Work, main: Tensor, state: Mapping[str, Any]) -> None:
         """Write the state and main values that the class has updated back to the work."""
-        undeclared = {key for key, value in state.items() if value is not None} - {s.name for s in self.state_specs}
-        if undeclared - {STEP}:
+        kept = {key for key, value in state.items() if value is not None}
+        undeclared = sorted(kept - {spec.name for spec in self.state_specs} - {STEP})
+        if undeclared:
             raise ConfigError(
-                f"optimizer={self.name!r} keeps {', '.join(sorted(undeclared - {STEP}))} with a group's current "
+                f"optimizer={self.name!r} keeps {', '.join(undeclared)} with a group's current "
                 "hyper-parameters, but not with those it was registered with; pass them to torch_rule, as in "
                 f"torch_rule({self.name!r}, {self.cls.__name__}, momentum=...)"
             )
@@ -179,7 +181,8 @@ def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
             "every rank; set it to False, or use a built-in rule"
         )
     for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if (dtype := getattr(config, field)) is not torch.float32:
+        dtype = getattr(config, field)
+        if dtype is not torch.float32:
             raise ConfigError(
                 f"{field}={dtype}: optimizer={rule.name!r} is torch's {rule.cls.__name__}, which keeps its state in "
                 "torch.float32; leave it at torch.float32"
@@ -235,11 +238,13 @@ def _probe(
                 f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {found} for a parameter of shape {shape}; "
                 "allowed are tensors of the parameter's shape, and 0-d tensors"
             )
+    fixed = {key: value for key, value in options.items() if key not in GROUP_NUMBERS}
+    numbers = tuple(number for number in (*CONFIG_NUMBERS, *GROUP_NUMBERS) if number in optimizer.defaults)
     rule = TorchRule(
         name=name,
         cls=cls,
-        options=MappingProxyType({key: value for key, value in options.items() if key not in OF_THE_GROUP}),
-        numbers=tuple(number for number in (*OF_THE_CONFIG, *OF_THE_GROUP) if number in optimizer.defaults),
+        options=MappingProxyType(fixed),
+        numbers=numbers,
         state_specs=tuple(specs),
         step_type=step_type,
         counts_in_group=counts_in_group,
@@ -255,7 +260,7 @@ def _outside(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {key: repr(value) for key, value in found.items() if isinstance(value, plain) and not key.startswith("_opt")}
 
 
-# --- `use_torch_optimizer_for_cpu_offload`: updates on the host with torch's own optimizers -------------------------
+# --- `use_torch_optimizer_for_cpu_offload`: updates on the host with torch's own optimizers ---------------------------
 
 HOST_NAMES = ("adam", "sgd")  # the rules that Megatron-Core can update on the host
 
@@ -286,20 +291,22 @@ def torch_host_rule(rule: Rule, config: OptimizerConfig) -> TorchRule:
     assert isinstance(rule, ElementwiseRule)
     chosen: dict[str, Any] = dict(rule.formula.constants)
     options: dict[str, Any] = {"maximize": rule.maximize, "fused": True}
+    step_type: type[Any] | None = None
     if rule.name == "sgd":
         cls: type[torch.optim.Optimizer] = torch.optim.SGD
-        numbers: tuple[str, ...] = ("momentum", "dampening")
+        numbers = (*CONFIG_NUMBERS, "momentum", "dampening")
         options["nesterov"] = chosen["nesterov"]
     else:
         cls = torch.optim.AdamW if chosen["decoupled_weight_decay"] else torch.optim.Adam
-        numbers = ("betas", "eps")
+        numbers = (*CONFIG_NUMBERS, "betas", "eps")
         options["amsgrad"] = chosen["amsgrad"]
+        step_type = Tensor
     return TorchRule(
         name=rule.name,
         cls=cls,
         options=MappingProxyType(options),
-        numbers=("lr", "weight_decay", *numbers),
+        numbers=numbers,
         hyper_names=rule.hyper_names,
         state_specs=rule.state_specs,
-        step_type=None if rule.name == "sgd" else torch.Tensor,
+        step_type=step_type,
     )

@@ -28,7 +28,7 @@ from opt_paramgroups import ParamId
 from opt_stack.state.weights import LoadedWeights
 
 
-class Held(NamedTuple):
+class PieceRef(NamedTuple):
     """This rank's piece of a parameter and the unit whose rule updates it."""
 
     unit: Unit
@@ -44,7 +44,7 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
     the mapping is truthy even on a rank without parameters, and entries cannot be deleted.
     """
 
-    _held: Mapping[Tensor, Held]
+    _held: Mapping[Tensor, PieceRef]
     _check: Callable[[], None]  # raises while nothing may be read or written
     _note: Callable[[], None] = lambda: None  # called after a write
 
@@ -156,30 +156,19 @@ class StateOffload:
             done = side.record_event()
         current.wait_event(done)
         for tensors, target in zip(memories, targets, strict=True):
-            self.show_in_(tensors, target)
-
-    @staticmethod
-    def show_in_(tensors: Sequence[Tensor], memory: Tensor) -> None:
-        """Make `tensors` view the same elements of `memory`, (n,) uint8, as of the allocation in which they are.
-
-        That is freed with the last tensor that views it.
-        """
-        for tensor in tensors:
-            itemsize = tensor.dtype.itemsize
-            elements = memory[: len(memory) - len(memory) % itemsize].view(tensor.dtype)
-            tensor.data = elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            _show_in_(tensors, target)
 
     def _tensors(self, device: devices.Device) -> Iterator[Tensor]:
         """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
-        kept = [(piece, piece.main.kept.values()) for unit in self.units if unit.host is None for piece in unit.pieces]
-        # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
-        params = {
-            piece.main.target.untyped_storage().data_ptr()
-            for piece, mains in kept
-            if all(tensor is not piece.main.target for tensor in mains)
-        }
-        for piece, mains in kept:
-            for tensor in (*piece.state.values(), *mains):
+        pieces = [piece for unit in self.units if unit.host is None for piece in unit.pieces]
+        params = set()  # memory of parameters
+        for piece in pieces:
+            target = piece.main.target
+            # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
+            if all(tensor is not target for tensor in piece.main.kept.values()):
+                params.add(target.untyped_storage().data_ptr())
+        for piece in pieces:
+            for tensor in (*piece.state.values(), *piece.main.kept.values()):
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in params and device.holds(tensor):
                     yield tensor
@@ -190,6 +179,17 @@ def _whole(tensors: Sequence[Tensor]) -> Tensor:
     narrow = min(tensors, key=lambda tensor: tensor.dtype.itemsize).detach()
     numel = narrow.untyped_storage().nbytes() // narrow.dtype.itemsize
     return narrow.as_strided((numel,), (1,), 0).view(torch.uint8)
+
+
+def _show_in_(tensors: Sequence[Tensor], memory: Tensor) -> None:
+    """Make `tensors` view the same elements of `memory`, (n,) uint8, as of the allocation in which they are.
+
+    That is freed with the last tensor that views it.
+    """
+    for tensor in tensors:
+        itemsize = tensor.dtype.itemsize
+        elements = memory[: len(memory) - len(memory) % itemsize].view(tensor.dtype)
+        tensor.data = elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or before it with broadcast_params=True"
@@ -203,7 +203,7 @@ class SharedCopies:
     metas: Metas
     roles: Roles
     wrapped: Sequence[DistributedDataParallel]
-    held: Mapping[ParamId, Held]
+    held: Mapping[ParamId, PieceRef]
     scaler: Scaler
     loaded: LoadedWeights
     _is_first_step: bool = True
@@ -258,8 +258,8 @@ class SharedCopies:
             raise ReplicaError(f"ranks have different loss scales: {scales}; {LOAD_ALIKE}")
 
 
-def _sums_of_states(held: Mapping[ParamId, Held]) -> dict[ParamId, int]:
-    """A checksum of the state of each parameter that data-parallel replicas hold wholly and in the same form."""
+def _sums_of_states(held: Mapping[ParamId, PieceRef]) -> dict[ParamId, int]:
+    """Return a checksum of the state of each parameter that data-parallel replicas hold wholly and in the same form."""
     tensors: dict[tuple[ParamId, str], Tensor] = {}
     of_param: dict[ParamId, list[object]] = {}
     for id, (unit, piece) in held.items():

@@ -25,6 +25,7 @@ from opt_checkpoint.state import FlatState, flatten_state
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.saving import MAIN, STEP
 from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
+from opt_stack.rules.entries import Group
 
 logger = logging.getLogger("opt_stack")
 OWN = "opt_stack"
@@ -37,7 +38,6 @@ _FORMS = {
     "mixed": "an optimizer of 16-bit parameters without the distributed optimizer",
     "distributed": f"the distributed optimizer in the format {RESHARDABLE}",
 }
-Group = Mapping[str, Any]
 
 
 class Request(NamedTuple):
@@ -78,9 +78,9 @@ def to_megatron_state(
     steps: Mapping[str, int],  # of the parameters on all ranks
 ) -> dict[str, Any]:
     """Return `state` in Megatron-Core's form."""
-    described = {
-        at: {name: value for name, value in of_param.items() if name != STEP} for at, of_param in state["state"].items()
-    }
+    described = {}
+    for at, of_param in state["state"].items():
+        described[at] = {name: value for name, value in of_param.items() if name != STEP}
     flat = flatten_state({"state": described})
     stored: dict[int, dict[int, Any]] = {}
     boxes = []
@@ -92,40 +92,41 @@ def to_megatron_state(
         boxes.append([tensor.data for tensor in tensors])
         if tensors:
             stored[number] = dict(enumerate(tensors))
+    # Megatron-Core has one step count. Where ours differ there is none, so that it refuses the checkpoint.
     counts = set(steps.values())
+    common = counts.pop() if len(counts) == 1 else None
+    request = local_object(Request(form, flat, boxes))
     own = {
         "version": state["version"],
         "groups": state["groups"],
-        "steps": {} if len(counts) == 1 else dict(steps),
+        "steps": dict(steps) if common is None else {},
         "tensors": stored,
-        "request": local_object(Request(form, flat, boxes)),
+        "request": request,
     }
-    # Megatron-Core has one step count. Where ours differ there is none, so that it refuses the checkpoint.
-    common = counts.pop() if len(counts) == 1 else None
     groups = [_megatron_group(group, common, param_groups) for group in param_groups]
     inner: dict[str, Any] = {"param_groups": groups}
     if form != "distributed":
-        inner["state"] = (
-            {} if common is None else {"common_step": torch.tensor(float(common), dtype=torch.float32, device="cpu")}
-        )
+        inner["state"] = {} if common is None else {"common_step": _fp32(float(common))}
     whole: dict[str, Any] = dict(inner) if form == "fp32" else {"optimizer": inner}
     if form == "distributed":
         whole["param_state_sharding_type"] = RESHARDABLE
     if scaler := state["grad_scaler"]:
-        whole["grad_scaler"] = {
-            **scaler,
-            "scale": torch.tensor([float(scaler["scale"])], dtype=torch.float32, device="cpu"),
-        }
+        whole["grad_scaler"] = {**scaler, "scale": _fp32([float(scaler["scale"])])}
     return {**whole, OWN: own}
+
+
+def _fp32(value: float | list[float]) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _megatron_group(group: Group, step: int | None, groups: Sequence[Group]) -> dict[str, Any]:
     left_out = {*HELD, HOOKS, CHOICES, "name"}
     if len({each.get(RULE) for each in groups}) == 1:  # Megatron-Core names rules only where there are several
         left_out.add(RULE)
-    kept = {
-        key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key not in left_out
-    }
+    kept = {}
+    for key, value in group.items():
+        if key not in left_out:
+            kept[key] = value.item() if isinstance(value, Tensor) else value
     return kept if step is None else {**kept, STEP: step}
 
 
@@ -151,18 +152,19 @@ def from_megatron_state(
     inner = loaded if saved_form == "fp32" else loaded["optimizer"]
     if "version" in own:
         groups = own["groups"]
-        steps = own["steps"] or dict.fromkeys((n for of_group in names for n in of_group), _common_step(inner, None))
+        steps = own["steps"]
+        if not steps:
+            step = _common_step(inner, inner["param_groups"][0])
+            steps = {name: step for of_group in names for name in of_group}
     else:
-        matched = [_match(group, inner["param_groups"]) for group in param_groups]
-        groups = {
-            "groups": [_own_group(group, saved) for group, saved in zip(param_groups, matched, strict=True)],
-            "names": [list(of_group) for of_group in names],
-        }
-        steps = {
-            name: _common_step(inner, saved, group)
-            for group, saved, of_group in zip(param_groups, matched, names, strict=True)
-            for name in of_group
-        }
+        steps = {}
+        own_groups = []
+        for group, of_group in zip(param_groups, names, strict=True):
+            saved = _match(group, inner["param_groups"])
+            own_groups.append(_own_group(group, saved))
+            if of_group:
+                steps |= dict.fromkeys(of_group, _common_step(inner, saved, rule=group.get(RULE)))
+        groups = {"groups": own_groups, "names": list(map(list, names))}
     missing = _fill_(request, own.get("tensors", {}))
     state = request.flat.assembled({}, {}, missing).get("state", {})
     unknown = {path[1] for path in missing if path[2] != MAIN}
@@ -174,18 +176,19 @@ def from_megatron_state(
     return {"state": state, "groups": groups, "grad_scaler": loaded.get("grad_scaler")}
 
 
-def is_of_distributed_optimizer(loaded: Mapping[str, Any]) -> bool:
-    """Whether Megatron-Core's distributed optimizer saved this."""
+def has_distributed_form(loaded: Mapping[str, Any]) -> bool:
+    """Return whether Megatron-Core's distributed optimizer saved this."""
     return "version" not in loaded[OWN] and _saved_form(loaded) == "distributed"
 
 
 def compare_mains(state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Compared]:
     """Compare loaded main weights with the 1-D `weights`, which the same load has set, if these have 16 bits."""
-    return [
-        compare_end(at, state[at][MAIN].reshape(-1), weight)
-        for at, weight in weights.items()
-        if MAIN in state.get(at, {}) and weight.dtype.itemsize == 2
-    ]
+    compared = []
+    for at, weight in weights.items():
+        main = state.get(at, {}).get(MAIN)
+        if main is not None and weight.dtype.itemsize == 2:
+            compared.append(compare_end(at, main.reshape(-1), weight))
+    return compared
 
 
 def check_mains(compared: Collection[Compared]) -> None:
@@ -235,11 +238,11 @@ def _own_group(group: Group, saved: Group) -> dict[str, Any]:
     return {**kept, CHOICES: choices}
 
 
-def _common_step(inner: Mapping[str, Any], saved: Group | None, group: Group | None = None) -> int:
+def _common_step(inner: Mapping[str, Any], saved: Group, *, rule: str | None = None) -> int:
     step = inner.get("state", {}).get("common_step")
     if step is None:
-        step = (inner["param_groups"][0] if saved is None else saved).get(STEP)
-    if step is None and (group or {}).get(RULE) == "sgd":
+        step = saved.get(STEP)
+    if step is None and rule == "sgd":
         return 0  # its formula counts no steps, and torch's SGD has no count
     if step is None:
         raise ConfigError("the checkpoint has no step count of the optimizer; save it after its first step")

@@ -1,13 +1,20 @@
-"""States that an earlier release saved in other groups: `opt_paramgroups` recognises more names than it did then."""
+"""Saved groups and their parameters, matched with the present groups.
 
+An earlier release may have saved a parameter in another group: `opt_paramgroups` recognises more names now.
+"""
+
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from opt_checkpoint.state import former_names
+from opt_distributed.saving import MAIN, STEP
 from opt_kernels.params import RULE
 from opt_paramgroups.vocabulary import is_regrouped
-from opt_stack.rules.entries import HYPER_KEYS
+from opt_stack.rules.entries import HYPER_KEYS, RULE_RECORDS, Group, Pair
+from opt_stack.state.described import Description
+from opt_stack.wording import listed
 
-Group = Mapping[str, Any]
 _IDENTITY = (RULE, "wd_mult", "lr_mult")  # entries that overrides set and training does not change
 
 
@@ -18,7 +25,7 @@ class Regrouped(NamedTuple):
     moved: Mapping[str, bool]  # parameters that were in other groups, and whether their rule is the same
 
 
-def is_of_layer_decay(name: str) -> bool:
+def has_layer_decay(name: str) -> bool:
     """Return whether a group of this name has a factor of `get_layer_decay_overrides`."""
     return "depth " in name
 
@@ -50,38 +57,118 @@ def regroup(saved: Sequence[Group], groups: Sequence[Group], names: Sequence[Seq
     """
     if not all("name" in group and "param_names" in group for group in saved):
         return Regrouped(list(saved), {})
-    source = {name: group for group in saved for name in group["param_names"]}
-    index = {name: at for group in saved for name, at in zip(group["param_names"], group["params"], strict=True)}
-    target = {
-        name: group
-        for group, own in zip(groups, names, strict=True)
-        for name, id, param in zip(own, group["param_ids"], group["params"], strict=True)
-        if name in source
-        and source[name]["name"] != group["name"]
-        and (is_regrouped(param, id.name) or any(map(is_of_layer_decay, (group["name"], source[name]["name"]))))
-    }
+    source: dict[str, Group] = {}  # the saved group of each parameter
+    index: dict[str, Any] = {}  # and its index in `params`
+    for group in saved:
+        source |= dict.fromkeys(group["param_names"], group)
+        index |= zip(group["param_names"], group["params"], strict=True)
+    target: dict[str, Group] = {}  # the present group of each parameter that was in another one
+    for group, own in zip(groups, names, strict=True):
+        for name, id, param in zip(own, group["param_ids"], group["params"], strict=True):
+            before = source.get(name, group)["name"]
+            is_of_decay = has_layer_decay(group["name"]) or has_layer_decay(before)
+            if before != group["name"] and (is_regrouped(param, id.name) or is_of_decay):
+                target[name] = group
     if not target:
         return Regrouped(list(saved), {})
     by_name = {group["name"]: group for group in saved}
     present: list[Group] = []
     for group in groups:
         then = by_name.pop(group["name"], None)
-        members = [name for name in (then or {}).get("param_names", ()) if name not in target]
+        members = [name for name in then["param_names"] if name not in target] if then is not None else []
         members += [name for name, now in target.items() if now is group]
         if then is None or not is_same(group, then):
             then = continued(group, source[members[0]] if members else group)
-        place = {"name": group["name"], "params": [index[name] for name in members], "param_names": members}
-        present.append({**then, **place})
+        params = [index[name] for name in members]
+        present.append({**then, "name": group["name"], "params": params, "param_names": members})
     present += [group for group in by_name.values() if not target.keys() >= set(group["param_names"])]
     moved = {name: source[name].get(RULE) == group[RULE] for name, group in target.items()}
     return Regrouped(present, moved)
 
 
+# --- groups of a sharded state ----------------------------------------------------------------------------------------
+
+
+def regroup_described(
+    saved: Mapping[str, Any],
+    groups: Sequence[Group],
+    described: Description,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return saved groups without the parameters that earlier releases put into other groups, and their names.
+
+    If all parameters of a present group moved, they are in an additional saved group with its factors.
+    """
+    stored = list(saved.get("groups", ()))
+    names = list(saved.get("names", ()))
+    source = {name: number for number, own in enumerate(names) for name in own}
+    moved: list[str] = []
+    added: list[tuple[dict[str, Any], list[str]]] = []
+    for group, of_group, present in zip(groups, described.groups, described.names_on_all_ranks, strict=True):
+        moved_here = []
+        num_saved = 0
+        for own, param in zip(of_group, group["params"], strict=True):
+            number = source.get(own.name)
+            if number is None:
+                continue
+            num_saved += 1
+            if is_same(group, stored[number]):
+                continue
+            has_same_params = set(names[number]) == set(present)  # the caller changed only the factors
+            if is_regrouped(param, own.id.name) or (has_layer_decay(group["name"]) and not has_same_params):
+                moved_here.append(own.name)
+        if moved_here and len(moved_here) == num_saved:
+            added.append((continued(group, stored[source[moved_here[0]]]), moved_here))
+        moved += moved_here
+    names = [[name for name in own if name not in moved] for own in names]
+    for continued_group, moved_here in added:
+        stored.append(continued_group)
+        names.append(moved_here)
+    return {"groups": stored, "names": names}, moved
+
+
+def match_saved(
+    loaded: Mapping[str, Any], groups: Sequence[Group], names: Sequence[Sequence[str]]
+) -> tuple[dict[str, Any], list[Pair], dict[tuple[str, str], list[str]]]:
+    """Match the saved groups with `groups` by the names of their parameters. Converted checkpoints have no groups.
+
+    Returns:
+        The saved groups without `RULE_RECORDS` and without parameters that another rule updates now, because learning
+        rates of one rule do not fit another; each current group with the saved groups of its parameters, one for each
+        record of a rule; and the parameters that continue from the state of another rule, by (saved rule, rule),
+        because its names may have other meanings: SOAP's moments are in its eigenbasis.
+    """
+    saved_names = loaded["groups"].get("names", ())
+    known = {name for own in saved_names for name in own}
+    wanted = {name for own in names for name in own}
+    current = {former: name for name, former in former_names(wanted, known.__contains__).items()}
+    now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
+    then: dict[str, Group] = {}  # the saved group of each parameter
+    kept: list[list[str]] = []
+    without: list[dict[str, Any]] = []
+    for group, own in zip(loaded["groups"].get("groups", ()), saved_names, strict=True):
+        present = [current.get(name, name) for name in own]
+        then |= dict.fromkeys(present, group)
+        kept.append([name for name in present if RULE not in group or now.get(name) in (None, group[RULE])])
+        without.append({key: value for key, value in group.items() if key not in RULE_RECORDS})
+    pairs: list[Pair] = []
+    for group, own in zip(groups, names, strict=True):
+        found = {}
+        for saved in (then[name] for name in own if name in then):
+            found[str([saved.get(key) for key in (RULE, *RULE_RECORDS)])] = saved
+        pairs += [(group, saved) for saved in found.values()]
+    moved: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, after in now.items():
+        before = then.get(name, {}).get(RULE)
+        if before and after and before != after and loaded["state"].get(name, {}).keys() - {STEP, MAIN}:
+            moved[before, after].append(name)
+    return {"groups": without, "names": kept}, pairs, moved
+
+
 def sentence(moved: Collection[str]) -> str:
-    """Return what is said of parameters that changed groups."""
-    shown = ", ".join(map(repr, list(moved)[:4])) + ", ..." * (len(moved) > 4)
+    """Return the warning of parameters that changed groups."""
+    names = [repr(name) for name in moved]
     return (
-        f"{len(moved)} parameters changed groups since this state was saved, because their names or marks are "
-        f"recognised now ({shown}): they continue with the weight decay, the factors of rates and the rule of their "
-        "present groups, without the state of another rule"
+        f"{len(names)} parameters changed groups since this state was saved, because their names or marks are "
+        f"recognised now ({listed(names, 4)}): they continue with the weight decay, the factors of rates and the rule "
+        "of their present groups, without the state of another rule"
     )

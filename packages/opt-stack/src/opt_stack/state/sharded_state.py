@@ -4,70 +4,56 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_checkpoint import (
-    KEEP_VARS_HINT,
     CheckpointValueError,
     ScopedState,
     Segment,
-    ShardedBase,
     ShardedTensor,
-    ShardedTensorFactory,
     apply_saved_groups,
-    get_param_id_to_sharded_param_map,
     groups_to_saved,
 )
-from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, former_names, from_megatron, place_
+from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, from_megatron, place_
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import (
-    MAIN,
-    STEP,
-    Rows,
     check_loaded,
-    kept_states,
     rows_of_part,
-    sharded_piece,
     take_loaded_,
 )
 from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
-from opt_kernels.params import RULE
 from opt_paramgroups import ParamId
-from opt_paramgroups.vocabulary import is_regrouped
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
-from opt_stack.rules.entries import OF_RULE, check_choices, check_loaded_numbers, warn_of_other_choices
-from opt_stack.state.live import Held, StateOffload
+from opt_stack.rules.entries import (
+    Pair,
+    check_choices,
+    check_loaded_numbers,
+    warn_of_other_choices,
+)
+from opt_stack.state.described import (
+    Described,
+    Description,
+    SavedPiece,
+    check_optional,
+    describe_params,
+    describe_state,
+)
+from opt_stack.state.live import PieceRef, StateOffload
 from opt_stack.state.megatron_state import form_of, to_megatron_state
-from opt_stack.state.regrouped import continued, is_of_layer_decay, is_same, sentence
+from opt_stack.state.regrouped import match_saved, regroup_described, sentence
 from opt_stack.state.weights import Evaluation, LoadedWeights
 
 logger = logging.getLogger("opt_stack")
 VERSION = 1
 # The run that loads defines its groups; only their hyper-parameters are restored, if the rule is the same.
-_OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
-
-
-Pair = tuple[Mapping[str, Any], Mapping[str, Any]]  # a current group and a saved one
-
-
-class Described(NamedTuple):
-    """A parameter of the optimizer and its entry in the model's sharded state."""
-
-    id: ParamId
-    name: str  # in the checkpoint's groups; unique over the whole model
-    sharded: ShardedTensor | ShardedTensorFactory
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the parameter has no elements, and so on most layouts no state. It is not saved on any."""
-        return isinstance(self.sharded, ShardedTensor) and not all(self.sharded.global_shape)
+_RUN_ENTRIES = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
 
 
 class ShardedStates(torch.optim.Optimizer):
@@ -86,9 +72,8 @@ class ShardedStates(torch.optim.Optimizer):
     _rank_local: bool
     _everyone: Comm
     _ids: Sequence[ParamId]
-    _held: Mapping[ParamId, Held]
-    _described: list[list[Described]] | None = None  # by group, since the last `sharded_state_dict`
-    _names_on_all_ranks: Sequence[Collection[str]] = ()  # likewise
+    _held: Mapping[ParamId, PieceRef]
+    _described: Description | None = None  # by the last `sharded_state_dict`
 
     def check_ready(self, what: str) -> None:
         """Raise RuntimeError in evaluation mode, or while the state is on the host; `what` names the call."""
@@ -136,41 +121,50 @@ class ShardedStates(torch.optim.Optimizer):
         """
         own_types = from_megatron(model_sharded_state_dict)
         if own_types is model_sharded_state_dict:
-            return self._sharded(model_sharded_state_dict)
+            return self._sharded(model_sharded_state_dict)[0]
         form = form_of(self.plan.config, metadata, is_loading=is_loading)
-        state = self._sharded(own_types, always_main=form == "distributed")
-        own_steps = {at: held.piece.step for _, at, held in self._saved_pieces(self._described or ())}
-        steps = {at: step for of_rank in self._everyone.gather_objects(own_steps) for at, step in of_rank.items()}
+        state, described = self._sharded(own_types, always_main=form == "distributed")
+        steps: dict[str, int] = {}
+        own_steps = {saved.at: saved.ref.piece.step for saved in described.saved}
+        for of_rank in self._everyone.gather_objects(own_steps):
+            steps |= of_rank
         groups = [dict(group) for group in self.param_groups]
         return agreed(self._everyone, lambda: to_megatron_state(state, form, groups, steps))
 
-    def _sharded(self, model_sharded_state_dict: Mapping[str, Any], *, always_main: bool = False) -> ScopedState:
-        """The sharded state in the types of opt-checkpoint; with `always_main`, main values of fp32 parameters too."""
+    def _sharded(
+        self, model_sharded_state_dict: Mapping[str, Any], *, always_main: bool = False
+    ) -> tuple[ScopedState, Description]:
+        """Return the sharded state in the types of opt-checkpoint, and its description. Collective.
+
+        With `always_main`, fp32 parameters have main values too.
+        """
         self.check_ready("sharded_state_dict()")
         self.complete_params()
         self.stepper.warn_of_unread("sharded_state_dict()")
         self.recorder.write("state was saved")
         place_(model_sharded_state_dict, axes_of(self.roles))
-        self._described = described = describe_params(model_sharded_state_dict, self.param_groups)
-        self._check_parts(described)
-        names = [[own.name for own in of_group] for of_group in described]
-        parts = {at: rows_of_part(held.piece, own.sharded) for own, at, held in self._saved_pieces(described)}
-        per_rank = self._everyone.gather_objects((names, {at: rows for at, rows in parts.items() if rows}))
-        on_all_ranks = [
-            list(dict.fromkeys(name for of_rank, _ in per_rank for name in of_rank[at])) for at in range(len(names))
-        ]
+        groups = describe_params(model_sharded_state_dict, self.param_groups)
+        self._check_parts(groups)
+        names = [[own.name for own in of_group] for of_group in groups]
+        saved = list(self._saved_pieces(groups))
+        own_rows = {}
+        for own, at, ref in saved:
+            if part := rows_of_part(ref.piece, own.sharded):
+                own_rows[at] = part
+        names_on_all_ranks: list[dict[str, None]] = [{} for _ in names]  # sets in order
         rows: dict[str, dict[int, tuple[Segment, ...]]] = defaultdict(dict)
-        for at, of_part in (item for _, of_rank in per_rank for item in of_rank.items()):
-            rows[at].update(of_part)
-        self._names_on_all_ranks = on_all_ranks
-        kept = [{key: group[key] for key in group if key not in _OF_THIS_RUN} for group in self.param_groups]
+        for names_of_rank, rows_of_rank in self._everyone.gather_objects((names, own_rows)):
+            for on_all, of_group in zip(names_on_all_ranks, names_of_rank, strict=True):
+                on_all.update(dict.fromkeys(of_group))
+            for at, part in rows_of_rank.items():
+                rows[at].update(part)
+        self._described = described = Description(groups, names, list(map(list, names_on_all_ranks)), saved)
+        kept = [{key: group[key] for key in group if key not in _RUN_ENTRIES} for group in self.param_groups]
+        states = {at: describe_state(own, ref, rows[at], always_main=always_main) for own, at, ref in saved}
         state = {
             "version": VERSION,
-            "state": {
-                at: _described_state(own, held, rows[at], always_main=always_main)
-                for own, at, held in self._saved_pieces(described)
-            },
-            "groups": groups_to_saved(kept, on_all_ranks),
+            "state": states,
+            "groups": groups_to_saved(kept, described.names_on_all_ranks),
             "grad_scaler": self.stepper.scaler.state_dict(),
         }
         copied = self._copied_values()
@@ -182,13 +176,14 @@ class ShardedStates(torch.optim.Optimizer):
                     "call optimizer.sharded_state_dict before each save and load"
                 )
 
-        return ScopedState(state, replaces="optimizer.", check=check)  # one state may hold several optimizers
+        scoped = ScopedState(state, replaces="optimizer.", check=check)  # one state may hold several optimizers
+        return scoped, described
 
     def _copied_values(self) -> tuple[Any, ...]:
-        """What tells whether the copies in a sharded state are still those of the optimizer: numbers, decoded codes."""
-        steps = [held.piece.step for held in self._held.values()]
+        """Return the numbers that differ if the copies in a sharded state are no longer those of the optimizer."""
+        steps = [ref.piece.step for ref in self._held.values()]
         numbers = [
-            {key: _copied(value) for key, value in group.items() if key not in _OF_THIS_RUN}
+            {key: _copied(value) for key, value in group.items() if key not in _RUN_ENTRIES}
             for group in self.param_groups
         ]
         return self.stepper.num_begun, steps, numbers, self.stepper.scaler.state_dict()
@@ -209,53 +204,54 @@ class ShardedStates(torch.optim.Optimizer):
                 "optimizer.sharded_state_dict first and pass it to opt_checkpoint.load"
             )
         groups = self.param_groups
-        names = [[own.name for own in of_group] for of_group in described]
-        stored, regrouped = regroup_described(loaded["groups"], groups, described, self._names_on_all_ranks)
-        saved, pairs, moved = match_saved({**loaded, "groups": stored}, groups, names)
-        pieces = [(held, loaded["state"].get(at, {})) for _, at, held in self._saved_pieces(described)]
-        empty = (own for of_group in described for own in of_group if own.is_empty and own.id in self._held)
-        pieces += [(self._held[own.id], {}) for own in empty]
+        stored, regrouped = regroup_described(loaded["groups"], groups, described)
+        saved, pairs, moved = match_saved({**loaded, "groups": stored}, groups, described.names)
+        states = [loaded["state"].get(at, {}) for _, at, _ in described.saved]
+        loads = [(piece.ref, values) for piece, values in zip(described.saved, states, strict=True)]
+        for own in (own for of_group in described.groups for own in of_group):
+            if own.is_empty and own.id in self._held:
+                loads.append((self._held[own.id], {}))
 
         def checked_scale() -> dict[str, Any]:
-            for own, at, held in self._saved_pieces(described):
-                check_optional(own, held, loaded["state"].get(at, {}), loaded["groups"])
-            for held, values in pieces:
-                check_loaded(*held, values)
+            for piece, values in zip(described.saved, states, strict=True):
+                check_optional(piece, values, loaded["groups"])
+            for ref, values in loads:
+                check_loaded(*ref, values)
             untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
-            apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
+            apply_saved_groups(untouched, described.names, saved, on_conflict=on_conflict, override=override)
             self._check_groups([*zip(groups, untouched, strict=True)], pairs)
             return saved_scaler(loaded, self.stepper.scaler)
 
         scale = agreed(self._everyone, checked_scale)
-        if regrouped and self.roles.dense.dp.rank == 0:
-            logger.warning("%s", sentence(regrouped))
+        self._warn_of_regrouped(regrouped)
         for (before, after), of_params in moved.items():
             logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
         for group, then in pairs:
             warn_of_other_choices(group, then)
-        apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
-        for held, values in pieces:
-            take_loaded_(*held, values)
+        apply_saved_groups(groups, described.names, saved, on_conflict=on_conflict, override=override)
+        for ref, values in loads:
+            take_loaded_(*ref, values)
         if scale:
             self.stepper.scaler.load_state_dict(scale)
 
+    def _warn_of_regrouped(self, names: Collection[str]) -> None:
+        if names and self.roles.dense.dp.rank == 0:
+            logger.warning("%s", sentence(names))
+
     def _check_groups(self, numbers: Sequence[Pair], choices: Sequence[Pair]) -> None:
         """Raise ConfigError if a saved group has numbers that are not valid, or choices of another formula."""
-        rules = {
-            unit.name.split("/")[0]: bare(unit.rule) for unit in self.stepper.units
-        }  # by their groups' `optimizer`
+        rules = {unit.name.split("/")[0]: bare(unit.rule) for unit in self.stepper.units}  # by `optimizer` of groups
         check_loaded_numbers(numbers, rules)
         for group, saved in choices:
             check_choices(group, saved, rules)
 
-    def _saved_pieces(self, described: Sequence[Sequence[Described]]) -> Iterator[tuple[Described, str, Held]]:
-        """Yield the parameters whose state this rank saves, with a unique name: two model chunks may share a key."""
+    def _saved_pieces(self, groups: Sequence[Sequence[Described]]) -> Iterator[SavedPiece]:
         places: set[str] = set()
-        for own in (own for of_group in described for own in of_group):
+        for own in (own for of_group in groups for own in of_group):
             if own.id in self._held and not own.is_empty:
                 at = f"{own.name}, chunk {own.id.chunk}" if own.name in places else own.name
                 places.add(at)
-                yield own, at, self._held[own.id]
+                yield SavedPiece(own, at, self._held[own.id])
 
     def _check_parts(self, described: Sequence[Sequence[Described]]) -> None:
         """Check that parts of one parameter are not all described as the whole of it. Collective.
@@ -263,16 +259,17 @@ class ShardedStates(torch.optim.Optimizer):
         Raises:
             ValueError: on every rank, if two tensor-parallel ranks would save their parts as the same tensor.
         """
-        local = {  # the part of this rank, by key
-            own.sharded.key: self._held[own.id].piece.part
-            for own in (own for of_group in described for own in of_group if own.id in self._held)
-            if isinstance(own.sharded, ShardedTensor) and own.sharded.local_shape == own.sharded.global_shape
-        }
-        parts: dict[str, set[str]] = defaultdict(set)
-        for of_rank in self._everyone.gather_objects(local):
+        parts: dict[str, str] = {}  # the part of this rank, by key
+        for own in (own for of_group in described for own in of_group):
+            sharded = own.sharded
+            is_whole = isinstance(sharded, ShardedTensor) and sharded.local_shape == sharded.global_shape
+            if is_whole and own.id in self._held:
+                parts[sharded.key] = self._held[own.id].piece.part
+        on_all_ranks: dict[str, set[str]] = defaultdict(set)
+        for of_rank in self._everyone.gather_objects(parts):
             for key, part in of_rank.items():
-                parts[key] |= {part} - {""}
-        for wrong in (key for key, found in parts.items() if len(found) > 1):
+                on_all_ranks[key] |= {part} - {""}
+        for wrong in (key for key, found in on_all_ranks.items() if len(found) > 1):
             raise ValueError(
                 f"parameter {wrong!r} is tensor parallel, and tensor-parallel ranks have different parts of it, "
                 "but model_sharded_state_dict describes each part as the whole; pass opt_checkpoint.sharded_model("
@@ -291,136 +288,21 @@ def axes_of(roles: Roles) -> ModelAxes:
     def replica(axes: Axes) -> Replica:
         return Replica(axes.inter.rank * axes.dp.size + axes.dp.rank, axes.num_replicas)
 
-    instance = roles.instance if roles.dense.inter.size == 1 else None
+    dense = roles.dense
+    expert = roles.expert
+    pp = roles.pp or Alone()
+    all_ranks = roles.everyone
+    if roles.instance is not None and dense.inter.size == 1:
+        all_ranks = roles.instance
     return ModelAxes(
-        all_ranks=instance or roles.everyone,
-        tp=roles.dense.tp,
-        expert_tp=roles.expert.tp,
+        all_ranks=all_ranks,
+        tp=dense.tp,
+        expert_tp=expert.tp,
         ep=roles.ep,
-        pp=roles.pp or Alone(),
-        dense=replica(roles.dense),
-        expert=replica(roles.expert),
+        pp=pp,
+        dense=replica(dense),
+        expert=replica(expert),
     )
-
-
-def describe_params(
-    model_sharded_state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> list[list[Described]]:
-    """Return the parameters of each group. Marks them in `model_sharded_state_dict` as having main values, so that
-    `load` restores exact values in another precision.
-
-    Raises:
-        ValueError: a parameter is not in the model's sharded state.
-    """
-    params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
-    found = get_param_id_to_sharded_param_map(dict(model_sharded_state_dict), params)
-    missing = [index for index in range(len(params)) if index not in found]
-    if missing:
-        raise ValueError(f"Param id {missing[0]} does not match any model sharded param.{KEEP_VARS_HINT}")
-    for sharded in found.values():
-        sharded.has_mains = True
-    found = {i: s.declared() if isinstance(s, ShardedTensorFactory) else s for i, s in found.items()}
-    indices = iter(range(len(params)))
-    return [[Described(id, _name(found[i]), found[i]) for id, i in zip(g["param_ids"], indices)] for g in groups]
-
-
-def _described_state(own: Described, held: Held, rows: Rows, *, always_main: bool) -> dict[str, ShardedBase]:
-    """Describe the tensors of a parameter. Another rule may have kept the state of one that is regrouped, so that a
-    checkpoint may lack the states of its present rule."""
-    unit, piece = held
-    states = sharded_piece(unit, piece, own.sharded, rows, always_main=always_main)
-    for name, tensor in states.items():
-        if isinstance(tensor, ShardedTensor) and name not in (STEP, MAIN) and is_regrouped(piece.param, own.id.name):
-            tensor.optional = True
-    return states
-
-
-def check_optional(own: Described, held: Held, values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise ValueError if states are missing that are optional only because another rule may have kept others."""
-    unit, piece = held
-    missing = [spec.name for spec in kept_states(unit, piece) if spec.name not in values]
-    if not missing or STEP not in values or not is_regrouped(piece.param, own.id.name):
-        return
-    rules = [group.get(RULE) for group, names in zip(saved["groups"], saved["names"], strict=True) if own.name in names]
-    if bare(unit.rule).name in rules:
-        raise ValueError(
-            f"parameter {own.name!r} was saved by optimizer={rules[0]!r}, but the checkpoint lacks its "
-            f"{', '.join(missing)}; load another checkpoint, or reset the state of this parameter"
-        )
-
-
-def _name(sharded: ShardedTensor | ShardedTensorFactory) -> str:
-    """Return the parameter's key, with its index if several layers or experts are stacked under one key."""
-    if isinstance(sharded, ShardedTensor) and sharded.prepend_axis_num:
-        return f"{sharded.key}/{'.'.join(map(str, sharded.global_offset[: sharded.prepend_axis_num]))}"
-    return sharded.key
-
-
-def regroup_described(
-    saved: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    described: Sequence[Sequence[Described]],
-    names_on_all_ranks: Sequence[Collection[str]],  # of each group
-) -> tuple[dict[str, Any], list[str]]:
-    """Return saved groups without the parameters that earlier releases put into other groups, and their names.
-
-    If all parameters of a present group moved, they are in an additional saved group with its factors.
-    """
-    of_saved = list(saved.get("groups", ()))
-    names = list(saved.get("names", ()))
-    source = {name: number for number, own in enumerate(names) for name in own}
-    moved: list[str] = []
-    added: list[tuple[dict[str, Any], list[str]]] = []
-    for group, own, present in zip(groups, described, names_on_all_ranks, strict=True):
-        of_group = []
-        for one, param in zip(own, group["params"], strict=True):
-            number = source.get(one.name)
-            if number is None or is_same(group, of_saved[number]):
-                continue
-            has_same_params = set(names[number]) == set(present)  # the caller changed only the factors
-            if is_regrouped(param, one.id.name) or (is_of_layer_decay(group["name"]) and not has_same_params):
-                of_group.append(one.name)
-        if of_group and len(of_group) == sum(one.name in source for one in own):
-            added.append((continued(group, of_saved[source[of_group[0]]]), of_group))
-        moved += of_group
-    kept = [[name for name in own if name not in moved] for own in names]
-    return {
-        "groups": [*of_saved, *(group for group, _ in added)],
-        "names": [*kept, *(own for _, own in added)],
-    }, moved
-
-
-def match_saved(
-    loaded: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
-) -> tuple[dict[str, Any], list[Pair], dict[tuple[str, str], list[str]]]:
-    """Match the saved groups with `groups` by the names of their parameters. Converted checkpoints have no groups.
-
-    Returns:
-        The saved groups without `OF_RULE` and without parameters that another rule updates now, because learning rates
-        of one rule do not fit another; each current group with the saved groups of its parameters, one for each record
-        of a rule; and the parameters that continue from the state of another rule, by (saved rule, rule), because its
-        names may have other meanings: SOAP's moments are in its eigenbasis.
-    """
-    saved_names = loaded["groups"].get("names", ())
-    known = {name for own in saved_names for name in own}
-    wanted = {name for own in names for name in own}
-    current = {former: name for name, former in former_names(wanted, known.__contains__).items()}
-    saved_names = [[current.get(name, name) for name in own] for own in saved_names]
-    of_saved = list(zip(loaded["groups"].get("groups", ()), saved_names, strict=True))
-    then = {name: group for group, own in of_saved for name in own}
-    now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
-    kept = [[name for name in own if RULE not in g or now.get(name) in (None, g[RULE])] for g, own in of_saved]
-    without = [{key: value for key, value in group.items() if key not in OF_RULE} for group, _ in of_saved]
-    pairs: list[Pair] = []
-    for group, own in zip(groups, names, strict=True):
-        found = [then[name] for name in own if name in then]
-        pairs += [(group, of) for of in {str([of.get(key) for key in (RULE, *OF_RULE)]): of for of in found}.values()]
-    moved: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, after in now.items():
-        before = then.get(name, {}).get(RULE)
-        if before and after and before != after and loaded["state"].get(name, {}).keys() - {STEP, MAIN}:
-            moved[before, after].append(name)
-    return {"groups": without, "names": kept}, pairs, moved
 
 
 def saved_scaler(state_dict: Mapping[str, Any], scaler: Scaler) -> dict[str, Any]:

@@ -5,27 +5,27 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_checkpoint.dist_checkpointing.megatron import Compared
 from opt_checkpoint.state import NO_OVERRIDE, Conflict
+from opt_distributed.buffers import Params
 from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
 from opt_distributed.saving import check_state, load_state_, read_state, restart_
 from opt_kernels.params import HELD, RULE
 from opt_paramgroups import ParamId, dtensor_layout
-from opt_stack.rules.entries import OF_RULE, warn_of_other_choices
+from opt_stack.rules.entries import RULE_RECORDS, Group, warn_of_other_choices
 from opt_stack.state.megatron_state import (
     OWN,
     check_mains,
     compare_mains,
     from_megatron_state,
-    is_of_distributed_optimizer,
+    has_distributed_form,
 )
-from opt_stack.state.regrouped import regroup, sentence
-from opt_stack.state.sharded_state import ShardedStates, logger, saved_scaler
+from opt_stack.state.regrouped import regroup
+from opt_stack.state.sharded_state import ShardedStates, saved_scaler
 
-Group = Mapping[str, Any]
 VERSION = 1  # of `state_dict`
 MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from
 EVALUATING = "evaluating"  # in a state_dict of evaluation mode
@@ -37,7 +37,7 @@ def param_name(id: ParamId) -> str:
     return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
 
 
-def find_values(state_dict: Mapping[str, Any], params: Mapping[ParamId, nn.Parameter]) -> dict[ParamId, Tensor]:
+def find_values(state_dict: Mapping[str, Any], params: Params) -> dict[ParamId, Tensor]:
     """Return the value of each parameter in `state_dict`; for a DTensor, this rank's part.
 
     Raises:
@@ -46,7 +46,9 @@ def find_values(state_dict: Mapping[str, Any], params: Mapping[ParamId, nn.Param
     """
     found = {}
     for id, param in params.items():
-        chunks = [f"model{id.chunk}", f"model_{id.chunk}", *(["model"] if id.chunk == 0 else [])]
+        chunks = [f"model{id.chunk}", f"model_{id.chunk}"]
+        if id.chunk == 0:
+            chunks.append("model")
         names = next((state_dict[chunk] for chunk in chunks if isinstance(state_dict.get(chunk), Mapping)), state_dict)
         key = id.name if id.name in names else f"module.{id.name}"
         if key not in names:
@@ -102,11 +104,13 @@ class StateDicts(ShardedStates):
         self.recorder.write("state was saved")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        groups = packed_groups(self.param_groups, rank_local=self._rank_local)
+        scaler = self.stepper.scaler
         state_dict: dict[str, Any] = {
             "version": VERSION,
             "state": self._read_all(),
-            "param_groups": packed_groups(self.param_groups, rank_local=self._rank_local),
-            "grad_scaler": self.stepper.scaler.state_dict(),
+            "param_groups": groups,
+            "grad_scaler": scaler.state_dict(),
             "layout": {self._layout_id: True},  # a key, since DCP takes equal keys of several ranks for replicas
         }
         if self.evaluation.is_evaluating:
@@ -165,7 +169,7 @@ class StateDicts(ShardedStates):
             self._load_local(state_dict, needs_mains=main_values == "saved")
         self.stepper.accept_loaded_groups(self.param_groups)
         self.stepper.publish_main_values_()
-        self.loaded_weights.note_state()
+        self.loaded_weights.note_state_load()
         if state_dict.get(EVALUATING):
             self.evaluation.begin_(self.param_groups, was_loaded=True)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -173,15 +177,17 @@ class StateDicts(ShardedStates):
 
     def _from_megatron(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """Return what Megatron-Core's `load` returned in the form of `opt_checkpoint.load`. Collective."""
-        names = self._names_on_all_ranks
+        described = self._described
+        names = () if described is None else described.names_on_all_ranks
         state = agreed(self._everyone, lambda: from_megatron_state(loaded, self.param_groups, names))
 
         def compare() -> list[Compared]:
-            pieces = {at: held.piece for _, at, held in self._saved_pieces(self._described or ())}
-            weights = {at: local(own.param).detach().reshape(-1)[own.of_param] for at, own in pieces.items()}
+            weights = {}
+            for _, at, (_, piece) in () if described is None else described.saved:
+                weights[at] = local(piece.param).detach().reshape(-1)[piece.of_param]
             return compare_mains(state["state"], weights)
 
-        if is_of_distributed_optimizer(loaded):
+        if has_distributed_form(loaded):
             compared = agreed(self._everyone, compare)
             check_mains([end for of_rank in self._everyone.gather_objects(compared) for end in of_rank])
         return state
@@ -190,10 +196,12 @@ class StateDicts(ShardedStates):
         """Return this rank's state by parameter index. In evaluation mode, main values are copied."""
         evaluation = self.evaluation
         found = {}
-        with self.loaded_weights.own_writes(), evaluation.with_trained_weights():
-            for index, (unit, piece) in ((i, self._held[id]) for i, id in enumerate(self._ids) if id in self._held):
-                replaced = evaluation.is_evaluating and evaluation.keeps_weights_of(unit)
-                found[index] = read_state(unit, piece, copies_main=replaced)
+        with self.loaded_weights.writing_without_step(), evaluation.with_trained_weights():
+            for index, id in enumerate(self._ids):
+                if id in self._held:
+                    unit, piece = self._held[id]
+                    replaced = evaluation.is_evaluating and evaluation.keeps_weights_of(unit)
+                    found[index] = read_state(unit, piece, copies_main=replaced)
         return found
 
     @property
@@ -209,8 +217,7 @@ class StateDicts(ShardedStates):
         for id, (unit, piece) in self._held.items():
             load = restart_ if param_name(id) in restarted else load_state_
             load(unit, piece, by_id.get(id, {}))
-        if moved and self.roles.dense.dp.rank == 0:
-            logger.warning("%s", sentence(moved))
+        self._warn_of_regrouped(moved)
         for group, saved in zip(self.param_groups, groups, strict=True):
             warn_of_other_choices(group, saved)
             set_group_(group, saved)
@@ -302,7 +309,7 @@ def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
     its saved group, or a state dict of this class has state of some parameters but not of this one.
     """
     names_of = [[param_name(id) for id in group["param_ids"]] for group in groups]
-    (saved, moved) = regroup(state_dict["param_groups"], groups, names_of)
+    saved, moved = regroup(state_dict["param_groups"], groups, names_of)
     state = state_dict["state"]
     if len(saved) != len(groups):
         raise ValueError(f"state_dict has {len(saved)} parameter groups, but this optimizer has {len(groups)}")
@@ -343,9 +350,9 @@ def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
 
 
 def set_group_(group: dict[str, Any], saved: Group) -> None:
-    """Copy a saved group's hyper-parameters to `group`, but not `OF_RULE`. Tensors are written in place."""
+    """Copy a saved group's hyper-parameters to `group`, but not `RULE_RECORDS`. Tensors are written in place."""
     for key, value in saved.items():
-        if key in HELD or key in OF_RULE:
+        if key in HELD or key in RULE_RECORDS:
             continue
         if isinstance(group.get(key), Tensor):
             group[key].fill_(float(value))

@@ -30,8 +30,10 @@ from opt_kernels.params import Writes, has_foreign_write, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import ParamId, is_dtensor
+from opt_stack.rules.entries import Group
+from opt_stack.wording import and_more
 
-Groups = Sequence[Mapping[str, Any]]
+Groups = Sequence[Group]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -50,38 +52,45 @@ class LoadedWeights:
         """Notes from now on every load of the modules of `chunks`, and the parameters that they have."""
         self._copied = [piece for piece in pieces if piece.main.is_copy]
         self._averaged = averaged
-        self._ids: dict[nn.Parameter, ParamId] = {  # of all parameters of the optimizer
-            param: id for group in groups for id, param in zip(group["param_ids"], group["params"], strict=True)
-        }
-        counted = {param: _counted(param) for param in self._ids}
-        compared = {piece.param for piece in (*self._copied, *averaged)}
-        compared |= {param for param, id in self._ids.items() if id in copied}
-        self._writes = Writes([tensor for param in compared for tensor in counted[param]])
-        self._uncompared = Writes([tensor for param in counted if param not in compared for tensor in counted[param]])
-        self._id_of = {tensor: self._ids[param] for param in compared for tensor in counted[param]}
-        self._are_new = False  # whether others wrote weights since the last check that found them equal
+        self._ids: dict[nn.Parameter, ParamId] = {}  # of all parameters of the optimizer
+        for group in groups:
+            self._ids |= zip(group["params"], group["param_ids"], strict=True)
+        has_copies = {piece.param for piece in (*self._copied, *averaged)}
+        self._id_of: dict[Tensor, ParamId] = {}  # of the tensors of parameters that are compared after a write
+        uncompared: list[Tensor] = []
+        for param, id in self._ids.items():
+            if param in has_copies or id in copied:
+                self._id_of |= dict.fromkeys(_counted(param), id)
+            else:
+                uncompared += _counted(param)
+        self._writes = Writes(list(self._id_of))
+        self._uncompared = Writes(uncompared)
+        self._needs_check = False  # whether others wrote weights since the last check that found them equal
         self._has_state = False  # whether state was loaded since the last check
         self._written = NOTHING_WRITTEN  # by others since the last step that was made
         self._modules: list[tuple[ref[nn.Module], Mapping[str, nn.Parameter]]] = []  # and those of their parameters
         for module in dict.fromkeys(below for chunk in chunks for below in chunk.modules()):
-            params = {name: p for name, p in module._parameters.items() if p is not None and p in self._ids}
+            params = {name: param for name, param in module._parameters.items() if param in self._ids}
             if params:
                 module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
                 self._modules.append((ref(module), params))
         self._registered = self._present()  # all parameters of these modules, in order
 
-    def note(self, params: Mapping[str, nn.Parameter]) -> None:
+    def note_module_load(self, params: Mapping[str, nn.Parameter]) -> None:
         """Note that a module was loaded; `params` are those that it had when the optimizer was built."""
-        self._are_new = True
-        self._written = self._written._replace(ids=self._written.ids.union(map(self._ids.__getitem__, params.values())))
+        self._needs_check = True
+        self._note_written({self._ids[param] for param in params.values()})
+
+    def _note_written(self, ids: Collection[ParamId]) -> None:
+        self._written = self._written._replace(ids=self._written.ids.union(ids))
 
     def _present(self) -> list[object]:
-        """All parameters that the watched modules have now; does not wait for gathers."""
+        """Return all parameters that the watched modules have now; does not wait for gathers."""
         modules = [module for found, _ in self._modules if (module := found()) is not None]
         return [param for module in modules for param in dict.values(module._parameters)]
 
     def _missing_param(self) -> nn.Parameter | None:
-        """A parameter that its module has no longer, itself or in a module below; None if there is none."""
+        """Return a parameter that its module has no longer, itself or in a module below; None if there is none."""
         present = self._present()
         if len(present) == len(self._registered) and all(map(is_, present, self._registered)):
             return None
@@ -97,59 +106,52 @@ class LoadedWeights:
                     return param
         return None
 
-    def note_state(self) -> None:
+    def note_state_load(self) -> None:
         """Note that the optimizer's state was set together with the weights."""
         self._has_state = True
         self._written = self._written._replace(has_state=True)
 
-    def accept_writes(self) -> None:
+    def note_step(self) -> None:
         """Note that a step wrote the parameters. Writes from now on are those of others.
 
         Kernels write memory that autograd does not watch, so the writes are counted here: a backward pass through a
         graph of before the step then raises, as with torch's optimizers, and other optimizers notice them.
         """
-        self._writes.count()
-        self._uncompared.count()
+        self._writes.count_step()
+        self._uncompared.count_step()
         self._has_state = False
         self._written = NOTHING_WRITTEN
 
     def written(self) -> Written:
-        """What other code wrote since the last step that was made."""
+        """Return what other code wrote since the last step that was made."""
         self._find_writes()
         return self._written
 
     def has_loaded(self) -> bool:
-        """Whether weights or state were loaded or written since the optimizer was built, before the first step."""
-        return any(self.written()) or not self._uncompared.are_all_own()
+        """Return whether weights or state were loaded or written since the build; call it before the first step."""
+        return any(self.written()) or self._uncompared.has_foreign()
 
     def accept_equal(self) -> None:
         """Note that what was written is equal on all ranks. It is still compared with the main values."""
         self._find_writes()
-        self._writes.accept()
+        self._writes.set_baseline()
         self._written = NOTHING_WRITTEN
 
     def _find_writes(self) -> None:
         """Note the parameters that others wrote since the writes were last accepted."""
-        if not self._writes.are_all_own():
-            self._are_new = True
-            ids = frozenset(self._id_of[tensor] for tensor in self._writes.of_others())
-            self._written = self._written._replace(ids=self._written.ids | ids)
-
-    @property
-    def are_new(self) -> bool:
-        """Whether others wrote weights since the last check that found them equal to the main values."""
-        self._find_writes()
-        return self._are_new
+        if self._writes.has_foreign():
+            self._needs_check = True
+            self._note_written({self._id_of[tensor] for tensor in self._writes.foreign()})
 
     @contextmanager
-    def own_writes(self) -> Iterator[None]:
-        """Let the optimizer write the parameters inside the context, without a step."""
+    def writing_without_step(self) -> Iterator[None]:
+        """Count writes of the parameters inside the context as the optimizer's, although it makes no step."""
         self._find_writes()
         yield
-        self._writes.accept()
+        self._writes.set_baseline()
 
     def replaced(self) -> UnusableGradientError | None:
-        """The error for a parameter that the model no longer has; None if it has all."""
+        """Return the error for a parameter that the model no longer has; None if it has all."""
         param = self._missing_param()
         if param is None:
             return None
@@ -160,10 +162,11 @@ class LoadedWeights:
         )
 
     def problem(self) -> UnusableGradientError | None:
-        """The reason why an update would lose loaded weights; None if it would not."""
+        """Return the reason why an update would lose loaded weights; None if it would not."""
         if (replaced := self.replaced()) is not None:
             return replaced
-        if not self.are_new:
+        self._find_writes()
+        if not self._needs_check:
             return None
         other = next((piece for piece in self._copied if has_foreign_write(piece.main)), None)
         if other is not None:
@@ -181,17 +184,17 @@ class LoadedWeights:
                 "optimizer.reload_model_params() after the load, or load the optimizer's state of the same checkpoint",
                 stacklevel=3,
             )
-        self._writes.accept()
-        self._are_new = self._has_state = False
+        self._writes.set_baseline()
+        self._needs_check = self._has_state = False
         return None
 
     def frozen(self) -> UnusableGradientError | None:
-        """The error for parameters that were frozen after the model was wrapped; None if there are none."""
+        """Return the error for parameters that were frozen after the model was wrapped; None if there are none."""
         if all(map(_REQUIRES_GRAD, self._ids)):
             return None
-        frozen = [str(id) for param, id in self._ids.items() if not param.requires_grad]
+        frozen = [id for param, id in self._ids.items() if not param.requires_grad]
         return UnusableGradientError(
-            f"{frozen[0]!r} (and {len(frozen) - 1} more) was frozen after the model was wrapped, where a parameter "
+            f"{and_more(frozen)} was frozen after the model was wrapped, where a parameter "
             "without a gradient has zeros, so that momentum and weight decay would still change it; freeze "
             "parameters before DistributedDataParallel, and load the optimizer's state from a sharded_state_dict"
         )
@@ -226,7 +229,7 @@ class _Note:
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self._loaded is not None and (loaded := self._loaded()) is not None:
-            loaded.note(self._params)
+            loaded.note_module_load(self._params)
 
     def __reduce__(self) -> Any:
         return _Note, ()
@@ -234,7 +237,7 @@ class _Note:
 
 @torch.no_grad()
 def _counted(param: Tensor) -> list[Tensor]:
-    """The tensors whose versions count writes to a parameter: itself, and the local part of a DTensor."""
+    """Return the tensors whose versions count writes to a parameter: itself, and the local part of a DTensor."""
     tensors = [param, param.to_local()] if is_dtensor(param) else [param]
     # Nothing counts the writes of a tensor that was made in torch.inference_mode().
     return [tensor for tensor in tensors if not tensor.is_inference()]
@@ -245,13 +248,13 @@ class Evaluation:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        rules = {unit.name: bare(unit.rule) for unit in units}
-        self._formulas = {  # of units whose rules evaluate other weights than they train
-            name: rule.formula
-            for name, rule in rules.items()
-            if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None
-        }
-        self.rules = {unit.rule.name for unit in units if unit.name in self._formulas}
+        self._formulas: dict[str, Formula] = {}  # of units whose rules evaluate other weights than they train
+        self.rules: set[str] = set()  # the names of these rules
+        for unit in units:
+            rule = bare(unit.rule)
+            if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
+                self._formulas[unit.name] = rule.formula
+                self.rules.add(unit.rule.name)
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
         self._shown = Writes([])  # to the weights for evaluation
         self._rates = RisingRates()
@@ -282,15 +285,15 @@ class Evaluation:
     def with_trained_weights(self) -> Iterator[None]:
         """Show the trained weights in this rank's parameters inside the context; no communication."""
         trained = self._trained or {}
-        are_written = not self._shown.are_all_own()
-        shown = {param: local(param).detach().clone() for param in trained}
+        has_foreign = self._shown.has_foreign()
+        shown = _copies(trained)
         try:
             _write_(trained)
             yield
         finally:
             _write_(shown)
-            if not are_written:
-                self._shown.accept()
+            if not has_foreign:
+                self._shown.set_baseline()
 
     @torch.no_grad()
     @without_autocast()
@@ -305,7 +308,7 @@ class Evaluation:
             for source in unit.completes if was_loaded and unit.name in self._formulas else ():
                 source.publish_()
         moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
-        self._trained = {param: local(param).detach().clone() for param in moved}
+        self._trained = _copies(moved)
         for unit in self._units:
             for piece in unit.pieces if unit.name in self._formulas else ():
                 if piece.step:
@@ -317,7 +320,7 @@ class Evaluation:
 
     def end_(self) -> None:
         """Restore the trained weights in the parameters, bit for bit; no communication. Warn of a load since then."""
-        if not self._shown.are_all_own():
+        if self._shown.has_foreign():
             warnings.warn(
                 "weights were loaded into the model in evaluation mode; train() replaces them by the trained weights: "
                 "call train() before the load",
@@ -334,6 +337,11 @@ def _write_(weights: Mapping[Tensor, Tensor]) -> None:
     """Copy values to the local part of each parameter."""
     for param, values in weights.items():
         local(param).copy_(values)
+
+
+def _copies(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Return a copy of the local part of each parameter."""
+    return {param: local(param).detach().clone() for param in params}
 
 
 def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups) -> Tensor:
