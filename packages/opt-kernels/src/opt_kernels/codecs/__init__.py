@@ -15,7 +15,7 @@ from opt_kernels.codecs.codec import (
     scale_name,
     state_specs,
     without_outliers,
-)  # fmt: skip
+)
 from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [

@@ -257,7 +257,8 @@ def _scale_(scale: Tensor, run: Tensor, of_largest: Callable[[Tensor], Tensor]) 
     lost.
     """
     largest = torch.linalg.vector_norm(run, ord=torch.inf, dim=1).to(torch.float32)
-    scale.copy_(torch.where(largest > 0, of_largest(largest), largest).masked_fill_(largest.isinf(), torch.nan))
+    finite = torch.where(largest > 0, of_largest(largest), largest)
+    scale.copy_(finite.masked_fill_(largest.isinf(), torch.nan))
 
 
 def _power_of_two(largest: Tensor, exponent: int) -> Tensor:
@@ -295,4 +296,6 @@ def _parts(scales: Tensor | None, values: Tensor, block: int) -> list[Tensor]:
 
 def _root(values: Tensor) -> Tensor:
     """The correctly rounded square root. torch's float32 square root is not correctly rounded on every CPU."""
-    return values.sqrt() if values.dtype is torch.float64 else values.double().sqrt_().to(values.dtype)
+    if values.dtype is torch.float64:
+        return values.sqrt()
+    return values.double().sqrt_().to(values.dtype)

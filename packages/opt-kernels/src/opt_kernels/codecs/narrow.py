@@ -85,8 +85,9 @@ def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
     upper, lower = divmod(first, WORD + 1)
     if lower + numel > WORD + 1:  # the key changes within the run
         size = WORD + 1 - lower
-        parts = ((size, first), (numel - size, first + size))
-        return torch.cat([noise(n, first=at, step=step, device=device) for n, at in parts])
+        before = noise(size, first=first, step=step, device=device)
+        after = noise(numel - size, first=first + size, step=step, device=device)
+        return torch.cat([before, after])
     key = mix_(torch.tensor([_signed(step + upper * GOLDEN)], dtype=torch.int32, device=device))
     index = torch.arange(numel, dtype=torch.int32, device=device).add_(_signed(lower))
     return mix_(index.bitwise_xor_(key)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)

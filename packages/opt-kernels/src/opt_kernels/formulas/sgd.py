@@ -48,13 +48,14 @@ def update(
     return p - lr * g, momentum_buffer
 
 
+NUMBERS = (Number("momentum", 0.0), Number("dampening", 0.0))
 CHOICES = (Choice("nesterov", False), Choice("has_momentum", True, off_at_zero="momentum"))
 
 SGD = Formula(
     name="sgd",
     title="SGD",
     states=(State("momentum_buffer", when="has_momentum"),),
-    numbers=(Number("momentum", 0.0), Number("dampening", 0.0)),
+    numbers=NUMBERS,
     choices=CHOICES,
     scalars=scalars,
     update=update,

@@ -211,7 +211,8 @@ class _Expansion(ast.NodeTransformer):
 
     def _bind(self, name: str, value: ast.expr) -> None:
         if self.before is not None and not isinstance(value, ast.Name | ast.Constant):
-            fresh = next(fresh for i in count(1) if (fresh := f"{self.function.__name__}_{name}_{i}") not in self.taken)
+            names = (f"{self.function.__name__}_{name}_{i}" for i in count(1))
+            fresh = next(fresh for fresh in names if fresh not in self.taken)
             self.taken.add(fresh)
             self.before.append(ast.Assign([ast.Name(fresh, ast.Store())], value))
             value = ast.Name(fresh, ast.Load())

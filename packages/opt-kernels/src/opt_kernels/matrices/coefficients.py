@@ -142,9 +142,11 @@ def narrow_steps(steps: Schedule) -> Schedule | None:
     None if damping does not suffice. cubic5 is damped, as it maps 1 to nearly 0.
     """
     low, high = range_of(steps)
-    damped = [Coefficients(a / DAMPING, b / DAMPING**3, c / DAMPING**5) for a, b, c in steps[:-1]]
-    for candidate in (steps, (*damped, steps[-1])):
-        rounded = range_of(candidate, unit=torch.finfo(torch.bfloat16).eps)
+    *others, last = steps
+    damped = [Coefficients(a / DAMPING, b / DAMPING**3, c / DAMPING**5) for a, b, c in others]
+    unit = torch.finfo(torch.bfloat16).eps
+    for candidate in (steps, (*damped, last)):
+        rounded = range_of(candidate, unit=unit)
         is_kept = low < CONVERGED or rounded.low >= (1 - DRIFT) * low
         if is_kept and rounded.high <= (1 + DRIFT) * high:
             return candidate

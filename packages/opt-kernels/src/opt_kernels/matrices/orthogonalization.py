@@ -312,12 +312,14 @@ class Orthogonalization:
         self, dtype: torch.dtype, device: torch.device, *, cut_dim: int | None, tensor_parallel: TensorParallel | None
     ) -> Inputs:
         """The form of x that saves another pass for its norm. `dtype` is the compute dtype."""
-        if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
-            return Inputs(self._dtype(dtype, device), True, eps=self.eps)
-        if self.tp_mode is TpMode.DISTRIBUTED:
-            return Inputs(self._dtype(dtype, device), True, tensor_parallel.all_reduce, self.eps)
-        # Gathered and normalised on every rank: a norm summed over ranks may differ in its last bit.
-        return Inputs(dtype, False, eps=self.eps)
+        all_reduce = None
+        if cut_dim is not None and tensor_parallel is not None:
+            if self.tp_mode is TpMode.DUPLICATED:
+                # Gathered and normalised on every rank: a norm summed over ranks may differ in its last bit.
+                return Inputs(dtype, False, eps=self.eps)
+            if self.tp_mode is TpMode.DISTRIBUTED:
+                all_reduce = tensor_parallel.all_reduce
+        return Inputs(self._dtype(dtype, device), True, all_reduce, self.eps)
 
     def _oriented(
         self,
@@ -328,8 +330,12 @@ class Orthogonalization:
         normalised: bool = False,
     ) -> Tensor:
         """Orthogonalise with the Gram matrix of the rows, or of the columns with `transpose`."""
-        wide = x.mT.contiguous() if transpose else x
-        dtype = x.dtype if normalised else self._dtype(x.dtype, x.device)
+        wide = x
+        if transpose:
+            wide = x.mT.contiguous()
+        dtype = x.dtype
+        if not normalised:
+            dtype = self._dtype(dtype, x.device)
         common: dict[str, Any] = {"eps": self.eps, "all_reduce": all_reduce, "rescale_rows": self.rescale_rows}
         if parse_backend(self.backend) is Backend.REFERENCE:
             done = reference_newton_schulz(wide, segments=(self.schedule,), **common)

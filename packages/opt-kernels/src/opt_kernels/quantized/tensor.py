@@ -235,10 +235,8 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedTensor":
         recipe, shape, dtype, source = context
-        scaled = QuantizedParam(
-            recipe=recipe, shape=shape, codes=inner["codes"], scales=inner["scales"], history=inner.get("history"),
-            source=source,
-        )  # fmt: skip
+        # `inner` has codes, scales and history under these names
+        scaled = QuantizedParam(recipe=recipe, shape=shape, source=source, **inner)
         return QuantizedTensor(scaled, dtype=dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -353,7 +351,8 @@ def quantize_linears_(
     Raises:
         QuantizationError: see `QuantizedTensor.of`. The message names the layer, and no parameter is replaced.
     """
-    chosen = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear) and only(name, m)}
+    linears = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+    chosen = {name: linear for name, linear in linears if only(name, linear)}
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for name, linear in chosen.items():
         weight: nn.Parameter = linear.weight  # type: ignore[assignment]

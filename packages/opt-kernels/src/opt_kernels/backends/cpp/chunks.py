@@ -144,15 +144,9 @@ ARGUMENTS = "const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_
 def coded_span(formula: Formula) -> list[str]:
     """`update_span` and its stages."""
     plan = _ChunkPlan(formula)
-    num_states = len(plan.states)
-    return [
-        "constexpr int64_t UNIT = GROUP;",
-        *_chunk(plan),
-        *_before(plan),
-        *_after(plan),
-        *_without_outliers(num_states),
-        *_span(plan, num_states),
-    ]
+    states = range(len(plan.states))
+    stages = [*_before(plan), *_after(plan), *_without_outliers(states)]
+    return ["constexpr int64_t UNIT = GROUP;", *_chunk(plan), *stages, *_span(plan, states)]
 
 
 class _ChunkPlan:
@@ -329,9 +323,8 @@ def _store_largest(states: Iterable[int]) -> list[str]:
     return [f"chunk.largest{i}[at / GROUP] = largest{i};" for i in states]
 
 
-def _without_outliers(num_states: int) -> list[str]:
+def _without_outliers(states: range) -> list[str]:
     """The function `drop_outliers`: resets all states of elements of which one would spoil its group."""
-    states = range(num_states)
     is_outlier = " || ".join(f"(Codec{i}::SHARES && magnitude(chunk.values{i}[j]) >= OUTLIER)" for i in states)
     lines = ["static __attribute__((noinline, cold)) void drop_outliers(Chunk &chunk, int64_t at, int64_t n) {"]
     lines += _largest(states)
@@ -361,9 +354,8 @@ if (begin < end) update_chunk(run, row, chunk, begin, 1, end - begin, moderate);
 }"""
 
 
-def _span(plan: _ChunkPlan, num_states: int) -> list[str]:
+def _span(plan: _ChunkPlan, states: range) -> list[str]:
     """The functions `update_chunk`, which takes a chunk through all stages, and `update_span`."""
-    states = range(num_states)
     before = "before(run, row, chunk, at, n, k);" if plan.cut.roots else ""
     is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if plan.cut.roots else ""
     has_outlier = " || ".join(f"(Codec{i}::SHARES && chunk.largest{i}[k / GROUP] >= OUTLIER)" for i in states)

@@ -45,8 +45,9 @@ def _run(codecs: Sequence[str]) -> list[str]:
     casts = [f"({type_})" for type_ in types.values()]
     casts += ["", "", ""]  # numel, row and first are integers, like the table
     values = ", ".join(f"{cast}table[{column} * n + i]" for column, cast in enumerate(casts))
+    aliases = [f"using Codec{i} = {codec};" for i, codec in enumerate(codecs)]
     return [
-        *(f"using Codec{i} = {codec};" for i, codec in enumerate(codecs)),
+        *aliases,
         f"struct Run {{ {fields}; int64_t numel, row, first; }};",
         "static inline Run run_at(const int64_t *table, int64_t n, int64_t i) {",
         f"return {{{values}}};",

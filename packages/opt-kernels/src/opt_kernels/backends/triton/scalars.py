@@ -117,7 +117,8 @@ def numbers_on(device: torch.device, rows: Sequence[Row]) -> Tensor:
     """
     numbers: list[Any] = list(chain.from_iterable(rows))
     if tables.is_capturing(device):
-        frozen = [name for name, *of in zip(CHANGING, *rows) if not all(isinstance(x, Tensor) for x in of)]
+        columns = zip(CHANGING, *rows)
+        frozen = [name for name, *of_rows in columns if not all(isinstance(x, Tensor) for x in of_rows)]
         if frozen:
             raise FrozenHyperError(
                 f"{', '.join(frozen)} of a step that is being captured: host numbers, which every replay would repeat; "

@@ -272,13 +272,19 @@ class _Inputs:
 
     def accumulate_(self, block: Tensor, *, nesterov: bool, decay: Decay) -> None:
         """Update all momenta, write u, and sum its squares for each matrix."""
+        u = triton_dtype(self._u.dtype)
+        options = {
+            "MOMENTUM": triton_dtype(self._codec.dtype),
+            "SCHEME": scheme(self._codec),
+            "U": u,
+            "SCHEME_U": self._scheme,
+            "NESTEROV": nesterov,
+            "DECAY": decay.value,
+        }
         sums = torch.split(self._sums, [launch.table.num_chunks for launch in self._launches])
         for (formats, table, _), scales, of_launch in zip(self._launches, self._scales, sums):
-            momentum_sweep[(table.num_chunks,)](
-                table.records, table.grads, block, self._u, scales, of_launch,
-                MOMENTUM=triton_dtype(self._codec.dtype), SCHEME=scheme(self._codec), U=triton_dtype(self._u.dtype),
-                SCHEME_U=self._scheme, NESTEROV=nesterov, DECAY=decay.value, **launch_options(formats, table),
-            )  # fmt: skip
+            tensors = (table.records, table.grads, block, self._u, scales, of_launch)
+            momentum_sweep[(table.num_chunks,)](*tensors, **options, **launch_options(formats, table))
         if self._wanted.normalised:
             slot_totals[(self._totals.numel(),)](
                 self._sums, self._bounds, self._totals, BLOCK=SUM_BLOCK, num_warps=4, enable_fp_fusion=False
@@ -290,32 +296,31 @@ class _Inputs:
         totals = self._totals
         if self._wanted.normalised:
             if stack.inputs.all_reduce is not None:
-                totals[stack.slots_of_all] = stack.inputs.all_reduce(totals[stack.slots_of_all].clone())
-            for records, scales, options in self._shares(stack):
-                normalise_sweep[(len(records),)](
-                    records, self._u, scales, x, totals, self._wanted.eps,
-                    X=triton_dtype(x.dtype), SCHEME_U=self._scheme, **{name: options[name] for name in _OF_ALL},
-                )  # fmt: skip
+                of_slots = totals[stack.slots_of_all]
+                of_slots.copy_(stack.inputs.all_reduce(of_slots.clone()))
+            formats = {"X": triton_dtype(x.dtype), "SCHEME_U": self._scheme}
+            for records, scales, options in self._shares(stack, _OF_ALL):
+                arguments = (records, self._u, scales, x, totals, self._wanted.eps)
+                normalise_sweep[(len(records),)](*arguments, **formats, **options)
         of_stack = x if stack.numel == x.numel() else x[stack.begin : stack.begin + stack.numel]
         return of_stack.view(len(stack.tasks), *stack.tasks[0].work.grad.shape)
 
     def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decay: Decay) -> None:
         """Update the mains of `stack` along `directions` (len(tasks), *shape)."""
-        for records, _, options in self._shares(stack):
-            descent_sweep[(len(records),)](
-                records, block, directions, stack.begin, self._factors, DECAY=decay.value,
-                **{name: options[name] for name in (*_OF_ALL, "MAIN", "OUT", "REMAINDER")},
-            )  # fmt: skip
+        for records, _, options in self._shares(stack, (*_OF_ALL, "MAIN", "OUT", "REMAINDER")):
+            arguments = (records, block, directions, stack.begin, self._factors)
+            descent_sweep[(len(records),)](*arguments, DECAY=decay.value, **options)
 
-    def _shares(self, stack: Stack) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        """The chunks of `stack` in each launch that has any: their records, their scales, and its options."""
+    def _shares(self, stack: Stack, names: Sequence[str]) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """The chunks of `stack` in each launch that has any: their records, their scales, and its options `names`."""
         wanted = stack.slots_of_all
         for (formats, table, _), of_slots, scales in zip(self._launches, self._ranges, self._scales):
             first, stop = (bisect_left(of_slots, (slot,)) for slot in (wanted.start, wanted.stop))
             if first < stop:
                 chunks = slice(of_slots[first].begin, of_slots[stop - 1].end)
                 tag = 4 if self._codec.block else 3  # the lane of a record that holds the number of its slot
-                yield table.records[chunks], scales[chunks], launch_options(formats, table) | {"TAG": tag}
+                options = launch_options(formats, table) | {"TAG": tag}
+                yield table.records[chunks], scales[chunks], {name: options[name] for name in names}
 
 
 _OF_ALL = ("TAG", "WIDTH", "CHUNK", "BLOCK", "E", "num_warps", "enable_fp_fusion")

@@ -23,21 +23,24 @@ def symmetric_product(
     """
     if not halving_pays(left):
         return dense_product(left, right, alpha=alpha, added=added, beta=beta)
-    out = left.new_empty(*left.shape[:-1], left.shape[-2])
-    size = left.shape[-2] // BLOCK_ROWS
-    for i in range(left.shape[0]):
-        for low in range(0, left.shape[-2], size):
+    batch, m, _ = left.shape
+    out = left.new_empty(batch, m, m)
+    size = m // BLOCK_ROWS
+    for i in range(batch):
+        for low in range(0, m, size):
             high = low + size
             rows = left[i, low:high]
             cols = right[i, :, :high]
             block = out[i, low:high, :high]
             if added is not None:
-                torch.addmm(added[i, low:high, :high], rows, cols, beta=beta, alpha=alpha, out=block)
+                added_block = added[i, low:high, :high]
+                torch.addmm(added_block, rows, cols, beta=beta, alpha=alpha, out=block)
             else:
                 torch.mm(rows, cols, out=block)
                 if alpha != 1.0:
                     block.mul_(alpha)
-            out[i, :low, low:high] = out[i, low:high, :low].mT  # the mirror image
+            mirrored = block[:, :low].mT
+            out[i, :low, low:high] = mirrored
     return out
 
 

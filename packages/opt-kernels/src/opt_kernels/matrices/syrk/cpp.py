@@ -38,24 +38,24 @@ def symmetric_product(
     out = left.new_empty(batch, m, m)
     packed = torch.empty(m * k // 2, dtype=torch.int32, device="cpu")
     for i in range(batch):
-        _multiply_(out[i], left[i], right[i], None if added is None else added[i], (alpha, beta), packed)
+        addend = None if added is None else added[i]
+        _multiply_(out[i], left[i], right[i], addend, (alpha, beta), packed)
     return out
 
 
 def takes(left: Tensor, right: Tensor, added: Tensor | None) -> bool:
     """Whether the compiled product supports these tensors and is faster."""
     m, k = left.shape[-2:]
-    given = [tensor for tensor in (left, right, added) if tensor is not None]
-    return (
-        all(tensor.dtype is torch.bfloat16 and tensor.is_cpu for tensor in given)
-        and m % COLS == 0
-        and k % 2 == 0
-        and m * m * k >= LEAST
-        and left.stride(-1) == 1
-        and 1 in right.stride()[-2:]
-        and (added is None or added.stride(-1) == 1)
-        and _is_supported()
-    )
+    given = [left, right] if added is None else [left, right, added]
+    if not all(tensor.dtype is torch.bfloat16 and tensor.is_cpu for tensor in given):
+        return False
+    if m % COLS or k % 2 or m * m * k < LEAST:
+        return False
+    if left.stride(-1) != 1 or 1 not in right.stride()[-2:]:
+        return False
+    if added is not None and added.stride(-1) != 1:
+        return False
+    return _is_supported()
 
 
 @cache
@@ -69,21 +69,12 @@ def _multiply_(
 ) -> None:
     m, k = left.shape
     scalars = array("f", factors)
-    tiles = sum(m // ROWS - block * (COLS // ROWS) for block in range(m // COLS))
-    for phase, total, least in ((PACK, m // COLS, 1), (MULTIPLY, tiles, LEAST_TILES)):
-        pointers = (left, right, added, out, packed)
-        product = array(  # `struct Product`
-            "q",
-            [
-                phase,
-                *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
-                m,
-                k,
-                left.stride(0),
-                *right.stride(),
-                0 if added is None else added.stride(0),
-            ],
-        )
+    blocks = m // COLS
+    tiles = sum(m // ROWS - block * (COLS // ROWS) for block in range(blocks))
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (left, right, added, out, packed)]
+    strides = (left.stride(0), *right.stride(), 0 if added is None else added.stride(0))
+    for phase, total, least in ((PACK, blocks, 1), (MULTIPLY, tiles, LEAST_TILES)):
+        product = array("q", [phase, *addresses, m, k, *strides])  # `struct Product`
         run(
             library(SOURCE),
             table=product.buffer_info()[0],

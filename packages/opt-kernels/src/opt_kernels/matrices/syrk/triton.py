@@ -145,8 +145,9 @@ def halving_pays(left: Tensor) -> bool:
     float64 has no kernel. Exact float32 products use no tensor cores, and their accumulator does not fit the
     registers.
     """
-    on_tensor_cores = left.itemsize == 2 or (left.dtype is torch.float32 and input_precision(left.dtype) == "tf32")
-    return left.shape[-2] >= SMALLEST_ROWS and on_tensor_cores
+    if left.shape[-2] < SMALLEST_ROWS:
+        return False
+    return left.itemsize == 2 or input_precision(left.dtype) == "tf32"
 
 
 def halved_product(
@@ -159,21 +160,23 @@ def halved_product(
         return out
     tile_k = TILE_BYTES_K // left.itemsize
     tiles = -(-m // TILE)
-    grid = (tiles * (tiles + 1) // 2, batch)
+    up_to_diagonal = tiles * (tiles + 1) // 2
+    grid = (up_to_diagonal, batch)
     addend = None if added is None else added.contiguous()
     common: dict[str, Any] = {
-        "TILE": TILE, "TILE_K": tile_k, "PRECISION": input_precision(left.dtype), "num_warps": NUM_WARPS,
+        "TILE": TILE,
+        "TILE_K": tile_k,
+        "PRECISION": input_precision(left.dtype),
+        "num_warps": NUM_WARPS,
         "enable_fp_fusion": True,
-    }  # fmt: skip
+    }
     with launching_on(left.device):
         if through_descriptors(left, right):
+            lefts = _boxes(left, TILE, tile_k)
             transposed = right.stride(-1) != 1
-            boxes = (
-                _boxes(left, TILE, tile_k),
-                _boxes(right.mT, TILE, tile_k) if transposed else _boxes(right, tile_k, TILE),
-            )
+            rights = _boxes(right.mT, TILE, tile_k) if transposed else _boxes(right, tile_k, TILE)
             options = common | {"TRANSPOSED": transposed, "num_stages": 4}
-            syrk_descriptors[grid](*boxes, addend, out, m, k, alpha, beta, **options)
+            syrk_descriptors[grid](lefts, rights, addend, out, m, k, alpha, beta, **options)
         else:
             strides = (*left.stride(), *right.stride())
             # Tiles in flight: as many as fit the shared memory of consumer GPUs (96 of 99 KiB) or of AMD's (32 of 64).
@@ -185,15 +188,22 @@ def halved_product(
 def through_descriptors(left: Tensor, right: Tensor) -> bool:
     """Whether both operands can use descriptors: a device with TMA, and contiguous rows aligned to 16 bytes."""
     # 9 is Hopper, 10 data-centre Blackwell; later ones have too little shared memory for four stages.
-    has_tma = HAS_DESCRIPTORS and (
-        INTERPRETED.value or (torch.version.hip is None and torch.cuda.get_device_capability(left.device)[0] in (9, 10))
-    )
-    return has_tma and _describable(left) and (_describable(right) or _describable(right.mT))
+    if not HAS_DESCRIPTORS:
+        return False
+    if not INTERPRETED.value:
+        if torch.version.hip is not None:
+            return False
+        major, _ = torch.cuda.get_device_capability(left.device)
+        if major not in (9, 10):
+            return False
+    return _describable(left) and (_describable(right) or _describable(right.mT))
 
 
 def _describable(matrix: Tensor) -> bool:
-    outer = (matrix.data_ptr(), *(stride * matrix.itemsize for stride in matrix.stride()[:-1]))
-    return matrix.stride(-1) == 1 and all(number % 16 == 0 for number in outer)
+    *outer, inner = matrix.stride()
+    if inner != 1 or matrix.data_ptr() % 16:
+        return False
+    return all(stride * matrix.itemsize % 16 == 0 for stride in outer)
 
 
 def _boxes(matrix: Tensor, rows: int, cols: int) -> object:
