@@ -110,8 +110,9 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
 def _chosen(op: str, function: str, backend: str | None, device: str | None) -> Callable[..., Any]:
     chosen = parse_backend(backend) or _suited(op, device)
     if not _available(op, chosen):
-        is_written = chosen in _VERSIONS.get(op, {})
-        missing = _HOW_TO_INSTALL[chosen] if is_written else "this operation has no such version"
+        missing = "this operation has no such version"
+        if chosen in _VERSIONS.get(op, {}):
+            missing = _HOW_TO_INSTALL[chosen]
         raise BackendError(
             f"backend={chosen.value!r} is not available for {op!r}: {missing}, or pass backend=None to choose by device"
         )

@@ -79,7 +79,9 @@ def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Wor
 
 def compute_dtype(work: Work) -> torch.dtype:
     """The compute dtype: float64 if the main is float64, else float32."""
-    return torch.float64 if work.main is not None and work.main.dtype is torch.float64 else torch.float32
+    if work.main is not None and work.main.dtype is torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def read_main(work: Work, *, copy: bool = False) -> Tensor:
@@ -126,7 +128,9 @@ def scaled_grad(work: Work, scale: float) -> Tensor:
     if work.grad.dtype is dtype:
         return work.grad * scale
     wide = work.grad.to(dtype)
-    return wide if scale == 1.0 else wide.mul_(scale)
+    if scale == 1.0:
+        return wide
+    return wide.mul_(scale)
 
 
 def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:

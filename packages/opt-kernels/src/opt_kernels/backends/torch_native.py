@@ -179,9 +179,10 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     not finite, or so small that squares may have underflowed. For this the sum is read on the host.
     """
     check_norm_type(norm_type)
-    pieces = [
-        piece for grad in grads if grad.numel() for piece in torch.split(elements.in_memory_order(grad), PIECE_NUMEL)
-    ]
+    pieces: list[Tensor] = []
+    for grad in grads:
+        if grad.numel():
+            pieces += torch.split(elements.in_memory_order(grad), PIECE_NUMEL)
     if norm_type != 2.0 or not pieces:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     norms = []

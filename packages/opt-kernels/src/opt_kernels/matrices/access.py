@@ -98,7 +98,9 @@ def matrix_dim(work: Work) -> int | None:
 def cut_of_parts(work: Work) -> int | None:
     """`matrix_dim` of the split parts of the work: None if tensor parallelism assigns whole heads to ranks."""
     cut = matrix_dim(work)
-    return None if work.matrix.by_group and cut == -2 else cut
+    if work.matrix.by_group and cut == -2:
+        return None
+    return cut
 
 
 def sum_of_squares(work: Work, x: Tensor) -> Tensor:
@@ -109,7 +111,9 @@ def sum_of_squares(work: Work, x: Tensor) -> Tensor:
 def over_peers(work: Work, sums: Tensor) -> Tensor:
     """`sums` of the local matrices, added up over the tensor-parallel ranks that share them."""
     group = work.matrix.tensor_parallel
-    return sums if matrix_dim(work) is None or group is None else group.all_reduce(sums)
+    if group is None or matrix_dim(work) is None:
+        return sums
+    return group.all_reduce(sums)
 
 
 def squares_in_float64(x: Tensor) -> Tensor:
@@ -125,7 +129,11 @@ def whole_size(work: Work) -> tuple[int, int]:
     rows, cols = work.grad.shape[-2:]
     ranks = 1 if spec.tensor_parallel is None else spec.tensor_parallel.size
     cut = matrix_dim(work)
-    return rows * (ranks if cut == -2 else 1), cols * (ranks if cut == -1 else 1)
+    if cut == -2:
+        return rows * ranks, cols
+    if cut == -1:
+        return rows, cols * ranks
+    return rows, cols
 
 
 def split(stack: Tensor, spec: MatrixSpec) -> list[Tensor]:
@@ -160,18 +168,24 @@ def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
     for row, (_, work) in zip(out, tasks):
         row.copy_(work.grad)
     # Scaled after widening: a narrow gradient times a small clip coefficient would lose bits.
-    return out if isinstance(grad_scale, float) and grad_scale == 1.0 else out.mul_(grad_scale)
+    if isinstance(grad_scale, float) and grad_scale == 1.0:
+        return out
+    return out.mul_(grad_scale)
 
 
 def weight_for(x: Tensor, number: float | Tensor) -> float | Tensor:
     """`number` as a weight for `x.lerp_`: a tensor in the dtype of `x`."""
-    return number.to(x.dtype) if isinstance(number, Tensor) else number
+    if isinstance(number, Tensor):
+        return number.to(x.dtype)
+    return number
 
 
 def write_main_(work: Work, value: Tensor, skip: Tensor | None) -> None:
     """Write `value`, in the compute dtype, to main and out, or split it into out and remainder. Not if `skip`."""
     if work.main is not None:
-        targets = [work.main] if work.out is None else [work.main, work.out]
+        targets = [work.main]
+        if work.out is not None:
+            targets.append(work.out)
         assign_(targets, [value.to(target.dtype) for target in targets], skip)
         return
     assert work.out is not None
@@ -218,8 +232,11 @@ def _run(tensor: Tensor, codes: Tensor, codec: StateCodec) -> Tensor:
 def assign_(targets: Iterable[Tensor], values: Iterable[Tensor], skip: Tensor | None) -> None:
     """Copy each value to its target, or nothing if `skip` is not zero, which the host does not read."""
     for target, value in zip(targets, values):
-        if value is not target:
-            target.copy_(value if skip is None else torch.where(skip != 0, target, value))
+        if value is target:
+            continue
+        if skip is not None:
+            value = torch.where(skip != 0, target, value)
+        target.copy_(value)
 
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # of the states of one matrix, by name
@@ -294,7 +311,11 @@ def states_by_part(
 def joined(states: Sequence[Mapping[str, Tensor]], num_batch_dims: int) -> dict[str, Tensor]:
     """Concatenate the states of parts, each (*batch, num_matrices, *shape), to (*batch, numel)."""
     names = dict.fromkeys(name for state in states for name in state)
-    return {name: torch.cat([s[name].flatten(num_batch_dims) for s in states if name in s], -1) for name in names}
+    found = {}
+    for name in names:
+        parts = [state[name].flatten(num_batch_dims) for state in states if name in state]
+        found[name] = torch.cat(parts, -1)
+    return found
 
 
 def _views(
@@ -316,7 +337,11 @@ def _views(
 
 def _numel(name: str, parts: Sequence[Part], shapes: Sequence[Shapes]) -> int:
     """Total size of the state `name` for these parts."""
-    return sum(part.num_matrices * prod(of_part[name]) for part, of_part in zip(parts, shapes) if name in of_part)
+    total = 0
+    for part, of_part in zip(parts, shapes):
+        if name in of_part:
+            total += part.num_matrices * prod(of_part[name])
+    return total
 
 
 def _check(work: Work, parts: Sequence[Part], shapes: Sequence[Shapes]) -> None:
