@@ -26,7 +26,7 @@ _MODULES = {
     "get_canonical_lr_for_logging param_group_override_to_tuple",
     "qk_clip": "clip_qk",
 }
-"""The modules of Megatron-Core that are no files here, and their names, all of which `opt_stack.megatron` has."""
+"""The modules of Megatron-Core without a file here, and their names, all of which `opt_stack.megatron` has."""
 
 _FSDP = "shard the model with torch's fully_shard, and pass it to get_megatron_optimizer"
 _SCALER = "OptimizerConfig builds the loss scaler: loss_scale, initial_loss_scale, loss_scale_window, hysteresis"

@@ -1,4 +1,4 @@
-"""What Megatron-LM's training script calls of an optimizer and of a model, besides training itself."""
+"""Functions and methods that Megatron-LM's training script calls in addition to training itself."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What is refused before anything is built, without asking other ranks: functions that yield sentences.
+"""Checks before anything is built, without communication: functions that yield the reasons of a refusal.
 
 To add a check, write a function of a `Design` that yields why it cannot be built, and its name in `CHECKS`, or in
 `CHECKS_HERE` if it does not hold for the plan of another world.

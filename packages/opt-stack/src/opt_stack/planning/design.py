@@ -1,4 +1,4 @@
-"""What an optimizer is built from, as frozen values: each is complete, and made from those before it.
+"""The frozen values from which an optimizer is built: each is complete, and made from those before it.
 
 Request ─ read_model ─▶ Model ─ make_groups ─▶ Groups ─ make_plan ─▶ Plan ─ checks ─▶ Design ─▶ memory
 """

@@ -199,7 +199,7 @@ def make_rules(
 def warn_of_unread_fields(groups: Sequence[Group], registry: Registry, config: OptimizerConfig) -> None:
     """Log one warning with all fields that differ from their defaults, but that only rules of no group read.
 
-    They are no error, because configurations of Megatron-Core have numbers of several rules. `groups` are those of the
+    It is a warning, because configurations of Megatron-Core have numbers of several rules. `groups` are those of the
     whole model.
     """
     rules = sorted({group[RULE] for group in groups})

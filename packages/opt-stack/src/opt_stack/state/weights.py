@@ -1,4 +1,4 @@
-"""Weights of the model beside those of the last step: written by other code, or shown for evaluation.
+"""Weights of the model other than those of the last step: written by other code, or shown for evaluation.
 
 Main values in fp32 or fp16 are copies: the next update would overwrite weights from elsewhere by the old ones. Whether
 weights agree with main values, and with the copies on other ranks, is only checked after a load, or after another write
