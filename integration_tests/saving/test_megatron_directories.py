@@ -82,6 +82,11 @@ def test_rules_that_megatrons_adam_does_not_have_are_refused(tmp_path: Path) -> 
         save({"model": described, "optimizer": optimizer.sharded_state_dict(described)}, tmp_path / "ours")
     finally:
         dist.destroy_process_group()
-    with pytest.raises(CheckpointValueError, match="holds groups of lion; only adam is converted"):
+    with pytest.raises(CheckpointValueError, match=r"holds groups of lion; only the states of adam .*--moments new"):
         checkpoint_to_megatron(tmp_path / "ours", tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()
+    command = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron", "--moments", "new"]
+    assert main(command) == 0
+    index = read_index(tmp_path / "theirs")
+    assert sorted(index.tensors) == ["bias", "weight"]
+    assert "optimizer" not in read_common(index)

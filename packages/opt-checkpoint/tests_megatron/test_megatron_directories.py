@@ -136,9 +136,9 @@ def test_states_of_several_buckets_are_refused(folder_of: object, tmp_path: Path
     assert verify_checkpoint(folder / "dp_reshardable") == []
 
 
-@pytest.mark.parametrize("kind", ["zero", "plain", "fp32-zero"])
+@pytest.mark.parametrize("kind", ["zero", "plain", "fp32-zero", "experts", "chain"])
 def test_its_optimizer_loads_what_is_converted_for_it(folder_of: object, tmp_path: Path, kind: str) -> None:
-    world = World(1, 1, kind)
+    world = World(2 if kind in ("experts", "chain") else 1, 1, kind)
     folder = folder_of(world)  # type: ignore[operator]
     assert main(["convert", str(folder / "fully_reshardable"), str(tmp_path / "x"), "--from", "megatron"]) == 0
     tensors = whole_tensors(tmp_path / "x")
@@ -148,7 +148,7 @@ def test_its_optimizer_loads_what_is_converted_for_it(folder_of: object, tmp_pat
         tensors = {key: tensor for key, tensor in tensors.items() if ".fp32_param." not in key}
     save(as_opt_stack_saves(tensors), tmp_path / "ours")
     command = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "megatron"]
-    assert main([*command, *([] if "zero" in kind else ["--replicated"])]) == 0
+    assert main([*command, *(["--replicated"] if kind in ("plain", "chain") else [])]) == 0
     assert verify_checkpoint(tmp_path / "theirs") == []
     run(world, tmp_path, "load", str(tmp_path / "theirs"))
     assert_holds(tmp_path / "ours", {k: v for k, v in truth_of(tmp_path).items() if k in tensors})
@@ -156,10 +156,13 @@ def test_its_optimizer_loads_what_is_converted_for_it(folder_of: object, tmp_pat
 
 def as_opt_stack_saves(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     names = [key.removeprefix(f"{EXP_AVG}.") for key in tensors if key.startswith(f"{EXP_AVG}.")]
-    matrices = [name for name in names if "norm" not in name]
+    experts = [name for name in names if ".experts." in name]
+    vectors = [name for name in names if "norm" in name]
+    matrices = [name for name in names if name not in (*experts, *vectors)]
     numbers = {"lr_mult": 1.0, "max_lr": 0.01, "min_lr": None, "lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
-    groups = [{**numbers, "optimizer": "adam", "wd_mult": wd, "weight_decay": 0.01 * wd} for wd in (1.0, 0.0)]
-    of_groups = {"groups": groups, "names": [matrices, [name for name in names if name not in matrices]]}
+    groups = [{**numbers, "optimizer": "adam", "wd_mult": wd, "weight_decay": 0.01 * wd} for wd in (1.0, 0.0, 1.0)]
+    chosen = [(group, own) for group, own in zip(groups, (matrices, vectors, experts), strict=True) if own]
+    of_groups = {"groups": [group for group, _ in chosen], "names": [own for _, own in chosen]}
     scale = {"scale": 64.0, "growth_tracker": 1, "hysteresis_tracker": 2}
     of_optimizer = {"version": 1, "groups": of_groups, "grad_scaler": scale}
     described = [sharded_like(key, tensor) for key, tensor in tensors.items()]

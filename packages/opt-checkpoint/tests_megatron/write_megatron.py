@@ -283,7 +283,6 @@ def _save(model: Any, optimizer: Any, path: Path, form: str, kind: Kind) -> None
 
 
 def _load(model: Any, optimizer: Any, path: Path) -> None:
-    optimizer = getattr(optimizer, "chained_optimizers", [optimizer])[0]
     from megatron.core import dist_checkpointing
     from megatron.core.optimizer import distrib_optimizer
 
@@ -297,7 +296,8 @@ def _load(model: Any, optimizer: Any, path: Path) -> None:
             state["step"] = step
 
     distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states = set_without_step
-    for main in (main for group in optimizer.param_groups for main in group["params"]):
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for main in (main for part in parts for group in part.param_groups for main in group["params"]):
         main.data.zero_()
     sharded = model.module.sharded_state_dict()
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -307,8 +307,9 @@ def _load(model: Any, optimizer: Any, path: Path) -> None:
     assert loaded["iteration"] == STEPS
     model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
-    places = [*optimizer.optimizer.state.values(), *optimizer.param_groups]
-    assert {int(place["step"]) for place in places if "step" in place} == {7}
+    for part in parts:
+        places = [*part.optimizer.state.values(), *part.param_groups]
+        assert {int(place["step"]) for place in places if "step" in place} == {7}
 
 
 def _serve_old_writers() -> None:

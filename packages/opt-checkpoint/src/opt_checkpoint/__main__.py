@@ -36,7 +36,7 @@ _TO = {
     "torch": ("at", "force"),
     "safetensors": ("map", "prefix", "tensor", "dtype"),
     "dcp": ("at", "name"),
-    "megatron": ("replicated",),
+    "megatron": ("replicated", "moments"),
 }
 
 
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--names", type=Path, help="from torch: JSON list of parameter names in the optimizer's order")
     convert.add_argument("--slots", type=Path, help="from megatron: JSON list of {name, shape, start, ...}")
     convert.add_argument("--step", type=int, help="from megatron: number of optimizer steps taken")
-    convert.add_argument("--moments", choices=("saved", "new"), help="from megatron: new converts the weights only")
+    convert.add_argument("--moments", choices=("saved", "new"), help="megatron: new converts the weights only")
     about = "to megatron: for an optimizer without use_distributed_optimizer"
     convert.add_argument("--replicated", action="store_true", default=None, help=about)
     replaces = "to torch: replace an existing file; a directory is never replaced"
@@ -225,7 +225,9 @@ def _convert(options: argparse.Namespace) -> int:
             source, target, slots=slots, step=options.step, moments=options.moments or "saved"
         )
     elif options.to == "megatron":
-        to_megatron.checkpoint_to_megatron(source, target, is_distributed=not options.replicated)
+        to_megatron.checkpoint_to_megatron(
+            source, target, is_distributed=not options.replicated, moments=options.moments or "saved"
+        )
     elif options.to == "torch":
         torch_files.checkpoint_to_torch_file(source, target, at=at, force=bool(options.force))
     elif options.to == "dcp":

@@ -36,7 +36,7 @@ BUCKETS = "dp_reshardable"
 _MAIN = f"{PREFIX}fp32_param."
 READABLE = frozenset({BUCKETS, "fully_reshardable", "fully_sharded_model_space"})
 _STACKED = re.compile(r"(?:.*\.)?layers\.(?!\d)")
-_EXPERT = re.compile(r"(?:.*\.)?experts\.")
+EXPERT = re.compile(r"(?:.*\.)?experts\.")
 _CHAINED = re.compile(r"chained_(\d+)\.(?=optimizer\.)")  # before keys of an optimizer of several
 _BUCKET_STATE = re.compile(
     r"(?:chained_(\d+)\.)?(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(?:.+)\.bucket_idx_(\d+)\.(\w+)"
@@ -122,7 +122,7 @@ def _steps(states: Sequence[ShardedTensor], step: int) -> Iterator[ShardedTensor
             shapes[name] = tensor.global_shape
     for name, shape in shapes.items():
         stacked = shape[:1] if _STACKED.match(name) else ()
-        if _EXPERT.match(name):  # of matrices and biases
+        if EXPERT.match(name):  # of matrices and biases
             stacked = shape[: max(0, len(shape) - (1 if name.endswith("bias") else 2))]
         steps = torch.full(stacked, step, dtype=torch.int64, device="cpu")
         yield sharded_like(f"{PREFIX}step.{name}", steps)

@@ -6,17 +6,19 @@ strict modes cannot parse. Plain values are in `common.pt`, which all of its rel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from opt_checkpoint.convert.megatron import EXPERT
 from opt_checkpoint.convert.reading import read_whole
 from opt_checkpoint.convert.torch_files import write_linked
 from opt_checkpoint.disk.checkpoint import open_checkpoint
 from opt_checkpoint.disk.foreign import MEGATRON_COMMON, MEGATRON_MARK, MEGATRON_MARKED, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
+from opt_checkpoint.disk.main_weights import Moments
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import PREFIX
@@ -35,10 +37,14 @@ _OURS = ("optimizer", "choices", "name")
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def checkpoint_to_megatron(path: PathLike, folder: PathLike, *, is_distributed: bool = True) -> None:
-    """Write a directory for Megatron-Core's `dist_checkpointing.load`, for one optimizer that is not a chain.
+def checkpoint_to_megatron(
+    path: PathLike, folder: PathLike, *, is_distributed: bool = True, moments: Moments = "saved"
+) -> None:
+    """Write a directory for Megatron-Core's `dist_checkpointing.load` and its Adam.
 
-    Weights are stored under the names that the optimizer's groups have for them.
+    Weights are stored under the names that the optimizer's groups have for them. If experts have groups of their own,
+    as with expert parallelism, the directory is for Megatron-Core with expert parallelism, whose optimizer is a chain
+    of two.
 
     Args:
         path: a checkpoint with the model and the `sharded_state_dict` of an optimizer of `opt_stack` in it, under
@@ -46,11 +52,12 @@ def checkpoint_to_megatron(path: PathLike, folder: PathLike, *, is_distributed: 
         folder: the directory to write; on the file system of `path`, files are linked, else copied.
         is_distributed: whether its `DistributedOptimizer` is to load it (`use_distributed_optimizer`), whose format is
             `fully_reshardable`; else the optimizers whose state is on every rank.
+        moments: `"new"` converts no state of the optimizer, whose rule may then be any.
 
     Raises:
         CheckpointExistsError: something is at `folder`.
         CheckpointKeyError: the checkpoint has no such optimizer, or lacks a weight.
-        CheckpointValueError: its optimizer is not Adam, has parameters of experts, or different step counts.
+        CheckpointValueError: its optimizer is not Adam, or has different step counts.
     """
     source = local_path(path, "a checkpoint whose files are to be linked")
     target = local_path(folder, "a directory")
@@ -59,35 +66,71 @@ def checkpoint_to_megatron(path: PathLike, folder: PathLike, *, is_distributed: 
     if opened.index.kind is not Kind.OURS or not isinstance(groups, dict) or "names" not in groups:
         raise CheckpointKeyError(f"{path} holds no optimizer of opt_stack at optimizer, saved by opt_checkpoint")
     names = {name.partition("/")[0] for own in groups["names"] for name in own}
-    if experts := sorted(name for name in names if "experts." in name):
+    others = sorted({rule for group in groups["groups"] if (rule := group.get("optimizer", "adam")) != "adam"})
+    if others and moments == "saved":
         raise CheckpointValueError(
-            f"{experts[0]} is a parameter of experts, which Megatron-Core updates by a second optimizer of a chain; "
-            f"only checkpoints without experts are converted"
+            f"{path} holds groups of {', '.join(others)}; only the states of adam are converted (Megatron-Core's sgd "
+            f"loads no sharded state, and its other rules are chains with adam): pass moments='new' (--moments new) to "
+            f"convert the weights, and start Megatron-Core's optimizer anew (--no-load-optim)"
         )
-    if others := sorted({rule for group in groups["groups"] if (rule := group.get("optimizer", "adam")) != "adam"}):
-        raise CheckpointValueError(f"{path} holds groups of {', '.join(others)}; only adam is converted")
     archives = read_dcp_index(source, store_at(source).sizes())
-    tensors = _renamed(archives, names, is_distributed=is_distributed)
-    step = _common_step(opened.index)
+    tensors = _renamed(archives, names, is_distributed=is_distributed, moments=moments)
     objects = {key: place for key, place in archives.objects.items() if "/shard_" in key and key != COMMON_KEY}
-    rows = [{**_group(group), "step": step} for group in groups["groups"]]
-    inner: dict[str, Any] = {"param_groups": rows}
-    if not is_distributed:
-        inner["state"] = {"common_step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
-    has_mains = any(key.startswith(f"{PREFIX}fp32_param.") for key in tensors)
-    of_optimizer: dict[str, Any] = {"optimizer": inner} if is_distributed or has_mains else inner
-    if scale := lookup(opened.common, ("optimizer", "grad_scaler")):
-        value = torch.tensor([scale["scale"]], dtype=torch.float32, device="cpu")
-        of_optimizer["grad_scaler"] = {**scale, "scale": value}
-    if is_distributed:
-        of_optimizer["param_state_sharding_type"] = _CONTENT["distrib_optim_sharding_type"]
-    common = {**opened.common, "optimizer": of_optimizer, "content_metadata": _CONTENT}
+    common = {**opened.common, "content_metadata": _CONTENT}
+    if moments == "new":
+        del common["optimizer"]
+    else:
+        has_mains = any(key.startswith(f"{PREFIX}fp32_param.") for key in tensors)
+        scale = lookup(opened.common, ("optimizer", "grad_scaler"))
+        step = _common_step(opened.index)
+        parts = [
+            _optimizer(rows, step, scale, is_distributed=is_distributed, is_nested=is_distributed or has_mains)
+            for rows in _rows_of_chain(groups)
+        ]
+        common["optimizer"] = parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
     def write_more(out: Path) -> None:
         torch.save(common, out / MEGATRON_COMMON)
         (out / MEGATRON_MARK).write_bytes(MEGATRON_MARKED)
 
     write_linked(archives, target, tensors, objects, write_more)
+
+
+def _rows_of_chain(groups: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """The groups of each optimizer of the chain, in Megatron-Core's form: experts have the second one.
+
+    Without expert parallelism, groups have parameters of experts and others, and there is one optimizer.
+    """
+    has_experts = [{EXPERT.match(name) is not None for name in names} for names in groups["names"]]
+    is_chain = {True} in has_experts and {True, False} not in has_experts
+    dense: list[dict[str, Any]] = []
+    of_experts: list[dict[str, Any]] = []
+    for group, experts in zip(groups["groups"], has_experts, strict=True):
+        is_expert = is_chain and experts == {True}
+        rows = of_experts if is_expert else dense
+        rows.append({**_group(group), "is_expert_parallel": is_expert})
+    return [dense, of_experts] if is_chain else [dense]
+
+
+def _optimizer(
+    rows: Sequence[Mapping[str, Any]],
+    step: int,
+    scale: Mapping[str, Any] | None,
+    *,
+    is_distributed: bool,
+    is_nested: bool,
+) -> dict[str, Any]:
+    """The plain values of one optimizer."""
+    inner: dict[str, Any] = {"param_groups": [{**row, "step": step} for row in rows]}
+    if not is_distributed:
+        inner["state"] = {"common_step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
+    whole: dict[str, Any] = {"optimizer": inner} if is_nested else inner
+    if scale:
+        value = torch.tensor([scale["scale"]], dtype=torch.float32, device="cpu")
+        whole["grad_scaler"] = {**scale, "scale": value}
+    if is_distributed:
+        whole["param_state_sharding_type"] = _CONTENT["distrib_optim_sharding_type"]
+    return whole
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +140,10 @@ def _group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**_DEFAULTS, **chosen, **{field: value for field, value in group.items() if field not in _OURS}}
 
 
-def _renamed(index: CheckpointIndex, names: set[str], *, is_distributed: bool) -> dict[str, StoredTensor]:
-    """The stored tensors by Megatron-Core's names, without steps.
+def _renamed(
+    index: CheckpointIndex, names: set[str], *, is_distributed: bool, moments: Moments
+) -> dict[str, StoredTensor]:
+    """The stored tensors by Megatron-Core's names, without steps, and without states if `moments` are new.
 
     Raises:
         CheckpointKeyError: no weight, or several, are stored for a parameter.
@@ -111,6 +156,8 @@ def _renamed(index: CheckpointIndex, names: set[str], *, is_distributed: bool) -
         if not key.startswith(PREFIX):
             continue
         taken.add(key)
+        if moments == "new":
+            continue
         if state == "fp32_param":
             tensors[f"{PREFIX}{'param' if is_distributed else state}.{name}"] = stored
         elif state in _MOMENTS:
@@ -123,7 +170,7 @@ def _renamed(index: CheckpointIndex, names: set[str], *, is_distributed: bool) -
             raise CheckpointKeyError(f"{len(found)} tensors are stored as the weight {name}: {', '.join(found)}")
         taken.add(found[0])
         tensors[name] = index.tensors[found[0]]
-        if is_distributed:  # the main weights of fp32 parameters are the weights
+        if is_distributed and moments == "saved":  # the main weights of fp32 parameters are the weights
             tensors.setdefault(f"{PREFIX}param.{name}", index.tensors[found[0]])
     return {**{key: stored for key, stored in index.tensors.items() if key not in taken}, **tensors}
 
