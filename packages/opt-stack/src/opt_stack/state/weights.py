@@ -3,6 +3,8 @@
 Main values in fp32 or fp16 are copies: the next update would overwrite weights from elsewhere by the old ones. Whether
 weights agree with main values, and with the copies on other ranks, is only checked after a load, or after another write
 that torch counted (`_version`). Other steps only compare counts, and whether the model still has the parameters.
+`OptimizerStateGuard` asks in each step, and every rank refuses the step if weights would be lost on one, and the later
+steps as well, until `reload_model_params` or a load of state.
 
 Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters.
 After a write without a load of state, a step warns about these.
