@@ -51,7 +51,8 @@ def cholesky(columns: Tensor) -> Tensor:
     x = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
     x, first_failed = _pass(x)
     gram = symmetric_product(x.mT, x)
-    deviation = (gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)).abs().amax((-2, -1))
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    deviation = (gram - identity).abs().amax((-2, -1))
     x, second_failed = _pass(x, gram)
     bad = first_failed | second_failed | ~(deviation < WELL_CONDITIONED)  # written so that NaN is bad
     if bool(bad.any()):

@@ -59,6 +59,9 @@ def _team() -> Callable[[Any, int, int], None]:
 
 @cache
 def _torchs_team() -> Callable[[Any, int, int], None]:
+    # `GOMP_parallel` is what compilers call for `#pragma omp parallel`. It is called here, and not by sweeps that are
+    # compiled with -fopenmp: these would need an OpenMP library to link to, perhaps another one than torch's, whose
+    # threads would then compete with torch's. `CDLL(None)` finds it among the symbols that the process has loaded.
     try:
         start = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):

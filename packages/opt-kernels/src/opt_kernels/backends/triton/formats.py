@@ -34,14 +34,17 @@ class LaunchFormats(NamedTuple):
         """
         if not self.aligned:
             return 1
-        widest = max(d.itemsize for d in (self.grad, self.main, self.out or torch.int16, *self.states))
-        return 4 if widest > 2 else 8
+        stored = (self.grad, self.main, self.out or self.grad, *self.states)
+        return 4 if max(dtype.itemsize for dtype in stored) > 2 else 8
 
     @property
     def bytes_moved(self) -> int:
         """Bytes read and written per element, without block scales."""
-        out = 0 if self.out is None else self.out.itemsize * (2 if self.remainder else 1)
-        return self.grad.itemsize + 2 * self.main.itemsize + out + 2 * sum(d.itemsize for d in self.states)
+        of_states = sum(dtype.itemsize for dtype in self.states)
+        of_out = 0 if self.out is None else self.out.itemsize
+        if self.remainder:  # half of the main: read, too
+            of_out *= 2
+        return self.grad.itemsize + 2 * (self.main.itemsize + of_states) + of_out
 
     @property
     def ieee(self) -> bool:

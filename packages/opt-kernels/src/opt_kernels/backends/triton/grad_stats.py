@@ -157,10 +157,8 @@ def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float)
         start += records.shape[0]
     power = torch.empty((), dtype=torch.float64, device=device)
     totals = torch.empty(2, dtype=torch.int64, device=device)
-    stats_total[(1,)](
-        sums, counts, power, totals, num_chunks, MAXIMUM=maximum, BLOCK=SUM_BLOCK,
-        num_warps=8, enable_fp_fusion=True,
-    )  # fmt: skip
+    options = {"MAXIMUM": maximum, "BLOCK": SUM_BLOCK, "num_warps": 8, "enable_fp_fusion": True}
+    stats_total[(1,)](sums, counts, power, totals, num_chunks, **options)
     return GradStats(power, totals[0], totals[1] if count_zeros else torch.zeros_like(totals[1]))
 
 
@@ -185,22 +183,25 @@ def _built(grads: Sequence[Tensor]) -> list[_Table] | None:
 
 
 def _table(dtype: torch.dtype, aligned: bool, grads: Sequence[Tensor]) -> _Table:
-    addresses = [grad.data_ptr() for grad in grads]
-    numels = tuple(grad.numel() for grad in grads)
     device = grads[0].device
-    nowhere = (0,) * len(grads)
-    chunk = launches.chunk_elements(sum(numels), processors=launches.processors(device))
-    column = launches.Column(item_bytes=dtype.itemsize)
-    records = to_device(
-        launches.chunk_records([addresses], [column], launches.Extents(numels, nowhere, nowhere), chunk=chunk), device
-    )
-    # With one column, no common width is needed. Programs read twice as many elements in 16 bits at a time, so that
-    # enough bytes are in flight.
     item_bytes = dtype.itemsize
+    numels = [grad.numel() for grad in grads]
+    chunk = launches.chunk_elements(sum(numels), device)
+    chunks = launches.cut(numels, chunk)
+    addresses = chunks.at([grad.data_ptr() for grad in grads], item_bytes=item_bytes)
+    unused = [0] * len(grads)
+    records = to_device(launches.chunk_records(chunks, [addresses], rows=unused, firsts=unused), device)
     options = {
-        "GRAD": value_dtype(dtype), "WIDTH": records.shape[1], "CHUNK": chunk, "BLOCK": tile_elements(dtype),
-        "E": ALIGNMENT // item_bytes if aligned else 1, "num_warps": NUM_WARPS, "enable_fp_fusion": True,
-    }  # fmt: skip
+        "GRAD": value_dtype(dtype),
+        "WIDTH": records.shape[1],
+        "CHUNK": chunk,
+        "BLOCK": tile_elements(dtype),
+        # With one column, no common width is needed. Programs read twice as many elements in 16 bits at a time, so
+        # that enough bytes are in flight.
+        "E": ALIGNMENT // item_bytes if aligned else 1,
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": True,
+    }
     return records, options
 
 

@@ -14,7 +14,6 @@ object per tensor.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -44,23 +43,6 @@ MAX_CHUNK = 16384
 PROGRAMS_PER_PROCESSOR = 16  # enough that the last, partly filled wave of programs costs little
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One tensor of each work, as a column of addresses: `item_bytes` for every `elements` of the parameter."""
-
-    item_bytes: int
-    elements: int = 1  # 1, or the block size where the column holds one scale per block
-
-
-class Extents(NamedTuple):
-    """The runs of elements to sweep, one entry per run in each field."""
-
-    numels: tuple[int, ...]
-    rows: tuple[int, ...]  # row of the scalar block that updates it
-    # Global index of element 0, which seeds stochastic rounding: results do not depend on how a tensor is cut.
-    firsts: tuple[int, ...]
-
-
 class ChunkTable(NamedTuple):
     """Chunk records on the device of the tensors they describe."""
 
@@ -73,17 +55,26 @@ class ChunkTable(NamedTuple):
         return self.grads.shape[0]
 
 
-def chunk_elements(total: int, *, processors: int) -> int:
+def chunk_elements(total: int, device: torch.device) -> int:
     """Elements per chunk: a power of two, large when there is much to do, small enough to occupy every processor."""
+    processors = 1  # the interpreter runs programs one after the other
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
     share = total // (PROGRAMS_PER_PROCESSOR * processors)
     return min(MAX_CHUNK, max(MIN_CHUNK, 1 << max(share, 1).bit_length() - 1))
 
 
 class Chunks(NamedTuple):
-    """Runs cut into chunks."""
+    """Runs cut into chunks, (num_chunks,) int64 each, on the host."""
 
-    run: Tensor  # (num_chunks,) int64, which run the chunk is cut from
-    start: Tensor  # (num_chunks,) int64, its first element within the run
+    run: Tensor  # which run the chunk is cut from
+    start: Tensor  # its first element within the run
+    numel: Tensor
+
+    def at(self, of_runs: Sequence[int], *, item_bytes: int = 0, elements: int = 1) -> Tensor:
+        """The number of the run of each chunk. As an address it moves to the start of the chunk: by `item_bytes` for
+        every `elements` of the parameter, which are a block where a column holds one scale per block."""
+        return torch.tensor(of_runs, dtype=torch.int64, device="cpu")[self.run] + self.start // elements * item_bytes
 
 
 def cut(numels: Sequence[int], chunk: int) -> Chunks:
@@ -93,41 +84,30 @@ def cut(numels: Sequence[int], chunk: int) -> Chunks:
     run = torch.repeat_interleave(torch.arange(len(numels), dtype=torch.int64, device="cpu"), counts)
     before = torch.cumsum(counts, 0) - counts
     index = torch.arange(len(run), dtype=torch.int64, device="cpu") - before[run]
-    return Chunks(run, index * chunk)
-
-
-def moved(addresses: Sequence[int], chunks: Chunks, column: Column) -> Tensor:
-    """Addresses of one column, each moved to the start of its chunk: (num_chunks,) int64 on the host."""
-    of_runs = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-    return of_runs[chunks.run] + chunks.start // column.elements * column.item_bytes
-
-
-def record_width(num_columns: int) -> int:
-    """int64 in a record: whole memory lines."""
-    return -(-(num_columns + TRAILING) // LINE) * LINE
+    start = index * chunk
+    return Chunks(run, start, (lengths[run] - start).clamp(max=chunk))
 
 
 def chunk_records(
-    addresses: Sequence[Sequence[int]],  # for each column, the byte address of every run
-    columns: Sequence[Column],
-    extents: Extents,
+    chunks: Chunks,
+    columns: Sequence[Tensor],  # for each column, the address of every chunk
     *,
-    chunk: int,  # elements; a multiple of every column's `elements`
+    rows: Sequence[int],  # of every run: the row of the scalar block that updates it
+    # Global index of its element 0, which seeds stochastic rounding: results do not depend on how a tensor is cut.
+    firsts: Sequence[int],
 ) -> Tensor:
-    """The records of all chunks, (num_chunks, `record_width`) int64 on the host; unused lanes are zero."""
-    numels, rows, firsts = (torch.tensor(field, dtype=torch.int64, device="cpu") for field in extents)
-    chunks = cut(extents.numels, chunk)
-    records = torch.zeros(len(chunks.run), record_width(len(columns)), dtype=torch.int64, device="cpu")
-    for lane, (column, of_runs) in enumerate(zip(columns, addresses)):
-        records[:, lane] = moved(of_runs, chunks, column)
-    records[:, -3] = (numels[chunks.run] - chunks.start).clamp(max=chunk)
-    records[:, -2] = rows[chunks.run]
-    records[:, -1] = firsts[chunks.run] + chunks.start
+    """The records of all chunks, (num_chunks, 8 or 16) int64 on the host: whole lines, where unused lanes are zero."""
+    width = -(-(len(columns) + TRAILING) // LINE) * LINE
+    records = torch.zeros(len(chunks.run), width, dtype=torch.int64, device="cpu")
+    for lane, addresses in enumerate(columns):
+        records[:, lane] = addresses
+    records[:, -3] = chunks.numel
+    records[:, -2] = chunks.at(rows)
+    records[:, -1] = chunks.at(firsts, item_bytes=1)
     return records
 
 
 CALLS = 1024  # a step has one per launch group, Muon one per round; calls that do not fit are rebuilt every step
-PROCESSORS_OF_A_CPU = 1  # the interpreter runs programs one after the other
 
 
 class Cut(NamedTuple):
@@ -185,25 +165,19 @@ def launch_options(formats: LaunchFormats, table: ChunkTable) -> dict[str, Any]:
 
 @cache
 def _constants(formats: LaunchFormats) -> dict[str, Any]:
+    is_ieee = formats.ieee
     return {
         "GRAD": value_dtype(formats.grad),
-        "MAIN": triton_dtype(formats.main) if formats.remainder else value_dtype(formats.main),
+        "MAIN": (triton_dtype if formats.remainder else value_dtype)(formats.main),
         "OUT": None if formats.out is None else value_dtype(formats.out),
         "REMAINDER": formats.remainder,
-        "IEEE": formats.ieee,
+        "IEEE": is_ieee,
         "BLOCK": BLOCK,
         "E": formats.vector,
         "num_warps": NUM_WARPS,
         # Always explicit: the default differs between versions of Triton and changes the bits of the result.
-        "enable_fp_fusion": not formats.ieee,
+        "enable_fp_fusion": not is_ieee,
     }
-
-
-def processors(device: torch.device) -> int:
-    """The approximate number of programs that run at the same time."""
-    if device.type != "cuda":
-        return PROCESSORS_OF_A_CPU
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> Launches:
@@ -226,14 +200,12 @@ def cut_sweeps(
     """Like `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
     columns = columns_of(parts, codecs)
     if not columns.grads:
-        return Launches([])
+        return []
     device = columns.grads[0].device
-
-    def new() -> _KnownCall:
-        return _KnownCall(device, {}, DeviceTables(device, capacity=8))
-
-    key = columns.key(codecs), None if cutting is None else cutting.key
-    known = known_calls(device).get(key, new, of=columns.tensors)
+    key = (columns.key(codecs), None if cutting is None else cutting.key)
+    known = known_calls(device).get(
+        key, lambda: _KnownCall(device, {}, DeviceTables(device, capacity=8)), of=columns.tensors
+    )
     return known.launches.get(columns.grads_at, lambda: _launches(known, columns, codecs, cutting))
 
 
@@ -252,12 +224,17 @@ def _parts(
         return None
     by_formats: dict[LaunchFormats, list[Cut]] = {}
     for index, item in enumerate(items):
-        if numel := item.work.grad.numel():
-            check_item(item, codecs, device)
-            cuts = [Cut(index, 0, numel, item.work.first)] if cutting is None else list(cutting.runs(index, numel))
-            by_formats.setdefault(_formats(item, cuts, codecs), []).extend(cuts)
-    tagged = cutting is not None
-    return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]
+        numel = item.work.grad.numel()
+        if not numel:
+            continue
+        check_item(item, codecs, device)
+        cuts = [Cut(index, 0, numel, item.work.first)] if cutting is None else list(cutting.runs(index, numel))
+        by_formats.setdefault(_formats(item, cuts, codecs), []).extend(cuts)
+    parts = []
+    for formats, all_cuts in by_formats.items():
+        tags = [] if cutting is None else [c.tag for c in all_cuts]
+        parts.append(_part(formats, all_cuts, items, codecs, tags))
+    return parts
 
 
 def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
@@ -270,47 +247,45 @@ def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list
 
 def _formats(item: Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
     """The formats common to all runs of a work. Block scales are read one at a time, so they need no alignment."""
+    num_states = len(codecs)
     main, out, *states = item.tensors
     assert main is not None
     grad = item.work.grad
-    places = 0
-    for piece in cuts:
-        places |= reduce(or_, _addresses(item, piece, codecs)[: 2 + len(codecs)])
-        places |= piece.beside | (grad.data_ptr() + piece.begin * grad.itemsize)
+    places = 0  # the bits of all addresses
+    for c in cuts:
+        aligned = _addresses(item, c, codecs)[: 2 + num_states]
+        places = reduce(or_, aligned, places | c.beside | grad.data_ptr() + c.begin * grad.itemsize)
+    out_dtype = None if out is None else out.dtype
+    state_dtypes = tuple(state.dtype for state in states[:num_states] if state is not None)
+    is_aligned = places % ALIGNMENT == 0
     return LaunchFormats(
-        grad=grad.dtype,
-        main=main.dtype,
-        out=None if out is None else out.dtype,
-        states=tuple(state.dtype for state in states[: len(codecs)] if state is not None),
-        aligned=places % ALIGNMENT == 0,
-        remainder=item.work.main is None,
+        grad.dtype, main.dtype, out_dtype, state_dtypes, aligned=is_aligned, remainder=item.work.main is None
     )
 
 
 def _part(
     formats: LaunchFormats,
-    cuts: tuple[Cut, ...],
+    cuts: Sequence[Cut],
     items: Sequence[Item],
     codecs: Mapping[str, StateCodec],
-    device: torch.device,
-    tagged: bool,
+    tags: Sequence[int],  # of the cuts; empty: records have none
 ) -> _Part:
-    numels = tuple(c.numel for c in cuts)
-    extents = Extents(numels, tuple(items[c.work].row for c in cuts), tuple(c.first for c in cuts))
-    columns = []
-    for tensor, elements in zip(items[cuts[0].work].tensors, names_of_columns(codecs).values()):
-        columns.append(Column(item_bytes=0 if tensor is None else tensor.itemsize, elements=elements))
-    addresses = list(zip(*(_addresses(items[c.work], c, codecs) for c in cuts)))
-    if tagged:
-        columns.append(Column(item_bytes=0))
-        addresses.append(tuple(c.tag for c in cuts))
-    chunk = chunk_elements(sum(numels), processors=processors(device))
-    records = chunk_records(addresses, columns, extents, chunk=chunk)
+    device = items[cuts[0].work].work.grad.device
+    numels = [c.numel for c in cuts]
+    chunk = chunk_elements(sum(numels), device)
     chunks = cut(numels, chunk)
+    by_column = zip(*(_addresses(items[c.work], c, codecs) for c in cuts))
+    kinds = zip(items[cuts[0].work].tensors, names_of_columns(codecs).values())
+    columns = []
+    for addresses, (tensor, elements) in zip(by_column, kinds):
+        columns.append(chunks.at(addresses, item_bytes=0 if tensor is None else tensor.itemsize, elements=elements))
+    if tags:
+        columns.append(chunks.at(tags))
+    records = chunk_records(chunks, columns, rows=[items[c.work].row for c in cuts], firsts=[c.first for c in cuts])
     grad_bytes = formats.grad.itemsize
-    works = torch.tensor([c.work for c in cuts], dtype=torch.int64, device="cpu")
-    begins = moved([c.begin * grad_bytes for c in cuts], chunks, Column(item_bytes=grad_bytes))
-    return _Part(formats, cuts, to_device(records, device), chunk, works[chunks.run], begins)
+    bytes_to_chunk = chunks.at([c.begin * grad_bytes for c in cuts], item_bytes=grad_bytes)
+    work_of_chunk = chunks.at([c.work for c in cuts])
+    return _Part(formats, tuple(cuts), to_device(records, device), chunk, work_of_chunk, bytes_to_chunk)
 
 
 def _launches(
@@ -328,6 +303,6 @@ def _launches(
     grads_at = torch.tensor(columns.grads_at, dtype=torch.int64, device="cpu")
     launches = []
     for part in parts:
-        column = to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, known.device)
-        launches.append(Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts))
+        addresses = to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, known.device)
+        launches.append(Launch(part.formats, ChunkTable(part.records, addresses, part.chunk), part.cuts))
     return launches

@@ -133,13 +133,11 @@ def numbers_on(device: torch.device, rows: Sequence[Row]) -> Tensor:
 
     # A captured graph reads its own at every replay. They are the same in every step if the steps are tensors.
     is_new = not all(isinstance(row[2], Tensor) for row in rows)
-    uploaded = (upload() if is_new else known_rows(device).get(on_host, upload)).unbind()
-    return torch.stack(
-        [
-            number.reshape(()).to(device, torch.float64) if isinstance(number, Tensor) else of_host
-            for number, of_host in zip(numbers, uploaded)
-        ]
-    )
+    uploaded = list((upload() if is_new else known_rows(device).get(on_host, upload)).unbind())
+    for i, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            uploaded[i] = number.reshape(()).to(device, torch.float64)
+    return torch.stack(uploaded)
 
 
 @cache
