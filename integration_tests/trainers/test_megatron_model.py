@@ -213,3 +213,51 @@ def test_a_gpt_has_the_losses_of_megatron_cores_own_training(name: str) -> None:
     for theirs, own in found:
         assert len(set(theirs)) == 2 * case.steps
         torch.testing.assert_close(Tensor(own), Tensor(theirs), rtol=case.tolerance, atol=0)
+
+
+def eigenvalues(state: Any, side: str, factor: Tensor) -> Tensor:
+    """The diagonal of a factor in the basis of a state."""
+    basis = state[f"Q_{side}"]
+    return (basis.T @ factor @ basis).diagonal()
+
+
+@pytest.mark.parametrize("is_kl", [True, False], ids=["KL", "plain"])
+@pytest.mark.parametrize("shape", [(4, 3), (3, 4)], ids=str)
+def test_soap_makes_the_update_of_megatron_core_from_its_state(shape: tuple[int, int], is_kl: bool) -> None:
+    """Single updates, because whole runs of it diverge; only where eigenvalues keep their order.
+
+    Elsewhere emerging-optimizers 0.3.0 reorders `exp_avg_sq`. The earlier runs that ours follows do not.
+    """
+    pytest.importorskip("emerging_optimizers")
+    from megatron.core.optimizer.emerging_optimizers import _create_emerging_optimizer
+
+    numbers = torch.Generator().manual_seed(0)
+    fields: dict[str, Any] = {"optimizer": "soap", "lr": 1e-2, "clip_grad": 0.0, "soap_use_kl_shampoo": is_kl}
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    config = their_optimizers.OptimizerConfig(**fields)
+    theirs, _ = _create_emerging_optimizer(config, [{"params": [weight]}], "soap", [], None)
+    layer = torch.nn.Linear(shape[1], shape[0], bias=False)
+    own = ours.get_megatron_optimizer(ours.OptimizerConfig(soap_order="megatron", **fields), [layer])
+    compared = 0
+    for step in range(30):
+        before = weight.detach().clone()
+        layer.weight.data.copy_(before)
+        if step:
+            state = {**theirs.state[weight]}
+            state |= {f"eigvals_{side}": eigenvalues(state, side, state[side]) for side in "LR"}
+            saved = own.state_dict()
+            (of_weight,) = saved["state"].values()
+            for name in of_weight.keys() - {"step"}:
+                of_weight[name].copy_(state[name])
+            own.load_state_dict(saved)
+        weight.grad = torch.randn(shape, generator=numbers)
+        layer.weight.grad = weight.grad.clone()
+        theirs.step()
+        own.step()
+        after = theirs.state[weight]
+        values = [eigenvalues(of, side, after[side]) for side in "LR" for of in (state, after)] if step else []
+        if values and all(bool((each.diff() < 0).all()) for each in values):
+            update = weight.detach() - before
+            assert float((layer.weight.detach() - weight.detach()).norm() / update.norm()) < 5e-6, step
+            compared += 1
+    assert compared > 2
