@@ -83,7 +83,8 @@ if find_spec("emerging_optimizers"):
     CASES |= {
         # Megatron-Core's layer-wise optimizer has no scale_loss in fp32; whole matrices on every rank are its updates.
         "Muon, layer-wise": Case(tolerance=5e-6, steps=20, of_optimizer=muon, of_ours=layer_wise),
-        "Muon, layer-wise, bf16": Case({"bf16": True}, 1.2e-3, steps=20, of_optimizer={**muon, **layer_wise}),
+        # Twice the difference of Megatron-Core's own losses with one thread and with two.
+        "Muon, layer-wise, bf16": Case({"bf16": True}, 1.06e-3, steps=20, of_optimizer={**muon, **layer_wise}),
     }
 
 
