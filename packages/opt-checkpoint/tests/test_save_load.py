@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -160,6 +161,15 @@ def test_metadata_of_megatrons_class_is_read_without_the_class(tmp_path: Path) -
     stock = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     assert stock in raw
     (tmp_path / ".metadata").write_bytes(raw.replace(stock, b"cmegatron.core.some.module\nMCoreMetadata\n"))
+    assert torch.equal(whole_tensors(tmp_path)["w"], torch.arange(6.0))
+
+
+def test_enums_pickled_by_pythons_3_11_2_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories that stock DCP wrote under Debian 12's Python were refused: "names builtins.getattr"."""
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    dcp_save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
     assert torch.equal(whole_tensors(tmp_path)["w"], torch.arange(6.0))
 
 

@@ -45,6 +45,10 @@ class Name(NamedTuple):
     name: str
 
 
+# Of a class and a name: Python 3.11.0 to 3.11.3, such as Debian's, pickles members of enums by it. It is not called.
+_GETATTRS = (Name("builtins", "getattr"), Name("__builtin__", "getattr"))
+
+
 class Made:
     """An object as described by a pickle.
 
@@ -130,6 +134,10 @@ class _Reader(pickle._Unpickler):
     def _make(self) -> None:
         args = self.stack.pop()
         of = self.stack.pop()
+        if of in _GETATTRS and list(map(type, args)) != [Name, str]:
+            raise CheckpointCorruptError(
+                f"{self._what} names {'.'.join(of)}, which no checkpoint needs; nothing was run"
+            )
         self.append(Made(of, args))
 
     def _build(self) -> None:
@@ -185,7 +193,7 @@ _DCP = "torch.distributed.checkpoint.metadata"
 # layouts are read.
 _NAMES = frozenset({
     ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    *(("builtins", name) for name in ("set", "frozenset", "list", "dict")),
+    *(("builtins", name) for name in ("set", "frozenset", "list", "dict")), *_GETATTRS,
     *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
 })  # fmt: skip
 _PACKAGES = ("torch.distributed.checkpoint.", "megatron.core.")
