@@ -1,7 +1,8 @@
 """`megatron.core.dist_checkpointing.serialization`: its `save` and `load`, with the format of `opt_checkpoint.save`.
 
 `save` writes a directory for `opt_checkpoint.load`. Megatron-Core 0.19 reads it too, in each of its strict modes: plain
-values are stored together, not also each under its key as `torch.distributed.checkpoint` needs them. Earlier releases
+values are stored together, not also each under its key as `torch.distributed.checkpoint` needs them. It does not find
+plain tensors, which are the step and the loss scale of its optimizers other than the distributed one. Earlier releases
 need a file `common.pt`: for these, pass the same state to Megatron-Core's own `save`, or use `optckpt convert --to
 megatron`. `load` reads it, and the `torch_dist` directories of Megatron-Core 0.12 to 0.19.
 """
