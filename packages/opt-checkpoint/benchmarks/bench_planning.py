@@ -124,7 +124,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     clock.lap()
     received = [pickle.loads(message) for message in messages]
     clock.lap("unpickle plans")
-    assigned = assign(held, agreed, received)
+    assigned = assign(held, agreed, received, lists_values=True)
     clock.lap("global plan")
     messages_back = writer.begin(assigned)
     clock.lap("prepare")
