@@ -322,7 +322,7 @@ def _build(
     part: str = "",
     kind: type[Optimizer] = Optimizer,
 ) -> Optimizer:
-    """Build the optimizer of groups; both public functions end here. Each line with `everyone` is an exchange."""
+    """Build the optimizer of groups; both public functions end here. Collective."""
     config = request.config
     roles = request.roles
     params = model.params
@@ -336,18 +336,9 @@ def _build(
         broadcast_replicas_(params, metas, roles)
     check_replicas(params, metas, roles)
     check_untrained(request.chunks, roles, broadcast=request.broadcast_params)
+    _log_design(design)
     plan = design.plan
     groups = design.groups.groups
-    if everyone.rank == 0:
-        logger.info("%s", plan)
-        if request.by_name:  # Megatron-LM's command line sets fields of every rule
-            warn_of_unread_fields(groups, request.registry, config)
-    if roles.dense.dp.rank == 0:
-        warn_of_guesses(plan, metas)
-        if request.has_given_groups:
-            warn_of_vocabulary(plan, params, metas)
-    logs = bool(config.config_logger_dir) and everyone.rank == 0
-    agreed(everyone, lambda: write_plan(config.config_logger_dir, plan) if logs else None)
     parts = agreed(everyone, lambda: build_parts(design, facts[common_device]))
     # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
     groups = groups or [{"params": [], "param_ids": [], "name": "stub"}]
@@ -387,6 +378,23 @@ def _build(
         unreduced_grads=UnreducedGrads(stepper, max_norm=config.clip_grad) if everyone.size > 1 else None,
         frozen=[named for chunk in request.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
+
+
+def _log_design(design: Design) -> None:
+    """Log the plan and its warnings, on one rank, and write it where the configuration says. Collective."""
+    request = design.request
+    config = request.config
+    everyone = request.roles.everyone
+    if everyone.rank == 0:
+        logger.info("%s", design.plan)
+        if request.by_name:  # Megatron-LM's command line sets fields of every rule
+            warn_of_unread_fields(design.groups.groups, request.registry, config)
+    if request.roles.dense.dp.rank == 0:
+        warn_of_guesses(design.plan, design.model.metas)
+        if request.has_given_groups:
+            warn_of_vocabulary(design.plan, design.model.params, design.model.metas)
+    writes = bool(config.config_logger_dir) and everyone.rank == 0
+    agreed(everyone, lambda: write_plan(config.config_logger_dir, design.plan) if writes else None)
 
 
 def warn_of_vocabulary(plan: Plan, params: Mapping[ParamId, nn.Parameter], metas: Mapping[ParamId, ParamMeta]) -> None:

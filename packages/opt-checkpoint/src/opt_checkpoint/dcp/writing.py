@@ -194,7 +194,7 @@ def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[Stored
         "ndim": tensors.ndim[first].astype("|u1"),
         "shape": tensors.shape[first].astype("<i8"),
     }
-    columns |= {  # of chunks, but for the first
+    columns |= {  # of chunks, except for the first
         "chunks": np.bincount(place_of_part, minlength=len(sorted_keys)).astype("<i8"),
         "offsets": parts.offsets[order].astype("<i8"),
         "sizes": parts.sizes[order].astype("<i8"),

@@ -244,8 +244,8 @@ def uniform(works: Sequence[Work]) -> list[Works]:
     for work in works:
         by_kind.setdefault((work.main is None, work.out is None), []).append(work)
     found = []
-    for (is_joined, has_no_out), alike in by_kind.items():
-        grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, alike))
+    for (is_joined, has_no_out), of_kind in by_kind.items():
+        grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, of_kind))
         columns = Works(grads, mains=mains, states=states, matrices=matrices, firsts=firsts)
         columns.outs = None if has_no_out else outs
         if is_joined:

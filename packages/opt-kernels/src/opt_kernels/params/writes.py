@@ -8,7 +8,7 @@ So a write is seen as another version, another address, or another storage at th
 
 What follows is the policy of the caller. Drop-ins follow, as torch.optim would: `follow_write_`. The optimizer of
 opt-stack, on one rank or several, refuses the step: `has_foreign_write`; replicas on other ranks may not have been
-written. A remainder is no copy: with it, a foreign write changes the upper half of the main value, and nobody notices.
+written. A remainder is not a copy: a foreign write changes the upper half of the main value, which is not noticed.
 
 Kernels write memory that autograd does not watch. Counting their writes makes a backward pass through an older graph
 raise, as after a step of torch's optimizers. An assignment to `param.data` leaves the version as it was, and may find

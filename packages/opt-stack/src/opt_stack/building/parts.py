@@ -1,6 +1,6 @@
 """`build_parts` allocates what steps work on; `build_stepper` makes the step of it, with its guards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,8 +30,9 @@ from opt_stack.building.sources import build_sources
 from opt_stack.building.units import build_units
 from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, refuse
 from opt_stack.planning.design import Design
+from opt_stack.rules.entries import Group
 from opt_stack.state.live import PieceRef, SharedCopies
-from opt_stack.state.weights import Evaluation, Groups, LoadedWeights, OptimizerStateGuard
+from opt_stack.state.weights import Evaluation, LoadedWeights, OptimizerStateGuard
 
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatron-Core's separate ones
 
@@ -92,7 +93,7 @@ def build_parts(design: Design, device: torch.device) -> Parts:
     )
 
 
-def build_stepper(design: Design, parts: Parts, groups: Groups, copies: SharedCopies, watch: Watch) -> Stepper:
+def build_stepper(design: Design, parts: Parts, groups: Sequence[Group], copies: SharedCopies, watch: Watch) -> Stepper:
     """Build the stepper of `parts`, with its guards in the order in which their errors are raised. Collective.
 
     `groups` are those that the optimizer will have. Raises GraphError if the device has no graphs.

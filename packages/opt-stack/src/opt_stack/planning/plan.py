@@ -233,11 +233,11 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
         if plan.tp_mode is not None:
             line += f" (muon_tp_mode={plan.tp_mode.value!r})"
         layouts.setdefault(line, []).append(plan.layout)
-    for line, alike in layouts.items():
-        count = sum(len(layout.slots) for layout in alike)
+    for line, described in layouts.items():
+        count = sum(len(layout.slots) for layout in described)
         yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
-        if alike[0].computes is Computes.OWNER:
-            loads = [owner_load(layout) for layout in alike]
+        if described[0].computes is Computes.OWNER:
+            loads = [owner_load(layout) for layout in described]
             num_runs = max(load.num_runs for load in loads)
             mebibytes = max(load.numel for load in loads) * 4 / 2**20  # gathered in fp32
             slowest = max(load.slowest for load in loads)

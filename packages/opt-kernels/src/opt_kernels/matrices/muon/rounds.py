@@ -131,8 +131,8 @@ def swept(round_: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches
         return rows[id(task.hyper)], task.work.main is None, task.work.out is None
 
     parts = []
-    for (row, _, _), alike in groupby(tasks, kind):
-        parts += [(row, works) for works in uniform([task.work for task in alike])]
+    for (row, _, _), batch in groupby(tasks, kind):
+        parts += [(row, works) for works in uniform([task.work for task in batch])]
     places = tuple((stack.begin, stack.first_slot, stack.slots, len(stack.tasks)) for stack in round_.stacks)
     cutting = Cutting((round_.inputs[:2], places), partial(_runs_of, round_, codec.block))
     found = cut_sweeps(parts, {MOMENTUM: codec}, cutting)
