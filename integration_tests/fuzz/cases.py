@@ -36,6 +36,9 @@ UNIT = 1 / 64
 TOP = 255  # integers up to here are exact in bf16
 
 
+FUSED = (("qkv_split_shapes", (2, 1, 1)), ("split_rows", (1, 1)), ("head_rows", (3, 1)))  # of rows of which 4 are whole
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
     name: str
@@ -46,7 +49,7 @@ class Param:
     expert: int | None = None  # number of the expert that it belongs to
     embedding: bool = False  # marked as embedding or output
     norm_group: str | None = None  # "mtp": a gradient norm of its own
-    qkv: bool = False  # rows of queries, keys and values, fused: 2, 1 and 1 in each group
+    qkv: bool = False  # rows of several matrices, fused as `fused` says
     tied: bool = False  # an embedding that the first and the last stage hold
     over_tp: str | None = None  # attribute of a gradient that differs between tensor-parallel ranks
     frozen: bool = False
@@ -57,6 +60,11 @@ class Param:
     @property
     def is_trained(self) -> bool:
         return not (self.frozen or self.left_out)
+
+    @property
+    def fused(self) -> tuple[str, tuple[int, ...]]:
+        """The attribute that says how rows are fused, and its value."""
+        return FUSED[self.number % len(FUSED)]
 
     def own_entries(self) -> dict[str, Any]:
         return dict([self.own]) if self.own[0] else {}

@@ -312,21 +312,24 @@ def _adapted(case: Case, held: Expected, update: Tensor, slack: Tensor) -> tuple
 def _scales(case: Case, param: Param) -> Tensor:
     """The factor of each row, (rows, 1): of a fused matrix each part by its own size."""
     rows, cols = param.shape
-    sizes = (2, 1, 1) if param.qkv else (1,)
+    by, sizes = param.fused if param.qkv else ("", (1,))
     of_group = []
     for size in sizes:
-        of_part = size * rows // sum(sizes)
+        of_part = size if by == "head_rows" else size * rows // sum(sizes)
         squares = {"spectral": max(of_part, cols), "unit_rms_norm": of_part / cols}
         of_group += [squares.get(case.fields["muon_scale_mode"], max(1.0, of_part / cols)) ** 0.5] * size
     return torch.tensor(of_group, dtype=torch.float64).repeat(rows // sum(sizes)).unsqueeze(-1)
 
 
 def _directions(param: Param, x: Tensor) -> Tensor:
-    """The orthogonalised matrix; queries, keys and values of a fused one each by itself."""
+    """The orthogonalised matrix; each of several that are fused by itself."""
     if not param.qkv:
         return _orthogonal(x)
-    groups = x.unflatten(0, (-1, 4))
-    parts = [_orthogonal(part.flatten(0, 1)).unflatten(0, (len(groups), -1)) for part in groups.split((2, 1, 1), 1)]
+    by, sizes = param.fused
+    if by == "head_rows":
+        return torch.cat([_orthogonal(part) for part in x.split(sizes * (len(x) // sum(sizes)))])
+    groups = x.unflatten(0, (-1, sum(sizes)))
+    parts = [_orthogonal(part.flatten(0, 1)).unflatten(0, (len(groups), -1)) for part in groups.split(sizes, 1)]
     return torch.cat(parts, 1).flatten(0, 1)
 
 

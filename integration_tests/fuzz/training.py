@@ -134,7 +134,7 @@ def mark(weight: Any, param: Param, *, is_part: bool, is_copy: bool) -> None:
         (param.expert is not None, {"allreduce": False}),
         (param.embedding, {"is_embedding_or_output_parameter": True}),
         (param.norm_group is not None, {"grad_norm_group": param.norm_group}),
-        (param.qkv, {"qkv_split_shapes": (2, 1, 1)}),
+        (param.qkv, dict([param.fused])),
         (param.tied, {"shared_embedding": True, "shared": is_copy}),
         (param.over_tp is not None, {str(param.over_tp): True}),
     )

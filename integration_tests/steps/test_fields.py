@@ -122,12 +122,17 @@ def moved(start: Tensor, grads: Sequence[Tensor], marks: Mapping[str, Any], **fi
 
 ROWS = (4, 1, 1)
 EXACT_MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
-MARKED: Mapping[str, tuple[Mapping[str, Any], tuple[int, ...], Mapping[str, Any], bool]] = {  # marks, rows, fields
+MARKED: Mapping[str, tuple[Mapping[str, Any], tuple[Any, ...], Mapping[str, Any], bool]] = {  # marks, rows, fields
     "muon, heads": ({"head_rows": 2}, (2, 2, 2), EXACT_MUON, True),
     "muon, sizes": ({"split_sizes": ROWS}, ROWS, EXACT_MUON, True),
+    "muon, in turn": ({"split_rows": (1, 1)}, ([0, 2, 4], [1, 3, 5]), EXACT_MUON, True),
+    "muon, two in turn": ({"split_rows": (2, 1)}, ([0, 1, 3, 4], [2, 5]), EXACT_MUON, True),
+    "muon, in turn in heads": ({"head_rows": (2, 1)}, (2, 1, 2, 1), EXACT_MUON, True),
     "muon, fused": ({"qkv_split_shapes": ROWS}, ROWS, EXACT_MUON, True),
     "muon, fused, whole": ({"qkv_split_shapes": ROWS}, ROWS, {**EXACT_MUON, "muon_split_qkv": False}, False),
     "soap, sizes": ({"split_sizes": ROWS}, ROWS, {"optimizer": "soap"}, True),
+    "soap, in turn": ({"split_rows": (1, 1)}, ([0, 2, 4], [1, 3, 5]), {"optimizer": "soap"}, True),
+    "soap, in turn in heads": ({"head_rows": (2, 1)}, (2, 1, 2, 1), {"optimizer": "soap"}, True),
     "soap, fused": ({"qkv_split_shapes": ROWS}, ROWS, {"optimizer": "soap", "soap_split_qkv": True}, True),
     "soap, fused, whole": ({"qkv_split_shapes": ROWS}, ROWS, {"optimizer": "soap"}, False),
 }
@@ -140,8 +145,12 @@ def test_rows_that_a_parameter_marks_are_separate_matrices(name: str) -> None:
     marks, rows, fields, is_split = MARKED[name]
     start = normal(*SHAPE, seed=9)
     grads = [normal(*SHAPE, seed=seed) for seed in (10, 11, 12)]
-    parts = zip(start.split(rows), *(grad.split(rows) for grad in grads), strict=True)
-    separate = torch.cat([moved(part, of_part, {}, **fields) for part, *of_part in parts])
+    places = [of_part if isinstance(of_part, list) else None for of_part in rows]
+    if None in places:
+        places = [part.tolist() for part in torch.arange(len(start)).split(rows)]
+    separate = torch.empty_like(start)
+    for rows_of_part in places:
+        separate[rows_of_part] = moved(start[rows_of_part], [grad[rows_of_part] for grad in grads], {}, **fields)
     together = moved(start, grads, {}, **fields)
     close = {"rtol": 0.0, "atol": 1e-6}  # of updates of size 0.05; stacks of other sizes round differently in fp32
     torch.testing.assert_close(moved(start, grads, marks, **fields), separate if is_split else together, **close)

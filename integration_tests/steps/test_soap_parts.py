@@ -16,11 +16,13 @@ from opt_distributed.comm import Alone, Comm
 from opt_stack import Optimizer, get_optimizer
 
 # Shapes that differ, so that no two matrices are batched on one rank and not on another.
-SHAPES = {"qkv": (12, 8), "heads": (8, 6), "sizes": (9, 5), "whole": (6, 6)}
+SHAPES = {"qkv": (12, 8), "heads": (8, 6), "sizes": (9, 5), "whole": (6, 6), "in_turn": (14, 7), "kv": (10, 4)}
 MARKS: dict[str, dict[str, Any]] = {
     "qkv": {"qkv_split_shapes": (4, 1, 1)},
     "heads": {"head_rows": 2},
     "sizes": {"split_sizes": (6, 3)},
+    "in_turn": {"split_rows": (1, 1)},
+    "kv": {"head_rows": (3, 2)},
 }
 FIELDS: dict[str, Any] = {"optimizer": "soap", "lr": 0.1, "clip_grad": 0.0, "soap_split_qkv": True}
 STEPS = 4
@@ -85,7 +87,7 @@ def test_state_of_another_split_is_refused_by_option_name(tmp_path: Path, other:
     model, refusing = made(marks=marks_now, **changes_now)
     says = "1 fused q, k and v taken as one matrix each; soap_split_qkv=True splits them" in str(refusing.plan)
     assert says == (other == "fused rows whole")
-    with pytest.raises(CheckpointKeyError, match=f"{message}.*set soap_split_qkv, head_rows and split_sizes as in"):
+    with pytest.raises(CheckpointKeyError, match=f"{message}.*set soap_split_qkv, head_rows, split_sizes and split_"):
         load(sharded_state(model, refusing), tmp_path / "saved")
     loaded = load(sharded_state(model, refusing), tmp_path / "saved", strict="return_all").state["optimizer"]
     with pytest.raises(ValueError, match=r"exp_avg, exp_avg_sq was loaded and .*L.* was not"):

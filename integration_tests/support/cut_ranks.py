@@ -32,6 +32,10 @@ EVEN: Shapes = {"column": (8, 8), "row": (12, 12), "qkv": (16, 16)}
 OBLONG: Shapes = {"column": (10, 7), "row": (6, 13), "qkv": (20, 9)}
 SMALL: Shapes = {"column": (3, 3), "row": (3, 3), "more": (3, 3), "qkv": (4, 4)}  # one of 3 rows is the last rank's
 QKV = (2, 1, 1)
+# Rows of `gated` alternate between two matrices, and pairs are cut; heads of `kv` have a matrix of 3 and one of 2 rows.
+FUSED: Shapes = {**OBLONG, "gated": (10, 8), "kv": (20, 6)}
+FUSED_EVEN: Shapes = {**EVEN, "gated": (16, 8), "kv": (20, 6)}
+MARKS = {"qkv": {"qkv_split_shapes": QKV}, "gated": {"split_rows": (1, 1)}, "kv": {"head_rows": (3, 2)}}
 
 
 class Net(nn.Module):
@@ -85,7 +89,14 @@ def mark_parts(net: Net, tp: Comm) -> Net:
             module.weight = nn.Parameter(cut(module.weight.detach(), tp.rank, tp.size, dim=dim))
             module.weight.tensor_model_parallel = True
             module.weight.partition_dim = dim
-    net.qkv.weight.qkv_split_shapes = QKV
+    return mark_rows(net)
+
+
+def mark_rows(net: Net) -> Net:
+    """Mark the parameters with rows of several matrices."""
+    for name, marks in MARKS.items():
+        if hasattr(net, name):
+            vars(net.get_submodule(name).weight).update(marks)
     return net
 
 
@@ -144,8 +155,7 @@ class Run:
         self.shapes = shapes
         self.lay_out = lay_out
         self.hooks = hooks
-        self.net = _laid_out(shapes, seed, lay_out, config.precision.params)
-        self.net.qkv.weight.qkv_split_shapes = QKV  # sharding makes new parameters
+        self.net = mark_rows(_laid_out(shapes, seed, lay_out, config.precision.params))  # sharding makes new parameters
         self.optimizer = self.build()
 
     def build(self) -> Any:

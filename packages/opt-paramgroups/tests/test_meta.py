@@ -46,6 +46,8 @@ ATTRIBUTES = [
     ({"use_muon": False}, {"use_muon": False, "moved_as_matrix": False}),
     ({"grad_norm_group": "mtp"}, {"grad_norm_group": "mtp"}),
     ({"qkv_split_shapes": [2, 1, 1]}, {"qkv_split_shapes": (2, 1, 1)}),
+    ({"split_rows": [1, 1]}, {"split_rows": (1, 1)}),
+    ({"head_rows": [2, 2]}, {"head_rows": (2, 2)}),
     ({"is_qkv": True, "qkv_split_shapes": [2, 1, 1]}, {"qkv_split_shapes": (2, 1, 1)}),
     ({"is_qkv": False, "qkv_split_shapes": [2, 1, 1]}, {"qkv_split_shapes": ()}),
 ]  # fmt: skip
@@ -114,6 +116,11 @@ REFUSED = [
     ({"output.weight": {"head_rows": 2}}, "output.weight: head_rows=2 of shape (7, 4): must divide the rows of a"),
     ({NORM: {"head_rows": 2}}, f"{NORM}: head_rows=2 of shape (4,): must divide the rows of a matrix or of a stac"),
     ({"output.weight": {"split_sizes": (3, 3)}}, "output.weight: split_sizes=(3, 3) of shape (7, 4): must be posi"),
+    ({"output.weight": {"head_rows": (2, 3)}}, "output.weight: head_rows=(2, 3) of shape (7, 4): must divide the ro"),
+    ({"output.weight": {"split_rows": (1, 1)}}, "output.weight: split_rows=(1, 1) of shape (7, 4): must be positive"),
+    ({"output.weight": {"split_rows": (7, 0)}}, "output.weight: split_rows=(7, 0) of shape (7, 4): must be positive"),
+    ({"output.weight": {"split_rows": 7}}, "overrides['output.weight']: split_rows=7: must be a tuple of numbers of"),
+    ({NORM: {"split_rows": (1, 1)}}, f"{NORM}: split_rows=(1, 1) of shape (4,): must be positive numbers whose sum"),
     ({"output.weight": {"split_sizes": (3, 4), "head_rows": 7}}, "output.weight: head_rows=7 and split_sizes=(3,"),
 ]
 

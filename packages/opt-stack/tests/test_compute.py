@@ -110,8 +110,9 @@ def test_the_plan_counts_matrices_by_who_computes_them() -> None:
         assert "updates depend" not in "".join(compute_lines(plan(rule, *metas)))
 
 
+@pytest.mark.parametrize("marks", [{}, {"split_rows": (1, 1)}, {"head_rows": (3, 1)}], ids=lambda marks: "".join(marks))
 @pytest.mark.parametrize("mode", ["distributed", "duplicated", "soap"])
-def test_parts_on_two_ranks_are_updated_as_the_whole_matrix(mode: str) -> None:
+def test_parts_on_two_ranks_are_updated_as_the_whole_matrix(mode: str, marks: dict[str, Any]) -> None:
     rule = {"optimizer": "soap"} if mode == "soap" else {"optimizer": "muon", "muon_tp_mode": mode}
     config = OptimizerConfig(lr=0.1, muon_fp32_matmul_prec="highest", **rule)
     start, grad = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
@@ -120,7 +121,7 @@ def test_parts_on_two_ranks_are_updated_as_the_whole_matrix(mode: str) -> None:
         part, part_grad = (whole.chunk(tp.size)[tp.rank].clone() for whole in (start, grad))
         model = nn.Module()
         model.register_parameter("w", nn.Parameter(part))
-        vars(model.w).update(tensor_model_parallel=tp.size > 1, partition_dim=0)
+        vars(model.w).update(tensor_model_parallel=tp.size > 1, partition_dim=0, **marks)
         axes = Axes(dp=Alone(), tp=tp)
         optimizer = get_optimizer(config, [model], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=tp))
         model.w.grad = part_grad
@@ -148,6 +149,10 @@ REFUSED: dict[str, tuple[Any, ParamMeta, str]] = {
     "heads cut by blocks": (BLOCKWISE, meta((24, 8), TP, head_rows=8), f"w: head_rows=8: heads of 8 rows {CUT}"),
     "matrices cut by blocks": (
         DISTRIBUTED, meta((24, 8), TP, split_sizes=(20, 4)), f"w: split_sizes=(20, 4): matrices of 24 rows {CUT}"
+    ),
+    "pairs of rows cut by blocks": (
+        DISTRIBUTED, meta((18, 8), TP, split_rows=(1, 1)),
+        "w: split_rows=(1, 1): groups of 2 rows are cut: 9 of 18 rows are on one rank; give each rank whole groups"
     ),
     "blocks of other sizes with common norms": (
         NAMO, meta((15, 8), TP),
@@ -182,6 +187,8 @@ def test_query_groups_may_be_cut_if_gathered_dealt_or_unsplit() -> None:
     assert plan(DUPLICATED, meta((24, 8), TP, **QKV))
     assert plan(BLOCKWISE, meta((24, 8), TP, **QKV), split_qkv=False)
     assert plan(DUPLICATED, meta((24, 8), TP, split_sizes=(20, 4)))
+    assert plan(DUPLICATED, meta((18, 8), TP, split_rows=(1, 1)))
+    assert plan(BLOCKWISE, meta((10, 8), FSDP, split_rows=(1, 1)))
     assert plan(SOAPRule(), meta((24, 8), FSDP, head_rows=8))
     assert plan(BLOCKWISE, meta((32, 8), TP, head_rows=8), split_qkv=False)
     for rule in (AdaptiveMuonRule(), replace(NAMO, muon=DUPLICATED)):  # no block sums over others

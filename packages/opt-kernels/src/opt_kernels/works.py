@@ -260,7 +260,7 @@ class MatrixPart(NamedTuple):
 class MatrixSpec:
     """How a matrix rule treats a matrix, in addition to its shape."""
 
-    split_rows: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; () for a plain matrix
+    split_rows: tuple[int, ...] = ()  # rows of each matrix in a group (fused QKV: q, k and v); () for a plain matrix
     # True: the rows of each group form a separate matrix (a head); False: those of all groups form one.
     by_group: bool = False
     partition_dim: int | None = None  # the dim that tensor parallelism shards; None: this rank has the whole matrix

@@ -169,8 +169,10 @@ class ParamMeta:
     use_muon: bool = True  # a matrix rule may update it
     grad_norm_group: str | None = None  # parameters of a group share a norm and are clipped by it
     qkv_split_shapes: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; (): not fused
-    head_rows: int = 0  # rows of one head, which a matrix rule updates as a separate matrix; 0: not split by head
+    # Rows of one head, which a matrix rule updates as a separate matrix; several: of its matrices; 0: no heads
+    head_rows: int | tuple[int, ...] = 0
     split_sizes: tuple[int, ...] = ()  # rows of the separate matrices that it concatenates; (): one matrix
+    split_rows: tuple[int, ...] = ()  # rows that each of several matrices has in turn, again and again; (): one matrix
     codes: torch.dtype | None = None  # dtype of stored codes with scales; None: values of `dtype` are stored
 
     def __post_init__(self) -> None:
@@ -199,18 +201,31 @@ class ParamMeta:
         if len(given) > 1:
             raise ConfigError(f"{self.id}: {' and '.join(f'{n}={v}' for n, v in given.items())}: set only one of them")
         rows = self.shape[-2] if len(self.shape) in (2, 3) else 0
-        if self.head_rows and (self.head_rows < 0 or not rows or rows % self.head_rows):
+        if self.head_rows and not _divide(self.head_group, rows):
             raise ConfigError(
                 f"{self.id}: head_rows={self.head_rows} of shape {self.shape}: must divide the rows of a matrix or of "
                 "a stack of matrices"
             )
         is_part = self.tensor_parallel and not self.is_dtensor  # the whole has a multiple of these rows
+        if self.split_rows and not _divide(self.split_rows, rows):
+            raise ConfigError(
+                f"{self.id}: split_rows={self.split_rows} of shape {self.shape}: must be positive numbers whose sum "
+                "divides the rows of a matrix or of a stack of matrices"
+                + (", as each tensor-parallel rank has whole groups of rows" if is_part else "")
+            )
         fits = rows and (sum(self.split_sizes) == rows or (is_part and sum(self.split_sizes) % rows == 0))
         if self.split_sizes and (min(self.split_sizes) <= 0 or not fits):
             raise ConfigError(
                 f"{self.id}: split_sizes={self.split_sizes} of shape {self.shape}: must be positive numbers of rows "
                 "that make up the whole matrix"
             )
+
+    @property
+    def head_group(self) -> tuple[int, ...]:
+        """Rows of the matrices of one head; () without heads."""
+        if isinstance(self.head_rows, int):
+            return (self.head_rows,) if self.head_rows else ()
+        return self.head_rows
 
     @property
     def numel(self) -> int:
@@ -252,7 +267,7 @@ class ParamMeta:
 _FIELDS_OF_ATTRIBUTES = (
     "expert_tp shared shared_embedding shared_position_embedding pipeline_parallel tensor_parallel partition_dim "
     "partition_stride sequence_parallel average_gradients_across_tp is_embedding_or_output is_embedding use_muon "
-    "grad_norm_group qkv_split_shapes head_rows split_sizes"
+    "grad_norm_group qkv_split_shapes head_rows split_sizes split_rows"
 )
 _OTHER_NAMES = {
     "tensor_parallel": "tensor_model_parallel",
@@ -266,7 +281,7 @@ _FIELD_OF_ATTRIBUTE = MappingProxyType({attr: field for field, attr in _ATTRIBUT
 REFERENCE_ATTRIBUTES = ("allreduce", *_FIELD_OF_ATTRIBUTE)
 """The attributes of a parameter that `describe` reads."""
 _ROLES = ("is_expert", *_ATTRIBUTE_OF_FIELD)  # what `overrides` may set
-_ROWS = ("qkv_split_shapes", "split_sizes")
+_ROWS = ("qkv_split_shapes", "split_sizes", "split_rows")
 _SPLITS = frozenset({"head_rows", *_ROWS})
 
 Roles = Mapping[ParamId | str, Mapping[str, Any]]
@@ -348,9 +363,17 @@ def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset:
     return found
 
 
+def _divide(group: Sequence[Any], rows: int) -> bool:
+    """Whether these are positive numbers, the sum of which divides a number of rows that is not zero."""
+    are_numbers = all(isinstance(count, int) and count > 0 for count in group)
+    return are_numbers and rows > 0 and rows % sum(group) == 0
+
+
 def _meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta:
     shape = tuple(param.shape)
     rows = {name: tuple(roles.get(name, ())) for name in _ROWS}
+    if isinstance(roles.get("head_rows"), list):
+        rows["head_rows"] = tuple(roles["head_rows"])
     local_shape, placements = dtensor_layout(param) or DTensorLayout(shape, ())
     return ParamMeta(
         id=id, shape=shape, local_shape=local_shape, dtype=param.dtype, placements=placements, **{**roles, **rows}

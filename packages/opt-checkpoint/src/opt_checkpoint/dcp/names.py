@@ -335,7 +335,7 @@ def _hint(missing: Sequence[str], stored: Sequence[str]) -> str:
         if saved is not None and _split_of(saved) != _split_of(key):
             return (
                 f" (it was saved for {_split_of(saved)}, and is asked for {_split_of(key)}: set soap_split_qkv, "
-                "head_rows and split_sizes as in the run that saved it, or reset the state)"
+                "head_rows, split_sizes and split_rows as in the run that saved it, or reset the state)"
             )
         others = _other_states(key, stored)
         if others and (key not in mains or _MAIN_NAMES.intersection(others)):

@@ -131,7 +131,8 @@ class MatrixOptimizer(RuleOptimizer):
 
     A parameter is a matrix if it has two dims, unless its group sets `use_matrix_rule`: False for embeddings and output
     layers, True for 3-d parameters that are stacks of matrices. A group may declare that its parameters consist of
-    several matrices, by one of: `split_rows`, the rows of q, k and v in one query group of fused parameters;
+    several matrices, by one of: `split_rows`, the rows of q, k and v in one query group of fused parameters, or any
+    rows that the matrices have in turn, such as (1, 1) for a gate and an up projection cut row by row;
     `num_heads`, equal parts of all rows, as in per-head orthogonalisation (GLM-5, arXiv 2602.15763); `split_sizes`,
     parts of any sizes that add up to all rows.
 

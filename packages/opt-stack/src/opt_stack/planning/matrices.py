@@ -152,13 +152,13 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
 
 
 def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, MatrixSpec]:
-    """Return the parameters whose rows form several matrices for a matrix rule: heads, matrices of any sizes, or with
-    `split_qkv` fused q, k and v."""
+    """Return the parameters whose rows form several matrices for a matrix rule: heads, matrices of any sizes, matrices
+    that have rows in turn, or with `split_qkv` fused q, k and v."""
     found = {}
     for meta in metas:
         if meta.head_rows:
-            found[meta.id] = MatrixSpec(split_rows=(meta.head_rows,), by_group=True)
-        elif rows := meta.split_sizes or (meta.qkv_split_shapes if split_qkv else ()):
+            found[meta.id] = MatrixSpec(split_rows=meta.head_group, by_group=True)
+        elif rows := meta.split_sizes or meta.split_rows or (meta.qkv_split_shapes if split_qkv else ()):
             found[meta.id] = MatrixSpec(split_rows=rows)
     return found
 
@@ -171,6 +171,8 @@ def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: Split
         words = f"head_rows={meta.head_rows}: heads"
     elif meta.split_sizes:
         words = f"split_sizes={meta.split_sizes}: matrices"
+    elif meta.split_rows:
+        words = f"split_rows={meta.split_rows}: groups"
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
         local_rows = block.shape[-2]
