@@ -32,8 +32,8 @@ TORCHES = ["2.6.0", "2.13.0", "newest"]
 PACKAGES = [f"opt-{n}" for n in ("config", "scheduler", "paramgroups", "kernels", "checkpoint", "distributed", "stack")]
 WITHOUT_TORCH = ["opt-scheduler"]
 TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]  # each worker takes half of the files, in order
-# Each worker takes the next file, whole, so that worlds of ranks and fixtures are made once.
-FILE_BY_FILE = ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+# Each worker takes the next file, whole, so that worlds of ranks and fixtures are made once; ranks often wait.
+FILE_BY_FILE = ["pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 OUTCOMES = ".nox/outcomes/{}.json"  # the tests that each run of `tests` ran and skipped
 RECORDED: list[str] = []
 # What `nightly` runs: all folders of tests, in parts that take less than two hours; and other sessions.
