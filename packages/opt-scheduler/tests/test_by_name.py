@@ -39,6 +39,15 @@ RECIPES = {  # which take the arguments of their functions
     "one_cycle": (one_cycle(1.0, up_steps=3, down_steps=7), {"peak": 1.0, "up_steps": 3, "down_steps": 7}),
     "piecewise_constant": (piecewise_constant([1.0, 0.1], at=[3]), {"values": [1.0, 0.1], "at": [3]}),
     "piecewise_linear": (piecewise_linear((0, 1.0), (3, 0.0)), {"points": [[0, 1.0], [3, 0.0]]}),
+    "WarmupLR": (constant(0.001), {"warmup_min_lr": 0.001}),
+    "WarmupDecayLR": (
+        join(constant(0.001, steps=1000), linear(0.001, 0.0, steps=500)) * 1.0,
+        {"total_num_steps": 1500, "warmup_min_lr": 0.001},
+    ),
+    "torchtitan": (
+        wsd(1.0, steps=100, warmup_steps=9, start=0.1, decay_steps=30, shape="linear"),
+        {"peak": 1.0, "steps": 100, "warmup_steps": 10, "decay_ratio": 0.3},
+    ),
     "step_decay": (
         step_decay(1.0, factor=0.5, every=3, times=2),
         {"start": 1.0, "factor": 0.5, "every": 3, "times": 2},
@@ -126,30 +135,63 @@ def test_what_a_file_gets_wrong_is_refused_in_its_own_words(arguments: dict[str,
         get_schedule(**{"peak": 1.0, "steps": 100} | arguments)
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine", "minus_sqrt"])
-def test_wsd_has_torchtitans_rates_as_its_page_says(shape: str) -> None:
+TORCHTITAN = [(50, 8, 0.4), (50, 8, None), (50, 0, 0.2), (50, 20, 0.8), (50, 1, 1.0), (50, 49, 0.5)]
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine", "sqrt"])
+@pytest.mark.parametrize(("steps", "warmup_steps", "decay_ratio"), TORCHTITAN)
+def test_torchtitans_schedule_has_its_rates(
+    steps: int, warmup_steps: int, decay_ratio: float | None, decay_type: str
+) -> None:
     """With W steps from 0 the first update had a rate of 0, and the warmup was one step late."""
-    steps = 50
-    warmup_steps = 8
-    decay_steps = 20
-    low = 0.1
     ours = get_schedule(
-        "wsd",
-        peak=1.0,
+        "torchtitan",
+        peak=3.0,
         steps=steps,
-        warmup_steps=warmup_steps - 1,
-        start=1.0 / warmup_steps,
-        decay_steps=decay_steps,
-        end=low,
-        shape=shape,
+        warmup_steps=warmup_steps,
+        decay_ratio=decay_ratio,
+        decay_type=decay_type,
+        min_lr_factor=0.1,
     )
     falling = {
         "linear": lambda progress: 1 - progress,
         "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-        "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
+        "sqrt": lambda progress: 1 - math.sqrt(progress),
     }
+    rising_steps = min(warmup_steps, steps)
+    decay_steps = steps - rising_steps
+    if decay_ratio is not None:
+        decay_steps = min(decay_steps, round(steps * decay_ratio))
+    stable_steps = steps + 1 - rising_steps - decay_steps  # with its virtual last step
     for step in range(steps):
-        rate = min((step + 1) / warmup_steps, 1.0)
-        if step > steps - decay_steps:
-            rate = low + (1 - low) * falling[shape]((step - (steps - decay_steps)) / decay_steps)
-        assert ours(step) == pytest.approx(rate, rel=1e-12)
+        if step < rising_steps:
+            factor = (step + 1) / rising_steps
+        elif step < rising_steps + stable_steps:
+            factor = 1.0
+        else:
+            progress = (step + 1 - rising_steps - stable_steps) / decay_steps
+            factor = 0.1 + 0.9 * falling[decay_type](progress)
+        assert ours(step) == pytest.approx(3.0 * factor, rel=1e-14)
+
+
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 10, 60])
+def test_deepspeeds_schedules_have_its_rates(warmup: int, warmup_type: str) -> None:
+    """Its formulas, at every `last_batch_iteration`."""
+    common: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": warmup_type}
+    low = 0.001
+    high = 0.006
+    rates = {"warmup_min_lr": low, "warmup_max_lr": high}
+    total = 100
+    kept = get_schedule("WarmupLR", **common, **rates)
+    line = get_schedule("WarmupDecayLR", total_num_steps=total, **common, **rates)
+    rising = max(2, warmup)
+    for n in range(total):
+        done = math.log(n + 1) / math.log(rising) if warmup_type == "log" else n / rising
+        rate = low + (high - low) * done
+        if n >= rising:
+            rate = high
+        assert kept(n) == pytest.approx(rate, rel=1e-13)
+        if n >= rising:
+            rate = low + (high - low) * (total - n) / (total - rising)
+        assert line(n) == pytest.approx(rate, rel=1e-13)

@@ -25,6 +25,7 @@ from opt_scheduler import (
     cyclic,
     exponential,
     extend,
+    get_schedule,
     inverse_sqrt,
     join,
     linear,
@@ -64,6 +65,7 @@ MEGATRON = OptimizerParamScheduler(
     wd_incr_style="constant",
 )
 FALL = linear(1.0, 0.0, steps=4)
+WSD = wsd(1.0, steps=10, warmup_steps=2, decay_steps=4, shape="linear")
 RISE = piecewise_constant([1.0, 2.0], at=[5])
 JUMP = cut(RISE, 5)
 # name: schedule, {step: value known from the formula, worked out by hand or with a calculator}
@@ -84,6 +86,7 @@ KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
     "step-decay": (step_decay(1.0, factor=0.1, every=3, times=2), {0: 1, 2: 1, 3: 0.1, 6: 0.01, 60: 0.01}),
     "warmup": (warmup(constant(1.0), steps=4), {0: 0.0, 1: 0.25, 4: 1.0, 5: 1.0}),
     "warmup-of-nothing": (warmup(FALL, steps=0), {0: 1.0, 4: 0.0}),
+    "log": (ramp(1.0, 3.0, steps=8, shape="log"), {0: 1.0, 1: 1 + 2 / 3, 3: 1 + 4 / 3, 7: 3.0, 8: 3.0, 9: 3.0}),
     "join": (join(linear(0.0, 1.0, steps=2), constant(5.0, steps=2), constant(7.0)), {1: 0.5, 2: 5, 3.9: 5, 4: 7}),
     "join-hides-a-jump": (join(JUMP, constant(1.0)), {4.9: 1.0, 5: 1.0, 6: 1.0}),
     "repeat": (repeat(FALL, times=2), {0: 1.0, 3: 0.25, 4: 1.0, 7: 0.25, 8: 0.0, 100: 0.0}),
@@ -121,6 +124,24 @@ KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
         {9: 1 - 0.5 * math.sqrt(0.75), 10: 0.0, 12: 1.0, 30: 0.5},
     ),
     "extend": (extend(linear(1.0, 0.0, steps=8), at=4, steps=12), {4: 0.5, 8: 0.25, 12: 0.0}),
+    "extend-stretches-the-decay": (extend(WSD, at=4, steps=16, stretch_decay=True), {4: 1.0, 8: 1.0, 12: 0.5, 16: 0.0}),
+    "extend-keeps-the-decay": (extend(WSD, at=4, steps=20), {1: 0.5, 4: 1, 16: 1, 17: 0.75, 18: 0.5, 20: 0, 21: 0}),
+    "extend-at-the-plateaus-end": (extend(WSD, at=6, steps=12), {6: 1, 8: 1, 9: 0.75, 12: 0}),
+    "extend-at-the-plateaus-start": (extend(WSD * 2, at=2, steps=12), {1: 1, 2: 2, 8: 2, 9: 1.5, 12: 0}),
+    "extend-without-warmup": (
+        extend(wsd(1.0, stable_steps=2, decay_steps=4, shape="linear"), at=0, steps=9),
+        {0: 1, 5: 1, 7: 0.5},
+    ),
+    "extend-to-the-same-end": (extend(WSD, at=8, steps=10), {6: 1.0, 8: 0.5, 10: 0.0}),
+    "extend-megatron": (extend(MEGATRON.lr_schedule(), at=8, steps=16), {2: 1, 12: 1, 14: 0.75, 16: 0.5}),
+    "deepspeed": (
+        get_schedule("WarmupDecayLR", total_num_steps=12, warmup_num_steps=8, warmup_max_lr=3.0),
+        {0: 0.0, 1: 1.0, 3: 2.0, 7: 3.0, 8: 3.0, 10: 1.5, 12: 0.0},
+    ),
+    "torchtitan": (
+        get_schedule("torchtitan", peak=1.0, steps=12, warmup_steps=4, decay_ratio=0.25),
+        {0: 0.25, 2: 0.75, 3: 1.0, 9: 1.0, 10: 2 / 3, 12: 0.0},
+    ),
     "megatron": (MEGATRON.lr_schedule(), {0: 0.0, 1: 0.5, 2: 1.0, 8: 1.0, 10: 0.75, 12: 0.5}),
     "rescale": (rescale(linear(1.0, 0.0, steps=8), old_batch=1, new_batch=2, done=4), {4: 0.5, 5: 0.25, 6: 0.0}),
 }
@@ -306,6 +327,22 @@ REFUSED: dict[str, Callable[[], object]] = {
     "cut: steps=0 must": lambda: cut(constant(1.0), 0),
     "extend: at=5 must be before steps=10 and before": lambda: extend(constant(1.0), at=5, steps=10),
     "extend: at=5 must be before steps=10": lambda: extend(FALL, at=5, steps=10),
+    # WSD: a longer run stretched its decay without a word.
+    "extend: at=8 must be a step of the constant phase, which becomes longer until steps=16; stretch_decay=True": (
+        lambda: extend(WSD, at=8, steps=16)
+    ),
+    "extend: at=1 must be a step of the constant phase": lambda: extend(WSD, at=1, steps=16),
+    "extend: at=4 must be a step of the constant phase": lambda: extend(WSD, at=4, steps=9),
+    "extend: at=10 must be a step of the constant phase": lambda: extend(MEGATRON.lr_schedule(), at=10, steps=16),
+    "ramp: shape='logarithm' is not known": lambda: get_schedule("WarmupLR", warmup_type="logarithm"),
+    "ramp: steps=1 must be at least 2": lambda: ramp(0.0, 1.0, steps=1, shape="log"),
+    "WarmupDecayLR: total_num_steps=900 must be more than 1000": (
+        lambda: get_schedule("WarmupDecayLR", total_num_steps=900)
+    ),
+    "ramp: shape='cosin' is not known: use one of 'cosine', 'exponential', 'linear', 'log'": (
+        lambda: get_schedule("torchtitan", peak=1.0, steps=9, warmup_steps=2, decay_type="cosin")
+    ),
+    "wsd: decay_steps=-191 must be more than 0": (lambda: get_schedule("torchtitan", peak=1.0, steps=9)),
     "kind='rampp' is not known: use one of '": lambda: Schedule.from_dict({"kind": "rampp"}),
     "schedule 'constant': field='valu' is not known: use one of 'steps', 'value'; did you mean 'value'?": (
         lambda: Schedule.from_dict({"kind": "constant", "valu": 1.0})
@@ -326,6 +363,11 @@ def test_a_step_that_is_no_number_is_refused(step: object) -> None:
     # NaN gave the end value; the others a TypeError about '>'.
     with pytest.raises(ScheduleError, match=r"^ramp: step="):
         linear(1.0, 0.0, steps=10)(step)  # type: ignore[arg-type]
+
+
+def test_extend_lengthens_the_step_it_is_in() -> None:
+    schedule = extend(cut(step_decay(1.0, factor=0.5, every=10, times=2), 30), at=10, steps=40)
+    assert schedule.values([9, 10, 29, 30, 39, 40]) == [1.0, 0.5, 0.5, 0.25, 0.25, 0.25]
 
 
 # ----- operators, and callables where a schedule is expected

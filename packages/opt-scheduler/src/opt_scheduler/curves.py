@@ -1,5 +1,6 @@
 """The elementary schedules: each is one formula of the step. `compose` and `recipes` combine them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from inspect import Parameter, signature
@@ -70,16 +71,23 @@ class Ramp(Timed):
     def __post_init__(self, name: str) -> None:
         check_number(name, start=self.start, end=self.end)
         check_number(name, above=0, steps=self.steps, power=self.power)
-        if self.shape not in SHAPES:
-            raise ScheduleError(f"ramp: {unknown_name('shape', self.shape, SHAPES)}")
+        if self.shape == "log":
+            check_number(name, low=2, steps=self.steps)
+        elif self.shape not in SHAPES:
+            raise ScheduleError(f"ramp: {unknown_name('shape', self.shape, (*SHAPES, 'log'))}")
 
     def array_at(self, step: Any, xp: Any) -> Any:
-        left = SHAPES[self.shape](xp.minimum(step / self.steps, 1.0), xp)
+        if self.shape == "log":
+            left = 1.0 - xp.log(xp.minimum(step + 1.0, self.steps)) / math.log(self.steps)
+        else:
+            left = SHAPES[self.shape](xp.minimum(step / self.steps, 1.0), xp)
         return self.end + (left if self.power is None else left**self.power) * (self.start - self.end)
 
 
 def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Schedule:
     """Go from `start` at step 0 to `end` at `steps`: end + f(n / steps) · (start - end), with f from `shapes.SHAPES`.
+
+    The shape "log" is DeepSpeed's warmup, start + log(n + 1) / log(steps) · (end - start), at `end` one step earlier.
 
     >>> ramp(1.0, 0.0, steps=100, shape="minus_sqrt").values([0, 25, 100, 101])
     [1.0, 0.5, 0.0, 0.0]

@@ -169,13 +169,65 @@ def _linear_between(*, points: Sequence[Sequence[float]]) -> Schedule:
     return piecewise_linear(*map(tuple, points))  # type: ignore[arg-type]
 
 
+@named("WarmupLR")
+def _warmup_lr(
+    *,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: float = 1000,
+    warmup_type: str = "log",
+) -> Schedule:
+    """Follow DeepSpeed's `WarmupLR`: the value at step n is its learning rate at `last_batch_iteration` n."""
+    return warmup(warmup_max_lr, steps=max(2, warmup_num_steps), start=warmup_min_lr, shape=warmup_type)
+
+
+@named("WarmupDecayLR")
+def _warmup_decay_lr(
+    *,
+    total_num_steps: float,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: float = 1000,
+    warmup_type: str = "log",
+) -> Schedule:
+    """Follow DeepSpeed's `WarmupDecayLR`: a line back to `warmup_min_lr` after the warmup."""
+    rising_steps = max(2, warmup_num_steps)
+    check_number("WarmupDecayLR", above=rising_steps, total_num_steps=total_num_steps)
+    falling = linear(warmup_max_lr, warmup_min_lr, steps=total_num_steps - rising_steps)
+    return warmup(falling, steps=rising_steps, start=warmup_min_lr, shape=warmup_type)
+
+
+@named("torchtitan")
+def _torchtitan(
+    peak: float,
+    *,
+    steps: int,
+    warmup_steps: int = 200,
+    decay_ratio: float | None = None,
+    decay_type: str = "linear",
+    min_lr_factor: float = 0.0,
+) -> Schedule:
+    """Follow torchtitan's schedule: its warmup counts from 1, so step n has (n + 1) / warmup_steps of `peak`.
+
+    As there, a decay that does not fit after the warmup is shortened.
+    """
+    left = steps - warmup_steps
+    decay_steps = left if decay_ratio is None else min(round(steps * decay_ratio), left)
+    shape = "minus_sqrt" if decay_type == "sqrt" else decay_type
+    first = peak / max(warmup_steps, 1)
+    rising_steps = max(warmup_steps - 1, 0)
+    low = peak * min_lr_factor
+    times = {"steps": steps, "warmup_steps": rising_steps, "decay_steps": decay_steps}
+    return wsd(peak, start=first, end=low, shape=shape, **times)
+
+
 _OF_TRANSFORMERS = {  # names of HF transformers for the same curves
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
     "cosine_with_restarts": "cosine_restarts",
     "warmup_stable_decay": "wsd",
 }
-SCHEDULE_NAMES = (*sorted(NAMED), *sorted(_OF_TRANSFORMERS))
+SCHEDULE_NAMES = (*sorted(NAMED, key=str.lower), *sorted(_OF_TRANSFORMERS))
 NAMED.update((alias, NAMED[name]) for alias, name in _OF_TRANSFORMERS.items())
 
 
@@ -186,7 +238,8 @@ def get_schedule(name: str, **arguments: Any) -> Schedule:
     the curve, which ends at step `steps`. `steps` counts from step 0 and contains the warmup. The recipes cyclic,
     one_cycle, piecewise_constant, piecewise_linear, step_decay and wsd take the arguments of their functions.
     `schedule_signatures()` lists the arguments of every name. The names of HF transformers for the same curves work
-    too: constant_with_warmup, cosine_with_min_lr, cosine_with_restarts and warmup_stable_decay.
+    too: constant_with_warmup, cosine_with_min_lr, cosine_with_restarts and warmup_stable_decay. WarmupLR and
+    WarmupDecayLR take the parameters of DeepSpeed's schedulers, torchtitan those of its section `lr_scheduler`.
 
     >>> get_schedule("cosine", peak=1e-3, steps=110, warmup_steps=10, end=1e-4).values([0, 10, 60, 110])
     [0.0, 0.001, 0.00055, 0.0001]

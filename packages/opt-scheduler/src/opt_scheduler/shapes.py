@@ -67,8 +67,9 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
     }
 )
 
-# What the formulas use of an array library, for single numbers.
-NUMBERS = SimpleNamespace(pi=math.pi, cos=math.cos, sqrt=math.sqrt, minimum=min, maximum=max)
+# What formulas may use of an array library, for single numbers: the functions of `math`, and these.
+NUMBERS = SimpleNamespace(**vars(math), minimum=min, maximum=max, abs=abs)
+NUMBERS.clip = lambda value, low, high: min(max(value, low), high)
 NUMBERS.where = lambda condition, a, b: a if condition else b
 NUMBERS.full_like = lambda step, value, dtype: dtype(value)
 

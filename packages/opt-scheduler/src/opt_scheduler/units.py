@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass, fields
 from enum import Enum
+from itertools import pairwise
 
 from .compose import cut, join, shift, stretch
+from .curves import constant
 from .errors import ScheduleError, check_number
 from .schedule import Schedule, ScheduleLike, as_schedule
 
@@ -104,29 +106,52 @@ def rescale(schedule: ScheduleLike, *, old_batch: float, new_batch: float, done:
     """
     check_number("rescale", above=0, old_batch=old_batch, new_batch=new_batch)
     check_number("rescale", low=0, done=done)
-    return _paced(schedule, old_batch / new_batch, at=done)
+    return _followed(schedule, stretch(shift(schedule, -done), old_batch / new_batch), at=done)
 
 
-def extend(schedule: ScheduleLike, *, at: float, steps: float) -> Schedule:
+def extend(schedule: ScheduleLike, *, at: float, steps: float, stretch_decay: bool = False) -> Schedule:
     """Return `schedule` for a run that decides at step `at` to end at step `steps` instead of at the schedule's end.
 
-    What is left of it is stretched, or compressed: it goes on from its present value and ends at the same one.
+    What is left of it is stretched, or compressed: it goes on from its present value and ends at the same one. A
+    schedule with a constant phase, such as WSD, keeps its decay instead: the constant phase becomes longer, and `at` is
+    any step of it. With `stretch_decay=True`, the decay of such a schedule is stretched too.
 
-    >>> from opt_scheduler import linear
+    >>> from opt_scheduler import linear, wsd
     >>> extend(linear(1.0, 0.0, steps=1000), at=500, steps=2500).values([499, 500, 1500, 2500])
     [0.501, 0.5, 0.25, 0.0]
+    >>> planned = wsd(1.0, steps=100, warmup_steps=10, decay_steps=20, shape="linear")
+    >>> extend(planned, at=60, steps=300).values([5, 80, 280, 290, 300])
+    [0.5, 1.0, 1.0, 0.5, 0.0]
 
     Raises:
-        ScheduleError: `schedule` has no end, or `at` is not before it and before `steps`.
+        ScheduleError: `schedule` has no end, or `at` is not before it and before `steps`; or it has a constant phase,
+            and `at` is not in that phase or `steps` is before the end, without `stretch_decay`.
     """
-    length = as_schedule(schedule).length
+    given = as_schedule(schedule)
+    length = given.length
     check_number("extend", low=0, at=at, steps=steps)
     if not at < min(length, steps) or math.isinf(length):
         raise ScheduleError(f"extend: at={at!r} must be before {steps=} and before the schedule's end, step {length:g}")
-    return _paced(schedule, (steps - at) / (length - at), at=at)
+    left = shift(given, -at)
+    phases = pairwise([0.0, *given.boundaries])
+    plateaus = [(start, stop) for start, stop in phases if _is_constant(given, start, stop)]
+    if stretch_decay or not plateaus or steps == length:
+        rest = stretch(left, (steps - at) / (length - at))
+    elif steps > length and any(start <= at <= stop and given(start) == given(at) for start, stop in plateaus):
+        rest = join(constant(given(at), steps=steps - length), left)
+    else:
+        raise ScheduleError(
+            f"extend: at={at!r} must be a step of the constant phase, which becomes longer until {steps=}; "
+            "stretch_decay=True stretches the decay instead, and cooldown() ends a run early"
+        )
+    return _followed(given, rest, at=at)
 
 
-def _paced(schedule: ScheduleLike, factor: float, *, at: float) -> Schedule:
-    """`schedule` until step `at`, then the rest of it, `factor` times as long."""
-    rest = stretch(shift(schedule, -at), factor)
+def _is_constant(schedule: Schedule, start: float, stop: float) -> bool:
+    """Whether a phase between two boundaries has one value."""
+    return len({schedule(start + part * (stop - start)) for part in (0.0, 0.4, 0.8)}) == 1
+
+
+def _followed(schedule: ScheduleLike, rest: Schedule, *, at: float) -> Schedule:
+    """`schedule` until step `at`, then `rest` from its own step 0."""
     return join(cut(schedule, at), rest) if at > 0 else rest
