@@ -60,7 +60,7 @@ TOPICS = {
         "Precision": "fp16 bf16 fp8_recipe params_dtype main_* *_dtype store_param_remainders "
         "use_precision_aware_optimizer reuse_grad_buf_for_mxfp8_param_ag",
         "Loss scale": "loss_scale* initial_loss_scale min_loss_scale hysteresis",
-        "Clipping and skipped steps": "clip_grad grad_norm_skip_threshold",
+        "Clipping and skipped steps": "clip_grad grad_norm_skip_threshold skip_*",
         "Sharding and communication": "use_distributed_optimizer use_layer_wise_distributed_optimizer overlap_param_*",
         "CPU offload": "optimizer_cpu_offload optimizer_offload_fraction *cpu*",
         "Adam, SGD, Lion": "adam_* sgd_* lion_*",

@@ -128,10 +128,11 @@ CASES: dict[str, tuple[Case, dict[str, Any], Case]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_states_in_megatron_cores_form_load_on_other_layouts(name: str) -> None:
     before, metadata, after = CASES[name]
-    runs = run_threads(before.size, lambda comm: train(before, metadata, comm))
+    runs = run_threads(before.size, lambda comm: train(before, metadata, comm, skip_sigma=6.0))
     saved = save_all(runs)
+    assert "'spikes': {'grad_norms': {'values': [" in str(saved.common)
     assert not metadata or runs[0].metadata == {TYPE: "fully_reshardable"}
-    loaded = run_threads(after.size, lambda comm: resume(after, saved, runs[0], comm))
+    loaded = run_threads(after.size, lambda comm: resume(after, saved, runs[0], comm, skip_sigma=6.0))
     again = save_all(loaded)
     assert again.tensors.keys() == saved.tensors.keys()
     assert all(torch.equal(again.tensors[key], value) for key, value in saved.tensors.items())

@@ -39,6 +39,8 @@ OURS = {
     "optimizer_options": None,
     "muon_weight_decay_method": "decoupled",
     "adaptive_muon_lines": "rows",
+    "skip_sigma": math.inf,
+    "skip_window": 128,
 }
 
 WHOLE = {"use_layer_wise_distributed_optimizer": True}
@@ -56,6 +58,9 @@ REFUSED = [
     ({"lr": -1e-3}, "lr=-0.001: must be at least 0 and finite"),
     ({"lr": math.inf}, "lr=inf: must be at least 0 and finite"),
     ({"weight_decay": -0.1}, "weight_decay=-0.1: must be at least 0 and finite"),
+    ({"skip_sigma": 0.0}, "skip_sigma=0.0: must be greater than 0"),
+    ({"skip_sigma": 6.0, "skip_window": 1}, "skip_window=1: must be at least 2 and finite"),
+    ({"skip_window": 64}, "skip_window=64: has no effect without skip_sigma; set that too"),
     ({"hysteresis": 0}, "hysteresis=0: must be at least 1 and finite"),
     ({"adam_beta2": -0.1}, "adam_beta2=-0.1: must be in [0, 1)"),
     ({"weight_decay": math.nan}, "weight_decay=nan: must be a number"),

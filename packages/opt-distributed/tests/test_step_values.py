@@ -141,13 +141,14 @@ SUMS = [
 def test_a_verdict_keeps_overflow_error_and_refusal_apart() -> None:
     cases = itertools.product(SUMS, (1.0, 0.25), (INF, 0.6), (False, True))
     for (squares, num_nonfinite, norms, overflow), scale, limit, wrong in cases:
-        numbers = torch.tensor([*squares, num_nonfinite, 5.0, 7.0, 2.0 * wrong], dtype=torch.float64)
+        numbers = torch.tensor([*squares, num_nonfinite, 5.0, 6.0, 4.0, 7.0, 2.0 * wrong], dtype=torch.float64)
         limits = Limits(slots=("", "b"), clips=(True, False), skip_above=limit)
         inv_scale = torch.tensor(scale, dtype=torch.float64)
         verdict = decide(numbers, [Limit()], inv_scale=inv_scale, limits=limits)
         report = Report.of(verdict.report.tolist(), [Limit()], num_slots=2)
         refused = norms[0] * scale > limit
-        expected = ([norm * scale for norm in norms], 5, overflow, refused, [wrong], [[7.0, 2.0 * wrong]])
+        reasons = (overflow, refused, False, False, [wrong])
+        expected = ([norm * scale for norm in norms], 5, *reasons, [[7.0, 2.0 * wrong]], 1.5, (INF, INF))
         assert repr(tuple(report)) == repr(expected)
         assert (bool(verdict.overflow), bool(verdict.is_wrong)) == (overflow, wrong)
         assert bool(verdict.skip) == (overflow or refused or wrong) == (not report.success)

@@ -202,6 +202,13 @@ class OptimizerConfig(Configuration):
     """Weight decay of Muon with `decoupled_weight_decay`: decoupled (lr * wd * p) or independent (wd * p)."""
     adaptive_muon_lines: str = "rows"
     """Lines of a matrix of which normuon keeps the mean square: rows, cols, or longer (rows unless cols > rows)."""
+    skip_sigma: float = math.inf
+    """Skip the step if its gradient norm is above the mean of the last `skip_window` steps by more than this many
+    standard deviations, or so its loss (`optimizer.note_loss`). The deviation counts as at least 1 % of the mean.
+    6 is usual. Stands beside `grad_norm_skip_threshold`: a step must pass both."""
+    skip_window: int = 128
+    """Number of steps whose norms and losses `skip_sigma` compares with, at least 2. No step is skipped before half of
+    them were made, nor after that many were skipped in a row."""
 
     def __post_init__(self) -> None:
         """Check all fields. Raises `ConfigError` with every problem."""

@@ -56,6 +56,7 @@ NOT_NEGATIVE = Interval(0)
 POSITIVE = Interval(0, low_open=True)
 POSITIVE_OR_INFINITE = Interval(0, low_open=True, high_open=False)
 AT_LEAST_ONE = Interval(1)
+AT_LEAST_TWO = Interval(2)
 DECAY_RATE = Interval(0, 1)
 FRACTION = Interval(0, 1, high_open=False)
 
@@ -180,7 +181,8 @@ def _hint_at_dtype(hint: Any, value: object) -> str:
 _FIELDS_OF_INTERVALS = {
     NOT_NEGATIVE: "lr min_lr decoupled_lr decoupled_min_lr weight_decay clip_grad",
     POSITIVE: ("loss_scale initial_loss_scale min_loss_scale adam_eps muon_extra_scale_factor adaptive_muon_eps"),
-    POSITIVE_OR_INFINITE: "grad_norm_skip_threshold",
+    POSITIVE_OR_INFINITE: "grad_norm_skip_threshold skip_sigma",
+    AT_LEAST_TWO: "skip_window",
     AT_LEAST_ONE: ("loss_scale_window hysteresis muon_num_ns_steps soap_precondition_frequency soap_max_precond_dim"),
     DECAY_RATE: (
         "adam_beta1 adam_beta2 sgd_momentum muon_momentum lion_beta1 lion_beta2 soap_shampoo_beta adaptive_muon_beta2"
@@ -225,6 +227,7 @@ _FIELDS_THAT_NEED = {
     "use_precision_aware_optimizer": f"store_param_remainders {' '.join(_NARROWER)}",
     "decoupled_lr": "decoupled_min_lr",
     "overlap_param_gather": "overlap_param_gather_with_optimizer_step",
+    "skip_sigma": "skip_window",
     "optimizer_cpu_offload": (
         "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
         "pin_cpu_params"

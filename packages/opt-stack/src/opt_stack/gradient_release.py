@@ -180,6 +180,11 @@ def _problems(optimizer: Optimizer) -> Iterator[str]:
             f"grad_norm_skip_threshold={config.grad_norm_skip_threshold} needs the norm of all gradients before the "
             "first update; leave it at infinity"
         )
+    if config.skip_sigma != float("inf"):
+        yield (
+            f"skip_sigma={config.skip_sigma} needs the norm of all gradients before the first update; leave it at "
+            "infinity"
+        )
     if not isinstance(config.loss_scaling, NoScale):
         yield "a loss scale skips whole steps that overflow; use bf16 or fp32, without loss_scale"
     if config.log_num_zeros_in_grad:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from opt_distributed.comm import group_of
 from opt_distributed.step import StepResult
+from opt_kernels.dtensor import is_dtensor
 from opt_stack.diagnosis.recorder import Callback
 from opt_stack.diagnosis.tensor_stats import StepStats
 from opt_stack.state.state_dicts import StateDicts
@@ -79,6 +80,32 @@ class GradientStatistics(StateDicts):
             raise RuntimeError("stats_every: gradients are released in backward, before a step could record them")
         self.complete_params()
         self.recorder.start(n, callback, directory, spectrum, next_step=self.stepper.num_begun + 1)
+
+    def note_loss(self, loss: Tensor | float) -> None:
+        """Note a loss of the next step, before `scale_loss`: of a micro-batch, or of the iteration.
+
+        The loss of a step is the mean of all losses that all ranks noted since the step before: call it on any ranks
+        (the last pipeline stage), any number of times. The step sums them in the all-reduce of its norms; the host
+        waits for nothing. A mean that is infinite or NaN skips the step, as does a spike (`skip_sigma`). Steps without
+        a loss are judged by their gradients only. `StepStats.loss` has the mean. Losses of backward passes whose step
+        is never taken, as after an overflow that torch's `GradScaler` found, count in the next one.
+
+        Args:
+            loss: a number, or a tensor of one element, on any device.
+
+        Raises:
+            ValueError: `loss` has another number of elements, or is a DTensor.
+            RuntimeError: gradients are released in backward.
+        """
+        if self.in_backward is not None:
+            raise RuntimeError("note_loss: gradients are released in backward, before a step could be skipped")
+        if isinstance(loss, Tensor) and is_dtensor(loss):
+            raise ValueError("note_loss: the loss is a DTensor; pass loss.full_tensor()")
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(
+                f"note_loss: the loss has shape {tuple(loss.shape)}; pass one element, such as loss.mean()"
+            )
+        self.stepper.losses.note(loss)
 
     def stats(self) -> StepStats:
         """Return the numbers of the last recorded or skipped step: norms of gradient, weight and update of every

@@ -223,7 +223,7 @@ class Optimizer(GradientStatistics):
 
     def step_with_ready_grads(self) -> bool:
         """Take the second half of a step: clip, update, all-gather. Return False if the norm was above
-        `grad_norm_skip_threshold`, and so nothing was updated.
+        `grad_norm_skip_threshold`, or the norm or the loss was a spike, and so nothing was updated.
 
         Raises ValueError, on every rank, if numbers of `param_groups` or of `clip_grad_norm` differ between ranks.
         """

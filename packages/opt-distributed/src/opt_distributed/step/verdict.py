@@ -1,6 +1,7 @@
 """`Verdict`: norms, overflow and errors of a step, decided on the device from statistics that ranks sum once.
 
     gradients ─ one pass ─▶ squares, non-finite elements, zeros ┐
+    noted losses ─▶ sum, number                                 │
     guards ─▶ flags                                             ├─ one all-reduce ─▶ `decide` ─▶ skip flag, scales
     gradients on some ranks only ─▶ flags                       ┘
 
@@ -23,6 +24,7 @@ from opt_distributed.comm.roles import Axes
 from opt_distributed.pieces.piece import Kind, Ready, kinds_of
 from opt_distributed.pieces.sources import BufferedGrads, Source
 from opt_distributed.step.guard import Guard
+from opt_distributed.step.spikes import Spikes
 from opt_kernels.backends import grad_stats
 
 Scale = TypeVar("Scale", bound=float | Tensor)
@@ -46,13 +48,22 @@ class Report(NamedTuple):
     num_zeros: int
     overflow: bool  # an element or a norm is infinite or NaN
     is_above_limit: bool  # the model's own norm is above the limit
+    is_spike: bool  # the model's own norm is above `bounds[0]`
+    is_bad_loss: bool  # the loss is above `bounds[1]`, infinite or NaN
     wrong: list[bool]  # for each guard
     sums: list[list[float]]  # of the flags of each guard
+    loss: float | None  # the mean of what all ranks noted; None if none was noted
+    bounds: tuple[float, float]  # above which the norm and the loss are spikes
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the update was not made because of the numbers of the step; no error is raised then."""
+        return self.overflow or self.is_above_limit or self.is_spike or self.is_bad_loss
 
     @property
     def success(self) -> bool:
         """Whether the update was made."""
-        return not (self.overflow or self.is_above_limit or any(self.wrong))
+        return not (self.is_skipped or any(self.wrong))
 
     @classmethod
     def of(cls, numbers: list[float], guards: Sequence[Guard], *, num_slots: int) -> "Report":
@@ -60,11 +71,29 @@ class Report(NamedTuple):
         rest = iter(numbers)
         norms = [next(rest) for _ in range(num_slots)]
         overflow = bool(next(rest))
-        refused = bool(next(rest))
+        is_above_limit = bool(next(rest))
+        is_spike = bool(next(rest))
+        is_bad_loss = bool(next(rest))
         wrong = [bool(next(rest)) for _ in guards]
+        mean_loss = next(rest)
+        bounds = (next(rest), next(rest))
         _ = next(rest)
         zeros = int(next(rest))
-        return cls(norms, zeros, overflow, refused, wrong, [[next(rest) for _ in range(g.num_flags)] for g in guards])
+        _ = next(rest)
+        num_losses = next(rest)
+        sums = [[next(rest) for _ in range(guard.num_flags)] for guard in guards]
+        return cls(
+            norms=norms,
+            num_zeros=zeros,
+            overflow=overflow,
+            is_above_limit=is_above_limit,
+            is_spike=is_spike,
+            is_bad_loss=is_bad_loss,
+            wrong=wrong,
+            sums=sums,
+            loss=mean_loss if num_losses else None,
+            bounds=bounds,
+        )
 
 
 class Verdict(NamedTuple):
@@ -76,6 +105,8 @@ class Verdict(NamedTuple):
     skip: Tensor  # the update must write nothing
     inv_scale: float | Tensor  # 1 / loss scale
     report: Tensor  # (n,) float64: what the host reads
+    measured: Tensor  # (2,) float64: the model's own norm, and the mean loss; NaN if none was noted
+    bounds: Tensor  # (2,) float64: `Spikes.bounds`; infinite without spikes
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> list[Tensor]:
         """The factor of the gradients of each norm slot: 1 / loss scale, times the clip coefficient where `clips`."""
@@ -86,11 +117,18 @@ class Verdict(NamedTuple):
         return [factor if is_clipped else whole for factor, is_clipped in zip(clipped, clips, strict=True)]
 
 
-def decide(numbers: Tensor, guards: Sequence[Guard], *, inv_scale: float | Tensor, limits: Limits) -> Verdict:
+def decide(
+    numbers: Tensor,
+    guards: Sequence[Guard],
+    *,
+    inv_scale: float | Tensor,
+    limits: Limits,
+    spikes: Spikes | None = None,
+) -> Verdict:
     """Decide on a step from its statistics, the result of `reduce_stats`, which end with the flags of `guards`."""
     num_slots = len(limits.slots)
-    squares, num_nonfinite, _, *flags = numbers.split_with_sizes(
-        [num_slots, 1, 1, *(guard.num_flags for guard in guards)]
+    squares, num_nonfinite, _, sum_of_losses, num_losses, *flags = numbers.split_with_sizes(
+        [num_slots, 1, 1, 1, 1, *(guard.num_flags for guard in guards)]
     )
     norms = squares.sqrt()  # NaN if a sum is negative or NaN
     # Norms may be finite: the element is in a copy that is not counted, or is finite in float64.
@@ -98,10 +136,24 @@ def decide(numbers: Tensor, guards: Sequence[Guard], *, inv_scale: float | Tenso
     overflow = ~(norms < torch.inf).all(0, keepdim=True)  # a NaN is not below
     norms = times(norms, inv_scale)
     is_above_limit = norms[:1] > limits.skip_above
+    loss = sum_of_losses / num_losses  # NaN if none was noted
+    measured = torch.cat([norms[:1], loss])
+    bounds = torch.full_like(measured, torch.inf) if spikes is None else spikes.bounds()
+    is_spike = torch.zeros_like(overflow).expand(2) if spikes is None else measured > spikes.limits(bounds)
+    is_bad_loss = is_spike[1:] | ((num_losses > 0) & ~loss.isfinite())
     wrong = [guard.is_wrong(sums) for guard, sums in zip(guards, flags, strict=True)]
-    reasons = torch.cat([overflow, is_above_limit, *wrong])
-    report = torch.cat([norms, reasons, numbers[num_slots:]])
-    return Verdict(norms, overflow[0], reasons[2:].any(), reasons.any(), inv_scale, report)
+    reasons = torch.cat([overflow, is_above_limit, is_spike[:1], is_bad_loss, *wrong])
+    report = torch.cat([norms, reasons, loss, bounds, numbers[num_slots:]])
+    return Verdict(
+        norms=norms,
+        overflow=overflow[0],
+        is_wrong=reasons[4:].any(),
+        skip=reasons.any(),
+        inv_scale=inv_scale,
+        report=report,
+        measured=measured,
+        bounds=bounds,
+    )
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
@@ -148,6 +200,7 @@ def reduce_stats(
     flags: Tensor,
     limits: Limits,
     *,
+    losses: Tensor,
     device: torch.device,
     everyone: Comm,
     instances: Comm,
@@ -164,15 +217,16 @@ def reduce_stats(
 
     `flags` (n + m,) are float64 on the device: those of the guards, then `host_flags`. Guards' flags are summed with
     the rest; first over `instances`, the ranks in this one's place in all optimizer instances, which must refuse the
-    same steps. The host reads nothing, except in `BufferedGrads.resolve_`.
+    same steps. So are `losses` (2,), their sum on this rank and their number. The host reads nothing, except in
+    `BufferedGrads.resolve_`.
 
     `refuse` is called if this rank cannot compute its statistics, with the error and the guards' flags, and returns the
     flags with which all ranks refuse the step. Without it, or with several instances, which have summed their flags by
     then, the error is raised.
 
-    Returns (slots + 2 + n,) float64 on the device, equal on every rank: the sum of squares of the mean gradient for
-    each norm slot, which includes the loss scale; the number of non-finite elements and of zeros; the sums of the
-    guards' flags.
+    Returns (slots + 4 + n,) float64 on the device, equal on every rank: the sum of squares of the mean gradient for
+    each norm slot, which includes the loss scale; the number of non-finite elements and of zeros; the sum of the losses
+    and their number; the sums of the guards' flags.
 
     Raises:
         CollectiveError: a collective failed, or exceeded the timeout of its group.
@@ -180,9 +234,10 @@ def reduce_stats(
     numels = [len(source.ids) for family in families for source in family.unresolved]
     of_guards, *of_sources = torch.split(flags, [len(flags) - sum(numels), *numels])
     if instances.size > 1:
-        of_guards = of_guards.clone()
+        of_instances = torch.cat([losses, of_guards])
         with naming("sum of the statistics"):
-            instances.all_reduce_(of_guards)
+            instances.all_reduce_(of_instances)
+        losses, of_guards = torch.split(of_instances, [len(losses), len(of_guards)])
     joined: list[tuple[BufferedGrads, Tensor]] = []  # whose flags are in the one all-reduce
     for family in families:
         with_flags = [(source, of_sources.pop(0)) for source in family.unresolved]
@@ -198,7 +253,7 @@ def reduce_stats(
             raise
         swept = _swept([], device, limits)
         of_guards = refuse(error, of_guards)
-    return _resolve_(joined, torch.cat([swept, of_guards]), [everyone])
+    return _resolve_(joined, torch.cat([swept, losses, of_guards]), [everyone])
 
 
 def _resolve_(of_sources: Sequence[tuple[BufferedGrads, Tensor]], numbers: Tensor, comms: Sequence[Comm]) -> Tensor:

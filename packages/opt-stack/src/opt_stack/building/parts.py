@@ -1,5 +1,6 @@
 """`build_parts` allocates what steps work on; `build_stepper` makes the step of it, with its guards."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from opt_distributed.step import (
     Guards,
     Limits,
     Scaler,
+    Spikes,
     Stepper,
     Unit,
     Watch,
@@ -47,6 +49,7 @@ class Parts:
     peer_sums: PeerSums
     slots: tuple[str, ...]  # names of the gradient norms, equal on all ranks
     scaler: Scaler
+    spikes: Spikes | None  # None if `skip_sigma` is infinite
     held: Mapping[ParamId, PieceRef]  # the pieces of this rank
     evaluation: Evaluation
     loaded: LoadedWeights
@@ -72,6 +75,8 @@ def build_parts(design: Design, device: torch.device) -> Parts:
         of_family = [sources.of_buffers[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
         families.append(Family(sources=of_family, axes=axes))
     held = {piece.id: PieceRef(unit, piece) for unit in units for piece in unit.pieces}
+    finds_spikes = math.isfinite(config.skip_sigma)
+    spikes = Spikes(config.skip_sigma, config.skip_window, device) if finds_spikes else None
     evaluation = Evaluation(units)
     loaded = LoadedWeights(
         [piece for _, piece in held.values()],
@@ -87,6 +92,7 @@ def build_parts(design: Design, device: torch.device) -> Parts:
         peer_sums=sources.peer_sums,
         slots=slots,
         scaler=scaler_of(config.loss_scaling),
+        spikes=spikes,
         held=held,
         evaluation=evaluation,
         loaded=loaded,
@@ -144,4 +150,5 @@ def build_stepper(design: Design, parts: Parts, groups: Sequence[Group], copies:
         empty_slots=frozenset(range(len(parts.slots))).difference(*used),
         at_start=[guard.at_start for guard in written],
         watch=watch,
+        spikes=parts.spikes,
     )

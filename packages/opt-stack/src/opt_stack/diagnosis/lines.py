@@ -10,13 +10,14 @@ from opt_stack.diagnosis.tensor_stats import StepStats, TensorStats
 
 _PLAIN = ("step", "updates", "success", "reason", "lr")
 _FLOATS = ("grad_norm", "clip", "loss_scale")
+_OPTIONAL = ("loss",)  # None, or not in recordings of before
 _TABLES = ("params", "groups")
 
 
 def to_line(stats: StepStats) -> str:
     """Return the numbers of a step as one line of JSON. NaN and infinity are strings, since JSON has neither."""
     line: dict[str, Any] = {name: getattr(stats, name) for name in _PLAIN}
-    line |= {name: _plain(getattr(stats, name)) for name in _FLOATS}
+    line |= {name: _plain(getattr(stats, name)) for name in (*_FLOATS, *_OPTIONAL)}
     line["ranks"] = {rank: [_plain(norm), stats.replicas_of[rank]] for rank, norm in stats.rank_norms.items()}
     line["columns"] = TensorStats._fields
     for kind in _TABLES:
@@ -31,6 +32,7 @@ def from_line(text: str) -> StepStats | None:
         return None
     stats: dict[str, Any] = {name: line[name] for name in _PLAIN}
     stats |= {name: float(line[name]) for name in _FLOATS}
+    stats |= {name: _number(line.get(name)) for name in _OPTIONAL}
     for kind in _TABLES:
         stats[kind] = {name: TensorStats(*map(_number, row)) for name, row in line[kind].items()}  # type: ignore[arg-type]
     ranks = line["ranks"].items()
@@ -93,6 +95,7 @@ def scalars(stats: StepStats) -> dict[str, float]:
         "optimizer/clip": stats.clip,
         "optimizer/loss_scale": stats.loss_scale,
         "optimizer/success": float(stats.success),
+        "optimizer/loss": stats.loss,
     }
     for name, of in {**stats.params, **stats.groups}.items():
         numbers = {**of._asdict(), "update_over_weight": of.ratio}

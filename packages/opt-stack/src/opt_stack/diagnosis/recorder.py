@@ -24,9 +24,18 @@ from torch import Tensor
 from opt_config import OptimizerConfig
 from opt_distributed.comm import Comm, Roles
 from opt_distributed.pieces import Ready
-from opt_distributed.step import Outcome
+from opt_distributed.step import Outcome, Report
 from opt_stack.diagnosis.lines import to_line
-from opt_stack.diagnosis.tensor_stats import Recorded, StepStats, TensorSums, non_finite
+from opt_stack.diagnosis.tensor_stats import (
+    ABOVE_LIMIT,
+    OVERFLOW,
+    SPIKE,
+    Recorded,
+    StepStats,
+    TensorSums,
+    non_finite,
+    reason_of,
+)
 from opt_stack.wording import listed
 
 FOLDER = "recording"
@@ -132,7 +141,7 @@ class Recorder:
         self._settle(within=None if has_others and self.every else 0.0)
         if has_others and self._open:
             report = self._open[-1][0].resolve()
-            self._has_skipped = report.overflow or report.is_above_limit
+            self._has_skipped = report.is_skipped
         is_due = self._is_due(step)
         self._is_recording = is_due or skipped or (self._is_late and self._has_skipped)
         if self._is_recording:
@@ -173,12 +182,12 @@ class Recorder:
             self._open.pop(0)
             report = outcome.resolve()
             stats = None if recorded is None else replace(recorded.read(), lr=rates)
-            self._has_skipped = report.overflow or report.is_above_limit
+            self._has_skipped = report.is_skipped
             if outcome.error is not None:  # on an accelerator; on a CPU, `on_refusal` has counted it
                 text = f"was refused on every rank: {outcome.error}"
                 self._count(str(outcome.error), outcome.step, text, warns=self._everyone.size > 1)
             elif self._has_skipped:
-                self._explain(outcome.step, report.norms[0], report.overflow, stats)
+                self._explain(outcome.step, report, stats)
             else:
                 self._applied += report.success
             if stats is not None and (self._has_skipped or self._is_due(outcome.step)):
@@ -186,15 +195,16 @@ class Recorder:
                 if self.callback is not None:
                     self.callback(stats)
 
-    def _explain(self, step: int, norm: float, overflow: bool, stats: StepStats | None) -> None:
+    def _explain(self, step: int, report: Report, stats: StepStats | None) -> None:
         """Count a skipped step by its reason, its place in the model and the ranks at fault, and warn of the first."""
         where = ""
         ranks = ""
+        norm = report.norms[0]
         norms = {"": norm}
         if stats is not None:
             norms = stats.grad_norms
             bad = non_finite(norms)
-            if not overflow and norms:
+            if not report.overflow and norms:
                 bad = [max(norms, key=norms.__getitem__)]
             if not bad:
                 where = " in a copy that norms do not count"
@@ -205,21 +215,30 @@ class Recorder:
                 if len(bad) > 1:  # backward spreads a NaN to parameters before it in the model
                     where += f" and of {len(bad) - 1} before it in the model"
             at_fault = non_finite(stats.rank_norms)
-            if overflow and at_fault:
+            if report.overflow and at_fault:
                 ranks = f", on {ranks_text(at_fault)} before the mean over ranks"
         config = self._config
-        if overflow:
-            key = "overflow"
+        reason = reason_of(report)
+        key = f"{reason}{where}{ranks}"
+        largest = f"; the largest is that{where}" if where else ""
+        spread = f"{config.skip_sigma:g} deviations (skip_sigma) above the mean of the last {config.skip_window} steps"
+        if reason == OVERFLOW:
             what = "NaN" if any(map(math.isnan, norms.values())) else "infinite values"
             text = f"{what} in the gradient{where}{ranks}"
             if config.fp16 and config.loss_scale is None:
                 text += "; the loss scale is lowered, as expected in the first steps of a dynamic loss scale"
-        else:
+        elif reason == ABOVE_LIMIT:
             limit = config.grad_norm_skip_threshold
-            key = "limit"
-            text = f"the gradient norm {norm:.4g} is above grad_norm_skip_threshold={limit:g}"
-            text += f"; the largest is that{where}" if where else ""
-        self._count(f"{key}{where}{ranks}", step, f"was skipped on every rank: {text}")
+            text = f"the gradient norm {norm:.4g} is above grad_norm_skip_threshold={limit:g}{largest}"
+        elif reason == SPIKE:
+            text = f"the gradient norm {norm:.4g} is a spike above {report.bounds[0]:.4g}, {spread}{largest}"
+        elif report.loss is not None and math.isfinite(report.loss):
+            key = reason
+            text = f"the loss {report.loss:.4g} is a spike above {report.bounds[1]:.4g}, {spread}"
+        else:
+            key = reason
+            text = f"the loss was {report.loss}"
+        self._count(key, step, f"was skipped on every rank: {text}")
 
     def _count(self, key: str, step: int, text: str, *, warns: bool = True) -> None:
         cause = self._causes.setdefault(key, _Cause(text, step, step))

@@ -19,11 +19,17 @@ from opt_distributed.buffers import SyncedBuffer, naming
 from opt_distributed.comm import Roles
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import BufferedGrads, HostMain, OwnedPiece, Ready, is_sparse
-from opt_distributed.step import Family, Outcome, Unit
+from opt_distributed.step import Family, Outcome, Report, Unit
 from opt_kernels import backends
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId
 from opt_stack.wording import aligned
+
+OVERFLOW = "overflow"
+ABOVE_LIMIT = "norm above the limit"
+SPIKE = "spike of the norm"
+BAD_LOSS = "spike of the loss"  # or a loss that is infinite or NaN
+REASONS = (OVERFLOW, ABOVE_LIMIT, SPIKE, BAD_LOSS)
 
 GRAD, ZEROS, GRAD_NUMEL, WEIGHT, UPDATE, SPREAD = range(6)  # the columns of a parameter's sums
 
@@ -51,7 +57,7 @@ class StepStats:
     step: int  # counted since the optimizer was built, from 1
     updates: int  # made to the parameters before, also by earlier runs that were loaded
     success: bool
-    reason: str  # "", "overflow", or "norm above the limit"
+    reason: str  # why it was skipped, one of `REASONS`; "" if it was not
     grad_norm: float
     clip: float  # the factor of gradients, without loss scale
     loss_scale: float
@@ -62,6 +68,7 @@ class StepStats:
     rank_norms: Mapping[int, float | None] = field(repr=False)
     replicas_of: Mapping[int, int] = field(repr=False)  # by rank: the first rank with the same dense parameters
     lr: Mapping[str, float] = field(repr=False, default_factory=dict)  # by group, where the host knows it
+    loss: float | None = None  # mean of those that all ranks noted (`Optimizer.note_loss`); None if none was
 
     @property
     def grad_norms(self) -> dict[str, float]:
@@ -77,6 +84,12 @@ class StepStats:
         outcome = "applied" if self.success else f"skipped: {self.reason}"
         head = f"step {self.step} ({outcome}): norm {self.grad_norm:.4g}, clip factor {self.clip:.3g}"
         return "\n".join([f"{head}, loss scale {self.loss_scale:g}", *aligned(rows)])
+
+
+def reason_of(report: Report) -> str:
+    """Return the first of `REASONS` for which a step was skipped; "" if there is none."""
+    has_reason = (report.overflow, report.is_above_limit, report.is_spike, report.is_bad_loss)
+    return next((reason for reason, holds in zip(REASONS, has_reason, strict=True) if holds), "")
 
 
 Key = TypeVar("Key")
@@ -304,14 +317,12 @@ class Recorded:
         clip = 1.0
         if math.isfinite(grad_norm) and self._max_norm > 0:
             clip = min(self._max_norm / (grad_norm + 1e-6), 1.0)  # `clip_coefficients`, without the device
-        reason = ""
-        if report.overflow:
-            reason = "overflow"
-        elif report.is_above_limit:
-            reason = "norm above the limit"
         updates = round(next_updates / num_counts) - 1 if num_counts else 0
         loss_scale = 1.0 / inverse
         step = self.outcome.step
+        reason = reason_of(report)
+        replicas_of = sums.replicas_of
+        loss = report.loss
         return StepStats(
             step=step,
             updates=updates,
@@ -323,7 +334,8 @@ class Recorded:
             params=params,
             groups=groups,
             rank_norms=rank_norms,
-            replicas_of=sums.replicas_of,
+            replicas_of=replicas_of,
+            loss=loss,
         )
 
 

@@ -29,6 +29,7 @@ from opt_stack.rules.entries import Group
 
 logger = logging.getLogger("opt_stack")
 OWN = "opt_stack"
+SPIKES = "spikes"  # in a state: the norms and losses of the last steps, with `skip_sigma`
 RESHARDABLE = "fully_reshardable"
 SHARDING_TYPE = "distrib_optim_sharding_type"  # in the metadata of Megatron-Core's callers
 _IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "start_wd", "end_wd")
@@ -103,6 +104,8 @@ def to_megatron_state(
         "tensors": stored,
         "request": request,
     }
+    if SPIKES in state:
+        own[SPIKES] = state[SPIKES]
     groups = [_megatron_group(group, common, param_groups) for group in param_groups]
     inner: dict[str, Any] = {"param_groups": groups}
     if form != "distributed":
@@ -173,7 +176,12 @@ def from_megatron_state(
         count = steps.get(at, steps.get(name))
         if count is not None and at not in unknown:
             of_param[STEP] = torch.tensor(count, dtype=torch.int64, device="cpu")
-    return {"state": state, "groups": groups, "grad_scaler": loaded.get("grad_scaler")}
+    return {
+        "state": state,
+        "groups": groups,
+        "grad_scaler": loaded.get("grad_scaler"),
+        SPIKES: own.get(SPIKES),
+    }
 
 
 def has_distributed_form(loaded: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from opt_distributed.saving import (
     rows_of_part,
     take_loaded_,
 )
-from opt_distributed.step import Scaler, Stepper
+from opt_distributed.step import Scaler, Stepper, check_spikes
 from opt_kernels.hooks import bare
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
@@ -46,7 +46,7 @@ from opt_stack.state.described import (
     describe_state,
 )
 from opt_stack.state.live import PieceRef, StateOffload
-from opt_stack.state.megatron_state import form_of, to_megatron_state
+from opt_stack.state.megatron_state import SPIKES, form_of, to_megatron_state
 from opt_stack.state.regrouped import match_saved, regroup_described, sentence
 from opt_stack.state.weights import Evaluation, LoadedWeights
 
@@ -54,6 +54,13 @@ logger = logging.getLogger("opt_stack")
 VERSION = 1
 # The run that loads defines its groups; only their hyper-parameters are restored, if the rule is the same.
 _RUN_ENTRIES = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
+
+
+class Decisions(NamedTuple):
+    """What verdicts of later steps depend on, as it was saved; empty where it was not."""
+
+    scaler: dict[str, Any]
+    spikes: dict[str, Any]
 
 
 class ShardedStates(torch.optim.Optimizer):
@@ -167,6 +174,8 @@ class ShardedStates(torch.optim.Optimizer):
             "groups": groups_to_saved(kept, described.names_on_all_ranks),
             "grad_scaler": self.stepper.scaler.state_dict(),
         }
+        if self.stepper.spikes is not None:
+            state[SPIKES] = self.stepper.spikes.state_dict()
         copied = self._copied_values()
 
         def check() -> None:
@@ -212,7 +221,7 @@ class ShardedStates(torch.optim.Optimizer):
             if own.is_empty and own.id in self._held:
                 loads.append((self._held[own.id], {}))
 
-        def checked_scale() -> dict[str, Any]:
+        def checked() -> Decisions:
             for piece, values in zip(described.saved, states, strict=True):
                 check_optional(piece, values, loaded["groups"])
             for ref, values in loads:
@@ -220,9 +229,9 @@ class ShardedStates(torch.optim.Optimizer):
             untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
             apply_saved_groups(untouched, described.names, saved, on_conflict=on_conflict, override=override)
             self._check_groups([*zip(groups, untouched, strict=True)], pairs)
-            return saved_scaler(loaded, self.stepper.scaler)
+            return saved_decisions(loaded, self.stepper)
 
-        scale = agreed(self._everyone, checked_scale)
+        decisions = agreed(self._everyone, checked)
         self._warn_of_regrouped(regrouped)
         for (before, after), of_params in moved.items():
             logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
@@ -231,8 +240,14 @@ class ShardedStates(torch.optim.Optimizer):
         apply_saved_groups(groups, described.names, saved, on_conflict=on_conflict, override=override)
         for ref, values in loads:
             take_loaded_(*ref, values)
-        if scale:
-            self.stepper.scaler.load_state_dict(scale)
+        self._load_decisions(decisions)
+
+    def _load_decisions(self, saved: Decisions) -> None:
+        """Load what verdicts of later steps depend on. Without saved values, spikes are found anew."""
+        if saved.scaler:
+            self.stepper.scaler.load_state_dict(saved.scaler)
+        if self.stepper.spikes is not None:
+            self.stepper.spikes.load_state_dict(saved.spikes)
 
     def _warn_of_regrouped(self, names: Collection[str]) -> None:
         if names and self.roles.dense.dp.rank == 0:
@@ -305,7 +320,15 @@ def axes_of(roles: Roles) -> ModelAxes:
     )
 
 
-def saved_scaler(state_dict: Mapping[str, Any], scaler: Scaler) -> dict[str, Any]:
+def saved_decisions(state_dict: Mapping[str, Any], stepper: Stepper) -> Decisions:
+    """Return what was saved for `stepper`. Raise ValueError if it cannot be loaded."""
+    spikes = dict(state_dict.get(SPIKES) or {})
+    if stepper.spikes is not None:
+        check_spikes(spikes)
+    return Decisions(_saved_scaler(state_dict, stepper.scaler), spikes)
+
+
+def _saved_scaler(state_dict: Mapping[str, Any], scaler: Scaler) -> dict[str, Any]:
     """Return the saved loss scale, after loading it into a copy of `scaler`. Raise ValueError if that fails."""
     saved = dict(state_dict.get("grad_scaler") or {})
     if saved and not scaler.state_dict():

@@ -18,13 +18,14 @@ from opt_paramgroups import ParamId, dtensor_layout
 from opt_stack.rules.entries import RULE_RECORDS, Group, warn_of_other_choices
 from opt_stack.state.megatron_state import (
     OWN,
+    SPIKES,
     check_mains,
     compare_mains,
     from_megatron_state,
     has_distributed_form,
 )
 from opt_stack.state.regrouped import regroup
-from opt_stack.state.sharded_state import ShardedStates, saved_scaler
+from opt_stack.state.sharded_state import Decisions, ShardedStates, saved_decisions
 
 VERSION = 1  # of `state_dict`
 MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from
@@ -115,6 +116,8 @@ class StateDicts(ShardedStates):
         }
         if self.evaluation.is_evaluating:
             state_dict[EVALUATING] = True
+        if self.stepper.spikes is not None:
+            state_dict[SPIKES] = self.stepper.spikes.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -211,7 +214,7 @@ class StateDicts(ShardedStates):
         return self._everyone if is_shared else Alone()
 
     def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
-        matched, scale = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
+        matched, decisions = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
         groups, by_id, moved = matched
         restarted = {name for name, has_same_rule in moved.items() if not has_same_rule}
         for id, (unit, piece) in self._held.items():
@@ -221,11 +224,10 @@ class StateDicts(ShardedStates):
         for group, saved in zip(self.param_groups, groups, strict=True):
             warn_of_other_choices(group, saved)
             set_group_(group, saved)
-        if scale:
-            self.stepper.scaler.load_state_dict(scale)
+        self._load_decisions(decisions)
 
-    def _matched(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> tuple[Matched, dict[str, Any]]:
-        """Return the groups and states of `state_dict`, in the order of this optimizer, and its loss scale.
+    def _matched(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> tuple[Matched, Decisions]:
+        """Return the groups and states of `state_dict`, in the order of this optimizer, and its loss scale and spikes.
 
         Raises ValueError if any of it cannot be loaded; writes nothing.
         """
@@ -237,7 +239,7 @@ class StateDicts(ShardedStates):
             if matched.moved.get(param_name(id), True):
                 state = matched.states.get(id, {})
                 check_state(unit, piece, state, needs_main=needs_mains and "version" in state_dict)
-        return matched, saved_scaler(state_dict, self.stepper.scaler)
+        return matched, saved_decisions(state_dict, self.stepper)
 
 
 # --- torch's form -----------------------------------------------------------------------------------------------------
