@@ -9,6 +9,7 @@ from modes import REFUSALS
 from torch import nn
 
 from opt_config import OptimizerConfig
+from opt_config.foreign import words_by_library
 from opt_distributed.buffers import WorldSizes
 from opt_paramgroups import get_param_groups
 from opt_stack import Registry
@@ -52,6 +53,7 @@ MODES = [
 def write(folder: Path) -> None:
     """Write the tables of memory, refused modes, the leaderboard and the number formats."""
     (folder / "memory.md").write_text(memory_table())
+    (folder / "foreign_words.md").write_text(foreign_words())
     (folder / "leaderboard.md").write_text(recorded(folder, "leaderboard", "Loss over steps of the rules in the table"))
     (folder / "numbers.md").write_text(recorded(folder, "numbers", "Bytes and loss of every number format"))
     (folder / "refused_modes.md").write_text(refused_modes())
@@ -73,6 +75,16 @@ def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
     request = Request(config=config, chunks=(model,), registry=rules)
     plan = make_design(request, read_model(request), groups, sizes).plan
     return plan.state_bytes(0) / (RANKS * 1024 * 1024)
+
+
+def foreign_words() -> str:
+    """The table of other libraries' words that configurations answer."""
+    lines = ["| from | word | here |", "|---|---|---|"]
+    for library, table in words_by_library().items():
+        for words, answer in table.items():
+            shown = ", ".join(f"`{word}`" for word in words.split())
+            lines.append(f"| {library} | {shown} | {answer} |")
+    return "\n".join([*lines, ""])
 
 
 def memory_table() -> str:

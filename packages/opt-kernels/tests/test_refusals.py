@@ -1,13 +1,16 @@
 """What drop-in optimizers and rules refuse when they are built, by name and with what to do instead."""
 
 import math
+import re
 
 import pytest
 import torch
 from drop_ins import NAMES, Undecayed, parameter, step
 from torch import nn
 
+import opt_kernels
 from opt_kernels import BackendError, MatrixError, optim
+from opt_kernels.foreign import CLASSES
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import RelativeUpdate
 from opt_kernels.optim import on_device
@@ -16,6 +19,13 @@ from opt_kernels.rules import SGD
 
 OPTIONS = [
     ("AdamW", {"optim_bits": 8}, TypeError, r"AdamW: .*'optim_bits'\. optim_bits: exp_avg_dtype=torch.int8, exp_avg"),
+    (
+        "AdamW",
+        {"foo": 1, "min_8bit_size": 9, "is_paged": True},
+        TypeError,
+        r"AdamW: got an unexpected keyword argument 'foo', 'min_8bit_size', 'is_paged'\. min_8bit_size: states of.*; "
+        r"is_paged: optimizer_cpu_offload=True of opt_stack",
+    ),
     ("Muon", {"percentile_clipping": 5}, TypeError, r"Muon: .*'percentile_clipping'\. percentile_clipping: max_norm"),
     *((name, {"learning_rate": 0.1}, TypeError, "unexpected keyword argument 'learning_rate'") for name in NAMES),
     ("AdamW", {"differentiable": True}, ValueError, "differentiable=True is not supported; None or False is allowed: "),
@@ -195,3 +205,14 @@ def test_capturable_steps_that_cannot_be_replayed_are_refused(monkeypatch):
     ):
         with pytest.raises(ValueError, match=f"capturable=True with {message}"):
             cls([parameter()], capturable=True, **options)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_optimizer_of_another_library_is_answered_by_what_works(name: str) -> None:
+    """`from opt_kernels import AdamW8bit` said that it cannot be imported."""
+    with pytest.raises(ImportError, match=f"opt_kernels has no {name}; write ") as caught:
+        getattr(opt_kernels, name)
+    line = caught.value.msg.partition("; write ")[2].partition(";")[0]
+    for expression in re.findall(r"opt_kernels\.\w+(?:\([^)]*\))?", line):
+        made = eval(expression, {"opt_kernels": opt_kernels, "torch": torch, "params": [nn.Parameter(torch.zeros(4))]})
+        assert isinstance(made, torch.optim.Optimizer) or issubclass(made, torch.optim.Optimizer)

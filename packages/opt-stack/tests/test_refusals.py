@@ -51,6 +51,7 @@ PG = ProcessGroups(dp=None, mp=None, tp_ep_pp=None)
 ZERO1 = {"pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None, expt_dp=None), "use_distributed_optimizer": True}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "parameters without values": ({"model": lambda: [make_model().to("meta")]}, "'0.weight' is on the meta device"),
+    "foreign optimizer": ({"optimizer": "adamw_bnb_8bit"}, 'soap_muon; set optimizer="adam" and optimizer_options={'),
     "unknown optimizer": ({"optimizer": "adma"}, "optimizer='adma' is unknown; allowed are adam, sgd, lion, "),
     "coupled decay of SOAP": (SOAP, "decoupled_weight_decay=False: optimizer='soap' supports only decoupled decay"),
     "and of SOAP-Muon": (SOAP_MUON, "decoupled_weight_decay=False: optimizer='soap_muon' supports only decoupled"),

@@ -18,6 +18,7 @@ from opt_config.choices import (
 from opt_config.data_parallel_config import DistributedDataParallelConfig
 from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
 from opt_config.files import Configuration
+from opt_config.foreign import FOREIGN_WORDS, foreign_value
 from opt_config.optimizer_config import (
     AdamOptimizerConfig,
     OptimizerConfig,
@@ -32,11 +33,11 @@ from opt_config.optimizer_config import (
 from opt_config.validate import Interval
 
 __all__ = [
-    "AdamOptimizerConfig", "ConfigError", "Configuration", "ConstantScale", "DistributedDataParallelConfig",
-    "DynamicScale", "FlatShards", "Interval", "LossScaling", "NoScale", "OnDevice", "OnHost", "OptimizerConfig",
-    "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "Placement", "Precision", "Problem", "Replicated",
-    "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "did_you_mean", "has_attribute",
-    "load_config", "many", "resolved",
+    "FOREIGN_WORDS", "AdamOptimizerConfig", "ConfigError", "Configuration", "ConstantScale",
+    "DistributedDataParallelConfig", "DynamicScale", "FlatShards", "Interval", "LossScaling", "NoScale", "OnDevice",
+    "OnHost", "OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "Placement", "Precision",
+    "Problem", "Replicated", "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "did_you_mean",
+    "foreign_value", "has_attribute", "load_config", "many", "resolved",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
+from opt_config.foreign import FOREIGN_WORDS, foreign_value
+
 
 def is_too_large(value: float) -> bool:
     """Whether a number is an int beyond the range of floats."""
@@ -24,7 +26,8 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         is_long = isinstance(self.value, int) and is_too_large(self.value)
         shown = "an int of hundreds of digits" if is_long else repr(self.value)
-        return f"{self.field}={shown}: {self.reason}"
+        hint = foreign_value(self.field, self.value)
+        return f"{self.field}={shown}: {self.reason}{'; ' * bool(hint)}{hint}"
 
 
 class ConfigError(ValueError):
@@ -72,69 +75,21 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(spelling[name] for name in close)}?" if close else ""
 
 
-_SCHEDULE = "opt_scheduler.OptimizerParamScheduler takes it"
-_OFFLOAD = "set optimizer_cpu_offload=True and optimizer_offload_fraction"
-
-_ANSWERS: dict[str, str] = {}
-
-
-def _answer(names: str, answer: str) -> None:
-    _ANSWERS.update(dict.fromkeys(names.split(), answer))
-
-
-_answer("learning_rate learningrate", "set lr")
-_answer("wd", "set weight_decay")
-_answer("optim optimizer_type optimizer_name", "set optimizer")
-_answer("betas", "set adam_beta1 and adam_beta2")
-_answer("beta1", "set adam_beta1")
-_answer("beta2", "set adam_beta2")
-_answer("eps", "set adam_eps")
-_answer("momentum", "set sgd_momentum, or muon_momentum for Muon")
-_answer("max_norm max_grad_norm gradient_clip_val gradient_clipping", "set clip_grad")
-_answer("fused foreach", "steps are always fused; leave it out")
-_answer("capturable", "set optimizer_cuda_graph=True")
-_answer("amsgrad maximize alpha", 'pass it in optimizer_options, such as {"amsgrad": True}')
-_answer("nesterov", "set muon_nesterov; for SGD, pass it in optimizer_options")
-_answer("ns_steps", "set muon_num_ns_steps")
-# bitsandbytes and torchao
-_answer(
-    "optim_bits block_wise min_8bit_size",
-    "set use_precision_aware_optimizer=True with exp_avg_dtype and exp_avg_sq_dtype=torch.uint8 (scaled fp8), or "
-    'optimizer_options={"exp_avg_dtype": torch.int8} for codes with a scale per block',
-)
-_answer("is_paged paged", _OFFLOAD)
-_answer("percentile_clipping", "set clip_grad, or grad_norm_skip_threshold to skip a step")
-_answer("bf16_stochastic_round", "leave it out: main values are kept (only opt_kernels' drop-in optimizers round so)")
-# DeepSpeed
-_answer(
-    "zero zero_stage stage zero_optimization",
-    "set use_distributed_optimizer=True for stage 1; for stages 2 and 3, shard the model with torch's fully_shard",
-)
-_answer("offload_optimizer cpu_offload", _OFFLOAD)
-_answer("pin_memory", "set pin_cpu_grads and pin_cpu_params")
-_answer("initial_scale_power", "set initial_loss_scale=2.0**power")
-_answer("reduce_bucket_size allgather_bucket_size", "set DistributedDataParallelConfig.bucket_size")
-_answer("overlap_comm", "set overlap_grad_reduce in DistributedDataParallelConfig")
-_answer("gradient_accumulation_steps", "call backward several times before step; see no_sync of the wrapper")
-# Megatron's other arguments
-_answer(
-    "bucket_size overlap_grad_reduce grad_reduce_in_fp32 check_for_nan_in_grad",
-    "set it in DistributedDataParallelConfig",
-)
-_answer("lr_decay_style lr_warmup_steps lr_decay_steps start_wd end_wd", _SCHEDULE)
-_answer("lr_warmup_iters lr_decay_iters lr_wsd_decay_iters", f"{_SCHEDULE} in steps")
-
-
-def unknown_field(name: str, known: Iterable[str]) -> str:
+def unknown_field(name: str, value: object, known: Iterable[str]) -> str:
     """Return why a field is refused: what to write instead of another library's name, or the closest field.
 
-    >>> unknown_field("betas", ["adam_beta1", "lr"])
+    >>> unknown_field("betas", (0.9, 0.95), ["adam_beta1", "lr"])
     'unknown field; set adam_beta1 and adam_beta2.'
-    >>> unknown_field("adam_beta_1", ["adam_beta1", "lr"])
+    >>> unknown_field("adam_beta_1", 0.9, ["adam_beta1", "lr"])
     'unknown field. Did you mean adam_beta1?'
+    >>> unknown_field("--lr", 0.1, ["adam_beta1", "lr"])
+    'unknown field; write lr.'
     """
     known = list(known)
-    answer = _ANSWERS.get(name.lower().lstrip("-").replace("-", "_"))
+    word = name.lower().lstrip("-").replace("-", "_")
+    answer = f"write {word}" if word in known else FOREIGN_WORDS.get(word)
     if answer is None or ("DistributedData" in answer and "bucket_size" in known):
         return f"unknown field.{did_you_mean(name, known)}"
+    if answer == "set optimizer" and (rule := foreign_value("optimizer", value)):
+        answer = rule
     return f"unknown field; {answer}."

@@ -29,14 +29,20 @@ class Configuration(ABC):
     """Base class of configurations: dataclasses that are validated when built and can be read from files."""
 
     def __new__(cls, *args: object, **values: object) -> Self:
-        """Refuse unknown field names with a suggestion, before the dataclass's `__init__` raises a bare TypeError."""
+        """Refuse unknown field names with a suggestion, before the dataclass's `__init__` raises a bare TypeError.
+
+        The error also has the problems of the other fields.
+        """
         hints = field_types(cls)
-        unknown = [
-            Problem(name, value, unknown_field(name, hints)) for name, value in values.items() if name not in hints
-        ]
-        if unknown:
-            raise UnknownFieldError.of(cls.__name__, unknown)
-        return super().__new__(cls)
+        unknown = {name: value for name, value in values.items() if name not in hints}
+        if not unknown:
+            return super().__new__(cls)
+        problems = [Problem(name, value, unknown_field(name, value, hints)) for name, value in unknown.items()]
+        try:
+            cls(*args, **{name: value for name, value in values.items() if name in hints})
+        except ConfigError as error:
+            problems += error.problems
+        raise UnknownFieldError.of(cls.__name__, problems)
 
     @abstractmethod
     def validate(self) -> None:
@@ -58,7 +64,7 @@ class Configuration(ABC):
         problems: list[Problem] = []
         for name, value in values.items():
             if name not in hints:
-                problems.append(Problem(str(name), value, unknown_field(str(name), hints)))
+                problems.append(Problem(str(name), value, unknown_field(str(name), value, hints)))
                 continue
             read = _read(hints[name], value)
             if accepts(hints[name], read):

@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Find a public name at its first use. Raises AttributeError for any other."""
+        """Find a public name at its first use.
+
+        Raises AttributeError for other names, and ImportError for optimizers of other libraries, with ours instead.
+        """
         if not name.startswith("_"):
             public = import_module(f"{__name__}.public")
             if name in public.__all__:
                 return getattr(public, name)
+            if instead := import_module(f"{__name__}.foreign").CLASSES.get(name):
+                raise ImportError(f"opt_kernels has no {name}; write {instead}", name=__name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.foreign import ARGUMENTS
 from opt_kernels.hooks import (
     GivenHooks,
     HookError,
@@ -68,24 +69,16 @@ def check_flags(flags: Mapping[str, object]) -> None:
             raise ValueError(f"{name}={value!r} is not supported; {allowed} is allowed: {_INSTEAD[name]}")
 
 
-_OF_PEERS: Mapping[str, str] = {  # arguments of bitsandbytes and DeepSpeed, and what to write here
-    "optim_bits": "exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8 keep 8-bit states",
-    "block_wise": "8-bit states always have a scale per block; leave it out",
-    "percentile_clipping": "max_norm clips the total norm",
-    "bf16_stochastic_round": "stochastic_rounding=True does the same",
-    "adam_w_mode": "AdamW decouples weight decay, and Adam does not",
-    "adamw_mode": "AdamW decouples weight decay, and Adam does not",
-    "set_grad_none": "zero_grad() sets gradients to None",
-}
-
-
 def bound_arguments(of: type, signature: Signature, *args: Any, **options: Any) -> dict[str, Any]:
     """The arguments of an optimizer, with defaults. Raises TypeError, with a hint for names of other libraries."""
     try:
         bound = signature.bind(*args, **options)
     except TypeError as error:
-        hints = [f"{name}: {hint}" for name, hint in _OF_PEERS.items() if name in options]
-        raise TypeError(f"{of.__name__}: {error}{'. ' * bool(hints)}{'; '.join(hints)}") from None
+        unknown = [name for name in options if name not in signature.parameters]
+        names = ", ".join(map(repr, unknown))
+        problem = f"got an unexpected keyword argument {names}" if unknown else str(error)
+        hints = [f"{name}: {ARGUMENTS[name]}" for name in unknown if name in ARGUMENTS]
+        raise TypeError(f"{of.__name__}: {problem}{'. ' * bool(hints)}{'; '.join(hints)}") from None
     bound.apply_defaults()
     return dict(bound.arguments)
 

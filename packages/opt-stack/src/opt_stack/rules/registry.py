@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from opt_config import ConfigError, OptimizerConfig, did_you_mean
+from opt_config import ConfigError, OptimizerConfig, did_you_mean, foreign_value
 from opt_kernels.codecs import join, split_
 from opt_kernels.formulas import FORMULAS, Formula, NumberError
 from opt_kernels.hooks import bare
@@ -347,6 +347,8 @@ class Registry:
         if name not in self.entries:
             near = sorted(get_close_matches(name, self.entries, n=2))
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            if answer := foreign_value("optimizer", name):
+                hint = f"; {answer}"
             raise ConfigError(f"optimizer={name!r} is unknown; allowed are {', '.join(self.entries)}{hint}")
         return self.entries[name]
 

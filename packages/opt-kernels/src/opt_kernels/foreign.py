@@ -1,0 +1,37 @@
+"""Names of bitsandbytes, torchao and DeepSpeed, and what to write here instead: arguments, and optimizers."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_CODES = "exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8"
+_FP8 = "exp_avg_dtype=torch.float8_e4m3fn, exp_avg_sq_dtype=torch.float8_e4m3fn"
+_PAGED = "optimizer_cpu_offload=True of opt_stack.get_optimizer keeps states on the host"
+
+ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "optim_bits": f"{_CODES} keep 8-bit states",
+        "min_8bit_size": "states of all sizes are coded; build a second optimizer for small tensors",
+        "is_paged": _PAGED,
+        "block_wise": "8-bit states always have a scale per block; leave it out",
+        "block_size": "8-bit states have a scale per block of 128; leave it out",
+        "percentile_clipping": "max_norm clips the total norm",
+        "bf16_stochastic_round": "stochastic_rounding=True does the same",
+        "adam_w_mode": "AdamW decouples weight decay, and Adam does not",
+        "adamw_mode": "AdamW decouples weight decay, and Adam does not",
+        "set_grad_none": "zero_grad() sets gradients to None",
+    }
+)
+
+CLASSES: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"{name}8bit": f"opt_kernels.{name}(params, {_CODES})" for name in ("Adam", "AdamW")},
+        **{f"Paged{name}8bit": f"opt_kernels.{name}(params, {_CODES}); {_PAGED}" for name in ("Adam", "AdamW")},
+        **{f"Paged{name}": f"opt_kernels.{name}; {_PAGED}" for name in ("Adam", "AdamW", "Lion")},
+        **{f"{name}Fp8": f"opt_kernels.{name}(params, {_FP8})" for name in ("Adam", "AdamW")},
+        "Lion8bit": "opt_kernels.Lion(params, exp_avg_dtype=torch.int8)",
+        "PagedLion8bit": f"opt_kernels.Lion(params, exp_avg_dtype=torch.int8); {_PAGED}",
+        "SGD8bit": "opt_kernels.SGD(params, momentum=0.9, momentum_buffer_dtype=torch.int8)",
+        "FusedAdam": "opt_kernels.AdamW, or Adam for adam_w_mode=False",
+        "DeepSpeedCPUAdam": "opt_kernels.AdamW, which runs on CPUs too",
+    }
+)
