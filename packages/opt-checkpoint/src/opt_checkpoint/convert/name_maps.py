@@ -73,17 +73,9 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
         sides = instance.sides
         names = instance.names
         sizes = _sizes_of(instance, tensors)
-        stack = sides[known].stack
-        made: _Names = {}
-        for index in itertools.product(*(range(sizes.stacks[name]) for name in stack)):
-            for text, (pattern, _) in sides[1 - known].patterns.items():
-                made[text, index] = instance.filled(pattern, stack, index)
-        if known == 0:
-            ours = names
-            theirs = made
-        else:
-            ours = made
-            theirs = names
+        made = _made_names(instance, sizes)
+        ours = names if known == 0 else made
+        theirs = made if known == 0 else names
         mapped.ours.update(sizes.described(0, sides, ours))
         if known == 1 or not rule.tied:
             source = next(iter(names.values()))
@@ -96,6 +88,23 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
         found.update((name, []) for name in ours.values())  # also for tensors without elements
         for name, piece in _pieces(sides, sizes, ours, theirs):
             found[name].append(piece)
+    _check_tied(mapped)
+    return mapped
+
+
+def _made_names(instance: _Instance, sizes: _Sizes) -> _Names:
+    """The names on the other side of an instance."""
+    known = instance.sides[instance.known]
+    other = instance.sides[1 - instance.known]
+    made: _Names = {}
+    for index in itertools.product(*(range(sizes.stacks[name]) for name in known.stack)):
+        for text, (pattern, _) in other.patterns.items():
+            made[text, index] = instance.filled(pattern, known.stack, index)
+    return made
+
+
+def _check_tied(mapped: Mapped) -> None:
+    """Raise unless another rule makes the tensors that ours are tied to, of the same shape and dtype."""
     for name, pieces in mapped.tied.items():
         own = mapped.ours[name].dtype
         for piece in pieces:
@@ -108,7 +117,6 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
                     f"{name} is {own} and tied to {piece.theirs} of shape {shape}, which another "
                     f"rule makes {other.dtype} of shape {list(other.shape)}"
                 )
-    return mapped
 
 
 class _Side(NamedTuple):
@@ -185,7 +193,9 @@ class _Instance(NamedTuple):
 def _instances(rules: Sequence[NameRule], tensors: Mapping[str, Described], known: int) -> list[_Instance]:
     """Every rule with each combination of common placeholders found in the names."""
     sides = [_sides_of(rule) for rule in rules]
-    patterns = [(number, own) for number, pair in enumerate(sides) for own, _ in pair[known].patterns.values()]
+    patterns = []
+    for number, pair in enumerate(sides):
+        patterns += [(number, pattern) for pattern, _ in pair[known].patterns.values()]
     found: dict[tuple[int, frozenset[tuple[str, str]]], _Instance] = {}
     unmapped = []
     for name in tensors:
@@ -204,9 +214,10 @@ def _instances(rules: Sequence[NameRule], tensors: Mapping[str, Described], know
                 continue
             stack = sides[number][1 - known].stack
             common = {k: v for k, v in values.items() if k not in stack}
+            index = tuple(int(values[k]) for k in stack)
             new = _Instance(rules[number], sides[number], known, common, {})
             instance = found.setdefault((number, frozenset(common.items())), new)
-            instance.names[(pattern.text, tuple(int(values[k]) for k in stack))] = name
+            instance.names[pattern.text, index] = name
     if unmapped:
         raise CheckpointKeyError(f"no rule names {some_of(sorted(unmapped))}; add one, or leave them out by a rule")
     return list(found.values())
@@ -252,18 +263,21 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
     names = instance.names
     side = instance.sides[instance.known]
     other = instance.sides[1 - instance.known]
-    counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
-    if math.prod(counts) * len(side.patterns) != len(names):  # they are distinct: if as many, none is missing
-        every = itertools.product(side.patterns.items(), itertools.product(*map(range, counts)))
-        pattern, index = next((pattern, index) for (text, (pattern, _)), index in every if (text, index) not in names)
-        missing = instance.filled(pattern, other.stack, index)
-        raise CheckpointKeyError(f"{missing} is missing; {next(iter(names.values()))} cannot be converted without it")
     (text, _), name = next(iter(names.items()))
+    counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
+    for index in itertools.product(*map(range, counts)):
+        for known_text, (pattern, _) in side.patterns.items():
+            if (known_text, index) not in names:
+                missing = instance.filled(pattern, other.stack, index)
+                raise CheckpointKeyError(f"{missing} is missing; {name} cannot be converted without it")
     first = tensors[name]
     depth = len(side.stack)
     num_axes = len(first.shape) - depth
     is_cut = rule.parts > 1 or rule.rows is not None
-    if num_axes < (2 if rule.transposed else 0) or (is_cut and num_axes <= rule.dim):
+    num_needed = rule.dim + 1 if is_cut else 0
+    if rule.transposed:
+        num_needed = max(num_needed, 2)
+    if num_axes < num_needed:
         raise CheckpointMismatchError(f"{name} has shape {list(first.shape)}, too few axes for {rule}")
     block = side.axes(first.shape[depth:])
     shares = rule.shares or (1,) * rule.parts
@@ -324,12 +338,13 @@ def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Itera
             start = max(own.first, other.first)
             end = min(own.end, other.end)
             block = with_axis(sizes.block, sizes.dim, end - start)
-            if start < end and 0 not in block:
-                zeros = (0,) * len(block)
-                ours_at = with_axis(zeros, sizes.dim, own.position + start - own.first)
-                theirs_at = with_axis(zeros, sizes.dim, other.position + start - other.first)
-                run = ours_at, sides[1].axes(theirs_at), (1,) * our_depth + block
-                runs[own.text, other.text].append(run)
+            if start >= end or 0 in block:
+                continue
+            zeros = (0,) * len(block)
+            ours_at = with_axis(zeros, sizes.dim, own.position + start - own.first)
+            theirs_at = with_axis(zeros, sizes.dim, other.position + start - other.first)
+            extent = (1,) * our_depth + block
+            runs[own.text, other.text].append((ours_at, sides[1].axes(theirs_at), extent))
     for (their_text, in_ours), their_name in theirs.items():
         for (our_text, in_theirs), our_name in ours.items():
             for ours_at, theirs_at, extent in runs.get((our_text, their_text), ()):

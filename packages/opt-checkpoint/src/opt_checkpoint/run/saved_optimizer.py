@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,11 +61,13 @@ def with_current_names(saved: SavedOptimizer, names: Iterable[str]) -> SavedOpti
     def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
         return {now.get(name, name): value for name, value in by_name.items()}
 
-    saved_names = [[now.get(name, name) for name in own] for own in saved.names]
-    plain_state = renamed(saved.plain_state)
-    shapes = renamed(saved.param_shapes)
     return SavedOptimizer(
-        saved.groups, saved_names, renamed(saved.state_names), plain_state, shapes, renamed(saved.keys)
+        groups=saved.groups,
+        names=[[now.get(name, name) for name in own] for own in saved.names],
+        state_names=renamed(saved.state_names),
+        plain_state=renamed(saved.plain_state),
+        param_shapes=renamed(saved.param_shapes),
+        keys=renamed(saved.keys),
     )
 
 
@@ -95,26 +97,59 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
         return _of_megatron(opened, by_state, names)
     groups, saved_names = _stock_groups(opened, at, saved)
     if not keys and not groups:
-        prefixes = sorted({f".{key}".partition(".state.")[0] for key in index.tensors if ".state." in f".{key}"})
-        places = ", ".join(str(tuple(prefix.split(".")[1:])) for prefix in prefixes[:4])
-        hint = f". There are states at {places}" if places else ""
-        where = path_text(tuple(at)) or "its root"
-        raise CheckpointKeyError(f"{index.path} holds no optimizer at {where}; pass its place as at=(...){hint}")
+        raise CheckpointKeyError(_found_nothing(index, at))
     plain = _fields(opened, at, saved, "state.")
     numbers = lookup(saved, ("state",))  # in a state dict that our `save` stored
-    for name, own in numbers.items() if isinstance(numbers, dict) else ():
-        plain.setdefault(str(name), {}).update(own if isinstance(own, dict) else {})
-    members = [name for own in saved_names for name in own] or sorted(keys.keys() | plain.keys())
-    known = set(members)  # others are of parameters that are gone, unless they are inside a state
-    others = (keys.keys() | plain.keys()) - known
-    inside = {name for name in others if not known.isdisjoint(accumulate(name.split("."), "{}.{}".format))}
-    if strange := sorted(inside):
+    if isinstance(numbers, dict):
+        for name, own in numbers.items():
+            of_param = plain.setdefault(str(name), {})
+            if isinstance(own, dict):
+                of_param |= own
+    with_states = keys.keys() | plain.keys()
+    members = [name for own in saved_names for name in own] or sorted(with_states)
+    strange = _inside_states(with_states, set(members))
+    if strange:
         raise CheckpointKeyError(
             f"{index.path} holds states that are lists or dicts: {some_of(strange)}; they are read from checkpoints of "
             f"sharded_optimizer only"
         )
-    state_names = {name: sorted({*keys.get(name, {}), *plain.get(name, {})}) for name in members}
-    return SavedOptimizer(groups, saved_names, state_names, plain, {}, keys)
+    return SavedOptimizer(
+        groups=groups,
+        names=saved_names,
+        state_names={name: _state_names(keys, plain, name) for name in members},
+        plain_state=plain,
+        param_shapes={},
+        keys=keys,
+    )
+
+
+def _state_names(keys: Mapping[str, Mapping[str, str]], plain: Mapping[str, Any], name: str) -> list[str]:
+    return sorted({*keys.get(name, {}), *plain.get(name, {})})
+
+
+def _found_nothing(index: CheckpointIndex, at: Sequence[str]) -> str:
+    """The message that no optimizer is stored at a place, with places where one may be."""
+    prefixes = set()
+    for key in index.tensors:
+        prefix, dot, _ = f".{key}".partition(".state.")
+        if dot:
+            prefixes.add(prefix)
+    places = ", ".join(str(tuple(prefix.split(".")[1:])) for prefix in sorted(prefixes)[:4])
+    hint = f". There are states at {places}" if places else ""
+    where = path_text(tuple(at)) or "its root"
+    return f"{index.path} holds no optimizer at {where}; pass its place as at=(...){hint}"
+
+
+def _inside_states(names: Iterable[str], params: Collection[str]) -> list[str]:
+    """The names that a state of a parameter contains: states that are lists or dicts. Names that contain no
+    parameter's name are of parameters that are gone.
+    """
+    inside = []
+    for name in sorted(names):
+        outer = accumulate(name.split("."), "{}.{}".format)
+        if name not in params and any(prefix in params for prefix in outer):
+            inside.append(name)
+    return inside
 
 
 def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: Iterable[str]) -> SavedOptimizer:
@@ -123,7 +158,9 @@ def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: 
     The step count, which is stored once or, in a converted checkpoint, by parameter, is a float32 tensor as in torch.
     """
     index = opened.index
-    if stacked := [name for name in names if name not in by_state and _LAYER.sub("", name) in by_state]:
+    missing = [name for name in names if name not in by_state]
+    stacked = [name for name in missing if _LAYER.sub("", name) in by_state]
+    if stacked:
         raise CheckpointKeyError(
             f"{index.path} holds the states of {some_of(stacked)} stacked with those of other layers, which a torch "
             f"optimizer cannot represent; load them with an optimizer of opt_stack, from what optckpt convert --from "
@@ -140,8 +177,14 @@ def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: 
             plain[name] = {"step": steps[stored[name]].float()}
         elif step is not None:
             plain[name] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
-    state_names = {name: sorted({*own, *plain.get(name, {})}) for name, own in keys.items()}
-    return SavedOptimizer((), (), state_names, plain, {}, keys)
+    return SavedOptimizer(
+        groups=(),
+        names=(),
+        state_names={name: _state_names(keys, plain, name) for name in keys},
+        plain_state=plain,
+        param_shapes={},
+        keys=keys,
+    )
 
 
 def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
@@ -151,15 +194,16 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
     groups = _stored_value((*at, "groups"), opened)
     if "state_names" not in saved:
         names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
-        if stacked := [name for name in names if "/" in name]:
+        stacked = [name for name in names if "/" in name]
+        if stacked:
             raise CheckpointKeyError(
                 f"{stacked[0]} shares a stacked key with other layers, which a torch optimizer cannot represent"
             )
         # Another optimizer's states may be under the other prefix.
-        prefix = next((own for own in prefixes if any(key.startswith(own) for key in index.tensors)), PREFIX)
-        for key in index.tensors:
-            state, _, name = key.removeprefix(prefix).partition(".")
-            if key.startswith(prefix) and name in names:
+        stored_under = [prefix for prefix in prefixes if any(key.startswith(prefix) for key in index.tensors)]
+        for key in index.tensors if stored_under else ():
+            state, _, name = key.removeprefix(stored_under[0]).partition(".")
+            if key.startswith(stored_under[0]) and name in names:
                 names[name].append(state)
         saved = {**groups, "state_names": names, "plain_state": {}}
         groups = groups["groups"]
@@ -169,16 +213,25 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
     lost = []
     for name, states in saved["state_names"].items():
         plain = saved["plain_state"].get(name, {})
-        for state in [state for state in states if state not in plain]:
-            found = [f"{prefix}{state}.{name}" for prefix in prefixes if f"{prefix}{state}.{name}" in index.tensors]
-            if found:
-                keys[name][state] = found[0]
+        for state in states:
+            if state in plain:
+                continue
+            candidates = [f"{prefix}{state}.{name}" for prefix in prefixes]
+            stored = [key for key in candidates if key in index.tensors]
+            if stored:
+                keys[name][state] = stored[0]
             else:
                 lost.append(f"{state} of {name}")
     if lost:
         raise CheckpointKeyError(f"{index.path} lacks states that its optimizer was saved with: {some_of(lost)}")
-    rest = saved["plain_state"], saved.get("param_shapes", {}), keys  # older checkpoints lack the shapes
-    return SavedOptimizer(groups, saved["names"], saved["state_names"], *rest)
+    return SavedOptimizer(
+        groups=groups,
+        names=saved["names"],
+        state_names=saved["state_names"],
+        plain_state=saved["plain_state"],
+        param_shapes=saved.get("param_shapes", {}),  # older checkpoints lack them
+        keys=keys,
+    )
 
 
 def _stored_value(path: Path, opened: Opened) -> Any:
@@ -219,11 +272,14 @@ def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str,
     prefix = "".join(f"{key}." for key in at)
     values = read_objects(index, [key for key in index.objects if key.startswith(prefix + of)])
     for key, value in saved.items() if isinstance(saved, dict) else ():
-        if str(key).startswith(of):  # a list may hold tensors
-            values[f"{prefix}{key}"] = _stored_value((*at, key), opened) if isinstance(value, list | tuple) else value
+        if str(key).startswith(of):
+            may_hold_tensors = isinstance(value, list | tuple)
+            values[f"{prefix}{key}"] = _stored_value((*at, key), opened) if may_hold_tensors else value
     if of == "param_groups.":
-        found = [key for key in index.tensors if key.startswith(prefix + of) and key.rpartition(".")[0] not in values]
-        if lists := [key for key in found if key.rpartition(".")[2].isdigit()]:
+        of_groups = [key for key in index.tensors if key.startswith(prefix + of)]
+        found = [key for key in of_groups if key.rpartition(".")[0] not in values]
+        lists = [key for key in found if key.rpartition(".")[2].isdigit()]
+        if lists:
             raise CheckpointKeyError(
                 f"{index.path} holds groups with tensors in lists: {some_of(lists)}; they are read from checkpoints of "
                 f"sharded_optimizer only"
@@ -241,21 +297,26 @@ def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[d
         rows = [dict(group) for group in listed]
     else:
         read = _fields(opened, at, saved, "param_groups.")
-        if all(name.isdigit() and "params" in own for name, own in read.items()):
-            rows = [read[name] for name in sorted(read, key=int)]
-        else:  # parameters with equal fields are a group
-            groups: dict[str, dict[str, Any]] = {}
-            for name, own in read.items():
-                text = repr({k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(own.items())})
-                groups.setdefault(text, {**own, "params": []})["params"].append(name)
-            rows = list(groups.values())
+        are_by_number = all(name.isdigit() and "params" in own for name, own in read.items())
+        rows = [read[name] for name in sorted(read, key=int)] if are_by_number else _with_equal_fields(read)
     names = [list(group.get("params", ())) for group in rows]
     if not all(isinstance(name, str) for of_group in names for name in of_group):
         raise CheckpointKeyError(
             f"{opened.index.path} holds an optimizer's state_dict, whose parameters have numbers in place of names; "
             f"save sharded_optimizer(model, optimizer)"
         )
-    return [{field: value for field, value in group.items() if field != "params"} for group in rows], names
+    groups = [{field: value for field, value in group.items() if field != "params"} for group in rows]
+    return groups, names
+
+
+def _with_equal_fields(of_params: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Group parameters whose fields are equal."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, fields in of_params.items():
+        values = {field: v.tolist() if isinstance(v, Tensor) else v for field, v in sorted(fields.items())}
+        group = groups.setdefault(repr(values), {**fields, "params": []})
+        group["params"].append(name)
+    return list(groups.values())
 
 
 def read_step(index: CheckpointIndex, common: Any) -> int | None:
@@ -273,7 +334,10 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
     """
     places = [common.get("optimizer") if isinstance(common, dict) else None]
     places += [read_object(index, key) for key in sorted(index.objects) if _GROUPS_OBJECT.fullmatch(key)]
-    steps = {int(v) for place in places for name in ("step", "common_step") for v in values_of(place, name)}
+    steps: set[int] = set()
+    for place in places:
+        for name in ("step", "common_step"):
+            steps |= set(map(int, values_of(place, name)))
     if len(steps) > 1:
         raise CheckpointValueError(f"{index.path} holds different step counts: {sorted(steps)}; pass step= (--step)")
     return steps.pop() if steps else None
