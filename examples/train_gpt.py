@@ -1,5 +1,6 @@
-"""Trains a character-level GPT under `torchrun`: the shortest complete example of the stack.
+"""Trains a character-level GPT: the shortest complete example of the stack.
 
+    python examples/train_gpt.py --steps 150 --dir runs/alone
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 150 --dir runs/demo
     torchrun --nproc-per-node 3 examples/train_gpt.py --stop-at 200 --dir runs/demo --resume
 
@@ -13,13 +14,13 @@ import json
 import math
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from char_gpt import CONTEXT, CharGPT, batch_at, bigram_bits, compute_dtype, stdlib_text
 from progress import Progress
+from ranks import join_ranks
 from torch import Tensor
 
 from opt_checkpoint import CheckpointManager, sharded_model
@@ -49,12 +50,11 @@ RULES = {  # fields of OptimizerConfig
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join_ranks()
     rank = dist.get_rank()
     world = dist.get_world_size()
     if args.batch % world:
         sys.exit(f"--batch {args.batch} is not a multiple of the {world} ranks")
-    torch.set_num_threads(1)
     torch.manual_seed(0)  # the same model on every rank
 
     text = stdlib_text()

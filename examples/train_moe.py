@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 2 examples/train_moe.py --steps 60
 
 Ranks are expert-parallel: tokens are sent to their expert and back. Expert parameters have separate process groups, and
-each is counted once in the gradient norm.
+each is counted once in the gradient norm. With plain `python` there is one rank, with one expert.
 """
 
 import argparse
 import warnings
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from ranks import join_ranks
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather, all_reduce
 
@@ -51,10 +51,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join_ranks()
     rank = dist.get_rank()
     world = dist.group.WORLD
-    torch.set_num_threads(1)
     torch.manual_seed(0)  # dense layers are the same on every rank
 
     model = nn.Sequential(nn.Linear(8, DIM), Experts(), nn.LayerNorm(DIM), nn.Linear(DIM, 1))

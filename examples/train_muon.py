@@ -1,15 +1,16 @@
 """Layer-wise Muon: whole matrices are assigned to ranks by cost, all other parameters are in flat shards.
 
+python examples/train_muon.py --steps 60
 torchrun --nproc-per-node 2 examples/train_muon.py --steps 60
 """
 
 import argparse
 import math
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from char_gpt import CONTEXT, CharGPT, batch_at, compute_dtype, stdlib_text
+from ranks import join_ranks
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_stack import DistributedDataParallel, get_optimizer
@@ -21,10 +22,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step, over all ranks")
     args = parser.parse_args()
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join_ranks()
     rank = dist.get_rank()
     world = dist.get_world_size()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
 
     compute = compute_dtype()  # of activations and products; weights are bf16 on every machine

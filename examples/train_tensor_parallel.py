@@ -2,16 +2,18 @@
 
     torchrun --nproc-per-node 4 examples/train_tensor_parallel.py --tp 2 --steps 20
     torchrun --nproc-per-node 4 examples/train_tensor_parallel.py --tp 1 --steps 40
+    python examples/train_tensor_parallel.py --steps 60
 
 Each rank creates its part of every matrix and marks it as Megatron-Core does. The process groups are given once, to
 `get_optimizer`; the checkpoint then holds whole matrices, which every layout can read.
 """
 
 import argparse
-from datetime import timedelta
+import sys
 
 import torch
 import torch.distributed as dist
+from ranks import join_ranks
 from torch import Tensor, nn
 
 from opt_checkpoint import CheckpointManager, sharded_model
@@ -86,13 +88,14 @@ def make_groups(tp_size: int) -> ProcessGroups:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; the others are data-parallel")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--dir", default="tensor_parallel_run")
+    parser.add_argument("--dir", default="runs/tensor_parallel")
     args = parser.parse_args()
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch.set_num_threads(1)
+    join_ranks()
+    if dist.get_world_size() % args.tp:
+        sys.exit(f"--tp {args.tp} does not divide the {dist.get_world_size()} ranks")
     torch.manual_seed(0)
     groups = make_groups(args.tp)
     model = nn.Sequential(*(Mlp(groups.tp) for _ in range(2)))
@@ -110,6 +113,8 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
+    if first >= args.steps:
+        sys.exit(f"{args.dir} has a checkpoint of step {first} already; pass more --steps, or another --dir")
 
     replicas = dist.get_world_size(groups.dp)
     replica = dist.get_rank(groups.dp)
