@@ -3,10 +3,12 @@
 - ```python blocks are one program: each sees what those before it defined. A ```text block directly after one is what
   it prints; without such a block it may print anything. One whose first line is a comment with a file's name is
   written to that file, for a command to run.
-- ```console blocks are commands of python and torchrun after `$ `, with what they print on stdout below them. They are
-  forked from a process that has imported torch: starting an interpreter for each takes longer than they run.
+- ```console blocks are commands of python, torchrun, optckpt and optsched after `$ `, with what they print on stdout
+  below them. They are forked from a process that has imported torch: starting an interpreter for each takes longer than
+  they run. `examples/` is the repository's.
 - ```toml and ```ini blocks whose first line is a comment with a file's name are written to that file.
-- ```sh blocks are instructions that a page cannot run for its reader (installing, launching on several nodes).
+- ```sh blocks are instructions that a page cannot run for its reader: installing, sessions of nox, a trainer that is
+  not installed. `test_docs.py` lists what may stand in them.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from processes import run_program
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FENCED = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
 RUN = {"python", "console"}
 WRITTEN = {"toml", "ini"}
@@ -105,12 +108,18 @@ def _run_console(block: Block, where: str) -> None:
             _compare(printed, expected, where)
 
 
+COMMANDS = {"optckpt": "opt_checkpoint", "optsched": "opt_scheduler"}  # installed commands, and their modules
+
+
 def _printed_by(command: str, where: str) -> str:
+    command = re.sub(r"(?<= )examples/", f"{EXAMPLES}/", command)
     if launched := re.fullmatch(r"torchrun --standalone --nproc-per-node (\d+) (\S+)((?: \S+)*)", command):
         ranks, program, arguments = launched.groups()
         return run_program(program, *arguments.split(), ranks=int(ranks), folder=Path.cwd())
     python, *words = command.split()
-    assert python == "python", f"{where}: {command}: only python and torchrun are run"
+    if python in COMMANDS:
+        return run_program("-m", COMMANDS[python], *words, ranks=0, folder=Path.cwd())
+    assert python == "python", f"{where}: {command}: only python, torchrun, {' and '.join(COMMANDS)} are run"
     return run_program(*words, ranks=0, folder=Path.cwd())
 
 
