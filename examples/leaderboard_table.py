@@ -57,7 +57,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
             f"{cell(found['update_ms'], '.1f')} | {found['state_bytes']:.2f} |"
         )
     if about["not_run"]:
-        lines += ["", f"Not run, for want of time: {'; '.join(about['not_run'])}."]
+        lines += ["", f"Not run yet: {'; '.join(about['not_run'])}."]
     return "\n".join(lines) + "\n"
 
 

@@ -56,12 +56,12 @@ def pictures() -> Iterator[Picture]:
     experts = [{"attention": [(0.0, 1.0)], f"expert {r}": [(0.0, 1.0)]} for r in range(RANKS)]
     expert_state = [{"attention": [(r / RANKS, (r + 1) / RANKS)], f"expert {r}": [(0.0, 1.0)]} for r in range(RANKS)]
     yield Picture("replicated", "Data parallel, replicated", SHAPES, everything, everything, everything)
-    yield Picture("zero1", "ZeRO-1: state is cut anywhere", SHAPES, everything, flat, flat)
-    yield Picture("layer-wise", "Layer-wise: state of whole matrices", SHAPES, everything, whole, whole)
+    yield Picture("zero1", "ZeRO-1: state is cut anywhere", SHAPES, everything, everything, flat)
+    yield Picture("layer-wise", "Layer-wise: state of whole matrices", SHAPES, everything, everything, whole)
     yield Picture("fsdp2", "FSDP2: every matrix is cut by rows", SHAPES, rows, rows, rows)
     yield Picture("tensor-parallel", "Tensor parallel 2 x data parallel 2", SHAPES, halves, halves, halves)
     yield Picture(
-        "experts", "Experts on ranks of their own, ZeRO-1 for the rest", EXPERTS, experts, expert_state, expert_state
+        "experts", "Experts on ranks of their own, ZeRO-1 for the rest", EXPERTS, experts, experts, expert_state
     )
 
 
