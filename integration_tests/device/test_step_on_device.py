@@ -166,9 +166,9 @@ def test_recorded_numbers_are_those_of_a_cpu(wrapping: Wrapping, graphs: bool) -
 Undo = Callable[[], object]
 
 
-def moved(model: nn.Module, optimizer: Optimizer) -> Undo:
+def converted(model: nn.Module, optimizer: Optimizer) -> Undo:
     data = model.first.weight.data
-    model.first.weight.data = data.clone()
+    model.first.weight.data = data.double()
     return lambda: setattr(model.first.weight, "data", data)
 
 
@@ -189,7 +189,7 @@ def without_gradient(model: nn.Module, optimizer: Optimizer) -> Undo:
 
 # What one rank does, the error that it raises, and the error that the other ranks raise.
 OBJECTIONS: dict[str, tuple[Callable[[nn.Module, Optimizer], Undo], str, str]] = {
-    "moved": (moved, "StorageError", "StorageError"),
+    "converted": (converted, "StorageError", "StorageError"),
     "without a rate": (with_entry("lr", None), "ValueError", "UnusableGradientError"),
     "renamed": (with_entry("name", "other"), "GroupError", "UnusableGradientError"),
 }

@@ -275,6 +275,13 @@ def write_beside_steps(config: OptimizerConfig, write: str) -> dict[str, Tensor]
         elif write == "a load" and step == 1:
             _look(net, x)
             optimizer.load_state_dict(state)
+        elif write.startswith("a move"):
+            optimizer.offload_to_cpu()
+            _look(net, x)
+            net._apply(torch.clone)  # as to the host and back
+            optimizer.restore_from_cpu()
+            if step == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return {name: _whole(param) for name, param in net.named_parameters()}
 
 

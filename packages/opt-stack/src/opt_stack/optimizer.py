@@ -82,8 +82,10 @@ class Optimizer(GradientStatistics):
         self._unreduced_grads = unreduced_grads
         self._clipped = ClippedGrads()
         self.evaluation = parts.evaluation
-        self.offload = StateOffload(parts.units, parts.device)
         self.loaded_weights = parts.loaded
+        sources = [source for family in parts.families for source in family.sources]
+        graphs = self.config.optimizer_cuda_graph
+        self.offload = StateOffload(parts.units, parts.device, sources, parts.loaded, has_graphs=graphs)
         by_param: dict[Tensor, PieceRef] = {held.piece.param: held for held in self._held.values()}
         check = partial(self.offload.check_restored, "optimizer.state")
         self._live = LiveState(by_param, check, self.loaded_weights.note_state_load)
@@ -339,6 +341,22 @@ class Optimizer(GradientStatistics):
         self._restart_averages()
         self.stepper.publish_main_values_()
 
+    def reset_state(self) -> None:
+        """Set the rules' state and their counts of updates to those before the first step, as for a new phase of
+        training. Weights, main values, numbers of `param_groups` and the loss scale stay.
+
+        Call it on all ranks. Rules that keep weights of their own in their state (schedule_free) start from the present
+        ones.
+
+        Raises:
+            RuntimeError: in evaluation mode, or while the state is on the host.
+        """
+        self.check_ready("reset_state()")
+        self.complete_params()
+        for unit, piece in self._held.values():
+            reset_state_(unit, piece)
+        self.loaded_weights.note_state_load()
+
     def _restart_averages(self) -> None:
         for unit, piece in self._held.values():
             if self.evaluation.keeps_weights_of(unit):
@@ -346,7 +364,8 @@ class Optimizer(GradientStatistics):
         self.loaded_weights.note_state_load()
 
     def offload_to_cpu(self) -> None:
-        """Move main values and state to pinned host memory and free their device memory; parameters stay.
+        """Move main values and state to pinned host memory and free their device memory; parameters stay. If they were
+        moved away before, as by `model.to("cpu")`, this also frees the memory that they have left.
 
         The host does not wait for the copies. Until `restore_from_cpu`, steps, saves and loads are refused. DTensors of
         an earlier `state_dict` keep their device memory alive. Call `torch.accelerator.empty_cache()` to return the

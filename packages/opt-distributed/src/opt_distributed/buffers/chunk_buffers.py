@@ -3,7 +3,7 @@
 `SyncedBuffer` is one of them as a `Source` of the step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 
@@ -67,6 +67,14 @@ class SyncedBuffer:
     def moved(self) -> ParamId | None:
         """A parameter that has left the buffer; None if all are in it."""
         return self.memory.moved()
+
+    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        """Take parameters that were moved away and back into the buffer. See `ParamAndGradBuffer.take_back_`.
+
+        Waits for gathers under way. Raises StorageError for a parameter that has left during its gather.
+        """
+        self._param_sync.wait()
+        return self.memory.take_back_(frees=frees)
 
     def reader(self, runs: Sequence[tuple[ParamId, slice]]) -> Callable[[], Sequence[Tensor]]:
         """Create a function that returns `grad` of these runs: the same views in every step."""

@@ -399,14 +399,15 @@ class DistributedDataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Convert or move the module, for `to`, `half`, `cuda` and similar methods.
+        """Move the module, for `to`, `cuda` and similar methods. A step needs it where it was when it was wrapped.
 
         Raises:
-            StorageError: parameters have left their buffers.
+            StorageError: parameters were converted to another dtype.
         """
+        self.param_sync.wait()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for buffer in self.synced_buffers:
-            buffer.memory.check_in_place()
+            buffer.memory.check_converted()
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -149,6 +149,7 @@ class ParamSync:
                 raise
             del self._incomplete[bucket]
             self.is_pending = bool(self._incomplete)
+            bucket.memory.check_arrived(bucket.number)
 
 
 # Modules, state dicts, copies, moving averages and saves all read a parameter through the `_parameters` of the module

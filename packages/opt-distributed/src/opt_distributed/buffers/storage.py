@@ -13,7 +13,7 @@ from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_f
 from opt_distributed.buffers.stored import Moved, StorageError, check_apart, stored_dtype
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Allocate, Comm, zeros
+from opt_distributed.comm.collectives import Allocate, Comm, is_torchs_own, zeros
 from opt_distributed.layout import Layout, LayoutError, ParamShape, Slot
 from opt_kernels.quantized import FP8
 from opt_paramgroups import ParamId
@@ -103,6 +103,8 @@ class ParamAndGradBuffer:
         self.queues = devices.device_of(device)
         self._allocate = allocate  # a pool must live as long as its memory
         self._slot_of = {slot.id: slot for slot in layout.slots()}
+        self._shapes = {id: param.shape for id, param in params.items()}
+        self._is_released = False  # whether the memory of the parameters is freed
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
         self.grads = Sums(allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device))
         self.grad_data = self.grads.data
@@ -115,7 +117,7 @@ class ParamAndGradBuffer:
             self.wire = through_grads(layout, self.params, self.grad_data)
         elif sharded:
             self.param_data, self.wire = self._move_params_in(allocate)
-        self._moved = Moved(self.params, dtype=param_dtype, device=device, fixed=self.param_data is not None)
+        self._watch()
 
     def grad_view(self, id: ParamId) -> Tensor:
         """The gradient of a parameter, in its shape. A view."""
@@ -173,14 +175,73 @@ class ParamAndGradBuffer:
         """
         return self._moved.first()
 
-    def check_in_place(self) -> None:
-        """Raise StorageError if a parameter has left the buffer, so that updates would not reach it."""
-        if (id := self.moved()) is not None:
+    def check_arrived(self, index: int) -> None:
+        """Raise StorageError if a parameter of a bucket has left the memory that was gathered."""
+        if self.param_data is None or self.param_dtype is FP8:
+            return
+        start = self.param_data.data_ptr()
+        for slot in self.layout.buckets[index].slots:
+            address = start + slot.start * self.param_data.element_size()
+            if slot.numel and self.params[slot.id].data_ptr() != address:
+                raise StorageError(
+                    f"{slot.id} was moved while its new values were gathered, so that it has old ones; call "
+                    "finish_param_sync() of its DistributedDataParallel before you move parameters"
+                )
+
+    def check_converted(self) -> None:
+        """Raise StorageError if a parameter was converted to another dtype, so that updates cannot reach it."""
+        for id, param in self.params.items():
+            if stored_dtype(param) != self.param_dtype:
+                raise StorageError(
+                    f"{id} has left its buffer ({self.param_dtype} on {self.device}) and is now {param.dtype} "
+                    f"on {param.device}; convert the model before wrapping it"
+                )
+
+    @torch.no_grad()
+    def take_back_(self, *, frees: bool = False) -> list[ParamId]:
+        """Let parameters that other code has moved away, and back to the device, be views of the buffer again. Return
+        them. They keep their values. Parameters in fp8, and of another dtype, shape or device, stay where they are.
+
+        With `frees`, the memory that all parameters have left is freed until one comes back, unless it is registered.
+        """
+        if self.param_data is None or self.param_dtype is FP8 or self.moved() is None:
+            return []
+        if frees and self._have_left() and is_torchs_own(self._allocate):
+            self._is_released = True
+            self.queues.release_(self.param_data)
+            return []
+        back = [id for id in self.params if self._may_return(id)]
+        if back and self._is_released:
+            self._is_released = False
+            self.queues.reclaim_(self.param_data)
+            self.param_data.zero_()
+        found = []
+        for id in back:
+            slot = self._slot_of[id]
             param = self.params[id]
-            raise StorageError(
-                f"{id} has left its buffer ({self.param_dtype} on {self.device}) and is now {param.dtype} "
-                f"on {param.device}; convert and move the model before wrapping it"
-            )
+            view = self.param_data[slot.start : slot.stop].view(self._shapes[id])
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param)
+                param.data = view
+                found.append(id)
+        if len(back) == len(self.params):
+            self._watch()
+        return found
+
+    def _have_left(self) -> bool:
+        """Whether all parameters have left the memory, which is not freed yet."""
+        assert self.param_data is not None
+        memory = self.param_data.untyped_storage().data_ptr()
+        addresses = (param.untyped_storage().data_ptr() for param in self.params.values())
+        return not self._is_released and all(address != memory for address in addresses)
+
+    def _may_return(self, id: ParamId) -> bool:
+        param = self.params[id]
+        return (param.dtype, param.device, param.shape) == (self.param_dtype, self.device, self._shapes[id])
+
+    def _watch(self) -> None:
+        """Compare the places of parameters, which are all in the buffer, with the present ones from now on."""
+        self._moved = Moved(self.params, dtype=self.param_dtype, device=self.device, fixed=self.param_data is not None)
 
     @torch.no_grad()
     def _move_params_in(self, allocate: Allocate) -> tuple[Tensor, ParamWire]:

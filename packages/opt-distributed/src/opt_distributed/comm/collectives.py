@@ -40,6 +40,12 @@ def zeros(numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
+def is_torchs_own(allocate: Allocate) -> bool:
+    """Whether `zeros` allocates, itself or for a group. Other memory may be registered, and must not be freed."""
+    group = getattr(allocate, "__self__", None)
+    return allocate is zeros or (group is not None and getattr(group, "allocates", zeros) is zeros)
+
+
 # Let gloo's threads finish before the interpreter shuts down, so that scripts end with their exit status. When a gloo
 # collective completes, the thread that ran it releases its tensors, which requires the GIL. Python unwinds a thread
 # that requests the GIL during shutdown, and C++ then calls `terminate` ("terminate called without an active

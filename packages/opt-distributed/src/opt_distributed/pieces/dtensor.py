@@ -79,6 +79,9 @@ def mesh_comms(tensor: Tensor, axes: Sequence[int]) -> tuple[TorchComm, ...]:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
+ELSEWHERE = -1  # the address of a part that updates cannot write to
+
+
 class DTensorGrads:
     """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
 
@@ -98,6 +101,7 @@ class DTensorGrads:
     ):
         self.params = params
         self._addresses = [_address(param) for param in params.values()]
+        self._forms = {id: _form(param) for id, param in params.items()}
         by_groups: dict[tuple[Comm, ...], dict[ParamId, nn.Parameter]] = {}
         for id, comms in (replicas or {}).items():
             if comms:
@@ -116,6 +120,15 @@ class DTensorGrads:
     def moved(self) -> ParamId | None:
         addresses = zip(self.params.items(), self._addresses, strict=True)
         return next((id for (id, param), address in addresses if _address(param) != address), None)
+
+    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        found = []
+        for at, (id, param) in enumerate(self.params.items()):
+            is_as_before = _form(param) == self._forms[id]
+            if _address(param) != self._addresses[at] and (frees or is_as_before):
+                found.append(id)
+                self._addresses[at] = _address(param) if is_as_before else ELSEWHERE
+        return found
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         averages = {id: average for average in self._averages for id in average.params}
@@ -189,6 +202,13 @@ def _address(param: Tensor) -> int:
     assert is_dtensor(param)
     address: int = param._local_tensor.data_ptr()
     return address
+
+
+def _form(param: Tensor) -> tuple[object, ...]:
+    """What must be the same in this rank's part after a move away and back."""
+    assert is_dtensor(param)
+    part = local(param)
+    return part.dtype, part.device, part.shape, part.stride(), param.placements
 
 
 def _local_grad(param: Tensor) -> Tensor | None:

@@ -57,6 +57,11 @@ class OwnedPiece:
         """Whether it is everything that this rank stores of the parameter."""
         return self.of_param == slice(0, local(self.param).numel())
 
+    def follow_(self) -> None:
+        """Write the present memory of a DTensor's local part from now on, and none of the memory that it has left."""
+        self.main.target = local(self.param)
+        self.count = self.count.copy()  # so that the unit makes its runs again
+
 
 class Kind(NamedTuple):
     """What the statistics must know of a piece; see `OwnedPiece`."""

@@ -58,6 +58,13 @@ class Source(Publisher, Protocol):
         """A parameter on this rank that is no longer in the memory that updates write to; None if all are."""
         ...
 
+    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        """Accept parameters that other code has moved away, and back to their device. Return them; local.
+
+        With `frees`, those that are elsewhere are followed, too, as far as that frees the memory that they have left.
+        """
+        ...
+
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         """Create the reader of the gradients of these runs; called when a unit is built.
 
@@ -80,6 +87,9 @@ class GradSource:
 
     def moved(self) -> ParamId | None:
         return self._converted.first()
+
+    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        return ()
 
     def publish_(self) -> None:
         return None
@@ -109,6 +119,9 @@ class ParamGrads(GradSource):
 
     def moved(self) -> ParamId | None:
         return super().moved() if self.memory is None else self.memory.moved()
+
+    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        return () if self.memory is None else self.memory.take_back_(frees=frees)
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         params = [self.params[id] for id, _ in runs]
@@ -243,6 +256,9 @@ class BufferedGrads:
 
     def moved(self) -> ParamId | None:
         return self.memory.moved()
+
+    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        return self.memory.take_back_(frees=frees)
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         views = [self.reduced.piece(id, of_param) for id, of_param in runs]

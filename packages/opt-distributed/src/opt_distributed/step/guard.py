@@ -96,7 +96,7 @@ class ParamsInPlace(Refusal):
 
     def _error(self, which: str) -> StorageError:
         return StorageError(
-            f"{which} has left the memory that the optimizer updates: the model was converted or moved, or param.data "
-            "was assigned, after the optimizer was built; convert and move the model first, then build the optimizer. "
+            f"{which} has left the memory that the optimizer updates: the model was converted, or is on another device "
+            "than when the optimizer was built; move it back first, or convert it before the optimizer is built. "
             "Nothing was updated"
         )

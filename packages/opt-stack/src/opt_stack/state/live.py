@@ -21,10 +21,10 @@ from opt_distributed.buffers import (
 )
 from opt_distributed.comm import Roles, agree
 from opt_distributed.comm import device as devices
-from opt_distributed.pieces import OwnedPiece
+from opt_distributed.pieces import OwnedPiece, Source
 from opt_distributed.saving import PieceState, check_state, load_state_, read_state
 from opt_distributed.step import Scaler, Unit, Written
-from opt_paramgroups import ParamId
+from opt_paramgroups import ParamId, is_dtensor
 from opt_stack.state.weights import LoadedWeights
 
 
@@ -98,7 +98,8 @@ class ParamState(PieceState):
 
 @dataclass(eq=False)
 class StateOffload:
-    """Moves the state of device units to the host and back. Units that live on the host are not moved.
+    """Moves the state of device units to the host and back, and follows parameters that other code moves. Units that
+    live on the host are not moved.
 
     Copies use pinned memory and run on the side stream; the host does not wait for them. Work that is queued to the
     compute stream later waits for the copies, so freed memory is not overwritten too early.
@@ -106,24 +107,44 @@ class StateOffload:
 
     units: Sequence[Unit]
     device: torch.device
+    sources: Sequence[Source]
+    loaded: LoadedWeights
+    has_graphs: bool  # whether captured steps hold the addresses of parameters
     _away: list[list[Tensor]] | None = None  # while the state is on the host: the tensors of each allocation
 
     def check_restored(self, what: str) -> None:
-        """Raise RuntimeError while the state is on the host; `what` names the call for the message."""
+        """Raise RuntimeError while the state is on the host; `what` names the call for the message. Follow parameters
+        that were moved away and back since the last call."""
         if self._away is not None:
             raise RuntimeError(
                 f"{what} while the state is on the host, between offload_to_cpu() and restore_from_cpu(); call "
                 "optimizer.restore_from_cpu() first"
             )
+        self._follow()
+
+    def _follow(self, *, frees: bool = False) -> None:
+        """Let units write parameters where these are now, if they are on their device again; with `frees`, keep no
+        memory that they have left. Local. A step with parameters elsewhere is refused by its guard."""
+        sources = [source for source in self.sources if source.moved() is not None]
+        if not sources or self.has_graphs:
+            return
+        moved = {id for source in sources for id in source.follow_(frees=frees)}
+        for piece in (piece for unit in self.units for piece in unit.pieces):
+            if piece.id in moved and is_dtensor(piece.param):
+                piece.follow_()
+        if moved:
+            self.loaded.note_moved(moved)
 
     @torch.no_grad()
     def offload_(self) -> None:
-        """Move the state to the host and free its device memory; do nothing if it is on the host already.
+        """Move the state to the host and free its device memory, and the memory that parameters have left; do nothing
+        if it is on the host already.
 
         If host memory runs out, nothing has moved.
         """
         if self._away is None:
             device = devices.device_of(self.device)
+            self._follow(frees=device.is_asynchronous)
             memories: dict[int, list[Tensor]] = {}
             for tensor in self._tensors(device) if device.is_asynchronous else ():
                 memories.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
@@ -144,6 +165,7 @@ class StateOffload:
             targets = [torch.empty(len(source), dtype=torch.uint8, device=self.device) for source in sources]
             self._move(self._away, sources, targets)
             self._away = None
+            self._follow()
 
     def _move(self, memories: Sequence[list[Tensor]], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         device = devices.device_of(self.device)

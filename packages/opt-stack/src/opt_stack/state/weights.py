@@ -58,15 +58,8 @@ class LoadedWeights:
         for group in groups:
             self._ids |= zip(group["params"], group["param_ids"], strict=True)
         has_copies = {piece.param for piece in (*self._copied, *averaged)}
-        self._id_of: dict[Tensor, ParamId] = {}  # of the tensors of parameters that are compared after a write
-        uncompared: list[Tensor] = []
-        for param, id in self._ids.items():
-            if param in has_copies or id in copied:
-                self._id_of |= dict.fromkeys(_counted(param), id)
-            else:
-                uncompared += _counted(param)
-        self._writes = Writes(list(self._id_of))
-        self._uncompared = Writes(uncompared)
+        self._compared = [param for param, id in self._ids.items() if param in has_copies or id in copied]
+        self._watch_writes()
         self._needs_check = False  # whether others wrote weights since the last check that found them equal
         self._has_state = False  # whether state was loaded since the last check
         self._written = NOTHING_WRITTEN  # by others since the last step that was made
@@ -77,6 +70,23 @@ class LoadedWeights:
                 module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
                 self._modules.append((ref(module), params))
         self._registered = self._present()  # all parameters of these modules, in order
+
+    def _watch_writes(self) -> None:
+        """Count the writes to the present tensors of the parameters from now on."""
+        self._id_of: dict[Tensor, ParamId] = {}  # of the tensors of parameters that are compared after a write
+        for param in self._compared:
+            self._id_of |= dict.fromkeys(_counted(param), self._ids[param])
+        compared = set(self._compared)
+        others = [param for param in self._ids if param not in compared]
+        self._writes = Writes(list(self._id_of))
+        self._uncompared = Writes([tensor for param in others for tensor in _counted(param)])
+
+    def note_moved(self, ids: Collection[ParamId]) -> None:
+        """Note that other code moved these parameters, and so may have written them."""
+        self._find_writes()
+        self._needs_check = True
+        self._note_written({id for id in map(self._ids.__getitem__, self._compared) if id in ids})
+        self._watch_writes()
 
     def note_module_load(self, params: Mapping[str, nn.Parameter]) -> None:
         """Note that a module was loaded; `params` are those that it had when the optimizer was built."""
