@@ -88,11 +88,11 @@ RUNS: dict[str, tuple[Batch, dict[str, Any], list[str]]] = {  # batches, fields,
     "a rate that is too high": (as_drawn, TOO_HIGH, ["First: at step ", "the learning rate is too high"]),
     "a poisoned batch": (
         poisoned, {},
-        ["First: at step 12 all gradients were NaN", "1 step was skipped, and the next was applied: a bad batch."],
+        ["First: at step 12 all gradients were NaN", "was skipped, and the next was applied: a bad batch of data."],
     ),
     "a batch of other data": (
         of_other_data, {},
-        ["First: at step 12 the gradient norm was ", "it came back in the next steps: a bad batch."],
+        ["First: at step 12 the gradient norm was ", "it came back in the next steps: a bad batch of data."],
     ),
 }  # fmt: skip
 
@@ -138,6 +138,34 @@ def test_an_overflowing_head_in_fp16(tmp_path: Path) -> None:
     text = said(tmp_path)
     assert "First: at step 8 " in text
     assert "overflowed in fp16" in text
+
+
+def test_a_loss_scale_that_finds_its_level_is_no_finding(tmp_path: Path) -> None:
+    """Said that the loss was NaN, in every healthy run with the default scale."""
+    model = make().half()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3, fp16=True), [model])
+    optimizer.stats_every(1, directory=tmp_path)
+    train(model, optimizer, range(1, 41), lambda step, batch: batch.half())
+    optimizer.recorder.write("end")
+    text = said(tmp_path)
+    assert " 0 of them skipped" not in text
+    assert "Nothing unusual was found." in text
+
+
+def test_a_run_that_ended_by_a_refused_step_says_so(tmp_path: Path) -> None:
+    """Said that nothing unusual was found; the exit overwrote the error."""
+    model = make()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+    optimizer.stats_every(1, directory=tmp_path)
+    train(model, optimizer, range(1, 4))
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match="lr of group"):
+        train(model, optimizer, range(4, 5))
+    optimizer.recorder.write("exit")
+    assert "3 recorded steps, 1 to 3, 0 of them skipped, 1 refused" in said(tmp_path)
+    text = said(tmp_path)
+    assert "First: step 4 was refused with an error, and the run ended there: " in text
+    assert "lr of group" in text
 
 
 def test_a_stale_checkpoint(tmp_path: Path) -> None:
@@ -321,7 +349,7 @@ def test_optimizers_sharing_a_directory_write_to_own_folders(tmp_path: Path) -> 
     for steps, (model, optimizer) in enumerate(both, 1):
         train(model, optimizer, range(steps))
         optimizer.recorder.write("end")
-    assert list(map(len, read_recordings(tmp_path))) == [1, 2]
+    assert [len(recording.run) for recording in read_recordings(tmp_path)] == [1, 2]
 
 
 def test_the_last_20_recordings_are_kept(tmp_path: Path) -> None:

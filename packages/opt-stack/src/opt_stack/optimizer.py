@@ -142,7 +142,7 @@ class Optimizer(GradientStatistics):
             if not self._clipped.overflow:
                 self.step_with_ready_grads()
             return self.stepper.result()
-        with self.recorder.on_error():
+        with self.recorder.on_error(self.stepper.num_begun + 1):
             result = self.stepper.step(self._groups_of_step())
         self.evaluation.note_rates(self.param_groups)
         self.loaded_weights.note_step()
@@ -220,7 +220,7 @@ class Optimizer(GradientStatistics):
             self._warn_of_unfrozen()
             if self.in_backward is not None:
                 raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
-            with self.recorder.on_error():
+            with self.recorder.on_error(self.stepper.num_begun + 1):
                 return self.stepper.prepare_grads(self._groups_of_step())
 
     def step_with_ready_grads(self) -> bool:
@@ -232,7 +232,7 @@ class Optimizer(GradientStatistics):
         with self.stepper.telling(self.stepper.num_begun):
             self.check_ready("step_with_ready_grads()")
             self._clipped.are_ready = False
-            with self.recorder.on_error():
+            with self.recorder.on_error(self.stepper.num_begun):
                 made = self.stepper.step_with_ready_grads(self.param_groups)
         self.evaluation.note_rates(self.param_groups)
         self.loaded_weights.note_step()

@@ -10,8 +10,9 @@ from opt_stack.diagnosis.tensor_stats import StepStats, TensorStats
 
 _PLAIN = ("step", "updates", "success", "reason", "lr")
 _FLOATS = ("grad_norm", "clip", "loss_scale")
-_OPTIONAL = ("loss",)  # None, or not in recordings of before
+_OPTIONAL = ("loss",)  # None, or not in older recordings
 _TABLES = ("params", "groups")
+_NOT_SHOWN = ("numel", "weight_sum", "update_sum")  # on dashboards
 
 
 def to_line(stats: StepStats) -> str:
@@ -19,6 +20,7 @@ def to_line(stats: StepStats) -> str:
     line: dict[str, Any] = {name: getattr(stats, name) for name in _PLAIN}
     line |= {name: _plain(getattr(stats, name)) for name in (*_FLOATS, *_OPTIONAL)}
     line["ranks"] = {rank: [_plain(norm), stats.replicas_of[rank]] for rank, norm in stats.rank_norms.items()}
+    line["settings"] = stats.settings
     line["columns"] = TensorStats._fields
     for kind in _TABLES:
         line[kind] = {name: [_plain(value) for value in row] for name, row in getattr(stats, kind).items()}
@@ -33,6 +35,7 @@ def from_line(text: str) -> StepStats | None:
     stats: dict[str, Any] = {name: line[name] for name in _PLAIN}
     stats |= {name: float(line[name]) for name in _FLOATS}
     stats |= {name: _number(line.get(name)) for name in _OPTIONAL}
+    stats["settings"] = line.get("settings", {})
     for kind in _TABLES:
         stats[kind] = {name: TensorStats(*map(_number, row)) for name, row in line[kind].items()}  # type: ignore[arg-type]
     ranks = line["ranks"].items()
@@ -99,6 +102,6 @@ def scalars(stats: StepStats) -> dict[str, float]:
     }
     for name, of in {**stats.params, **stats.groups}.items():
         numbers = {**of._asdict(), "update_over_weight": of.ratio}
-        found |= {f"{kind}/{name}": value for kind, value in numbers.items() if kind != "numel"}
+        found |= {f"{kind}/{name}": value for kind, value in numbers.items() if kind not in _NOT_SHOWN}
     found |= {f"rank_norm/{rank}": norm for rank, norm in stats.rank_norms.items()}
     return {name: value for name, value in found.items() if value is not None}

@@ -42,6 +42,7 @@ FOLDER = "recording"
 FILES = "rank[0-9]*.jsonl"
 NUM_KEPT = 100  # steps of a run
 NUM_RUNS = 20  # recordings of a directory
+NUM_REFUSED = 5  # steps of a run, with their errors
 _INSIDE = ("contextlib", "opt_distributed", "opt_stack", "torch")  # modules that a warning does not point to
 WAIT_SECONDS = 5.0  # before a recording is written, for a device whose peers may be dead
 Callback = Callable[[StepStats], object]
@@ -73,13 +74,15 @@ class Recorder:
     file: Path | None = None  # of this rank
     _at_end: Finalize | None = None  # writes the file when the optimizer is deleted, or at exit
     records: deque[StepStats] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    refused: list[tuple[int, str]] = field(default_factory=list)  # the first steps that raised an error, with it
+    _num_loaded: int = 0  # updates of earlier runs, which the steps of this one follow
     _sums: TensorSums | None = None
     _is_recording: bool = False
     _has_skipped: bool = False  # the last step that was read
     _applied: int = 0
     _causes: dict[str, _Cause] = field(default_factory=dict)
-    # Steps that the host has not read, with the learning rates of the groups.
-    _open: list[tuple[Outcome, Recorded | None, dict[str, float]]] = field(default_factory=list)
+    # Steps that the host has not read, with the numbers of the groups.
+    _open: list[tuple[Outcome, Recorded | None, dict[str, dict[str, float]]]] = field(default_factory=list)
 
     @property
     def _everyone(self) -> Comm:
@@ -102,7 +105,10 @@ class Recorder:
         if directory is not None:
             self._start_file(Path(directory).absolute() / FOLDER)
         if every:
-            self._sums_of_model().expect(self._is_due(next_step))
+            sums = self._sums_of_model()
+            sums.expect(self._is_due(next_step))
+            updates = max(self._everyone.gather_objects(sums.num_updates()))
+            self._num_loaded = max(self._num_loaded, updates + 1 - next_step)
 
     def _start_file(self, folder: Path) -> None:
         """Take the number of a new run in `folder`, and delete the oldest recordings. Collective."""
@@ -150,13 +156,11 @@ class Recorder:
 
     def after(self, outcome: Outcome, groups: Sequence[Mapping[str, Any]], *, max_norm: float) -> None:
         recorded = None
-        rates = {}
+        settings = {"": {"clip_grad": max_norm}}
         if self._is_recording:
             recorded = self._sums_of_model().finish(outcome, max_norm=max_norm)
-            for at, group in enumerate(groups):
-                if isinstance(lr := group.get("lr"), int | float):
-                    rates[str(group.get("name", at))] = float(lr)
-        self._open.append((outcome, recorded, rates))
+            settings |= {str(group.get("name", at)): numbers_of(group) for at, group in enumerate(groups)}
+        self._open.append((outcome, recorded, settings))
         if not self._is_late:
             self._settle(within=None)
         if self._sums is not None:
@@ -171,20 +175,28 @@ class Recorder:
         what = per_rank[0][2]  # such as groups that differ: no rank is at fault
         if at_fault:
             what = f"{ranks_text(at_fault)}, guard {next(iter(at_fault.values()))[0]}"
+        text = next((text for _, found, text in per_rank if found), str(error))
+        self._note_refusal(step, f"{what}: {text}" if at_fault else text)
         self._count(what, step, f"was refused on every rank by {what}", warns=len(per_rank) > 1)
 
     def _settle(self, *, within: float | None) -> None:
         """Read the steps that are open, waiting `within` seconds for each; None: until it is there."""
         while self._open:
-            outcome, recorded, rates = self._open[0]
+            outcome, recorded, settings = self._open[0]
             if within is not None and not (recorded or outcome).arrives(within):
                 return
             self._open.pop(0)
             report = outcome.resolve()
-            stats = None if recorded is None else replace(recorded.read(), lr=rates)
+            stats = None
+            if recorded is not None:
+                read = recorded.read()
+                self._num_loaded = max(self._num_loaded, read.updates + 1 - outcome.step)
+                rates = {name: numbers["lr"] for name, numbers in settings.items() if "lr" in numbers}
+                stats = replace(read, step=outcome.step + self._num_loaded, lr=rates, settings=settings)
             self._has_skipped = report.is_skipped
             if outcome.error is not None:  # on an accelerator; on a CPU, `on_refusal` has counted it
                 text = f"was refused on every rank: {outcome.error}"
+                self._note_refusal(outcome.step, str(outcome.error))
                 self._count(str(outcome.error), outcome.step, text, warns=self._everyone.size > 1)
             elif self._has_skipped:
                 self._explain(outcome.step, report, stats)
@@ -240,7 +252,14 @@ class Recorder:
             text = f"the loss was {report.loss}"
         self._count(key, step, f"was skipped on every rank: {text}")
 
+    def _note_refusal(self, step: int, error: str) -> None:
+        """Keep the error of a step for the recording, once."""
+        step += self._num_loaded
+        if len(self.refused) < NUM_REFUSED and all(step != known for known, _ in self.refused):
+            self.refused.append((step, " ".join(error.split())))
+
     def _count(self, key: str, step: int, text: str, *, warns: bool = True) -> None:
+        step += self._num_loaded
         cause = self._causes.setdefault(key, _Cause(text, step, step))
         cause.count += 1
         cause.last = step
@@ -269,12 +288,14 @@ class Recorder:
         return "\n".join(lines)
 
     @contextmanager
-    def on_error(self) -> Iterator[None]:
-        """Write the recording if the block raises."""
+    def on_error(self, step: int) -> Iterator[None]:
+        """Write the recording if the block, a part of `step`, raises."""
         try:
             yield
         except Exception as error:
-            self.write(f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            self._note_refusal(step, text)
+            self.write(text)
             raise
 
     def write(self, reason: str, *, within: float = WAIT_SECONDS) -> None:
@@ -283,8 +304,8 @@ class Recorder:
             self._settle(within=within)
             _write_records(self.file, self._head(), self.records, reason)
 
-    def _head(self) -> dict[str, int]:
-        return {"recording": 1, "rank": self._everyone.rank, "ranks": self._everyone.size}
+    def _head(self) -> dict[str, Any]:
+        return {"recording": 1, "rank": self._everyone.rank, "ranks": self._everyone.size, "refused": self.refused}
 
 
 def _delete_oldest(runs: Mapping[int, Path]) -> None:
@@ -297,7 +318,7 @@ def _delete_oldest(runs: Mapping[int, Path]) -> None:
             runs[number].rmdir()  # unless other files are in it
 
 
-def _write_at_end(recorder: ref[Recorder], file: Path, head: dict[str, int], records: deque[StepStats]) -> None:
+def _write_at_end(recorder: ref[Recorder], file: Path, head: dict[str, Any], records: deque[StepStats]) -> None:
     """Write the recording at exit, or when the optimizer has been deleted.
 
     It may be garbage while a graph is captured, when nothing may wait: then only what the host has read is written.
@@ -309,8 +330,8 @@ def _write_at_end(recorder: ref[Recorder], file: Path, head: dict[str, int], rec
         _write_records(file, head, records, "the optimizer was deleted")
 
 
-def _write_records(file: Path, head: dict[str, int], records: deque[StepStats], reason: str) -> None:
-    if not records:
+def _write_records(file: Path, head: dict[str, Any], records: deque[StepStats], reason: str) -> None:
+    if not records and not head["refused"]:
         return
     first_line = json.dumps({**head, "end": reason, "time": time.time()})
     text = "".join(map(to_line, records))
@@ -321,6 +342,12 @@ def _write_records(file: Path, head: dict[str, int], records: deque[StepStats], 
         os.replace(partial, file)
     except OSError as error:
         warnings.warn(f"the recording was not written to {file}: {error}", stacklevel=3)
+
+
+def numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a group that the host knows; those of `betas` as `beta1` and `beta2`."""
+    values = {**group, **{f"beta{at}": beta for at, beta in enumerate(group.get("betas", ()), 1)}}
+    return {key: float(value) for key, value in values.items() if type(value) in (int, float)}
 
 
 def caller_level() -> int:

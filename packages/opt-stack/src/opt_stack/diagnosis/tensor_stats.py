@@ -1,9 +1,9 @@
 """`TensorSums`: norms of the gradient, weight and update of every parameter, in the steps that record them.
 
 A recorded step reads gradients, main weights and updates once more, and keeps a copy of the main weights that this rank
-counts until they are updated. Every rank adds up the elements that it counts; one all-reduce of one float64 tensor, six
-numbers a parameter and two a rank, gives all of them the numbers of the whole model. Other steps do nothing here. The
-host reads the sums later, from a copy.
+counts until they are updated. Every rank adds up the elements that it counts; one all-reduce of one float64 tensor,
+eight numbers a parameter and two a rank, gives all of them the numbers of the whole model. Other steps do nothing here.
+The host reads the sums later, from a copy.
 """
 
 import math
@@ -31,7 +31,9 @@ SPIKE = "spike of the norm"
 BAD_LOSS = "spike of the loss"  # or a loss that is infinite or NaN
 REASONS = (OVERFLOW, ABOVE_LIMIT, SPIKE, BAD_LOSS)
 
-GRAD, ZEROS, GRAD_NUMEL, WEIGHT, UPDATE, SPREAD = range(6)  # the columns of a parameter's sums
+# The columns of a parameter's sums.
+GRAD, ZEROS, GRAD_NUMEL, WEIGHT, UPDATE, SPREAD, WEIGHT_SUM, UPDATE_SUM = range(8)
+NUM_COLUMNS = 8
 
 
 class TensorStats(NamedTuple):
@@ -43,6 +45,9 @@ class TensorStats(NamedTuple):
     zeros: float | None  # share of the gradient's elements that are 0
     numel: int
     spread: float | None = None  # largest / smallest singular value of the weight, if it was asked for
+    # Sums of elements: of the main weights before the update, and of their change; None in older recordings.
+    weight_sum: float | None = None
+    update_sum: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -54,7 +59,7 @@ class TensorStats(NamedTuple):
 class StepStats:
     """The numbers of one step, equal on every rank."""
 
-    step: int  # counted since the optimizer was built, from 1
+    step: int  # of the optimizer, from 1; a resumed run continues from the updates that it has loaded
     updates: int  # made to the parameters before, also by earlier runs that were loaded
     success: bool
     reason: str  # why it was skipped, one of `REASONS`; "" if it was not
@@ -68,6 +73,8 @@ class StepStats:
     rank_norms: Mapping[int, float | None] = field(repr=False)
     replicas_of: Mapping[int, int] = field(repr=False)  # by rank: the first rank with the same dense parameters
     lr: Mapping[str, float] = field(repr=False, default_factory=dict)  # by group, where the host knows it
+    # Numbers of each group other than `lr`, such as `beta1` and `weight_decay`; `clip_grad` is under "".
+    settings: Mapping[str, Mapping[str, float]] = field(repr=False, default_factory=dict)
     loss: float | None = None  # mean of those that all ranks noted (`Optimizer.note_loss`); None if none was
 
     @property
@@ -165,7 +172,7 @@ class TensorSums:
         for of_instance in instances.gather_objects(here):
             self.replicas_of |= dict(of_instance)
         self._has_ranks_elsewhere = len(self.replicas_of) > len(here)  # in other instances
-        self._rank_at = 6 * len(self.names) + 2 * list(self.replicas_of).index(rank)
+        self._rank_at = NUM_COLUMNS * len(self.names) + 2 * list(self.replicas_of).index(rank)
         # Of a step that has begun: an index, and what is added there; a number if the host knows it.
         self._entries: list[tuple[int, Tensor | float]] = []
         self._before: list[tuple[OwnedPiece, Tensor]] = []  # its main weights
@@ -197,6 +204,7 @@ class TensorSums:
             if piece.main.shape.numel():
                 value = _weights(piece)
                 self._add(piece.id, WEIGHT, _square(value))
+                self._add(piece.id, WEIGHT_SUM, _sum(value))
                 if updates and id(piece) in updated:
                     self._before.append((piece, value.detach().clone()))
         if spectrum:
@@ -209,8 +217,12 @@ class TensorSums:
             if squares:
                 self._entries.append((self._rank_at + 1, 1.0))
 
+    def num_updates(self) -> int:
+        """Return the number of updates that were made to this rank's parameters, for which the host waits."""
+        return max((piece.step for piece in self._pieces[:1]), default=0)
+
     def _add(self, id: ParamId, column: int, value: Tensor | float) -> None:
-        self._entries.append((6 * self._row_of[id] + column, value))
+        self._entries.append((NUM_COLUMNS * self._row_of[id] + column, value))
 
     def _local_squares(self) -> Iterator[Tensor]:
         """Yield sums of squares of this rank's gradients before the reduction, where they are known."""
@@ -228,7 +240,8 @@ class TensorSums:
             exact = before if before.dtype in (torch.float32, torch.float64) else before.float()
             change = exact.sub_(_weights(piece).to(exact))
             self._add(piece.id, UPDATE, _square(change))
-        num_sums = 6 * len(self.names)  # of parameters; those of ranks and of updates follow
+            self._add(piece.id, UPDATE_SUM, -_sum(change))
+        num_sums = NUM_COLUMNS * len(self.names)  # of parameters; those of ranks and of updates follow
         size = num_sums + 2 * len(self.replicas_of) + 2
         device = self._device
         on_device = [(at, value) for at, value in self._entries if isinstance(value, Tensor)]
@@ -290,19 +303,27 @@ class Recorded:
         sums = self._sums
         report = self.outcome.resolve()
         success = report.success
-        num_sums = 6 * len(sums.names)
-        rows = [numbers[start : start + 6] for start in range(0, num_sums, 6)]
+        num_sums = NUM_COLUMNS * len(sums.names)
+        rows = [numbers[start : start + NUM_COLUMNS] for start in range(0, num_sums, NUM_COLUMNS)]
         numels = list(sums.numels.values())
 
         def tensor_stats(places: Sequence[int]) -> TensorStats:
             columns = zip(*(rows[at] for at in places), strict=True)
-            grad, zeros, grad_numel, weight, update, spread = map(sum, columns)
+            grad, zeros, grad_numel, weight, update, spread, weight_sum, update_sum = map(sum, columns)
             grad_norm = math.sqrt(grad) * inverse if grad_numel else None
             update_norm = math.sqrt(update) if success else None
             share_of_zeros = zeros / grad_numel if grad_numel else None
             numel = sum(numels[at] for at in places)
-            of_matrix = spread if spread and len(places) == 1 else None
-            return TensorStats(grad_norm, math.sqrt(weight), update_norm, share_of_zeros, numel, of_matrix)
+            return TensorStats(
+                grad_norm=grad_norm,
+                weight_norm=math.sqrt(weight),
+                update_norm=update_norm,
+                zeros=share_of_zeros,
+                numel=numel,
+                spread=spread if spread and len(places) == 1 else None,
+                weight_sum=weight_sum,
+                update_sum=update_sum if success else None,
+            )
 
         by_group: dict[str, list[int]] = {}
         for at, group in enumerate(sums.group_of.values()):
@@ -346,3 +367,7 @@ def _weights(piece: OwnedPiece) -> Tensor:
 
 def _square(value: Tensor) -> Tensor:
     return backends.grad_stats([value.detach()], count_zeros=False).sum_of_squares
+
+
+def _sum(value: Tensor) -> Tensor:
+    return value.detach().sum(dtype=torch.float64)
