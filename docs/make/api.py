@@ -69,7 +69,8 @@ def write(folder: Path) -> None:
         (folder / package).mkdir(exist_ok=True)
         for name in public_names(package):
             text = f"---\norphan: true\n---\n\n# {name}\n\n```{{py:currentmodule}} {package}\n```\n\n"
-            (folder / package / f"{_file(package, name)}.md").write_text(text + entry(module, name))
+            text += first_example(module, name) + entry(module, name)
+            (folder / package / f"{_file(package, name)}.md").write_text(text)
 
 
 def _file(package: str, name: str) -> str:
@@ -123,6 +124,19 @@ def entry(module: ModuleType, name: str) -> str:
     if callable(value) and hasattr(value, "__name__"):
         return directive("function", name + signature(value), text_of(value))
     return directive("data", name, "")
+
+
+LONG = 200  # characters of a signature that push the example of its docstring far down
+
+
+def first_example(module: ModuleType, name: str) -> str:
+    """The first example of a function with a long signature, for the top of its page; empty if it has none."""
+    value = getattr(module, name)
+    is_ours = getattr(value, "__module__", "").partition(".")[0] == module.__name__
+    if not (inspect.isfunction(value) and is_ours and len(signature(value)) > LONG):
+        return ""
+    example = re.search(r"^```pycon\n.*?^```\n", text_of(value), re.DOTALL | re.MULTILINE)
+    return f"{example[0]}\n" if example else ""
 
 
 def text_of(value: Any) -> str:

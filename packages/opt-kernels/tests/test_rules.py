@@ -106,6 +106,9 @@ def test_float64_works_are_updated_in_float64(backend):
     torch.testing.assert_close(written(found), written(expected), rtol=2e-14, atol=1e-14)
 
 
+OF_SIGNS = ("lion", "signum")  # rules whose update is a sign, which a rounded state seldom changes
+
+
 @pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
 def test_narrow_states_stay_close(formula):
     expected = moved(elementwise(formula, backend="torch"), first=1).main
@@ -118,8 +121,8 @@ def test_narrow_states_stay_close(formula):
         is_large = values(8).abs() > 1e-3
         bound = 0.01 / (6 if (formula.name, narrow) == ("schedule_free", "8-bit") else 30)
         assert (found.main - expected)[is_large].abs().median() < bound, narrow
-        if formula.name not in ("lion", "signum"):  # their signs survive
-            assert not torch.equal(found.main, expected)
+        has_effect = not torch.equal(found.main, expected)
+        assert has_effect or formula.name in OF_SIGNS, f"{narrow} states change nothing; is it a rule for OF_SIGNS?"
 
 
 def plain(p, g, exp_avg, exp_avg_sq, *, lr):

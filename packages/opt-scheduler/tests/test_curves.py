@@ -237,6 +237,26 @@ def test_a_kind_of_ones_own_takes_part_and_says_what_arrays_need() -> None:
         mine(numpy.arange(3))
 
 
+def test_a_formula_may_use_the_functions_of_an_array_library() -> None:
+    """One with `exp` failed: 'types.SimpleNamespace' object has no attribute 'exp'."""
+
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Wave(Schedule):
+        kind: ClassVar[str] = "wave"
+        length: ClassVar[float] = math.inf  # type: ignore[misc]
+        boundaries: ClassVar[tuple[float, ...]] = ()  # type: ignore[misc]
+
+        def array_at(self, step: Any, xp: Any) -> Any:
+            rising = xp.log(1.0 + step) * xp.tanh(step / xp.e) * xp.abs(xp.sin(step)) + xp.floor(xp.sqrt(step))
+            return xp.exp(-step / 9.0) * xp.clip(rising, 0.5, 2.0) + xp.log2(2.0 + xp.cos(xp.pi * step))
+
+    steps = [0.0, 0.5, 3.0, 40.0]
+    values = [Wave()(step) for step in steps]
+    assert values[0] == 0.5 + math.log2(3.0)
+    numpy = pytest.importorskip("numpy", minversion="2.1")
+    assert Wave()(numpy.array(steps)) == pytest.approx(values, rel=1e-14)
+
+
 def test_two_classes_of_one_kind_are_refused() -> None:
     other = type("Other", (type(constant(1.0)),), {"kind": "constant"})
     with pytest.raises(ScheduleError, match=r"two schedules have the kind 'constant': .*Constant.*Other.*; rename one"):

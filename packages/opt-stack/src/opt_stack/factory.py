@@ -76,6 +76,17 @@ def get_optimizer(
 ) -> Optimizer:
     """Build the optimizer of a model: group its parameters, plan the step, allocate the state.
 
+    >>> import torch
+    >>> from opt_stack import OptimizerConfig, get_optimizer
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 2))
+    >>> config = OptimizerConfig(optimizer="muon", lr=3e-3, muon_scale_mode="match_rms_adamw")
+    >>> optimizer = get_optimizer(config, [model])
+    >>> model(torch.ones(4, 8)).square().mean().backward()
+    >>> optimizer.step().success
+    True
+    >>> [group["optimizer"] for group in optimizer.param_groups]
+    ['muon', 'adam']
+
     Args:
         config: the settings that all parameters share.
         model_chunks: the model, or its virtual pipeline stages. Plain modules, or wrapped in `DistributedDataParallel`.
