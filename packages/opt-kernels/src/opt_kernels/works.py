@@ -201,7 +201,7 @@ class StateSpec:
         object.__setattr__(self, "whole", True)
 
     def shape_for(self, param: Sequence[int]) -> tuple[int, ...] | None:
-        """The shape of the state of a parameter of this shape; None if its rule decides it."""
+        """Return the shape of the state of a parameter of this shape; None if its rule decides it."""
         batch = tuple(param[:-2])
         sizes = dict(zip("nm", reversed(param)))
         match self.kind:

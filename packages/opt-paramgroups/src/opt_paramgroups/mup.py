@@ -38,7 +38,7 @@ class _Traits(NamedTuple):
 
 
 def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam") -> Overrides:
-    """muP overrides for a model `mup_width_mult` times as wide as the one on which its learning rate was tuned.
+    """Return muP overrides for a model `mup_width_mult` times as wide as the one on which its learning rate was tuned.
 
     Hidden parameters have two or more dims and are not embeddings (`is_embedding_parameter`).
 

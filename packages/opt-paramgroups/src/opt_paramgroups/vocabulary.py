@@ -64,7 +64,7 @@ def is_regrouped(param: Tensor, name: str) -> bool:
 def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
     """Return a model's embeddings and output layers, by the `id()` of their parameters, tied parameters included.
 
-    `roots` are its chunks without wrappers.
+    `roots`: the unwrapped model chunks.
 
     Certain are the matrices of `nn.Embedding` and `nn.EmbeddingBag`, parameters tied to them, the weights of the
     modules that the model's `get_input_embeddings()` and `get_output_embeddings()` return, and the last `nn.Linear` if

@@ -93,7 +93,7 @@ class GlobalPlan:
                 may differ.
 
         Raises:
-            CheckpointingException: the layouts do not fit together, or values that must be equal are not.
+            CheckpointingException: the layouts leave gaps, overlap or disagree, or values that must be equal differ.
         """
         tensors = TensorsOfRanks.of(layouts, first_holder_only=first_holder_only)
         repeats = _repeats(tensors)

@@ -156,7 +156,7 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
         lists_values: whether to assign rank 0 a copy of each plain value, for stock readers.
 
     Raises:
-        CheckpointingException: the states of the ranks do not fit together.
+        CheckpointingException: the ranks' shards leave gaps, overlap or disagree in shape.
     """
     cached = held.cached.plan if agreed.is_cached else None
     layouts = cached.layouts if cached else [of_rank.layout for of_rank in contents if of_rank.layout is not None]

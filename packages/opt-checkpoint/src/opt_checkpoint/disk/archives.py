@@ -192,7 +192,7 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
         allowed: classes and functions that the archive may use, as for `torch.serialization.safe_globals`.
 
     Raises:
-        CheckpointCorruptError: it is damaged, or names a global that runs code.
+        CheckpointCorruptError: the archive is corrupt, or references a global that could execute code.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:

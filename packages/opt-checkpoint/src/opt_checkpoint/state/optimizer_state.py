@@ -107,7 +107,7 @@ class OptimizerShapeError(CheckpointValueError, AssertionError):
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
-    """Position of each parameter in the optimizer, by the `id` of its (local) tensor.
+    """Return the position of each parameter in the optimizer, by the `id` of its (local) tensor.
 
     Args:
         optim_params_iter: the parameters in the optimizer's order.

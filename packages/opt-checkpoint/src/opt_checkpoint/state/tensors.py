@@ -138,7 +138,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` as a tensor with the layout of `tensor`: a DTensor if `tensor` is one."""
+    """Return `local` with the layout of `tensor`, as a DTensor if `tensor` is one."""
     if not is_dtensor(tensor):
         return local
     return type(tensor).from_local(
@@ -147,7 +147,7 @@ def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def empty_like_sharded(param: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Memory for a state of a DTensor parameter whose shape is not the parameter's, as a DTensor on its mesh.
+    """Allocate a state of a DTensor parameter whose shape is not the parameter's, as a DTensor on its mesh.
 
     An axis of the parameter that the state keeps, such as the rows of a factored second moment of shape (rows, 1) or
     (rows,), is sharded like the parameter's. All others are replicated.

@@ -302,7 +302,7 @@ class _Chunk(NamedTuple):
 
 
 def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: str) -> None:
-    """Send directories; all ranks call this together. A directory appears when it is complete.
+    """Send directories; all ranks call this together. A directory becomes visible once it is complete.
 
     A rank has one chunk of each of its parcels in memory at a time. A rank that cannot read or write still sends and
     receives its messages, whose bytes are then arbitrary, and all ranks raise its error at the end.

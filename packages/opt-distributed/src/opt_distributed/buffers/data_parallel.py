@@ -176,7 +176,7 @@ class DistributedDataParallel(nn.Module):
     # --- gradients ------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only accumulate gradients inside: for all microbatches except the last."""
+        """Accumulate gradients without reducing them inside: for all microbatches except the last."""
         return self.grad_sync.no_sync()
 
     def start_grad_sync(self, *unused: Any) -> None:
@@ -252,7 +252,7 @@ class DistributedDataParallel(nn.Module):
                 bind_main_grad(self._params[id], accumulator)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """`zero_grad_buffer`, for callers that treat the wrapper as any module; gradients stay in their buffers."""
+        """Call `zero_grad_buffer`, for callers that treat the wrapper as a module; gradients stay in their buffers."""
         self.zero_grad_buffer()
 
     def add_optimizer(self, optimizer: object, ids: Collection[ParamId]) -> None:
@@ -335,7 +335,7 @@ class DistributedDataParallel(nn.Module):
             self.param_sync.wait()
 
     def buffers_of(self, ids: Collection[ParamId]) -> tuple[SyncedBuffer, ...]:
-        """The buffers that hold any of these parameters, for an optimizer of only these.
+        """Return the buffers that hold any of these parameters, for an optimizer of only these.
 
         When all of them are published, their gathers start, independently of other buffers of the chunk.
         """

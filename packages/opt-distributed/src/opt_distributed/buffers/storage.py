@@ -120,22 +120,22 @@ class ParamAndGradBuffer:
         self._watch()
 
     def grad_view(self, id: ParamId) -> Tensor:
-        """The gradient of a parameter, in its shape. A view."""
+        """Return the gradient of a parameter, in its shape, as a view."""
         slot = self._slot_of[id]
         return self.grad_data[slot.start : slot.stop].view(self.params[id].shape)
 
     def grad_bucket(self, index: int) -> Tensor:
-        """(bucket.numel,) The gradients of a bucket, padding included. A view."""
+        """Return the gradients of a bucket (bucket.numel,), padding included, as a view."""
         bucket = self.layout.buckets[index]
         return self.grad_data[bucket.start : bucket.stop]
 
     def grad_piece(self, id: ParamId, of_param: slice) -> Tensor:
-        """The gradient of flat elements of a parameter, in its shape if they are all of it. A view."""
+        """Return a view of the gradient of flat elements of a parameter, in its shape if they are all of it."""
         grad = self.grad_view(id)
         return grad if of_param == slice(0, grad.numel()) else grad.view(-1)[of_param]
 
     def result(self, index: int, rank: int) -> Tensor:
-        """The result of a bucket's reduction on rank `rank`: its shard, or all of it if there is one shard. A view."""
+        """Return a view of a bucket's reduced gradients on rank `rank`: its shard, or all if there is one shard."""
         shard = self.layout.buckets[index].shard(rank if self.layout.num_shards > 1 else 0, self.layout.num_shards)
         return self.grad_data[shard]
 
@@ -169,7 +169,7 @@ class ParamAndGradBuffer:
         return InFlight(stages, f"parameter bucket {index}", device=self.queues, is_staged=is_staged)
 
     def moved(self) -> ParamId | None:
-        """The first parameter that was converted or has left the buffer, so that updates miss it; None if none.
+        """Return the first parameter that was converted or has left the buffer, so that updates miss it; or None.
 
         Fast enough for every step: one comparison of integers, or of dtype and device, for each parameter.
         """

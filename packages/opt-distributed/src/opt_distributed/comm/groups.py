@@ -65,7 +65,7 @@ class ProcessGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
-        """The groups of a mesh with named axes that spans the world; see `AXES`. Collective: all ranks call it.
+        """Return the groups of a mesh with named axes that spans the world; see `AXES`. Collective.
 
         Dense parameters are replicated over the data, context and expert axes, experts over the data and context axes.
         Experts are cut over the tensor axis as dense parameters are.
@@ -98,7 +98,7 @@ class ProcessGroups:
         return tuple(vars(self))
 
     def first_of(self, *roles: str) -> dist.ProcessGroup | None:
-        """The group of the first of `roles` that was set, even to None; None if none of them was set."""
+        """Return the group of the first of `roles` that was set, even to None; None if none of them was set."""
         return next((vars(self)[role] for role in roles if role in vars(self)), None)
 
     def require(self, *roles: str, because: str) -> None:

@@ -214,12 +214,12 @@ class Layout:
         return sum(bucket.params_numel for bucket in self.buckets)
 
     def slots(self) -> Iterator[Slot]:
-        """Every slot, in ascending order."""
+        """Iterate over all slots, in ascending order."""
         for bucket in self.buckets:
             yield from bucket.slots
 
     def owned(self, rank: int) -> Iterator[tuple[int, Piece]]:
-        """The index of a bucket, and a piece in it, for all pieces that rank ``rank`` owns, in ascending order.
+        """Iterate over the pieces that rank ``rank`` owns, in ascending order, each after the index of its bucket.
 
         Every element of every parameter has one owner.
         """
@@ -236,7 +236,7 @@ class Layout:
                     yield index, Piece(slot.id, of_param, slice(low - shard.start, high - shard.start))
 
     def fingerprint(self) -> str:
-        """64 hex digits, equal in every process for equal layouts. Ranks compare them before their first collective."""
+        """Return 64 hex digits, equal in every process for equal layouts, which ranks compare before collectives."""
         digest = sha256(str(self.num_shards).encode())
         for bucket in self.buckets:
             digest.update(f"|{bucket.start}:{bucket.stop}{bucket.cuts or ''}".encode())
@@ -275,7 +275,7 @@ def flat_layout(
     shard_multiple: int = SHARD_MULTIPLE,
     pad_for_high_busbw: bool = False,
 ) -> Layout:
-    """Parameters in reverse registration order, in buckets whose shards ignore parameter boundaries (ZeRO-1).
+    """Place parameters in reverse registration order, in buckets cut into shards anywhere (ZeRO-1).
 
     Reverse, because backward produces the gradients of the last parameters first, so that bucket 0 is full, and
     reduced, first. A bucket closes once it holds ``bucket_size`` elements or more; a shared embedding closes the open
@@ -302,7 +302,7 @@ def flat_layout(
 
 
 def replicated_layout(params: Iterable[ParamShape], *, bucket_size: int | None = None) -> Layout:
-    """Parameters in reverse registration order without padding, one shard: every rank owns everything.
+    """Place parameters in reverse registration order without padding, in one shard: every rank owns everything.
 
     The gradients of a bucket are all-reduced. A shared embedding needs no bucket of its own, because nothing is cut.
 

@@ -252,11 +252,11 @@ class ComputeLayout:
         return prod(self.sizes[self.kept :])
 
     def block(self, slot: ComputeSlot, at: Coordinate) -> Block:
-        """The part of ``slot`` at ``at``, or the union of all parts whose coordinates begin with ``at``."""
+        """Return the part of ``slot`` at ``at``, or the union of all parts whose coordinates begin with ``at``."""
         return slot.matrix.block(self.sizes, at)
 
     def whole(self, slot: ComputeSlot, at: Coordinate) -> Block:
-        """The block of ``slot`` that is one matrix to the rule at ``at``: all of it, except that kept axes cut it."""
+        """Return the block of ``slot`` that is one matrix to the rule at ``at``: all of it, unless kept axes cut it."""
         return self.block(slot, at[: self.kept] if self.computes.gathers else at)
 
     def runs(self, ids: Iterable[ParamId], *, run_numel: int = RUN_NUMEL) -> list[list[ParamId]]:

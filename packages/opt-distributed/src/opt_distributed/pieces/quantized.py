@@ -63,13 +63,13 @@ class QuantizedMain(Main):
         return self.target
 
     def close_(self, *, skip: Tensor | None = None) -> None:
-        """Note the update, which did nothing if `skip` is set: the parameter is written when its source publishes."""
+        """Note the update, which did nothing if `skip` is set. The parameter is written by `publish` of its source."""
         self.is_updated = True
         self.skip = skip
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
-        """Write the main values. The parameter is written when its source publishes."""
+        """Write the main values. The parameter is written when its source calls `publish`."""
         self.target.copy_(value)
         self.close_()
 

@@ -392,7 +392,7 @@ class Stepper:
                 self.last = self._prepared = None  # such a step has no norms
 
     def result(self) -> StepResult:
-        """The result of the last step, or of gradients that are prepared; waits for nothing."""
+        """Return the result of the last step, or of gradients that are prepared, without waiting."""
         outcome = self._outcome()
         return StepResult.later(lambda: self._values(outcome))
 

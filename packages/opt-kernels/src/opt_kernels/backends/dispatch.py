@@ -126,7 +126,7 @@ def _chosen(op: str, function: str, backend: str | None, device: str | None) -> 
 def grad_stats(
     grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0, backend: str | None = None
 ) -> GradStats:
-    """Statistics of `grads` (any shapes, any float dtypes, read only), by the version for their device.
+    """Compute the statistics of `grads` (any shapes, any float dtypes, read only), by the version for their device.
 
     For a `norm_type` other than 2, `sum_of_squares` is the sum of |g|^norm_type; for infinity, the maximum of |g|.
     Raises ValueError unless `norm_type` is above 0, and BackendError for a `backend` that is not available.

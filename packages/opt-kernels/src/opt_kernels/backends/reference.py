@@ -25,7 +25,7 @@ class GradStats(NamedTuple):
 
 
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """Statistics of `grads`, of any shapes and float dtypes, which are only read, in float64.
+    """Compute float64 statistics of `grads`, of any shapes and float dtypes, without modifying them.
 
     `norm_type` p > 0 (infinity included) gives sum |g|^p, or max |g|. Raises ValueError for any other.
     """

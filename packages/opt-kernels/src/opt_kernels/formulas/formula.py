@@ -190,7 +190,7 @@ class Formula:
         return ("p", *(state.name for state in self.states))
 
     def body_and_results(self) -> tuple[list[ast.stmt], list[ast.expr]]:
-        """The statements of the update, and the expressions of its results that are kept."""
+        """Return the statements of the update, and the expressions of its results that are kept."""
         return body_and_results(self.update, self.result_names, dict(self.constants))
 
     @property
@@ -248,11 +248,11 @@ class Formula:
                 )
 
     def with_constants(self, **constants: Constant) -> "Formula":
-        """The formula with these values of choices."""
+        """Return the formula with these values of choices."""
         return _with_constants(self, tuple(constants.items())) if constants else self
 
     def with_defaults(self, **defaults: NumberValue) -> "Formula":
-        """The formula with other defaults of its numbers."""
+        """Return the formula with other defaults of its numbers."""
         known = [number.name for number in self.numbers]
         for name, value in defaults.items():
             if name not in known:
@@ -261,7 +261,7 @@ class Formula:
         return replace(self, numbers=numbers)
 
     def scalars_of(self, hyper: Hyper) -> dict[str, float]:
-        """The scalars for these numbers, computed on the host in float64. Waits for numbers that are device tensors."""
+        """Compute the scalars for these numbers on the host in float64. Waits for numbers that are device tensors."""
         numbers: dict[str, Any] = {}
         for name in self.number_names:
             value = number_of(hyper, name, self)
@@ -275,7 +275,7 @@ class Formula:
             ) from None
 
     def evaluated(self, p: Tensor, states: Mapping[str, Tensor], hyper: Hyper, *, back: bool = False) -> Tensor:
-        """The weights for evaluation, from the trained weights `p` and the states. With `back`, the reverse. Modifies
+        """Compute the evaluation weights from the trained weights `p` and the states, or the reverse. Modifies
         nothing."""
         assert self.evaluation is not None
         function = self.evaluation[back]
@@ -286,7 +286,7 @@ class Formula:
         return result
 
     def updated(self, p: Tensor, g: Tensor, states: Mapping[str, Tensor], scalars: Mapping[str, float]) -> list[Tensor]:
-        """The new main and the new states, computed by torch operations in the dtype of `p`. Modifies nothing."""
+        """Compute the new main and states by torch operations in the dtype of `p`. Modifies nothing."""
         positional, named = parameters_of(self.update)
         constants = dict(self.constants)
         # Tensors of one element: torch would round a Python number differently in each operation.

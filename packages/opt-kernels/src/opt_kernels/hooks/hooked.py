@@ -59,7 +59,7 @@ def described(hooks: Hooks) -> tuple[str, ...]:
 
 
 def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
-    """`rule` with `hooks` applied to its update; `rule` itself if there are none.
+    """Return `rule` with `hooks` applied to its update; `rule` itself if there are none.
 
     Raises HookError for hooks that conflict, or that this rule does not support.
     """

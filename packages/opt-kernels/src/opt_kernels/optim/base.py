@@ -98,11 +98,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         return (self.rule,)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        """The rule that updates `param`, without hooks. It is the same in every step."""
+        """Return the rule that updates `param`, without hooks. It is the same in every step."""
         return for_dtype(self.rule, param)
 
     def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
-        """How a matrix rule treats `param`."""
+        """Return how a matrix rule treats `param`."""
         return MatrixSpec()
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -259,13 +259,13 @@ class RuleOptimizer(torch.optim.Optimizer):
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. After a capture it logs a warning if `upload_groups` was forgotten for an iteration."""
+        """Clear gradients. After a capture, log a warning if `upload_groups` was not called in an iteration."""
         if self._on_device is not None:
             self._on_device.notice_stale_numbers(self.param_groups)
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's form. States are saved decoded, so that any choice of codecs or mains can load them.
+        """Return the state in torch's form, decoded, so that any choice of codecs or mains can load it.
 
         States that need no decoding share their memory with those of the optimizer, as in torch.
         """

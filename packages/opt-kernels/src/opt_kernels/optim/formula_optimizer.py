@@ -54,7 +54,7 @@ class FormulaOptimizer(RuleOptimizer):
         super().__init__(values["params"], rule, defaults, flags=flags, **common)
 
     def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
-        """The rule for these arguments."""
+        """Return the rule for these arguments."""
         numbers = {number.name for number in self.formula.numbers}
         others = {"params", "mains", "max_norm", "hooks", *FLAGS, *numbers}
         # As in torch, None leaves a choice at its default.
@@ -62,7 +62,7 @@ class FormulaOptimizer(RuleOptimizer):
         return elementwise(self.formula, **options | {"maximize": bool(values["maximize"])})
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """As for every drop-in. Also refuses numbers that the formula never reads, see `Formula.check_unread`."""
+        """Add a group as in torch. Refuse numbers that the formula never reads, see `Formula.check_unread`."""
         if isinstance(param_group, dict):
             values = {**self.defaults, **param_group}
             self.formula.check_numbers(values)
@@ -81,7 +81,7 @@ class NAdamOptimizer(FormulaOptimizer):
     """NAdam. It computes the product of mu(1) to mu(t) from t; torch.optim.NAdam needs it in its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's form, with `mu_product` (0-d, float32) of every parameter that has state."""
+        """Return the state in torch's form, with `mu_product` (0-d, float32) of every parameter that has state."""
         packed = super().state_dict()
         for group in packed["param_groups"]:
             q = 0.96 ** group["momentum_decay"]
@@ -105,7 +105,7 @@ class MomentumOptimizer(FormulaOptimizer):
         return replace(rule, formula=checked.formula)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        """The rule with a momentum buffer if the group has momentum, or had it when the state was created."""
+        """Return the rule: with a momentum buffer if the group has momentum, or had it when the state was created."""
         has_buffer = bool(group["momentum"]) or MOMENTUM in self.state.get(param, {})
         formula = self.rule.formula.with_constants(has_momentum=has_buffer)
         return for_dtype(replace(self.rule, formula=formula), param)
@@ -209,7 +209,7 @@ class AveragedOptimizer(FormulaOptimizer):
         return self.formula.evaluated(values, states, hyper, back=back)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's form. In evaluation mode it includes the trained weights, which a load restores."""
+        """Return the state in torch's form, in evaluation mode with the trained weights, which a load restores."""
         # A remainder completes the trained parameter, not the averaged one.
         is_shown = self._shown == self._versions()
         averaged = {param: local(param).detach().clone() for param in self._trained}

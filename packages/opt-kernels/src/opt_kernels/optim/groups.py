@@ -214,7 +214,7 @@ def loaded_groups(
 ) -> list[ParamGroup]:
     """`saved` with the parameters, names and hooks of `groups`, and with `defaults` for missing entries.
 
-    Raises StateDictError if the numbers of groups or parameters differ, and for options of torch.optim that are not
+    Raises StateDictError if the number of groups or parameters differs, and for options of torch.optim that are not
     supported.
     """
     sizes, saved_sizes = ([len(group["params"]) for group in of] for of in (groups, saved))

@@ -196,7 +196,7 @@ class MatrixOptimizer(RuleOptimizer):
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        """The rule for these numbers and options, given by their names as arguments."""
+        """Return the rule for these numbers and options, given by their names as arguments."""
         known = (*cls.options, *(field.name for field in fields(cast(Any, cls.rule_class)) if field.name == "backend"))
         return made(cls.rule_class, {name: given[name] for name in known})
 

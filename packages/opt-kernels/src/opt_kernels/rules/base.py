@@ -57,7 +57,7 @@ class Rule(Protocol):
         ...
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """The state before the first step, for one parameter (or run of elements) of the shape and device of `main`.
+        """Return the state before the first step of a parameter (or run of elements) with the shape and device of `main`.
 
         With states that depend on how rows are split (`StateSpec.by_part`), it takes a `MatrixSpec`, too.
         """
@@ -92,7 +92,7 @@ class MatrixRule(Rule, Protocol):
         ...
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """The directions (len(tasks), *shape) of matrices of one layout and batch, from the results of `prepare_`.
+        """Compute directions (len(tasks), *shape) of matrices of one layout and batch, from the results of `prepare_`.
 
         Writes the states of the tasks that are declared as `whole`.
         """
@@ -185,11 +185,11 @@ class WholeMatrices(MatrixRule):
 
     @property
     def codecs(self) -> dict[str, StateCodec]:
-        """Empty: states are stored without encoding."""
+        """Return no codecs: states are stored unencoded."""
         return {}
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """Zeros, in the shapes that `state_specs` declare. Raises MatrixError for a parameter that is not a matrix."""
+        """Return zeros in the shapes that `state_specs` declare. Raises MatrixError for a parameter that is not a matrix."""
         check_shape(main.shape)
         states = {}
         for spec in self.state_specs:
@@ -215,7 +215,7 @@ class WholeMatrices(MatrixRule):
                     self.apply_(task, update, None)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """p <- p - lr wd p - lr update."""
+        """Update in place: p <- p - lr wd p - lr update."""
         hyper, work = task
         if not skipped(skip):
             main = read_main(work)

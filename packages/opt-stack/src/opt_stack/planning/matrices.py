@@ -244,7 +244,7 @@ def place_matrices(
 
 
 def tensor_parallel(comm: Comm) -> TensorParallel:
-    """Return the group of ranks that hold equal parts of a matrix, as the callables that a rule takes."""
+    """Return the process group over which a matrix is evenly split, as the callables that rules expect."""
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
         total = x.contiguous().clone()

@@ -64,7 +64,7 @@ class Decisions(NamedTuple):
 
 
 class ShardedStates(torch.optim.Optimizer):
-    """The sharded state of `Optimizer`, and what its state dicts read."""
+    """The sharded state behind `Optimizer`'s state dicts."""
 
     stepper: Stepper
     recorder: Recorder
