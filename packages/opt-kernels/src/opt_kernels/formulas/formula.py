@@ -275,8 +275,10 @@ class Formula:
             ) from None
 
     def evaluated(self, p: Tensor, states: Mapping[str, Tensor], hyper: Hyper, *, back: bool = False) -> Tensor:
-        """Compute the evaluation weights from the trained weights `p` and the states, or the reverse. Modifies
-        nothing."""
+        """Compute the evaluation weights from the trained weights `p` and the states, or the reverse.
+
+        Modifies nothing.
+        """
         assert self.evaluation is not None
         function = self.evaluation[back]
         names, numbers = parameters_of(function)

@@ -57,7 +57,7 @@ class Rule(Protocol):
         ...
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """Return the state before the first step of a parameter (or run of elements) with the shape and device of `main`.
+        """Return the state before the first step of a parameter or run of elements, in the shape and device of `main`.
 
         With states that depend on how rows are split (`StateSpec.by_part`), it takes a `MatrixSpec`, too.
         """
@@ -189,7 +189,7 @@ class WholeMatrices(MatrixRule):
         return {}
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """Return zeros in the shapes that `state_specs` declare. Raises MatrixError for a parameter that is not a matrix."""
+        """Return zeros in the shapes of `state_specs`. Raises MatrixError for a parameter that is not a matrix."""
         check_shape(main.shape)
         states = {}
         for spec in self.state_specs:
