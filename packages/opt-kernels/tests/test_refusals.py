@@ -208,7 +208,7 @@ def test_capturable_steps_that_cannot_be_replayed_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_an_optimizer_of_another_library_is_answered_by_what_works(name: str) -> None:
+def test_an_optimizer_of_another_library_is_answered(name: str) -> None:
     """`from opt_kernels import AdamW8bit` said that it cannot be imported."""
     with pytest.raises(ImportError, match=f"opt_kernels has no {name}; write ") as caught:
         getattr(opt_kernels, name)

@@ -48,7 +48,7 @@ EXPRESSIONS = {
     "stretch": "stretch(linear(1.0, 0.0, steps=50), 2)",
     "rescale": "rescale(linear(1.0, 0.0, steps=100), old_batch=1, new_batch=3, done=40)",
     "extend": "extend(cosine(1.0, 0.1, steps=60), at=30, steps=100)",
-    "extend (WSD)": "extend(wsd(1.0, steps=60, warmup_steps=10, decay_steps=20), at=30, steps=100)",
+    "extend_wsd": "extend(wsd(1.0, steps=60, warmup_steps=10, decay_steps=20), at=30, steps=100)",
     "WarmupDecayLR": 'get_schedule("WarmupDecayLR", warmup_max_lr=1.0, total_num_steps=100, warmup_num_steps=30)',
     "get_schedule": 'get_schedule("cosine_restarts", peak=1.0, steps=100, warmup_steps=10, cycles=3, decay=0.7)',
     "sum": "linear(0.5, 0.0, steps=100) + cyclic(0.0, 0.4, up_steps=5, down_steps=10)",

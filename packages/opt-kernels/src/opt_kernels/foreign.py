@@ -22,16 +22,18 @@ ARGUMENTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-CLASSES: Mapping[str, str] = MappingProxyType(
-    {
-        **{f"{name}8bit": f"opt_kernels.{name}(params, {_CODES})" for name in ("Adam", "AdamW")},
-        **{f"Paged{name}8bit": f"opt_kernels.{name}(params, {_CODES}); {_PAGED}" for name in ("Adam", "AdamW")},
-        **{f"Paged{name}": f"opt_kernels.{name}; {_PAGED}" for name in ("Adam", "AdamW", "Lion")},
-        **{f"{name}Fp8": f"opt_kernels.{name}(params, {_FP8})" for name in ("Adam", "AdamW")},
-        "Lion8bit": "opt_kernels.Lion(params, exp_avg_dtype=torch.int8)",
-        "PagedLion8bit": f"opt_kernels.Lion(params, exp_avg_dtype=torch.int8); {_PAGED}",
-        "SGD8bit": "opt_kernels.SGD(params, momentum=0.9, momentum_buffer_dtype=torch.int8)",
-        "FusedAdam": "opt_kernels.AdamW, or Adam for adam_w_mode=False",
-        "DeepSpeedCPUAdam": "opt_kernels.AdamW, which runs on CPUs too",
-    }
-)
+_CLASSES = {
+    "Adam8bit": f"opt_kernels.Adam(params, {_CODES})",
+    "AdamW8bit": f"opt_kernels.AdamW(params, {_CODES})",
+    "AdamFp8": f"opt_kernels.Adam(params, {_FP8})",
+    "AdamWFp8": f"opt_kernels.AdamW(params, {_FP8})",
+    "Lion8bit": "opt_kernels.Lion(params, exp_avg_dtype=torch.int8)",
+    "SGD8bit": "opt_kernels.SGD(params, momentum=0.9, momentum_buffer_dtype=torch.int8)",
+    "FusedAdam": "opt_kernels.AdamW, or Adam for adam_w_mode=False",
+    "DeepSpeedCPUAdam": "opt_kernels.AdamW, which runs on CPUs too",
+}
+_ON_PAGES = {
+    **{f"Paged{name}": f"{_CLASSES[name]}; {_PAGED}" for name in ("Adam8bit", "AdamW8bit", "Lion8bit")},
+    **{f"Paged{name}": f"opt_kernels.{name}; {_PAGED}" for name in ("Adam", "AdamW", "Lion")},
+}
+CLASSES: Mapping[str, str] = MappingProxyType(_CLASSES | _ON_PAGES)
