@@ -29,7 +29,7 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.run.ranks import Turns, from_all, from_rank_0, through_rank_0
+from opt_checkpoint.run.ranks import Turns, from_all, from_rank_0, own_and_distinct, through_rank_0
 
 
 class Counted(ThreadRanks):
@@ -85,6 +85,20 @@ def test_layouts_go_to_rank_0_only_and_a_cached_plan_sends_none(tmp_path: Path) 
     first, later = (counted(2, saving(tmp_path / n, caches, lambda rank: many(rank, 200))) for n in ("2", "3"))
     assert first[0] == few[0], "what all ranks receive depends on the number of tensors"
     assert first[1][1] > 200 * 40 > 10 * later[1][1]
+
+
+def test_equal_values_are_sent_by_the_first_rank_that_has_them() -> None:
+    """Every replica sent all names of a described optimizer to every rank."""
+    names = [f"layers.{number}.weight" for number in range(500)]
+
+    def describe(ranks: Any) -> object:
+        own = [*names, ranks.rank // 2]  # two replicas of each part
+        return own_and_distinct(ranks, lambda: own, lambda value: value, "it")
+
+    sent = counted(4, describe)
+    assert [kind for kind, _ in sent] == ["from_all"] * 2
+    assert sum(size for _, size in sent) < 1000
+    assert on_threads(4, describe) == [([*names, rank // 2], [[*names, n // 2] for n in range(4)]) for rank in range(4)]
 
 
 @pytest.mark.parametrize("in_background", [False, True])

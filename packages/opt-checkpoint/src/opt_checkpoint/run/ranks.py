@@ -8,6 +8,7 @@ process group take turns.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import time
 import traceback
@@ -253,6 +254,21 @@ def own_and_all(ranks: Ranks, compute: Callable[[], T], send: Callable[[T], S], 
 
     per_rank = from_all(ranks, sent, what)
     return own[0], per_rank
+
+
+def own_and_distinct(ranks: Ranks, compute: Callable[[], T], send: Callable[[T], S], what: str) -> tuple[T, list[S]]:
+    """As `own_and_all`, but of ranks with equal values only the first sends it. Two exchanges.
+
+    So what is sent does not grow with the number of ranks that hold the same parameters.
+
+    Raises:
+        CheckpointingException: some rank raised an error.
+    """
+    digest_of = lambda value: hashlib.sha256(pickle.dumps(send(value))).digest()
+    own, digests = own_and_all(ranks, compute, digest_of, what)
+    firsts = [digests.index(digest) for digest in digests]
+    per_rank: list[Any] = from_all(ranks, lambda: send(own) if firsts[ranks.rank] == ranks.rank else None, what)
+    return own, [per_rank[first] for first in firsts]
 
 
 def on_all(ranks: Ranks, compute: Callable[[], T], what: str) -> T:

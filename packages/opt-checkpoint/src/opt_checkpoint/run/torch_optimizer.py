@@ -28,7 +28,7 @@ from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.optimizer_params import NamedParam, named_params, names_by_group, on_all_ranks
-from opt_checkpoint.run.ranks import Ranks, from_all, on_all, own_and_all, ranks_of, same_location
+from opt_checkpoint.run.ranks import Ranks, from_all, on_all, own_and_distinct, ranks_of, same_location
 from opt_checkpoint.run.save_load import carry_out_load, opened_everywhere
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer, with_current_names
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
@@ -90,7 +90,7 @@ def sharded_optimizer(
         per_rank = [recorded]
     else:
         recorded_of = lambda described: described[1]
-        (tensors, _), per_rank = own_and_all(ranks_of(None), describe, recorded_of, "describing an optimizer")
+        (tensors, _), per_rank = own_and_distinct(ranks_of(None), describe, recorded_of, "describing an optimizer")
     plain_states, state_names, shapes, names = zip(*per_rank)
     parts = {
         "state": tensors,
