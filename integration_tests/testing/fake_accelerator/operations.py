@@ -145,7 +145,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
             run(*held)
             self.memory.done(used)
 
-        return Task(name, work)
+        return Task(name, work, seconds=self._current().world.rates(name, given))
 
     def _computed_on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = func(*args, **kwargs)

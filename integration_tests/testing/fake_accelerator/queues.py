@@ -34,6 +34,7 @@ class Task:
     run: Callable[[], None] | None = None  # None: a wait
     after: "tuple[Event, ...]" = ()
     meeting: "Meeting | None" = None  # with tasks of other ranks, which run at the same time
+    seconds: float = 0.0  # on the clock of a world with `Rates`
 
 
 class Queue:
@@ -45,6 +46,7 @@ class Queue:
         self.name = name
         self.tasks: deque[Task] = deque()
         self.num_done = 0
+        self.ends = [0.0]  # when each task ended, by the clock; first, when the queue began
         world.queues.append(self)
 
     def push(self, task: Task) -> None:
@@ -60,8 +62,14 @@ class Queue:
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
-    def pop(self) -> Task:
+    def earliest(self, task: Task) -> float:
+        """When the task at the head may begin, by the clock."""
+        return max([self.ends[-1], *(event.time for event in task.after)])
+
+    def pop(self, end: float) -> Task:
+        """Remove the task at the head, which ends at `end`."""
         self.num_done += 1
+        self.ends.append(end)
         return self.tasks.popleft()
 
 
@@ -75,6 +83,11 @@ class Event:
     @property
     def is_complete(self) -> bool:
         return self._queue.num_done >= self._position
+
+    @property
+    def time(self) -> float:
+        """When it was reached, by the clock; it is complete."""
+        return self._queue.ends[self._position]
 
     def synchronize(self) -> None:
         self._queue.world.block_until(lambda: self.is_complete, self._queue.rank)
@@ -97,12 +110,19 @@ class Meeting:
         )
 
     def execute(self) -> None:
+        begin = max(queue.earliest(task) for queue, task in self.members)
+        end = begin + max(task.seconds for _, task in self.members)
         for queue, task in self.members:
-            queue.pop()
+            queue.pop(end)
             if task.run is not None:
                 task.run()
         self.run([self.payloads[rank] for rank in range(self.size)])
         self.payloads.clear()
+
+
+Rates = Callable[[str, Any], float]
+"""Seconds that a task takes, by its name and what it is given. Streams, events and collectives decide when it begins,
+and not the order in which the world happens to run it."""
 
 
 class World:
@@ -115,8 +135,10 @@ class World:
         seed: int,
         eagerness: float | None = None,
         at_once: Callable[[], AbstractContextManager[None]] = nullcontext,
+        rates: Rates = lambda name, given: 0.0,
     ):
         self.size = size
+        self.rates = rates
         self.at_once = at_once  # context in which tasks run
         self.random = Random(seed)
         self.eagerness = self.random.choice(EAGERNESS) if eagerness is None else eagerness
@@ -141,7 +163,7 @@ class World:
         with self.at_once():
             if meeting is not None:
                 meeting.execute()
-            elif (run := queue.pop().run) is not None:
+            elif (run := queue.pop(queue.earliest(queue.tasks[0]) + queue.tasks[0].seconds).run) is not None:
                 run()
         self.moved()
         return True

@@ -14,13 +14,31 @@ from torch import Tensor
 from fake_accelerator.graphs import CaptureError, DeferredGraph
 from fake_accelerator.memory import AtOnce, Memory, poison_
 from fake_accelerator.operations import Deferring
-from fake_accelerator.queues import Event, Meeting, Queue, Stopped, World
+from fake_accelerator.queues import Event, Meeting, Queue, Rates, Stopped, World
 from opt_distributed.comm import Op
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Pending, Sizes, zeros
 from opt_distributed.comm.device import Graph
 
 _rank = threading.local()  # the device of this thread's rank
+
+
+class CapturedStream:
+    """All streams of a capture, and the events on them: a replay queues the work in the order in which it was recorded,
+    one of those that forks and joins allow."""
+
+    def record_event(self) -> "CapturedStream":
+        return self
+
+    def wait_event(self, event: Any) -> None:
+        if event is not self:
+            raise CaptureError("a wait for an event that was recorded before the capture")
+
+    def synchronize(self) -> None:
+        raise CaptureError("a wait of the host while a graph is captured")
+
+
+CAPTURED = CapturedStream()
 
 
 class DeferredDevice(devices.Device):
@@ -38,13 +56,11 @@ class DeferredDevice(devices.Device):
         self.memory = Memory(self._compute)
         self.mode = Deferring(self.memory, lambda: self._current)
 
-    def current_stream(self) -> Queue:
-        self._check_not_capturing("an event of a stream")
-        return self._current
+    def current_stream(self) -> Any:
+        return self._current if self.mode.recording is None else CAPTURED
 
-    def side_stream(self) -> Queue:
-        self._check_not_capturing("an event of a stream")
-        return self._side
+    def side_stream(self) -> Any:
+        return self._side if self.mode.recording is None else CAPTURED
 
     def graph(self) -> Graph:
         return DeferredGraph(self.mode)
@@ -52,7 +68,7 @@ class DeferredDevice(devices.Device):
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         before = self._current
-        self._current = stream
+        self._current = before if stream is CAPTURED else stream
         try:
             yield
         finally:
@@ -123,6 +139,11 @@ class DeferredDevice(devices.Device):
     def _check_not_capturing(self, what: str) -> None:
         if self.mode.recording is not None:
             raise CaptureError(f"{what} while a graph is captured")
+
+    def seconds(self) -> float:
+        """Wait for everything that this rank has queued, and read the clock."""
+        self.synchronize()
+        return max(queue.ends[-1] for queue in self.world.queues if queue.rank == self.rank)
 
     def synchronize(self) -> None:
         """Return once everything that this rank has queued has run."""
@@ -237,20 +258,25 @@ class DeferredRank:
 
 
 def run_deferred(
-    size: int, rank_main: Callable[[DeferredRank], Any], *, seed: int, eagerness: float | None = None
+    size: int,
+    rank_main: Callable[[DeferredRank], Any],
+    *,
+    seed: int,
+    eagerness: float | None = None,
+    rates: Rates = lambda name, given: 0.0,
 ) -> list[Any]:
     """Run `rank_main` once per rank, on devices that run their work later, in an order that `seed` determines.
 
     Returns the results in rank order, once all work has run. All tensors are on the device, except those of
     `Device.pinned_like` and `host_empty`, those computed from these alone, and those made inside `Device.on_host`.
     `eagerness` is the probability that queued work runs before the host continues, drawn at random if it is not given;
-    at 1, work runs as soon as it can.
+    at 1, work runs as soon as it can. `rates` are those of the clock that `DeferredDevice.seconds` reads.
 
     Raises:
         The first rank's error.
         DeadlockError: all ranks wait, for collectives that another rank never calls or in another order.
     """
-    world = World(size, seed=seed, eagerness=eagerness, at_once=AtOnce)
+    world = World(size, seed=seed, eagerness=eagerness, at_once=AtOnce, rates=rates)
     groups: dict[tuple[int, ...], _Group] = {}
     ranks = [DeferredRank(world, rank, groups) for rank in range(size)]
     results: list[Any] = [None] * size
