@@ -102,6 +102,7 @@ def four() -> dict[Any, list[Any]]:
     jobs |= {f"beside {write}": Job(ranks.write_beside_steps, (rule, write)) for write, rule in BESIDE.items()}
     jobs |= {f"unmoved {write}": Job(ranks.write_beside_steps, (BESIDE[write], "nothing")) for write in BESIDE}
     jobs["built late"] = Job(ranks.step_after_a_forward)
+    jobs["two hops"] = Job(ranks.train_in_two_hops, (MUON, EVEN, fsdp))
     return run_jobs(4, jobs)
 
 
@@ -119,6 +120,12 @@ def test_cut_matrices_take_the_step_of_whole_ones(name: str, four: Any) -> None:
         # Adam on other runs of elements: in the lanes of a vector, or left over.
         assert_close(got.weights, want.weights, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(got.norms, want.norms, rtol=1e-6, atol=0)
+
+
+def test_two_hops_have_the_bits_of_one_process(four: Any) -> None:
+    want = train(MUON, EVEN)
+    for got in four["two hops"]:
+        assert all(torch.equal(got.weights[param], want.weights[param]) for param in MATRICES)
 
 
 def test_fsdp_ranks_together_hold_the_state_of_one_process(four: Any) -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -197,6 +198,12 @@ def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks
     norms = [run.step(step) for step in range(STEPS)]
     numel = sum(t.numel() for unit in run.optimizer.stepper.units for p in unit.pieces for t in p.state.values())
     return Trained(run.weights(), norms, numel, run.optimizer.plan.state_bytes())
+
+
+def train_in_two_hops(*case: Any) -> Trained:
+    """As `train`; more than two ranks are reached in two hops, by groups that only their members make."""
+    with patch("opt_stack.planning.matrices.MAX_PEERS", 2):
+        return train(*case)
 
 
 def record(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut) -> StepStats:

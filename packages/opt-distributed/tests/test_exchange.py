@@ -42,8 +42,8 @@ GRIDS = {
 }
 
 
-def run_grid(grid: Grid, rank_main: Callable[[Callable[[Computes], ComputeStage]], Any]) -> list[Any]:
-    """Runs `rank_main(stage of)`, on every rank; ranks count along the last axis first."""
+def run_grid(grid: Grid, rank_main: Callable[[ComputeStage], Any]) -> list[Any]:
+    """Runs `rank_main(stage)`, on every rank; ranks count along the last axis first."""
     coordinates = list(itertools.product(*map(range, grid.sizes)))
     worlds: dict[Any, World] = {}
     for at in coordinates:
@@ -54,12 +54,8 @@ def run_grid(grid: Grid, rank_main: Callable[[Callable[[Computes], ComputeStage]
     def start(world: ThreadComm) -> Any:
         at = coordinates[world.rank]
         comms = [ThreadComm(worlds[axis, at[:axis], at[axis + 1 :]], index) for axis, index in enumerate(at)]
-
-        def stage_of(computes: Computes) -> ComputeStage:
-            layout = compute_layout(matrices, sizes=grid.sizes, computes=computes, kept=grid.kept)
-            return ComputeStage(layout, list(map(RecordingComm, comms)), of_whole={})
-
-        return rank_main(stage_of)
+        layout = compute_layout(matrices, sizes=grid.sizes, computes=Computes.OWNER, kept=grid.kept)
+        return rank_main(ComputeStage(layout, list(map(RecordingComm, comms)), of_whole={}))
 
     return run_threads(len(coordinates), start)
 
@@ -72,23 +68,22 @@ def block(stage: ComputeStage, id: ParamId, at: tuple[int, ...]) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("computes", [Computes.OWNER, Computes.EVERY])
 @pytest.mark.parametrize("name", GRIDS)
-def test_whole_matrices_reach_their_owner_and_parts_return(name: str, computes: Computes) -> None:
-    """Uneven parts and empty ones included. What goes back is another tensor: it comes from the whole. With owners, a
-    gather and a scatter are an exchange each along an axis, which carries every part once."""
+def test_whole_matrices_reach_their_owner_and_parts_return(name: str) -> None:
+    """Uneven parts and empty ones included. What goes back is another tensor: it comes from the whole. A gather and a
+    scatter are an exchange each along an axis, which carries every part once."""
     grid = GRIDS[name]
 
-    def rank_main(stage_of: Callable[[Computes], ComputeStage]) -> list[ParamId]:
-        stage = stage_of(computes)
+    def rank_main(stage: ComputeStage) -> list[ParamId]:
         parts = {id: block(stage, id, stage.at) for id in IDS}
-        wholes = stage.gather(parts)
+        wholes = stage.start_gather(parts).finish()
         for id, whole in wholes.items():
             assert torch.equal(whole, block(stage, id, stage.at[: grid.kept]))
-        back = stage.scatter({id: 2 * whole for id, whole in wholes.items()}, like=parts)
+        doubled = {id: 2 * whole for id, whole in wholes.items()}
+        back = stage.start_scatter(doubled, ids=IDS, like=parts[IDS[0]]).finish()
         assert all(torch.equal(back[id], 2 * part) for id, part in parts.items())
         assert list(wholes) == [id for id in wholes if stage.computes(id)]
-        if name == "rows" and computes is Computes.OWNER:
+        if name == "rows":
             (comm,) = stage.comms
             assert isinstance(comm, RecordingComm)
             numel = max(sum(part.numel() for part in parts.values()), sum(whole.numel() for whole in wholes.values()))
@@ -97,7 +92,7 @@ def test_whole_matrices_reach_their_owner_and_parts_return(name: str, computes: 
         return list(wholes)
 
     computed = [id for ids in run_grid(grid, rank_main) for id in ids]
-    times = torch.Size(grid.sizes[: grid.kept] if computes is Computes.OWNER else grid.sizes).numel()
+    times = torch.Size(grid.sizes[: grid.kept]).numel()
     assert {id: computed.count(id) for id in IDS} == dict.fromkeys(IDS, times)
 
 
@@ -112,8 +107,7 @@ def tasks_of(stage: ComputeStage) -> list[Task]:
 def test_runs_have_one_order_for_any_order_of_tasks() -> None:
     """Rows of the hyper table come in the order of a rank's own parameters."""
 
-    def rank_main(stage_of: Callable[[Computes], ComputeStage]) -> list[list[ParamId]]:
-        stage = stage_of(Computes.OWNER)
+    def rank_main(stage: ComputeStage) -> list[list[ParamId]]:
         tasks = tasks_of(stage)[:: 1 if stage.at == (0,) else -1]
         return [[exchange.matrix_of(task.work) for task in run] for run in stage.runs(tasks)]
 
@@ -140,9 +134,14 @@ def num_calls(size: int) -> int:
     layout = compute_layout(matrices, sizes=(size,), computes=Computes.OWNER)
     stage = ComputeStage(layout, [Pretended(size)], of_whole={})
     parts = {id: torch.zeros(1, 4) for id in ids}
-    stage.scatter(stage.gather(parts), like=parts)
+
+    def exchange_both_ways() -> None:
+        wholes = stage.start_gather(parts).finish()
+        stage.start_scatter(wholes, ids=ids, like=parts[ids[0]]).finish()
+
+    exchange_both_ways()
     profile = cProfile.Profile()
-    profile.runcall(lambda: stage.scatter(stage.gather(parts), like=parts))
+    profile.runcall(exchange_both_ways)
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 

@@ -164,6 +164,36 @@ def test_blocks_and_whole_matrices_do_not_continue_each_other(before: str, after
     run_threads(2, resume)
 
 
+def test_state_of_every_parallel_rank_loads_on_the_owner() -> None:
+    """Earlier versions updated a matrix of "duplicated" on all ranks, each of which kept its second moments."""
+
+    def trained(tp: Comm, before: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        model = nn.Module()
+        model.register_parameter("w", nn.Parameter(torch.ones(4, 4)))
+        vars(model.w).update(tensor_model_parallel=True, partition_dim=0)
+        fields = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"}
+        config = OptimizerConfig(lr=1e-2, muon_tp_mode="layer_sharded", **fields)
+        axes = Axes(dp=Alone(), tp=tp)
+        optimizer = get_optimizer(config, [model], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=tp))
+        if before is not None:
+            optimizer.load_state_dict(before)
+        model.w.grad = torch.ones(4, 4)
+        optimizer.step()
+        return copy.deepcopy(optimizer.state_dict())
+
+    def resume(tp: Comm) -> None:
+        own = trained(tp)
+        of_owner = tp.gather_objects(own["state"][0])[0]
+        whole = {name: value for name, value in of_owner.items() if name not in ("step", "momentum_buffer@0of2")}
+        old = {**own, "state": {0: {**own["state"][0], **whole}}}
+        assert (len(own["state"][0]), len(old["state"][0])) == (2 + (tp.rank == 0), 3)
+        for found, expected in zip(trained(tp, old)["state"].values(), trained(tp, own)["state"].values(), strict=True):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+
+    run_threads(2, resume)
+
+
 def test_choices_that_only_round_differently_are_not_recorded() -> None:
     state = saved({})
     assert "order" not in str(state["param_groups"][0]["choices"])

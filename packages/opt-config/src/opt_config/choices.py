@@ -40,6 +40,7 @@ class WholeParams:
     """Whole matrices assigned to ranks (layer-wise). Parameters of elementwise rules are sharded as in `FlatShards`."""
 
     overlap_gather: bool  # gather parameters before use in the next forward
+    by_owner: bool = False  # a matrix has one owner among tensor-parallel ranks, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

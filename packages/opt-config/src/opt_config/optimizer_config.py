@@ -118,8 +118,9 @@ class OptimizerConfig(Configuration):
     """Number of Newton-Schulz steps."""
     muon_tp_mode: str = "blockwise"
     """How a tensor-parallel matrix is orthogonalised: the local block only, so that updates depend on the number of
-    tensor-parallel ranks (blockwise), the whole matrix on every rank (duplicated), or the whole matrix with the work
-    divided over the ranks (distributed). No effect without tensor parallelism."""
+    tensor-parallel ranks (blockwise), the whole matrix on one rank (duplicated or layer_sharded, two names of one
+    mode), or the whole matrix with its work divided over the ranks (distributed). No effect without tensor
+    parallelism."""
     muon_extra_scale_factor: float = 1.0
     """Factor of Muon's update."""
     muon_scalar_optimizer: str = "adam"
@@ -239,7 +240,8 @@ class OptimizerConfig(Configuration):
     def sharding(self) -> choices.Sharding:
         """Which part of the optimizer state this rank keeps."""
         if self.use_layer_wise_distributed_optimizer:
-            return choices.WholeParams(overlap_gather=self.overlap_param_gather)
+            by_owner = self.muon_tp_mode in ("duplicated", "layer_sharded")
+            return choices.WholeParams(overlap_gather=self.overlap_param_gather, by_owner=by_owner)
         if self.use_distributed_optimizer:
             return choices.FlatShards(
                 overlap_gather=self.overlap_param_gather,

@@ -208,7 +208,7 @@ _WORDS = {
     "muon_scale_mode": "spectral unit_rms_norm shape_scaling match_rms_adamw mup",
     "muon_fp32_matmul_prec": "highest high medium",
     "muon_coefficient_type": "simple quintic polar_express cans deepseekv4 cubic5 aol",
-    "muon_tp_mode": "blockwise duplicated distributed",
+    "muon_tp_mode": "blockwise duplicated layer_sharded distributed",
     "muon_scalar_optimizer": "adam lion",
     "soap_order": "paper megatron",
     "adaptive_muon_moment2_method": "adamuon adamuon_paper normuon namo",

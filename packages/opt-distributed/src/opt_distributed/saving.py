@@ -201,6 +201,8 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, need
             "reload_model_params(fp32_state_dict) after it"
         )
     known = {STEP, *piece.main.extra(), *found.values()}
+    if piece.stage is not None:  # earlier versions kept state of whole matrices on all tensor-parallel ranks
+        known |= {_saved_name(piece, spec) for spec in unit.rule.state_specs if spec.whole}
     unknown = [name for name in saved if name not in known]
     if unknown:
         raise StateError(
@@ -409,7 +411,7 @@ def _whole(param: ShardedParam, piece: OwnedPiece, rows: Rows) -> ShardedParam |
                 segments.append(replace(segment, row_start=row_start, row_stop=row_stop, global_offset=offset))
         if not segments:
             return None
-        replica_id = param.replica_id if stage.counts(piece.id) else 1
+        replica_id = param.replica_id if stage.computes(piece.id) else 1
         shape = block.shape
         return ShardedTensorFactory(param.key, None, segments=tuple(segments), local_shape=shape, replica_id=replica_id)
     prepended = param.prepend_axis_num
@@ -417,7 +419,7 @@ def _whole(param: ShardedParam, piece: OwnedPiece, rows: Rows) -> ShardedParam |
         return None
     offset = (*param.global_offset[:prepended], *block.offset)
     whole = replace(param, data=None, local_shape=block.shape, global_offset=offset, axis_fragmentations=None)
-    if not stage.counts(piece.id):
+    if not stage.computes(piece.id):
         whole = replace(whole, replica_id=1, may_repeat=False)
     return whole
 

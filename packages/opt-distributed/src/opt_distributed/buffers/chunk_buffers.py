@@ -14,7 +14,7 @@ from opt_config import DistributedDataParallelConfig, FlatShards, OptimizerConfi
 from opt_distributed.buffers.bucket import Reduction
 from opt_distributed.buffers.grad_sync import GradSync
 from opt_distributed.buffers.param_sync import ParamSync
-from opt_distributed.buffers.param_wires import Fp8ThroughGrads, check_gathered_in_fp8
+from opt_distributed.buffers.param_wires import Fp8ThroughGrads, InOrder, check_gathered_in_fp8
 from opt_distributed.buffers.planner import BufferPlan, WorldSizes, default_bucket_size, plan_buffers
 from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer
 from opt_distributed.buffers.stored import check_apart, check_unbound
@@ -93,6 +93,11 @@ class SyncedBuffer:
         """
         if self.memory.wire is not None:
             self._param_sync.publish(self.memory, together=self._together)
+
+    def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
+        """See `BucketPublisher`."""
+        together = self._together
+        return None if self.memory.wire is None else self._param_sync.begin_gathers(self.memory, ids, together=together)
 
     @property
     def through_grads(self) -> Fp8ThroughGrads | None:

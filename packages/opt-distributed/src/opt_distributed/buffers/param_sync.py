@@ -23,9 +23,11 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
+from opt_distributed.buffers.param_wires import InOrder
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wires import CollectiveError, InFlight
 from opt_distributed.comm.collectives import Comm
+from opt_paramgroups import ParamId
 
 
 def share_gather_order(chunks: Iterable["ParamSync"]) -> None:
@@ -72,6 +74,7 @@ class ParamSync:
         self.number = number  # of the chunk
         self.order: Sequence[int] = range(len(self.buckets))  # indices in `buckets`, in the order of use
         self._published: set[int] = set()  # buffers, by identity of their memory
+        self._begun: InOrder | None = None  # gathers that start while parameters are updated
         self.is_pending = False  # whether a parameter may be incomplete; read by compiled code, so a plain attribute
         self._incomplete: dict[ParamBucket, InFlight | CollectiveError] = {}  # gathers that are pending or have failed
         # By identity of the parameter, because tensors compare elementwise.
@@ -87,9 +90,23 @@ class ParamSync:
             if self.gathers is Gathers.IN_STEP:
                 self.wait()
 
+    def begin_gathers(
+        self, memory: ParamAndGradBuffer, ids: Collection[ParamId], *, together: Collection[ParamAndGradBuffer]
+    ) -> InOrder | None:
+        """Begin the gathers of a step in which this rank updates `ids`, if `memory` is written last of `together`."""
+        self._begun = None
+        memories = {id(one) for one in together}
+        if self.gathers is not Gathers.WHEN_ASKED and self._published | {id(memory)} >= memories:
+            due = self._due(memories)
+            left = memory.by_bucket(ids)
+            waits_for = [left[bucket.number] if bucket.memory is memory else set() for bucket in due]
+            numbers = [bucket.number for bucket in due if bucket.memory is memory]
+            self._begun = InOrder(numbers, waits_for, lambda place: self._start([due[place]]))
+        return self._begun
+
     def start(self) -> None:
         """Start the gather of every bucket."""
-        self._start({id(bucket.memory) for bucket in self.buckets})
+        self._start(self._due({id(bucket.memory) for bucket in self.buckets}))
 
     def start_asked(self) -> None:
         """With `Gathers.WHEN_ASKED`: start the pending gathers of this chunk and of chunks before it."""
@@ -111,8 +128,14 @@ class ParamSync:
 
     def start_due(self) -> None:
         """Start the gathers of buffers that were published."""
-        if self._published:
-            self._start(self._published)
+        published = self._published
+        begun = self._begun
+        self._published = set()
+        self._begun = None
+        if begun is not None:
+            begun.finish()
+        elif published:
+            self._start(self._due(published))
 
     def _wait_for_all(self, buckets: Iterable[ParamBucket]) -> None:
         if self.gathers is Gathers.WHEN_ASKED:
@@ -122,9 +145,10 @@ class ParamSync:
         for bucket in buckets:
             self._wait_for(bucket)
 
-    def _start(self, memories: Collection[int]) -> None:
-        self._published = set()
-        due = [bucket for index in self.order if id((bucket := self.buckets[index]).memory) in memories]
+    def _due(self, memories: Collection[int]) -> list[ParamBucket]:
+        return [bucket for index in self.order if id((bucket := self.buckets[index]).memory) in memories]
+
+    def _start(self, due: Sequence[ParamBucket]) -> None:
         for number, bucket in enumerate(due):
             with suppress(CollectiveError):  # what failed is gathered again
                 self._wait_for(bucket)

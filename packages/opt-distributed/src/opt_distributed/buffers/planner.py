@@ -6,7 +6,7 @@ Wrapped chunks and plain ones ask the same function, so that the optimizer's pla
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 
 from opt_config import Replicated, Sharding, WholeParams
 from opt_distributed.comm.roles import Roles
-from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
+from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, update_cost, whole_layout
 from opt_distributed.layout.layout import SHARD_MULTIPLE
 from opt_kernels.codecs import BLOCK
 from opt_paramgroups import ParamId, ParamMeta
@@ -84,6 +84,7 @@ class Run(NamedTuple):
 
     id: ParamId
     of_param: slice  # flat elements of the stored tensor
+    bucket: int = 0
 
     @property
     def numel(self) -> int:
@@ -116,7 +117,8 @@ class BufferPlan:
         because this rank may still compute the update of such a matrix."""
         if self.kind is PRE_SHARDED:
             return (Run(param.id, slice(0, param.numel)) for param in self.params)
-        return (Run(piece.id, piece.of_param) for _, piece in self.layout.owned(rank % self.layout.num_shards))
+        owned = self.layout.owned(rank % self.layout.num_shards)
+        return (Run(piece.id, piece.of_param, bucket) for bucket, piece in owned)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -159,6 +161,12 @@ def plan_buffers(
         numels[meta.is_expert] += meta.numel
         stored = meta.local_shape if meta.is_dtensor else meta.shape
         shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.is_on_several_stages)
+        if isinstance(sharding, WholeParams) and sharding.by_owner:
+            # On all tensor-parallel ranks: one of them updates a matrix that is cut, each any other.
+            tp = sizes.expert_tp if meta.is_expert else sizes.dense_tp
+            is_cut = meta.tensor_parallel and meta.partition_dim is not None
+            whole = [n * tp if is_cut and dim == meta.partition_dim else n for dim, n in enumerate(stored)]
+            shape = replace(shape, work=update_cost(tuple(whole)) * (1 if is_cut else tp))
         found.setdefault((meta.stored_dtype, grad_dtype(meta), meta.is_expert, kind.name), []).append(shape)
     plans = []
     for (dtype, grads, is_expert, name), params in found.items():

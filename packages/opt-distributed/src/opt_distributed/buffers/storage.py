@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
+from opt_distributed.buffers.param_wires import GatherInPlace, InOrder, ParamWire, move_fp8_in, through_grads
 from opt_distributed.buffers.stored import Moved, StorageError, check_apart, stored_dtype
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
@@ -118,6 +118,8 @@ class ParamAndGradBuffer:
         elif sharded:
             self.param_data, self.wire = self._move_params_in(allocate)
         self._watch()
+        self._flights: list[InFlight] = []  # of the gathers in a step
+        self._gathers: InOrder | None = None  # if they start while parameters are updated
 
     def grad_view(self, id: ParamId) -> Tensor:
         """Return the gradient of a parameter, in its shape, as a view."""
@@ -146,11 +148,25 @@ class ParamAndGradBuffer:
         Raises:
             CollectiveError: a collective failed, or exceeded the timeout of its group.
         """
-        if self.wire is None:
-            return
-        flights = [self.start_gather(index, comm) for index in range(len(self.layout.buckets))]
-        for flight in reversed(flights):
+        gathers = self._gathers or self.begin_gathers_((), comm)
+        self._gathers = None  # one that fails starts anew
+        if gathers is not None:
+            gathers.finish()
+        for flight in reversed(self._flights):
             flight.finish()
+
+    def begin_gathers_(self, ids: Collection[ParamId], comm: Comm) -> InOrder | None:
+        """Begin the gathers of a step in which this rank updates `ids`, before `gather_`."""
+        flights = self._flights = []
+        if self.wire is not None:
+            numbers = range(len(self.layout.buckets))
+            start = lambda index: flights.append(self.start_gather(index, comm))
+            self._gathers = InOrder(numbers, self.by_bucket(ids), start)
+        return self._gathers
+
+    def by_bucket(self, ids: Collection[ParamId]) -> list[set[ParamId]]:
+        """Those of `ids` that are in each bucket."""
+        return [{slot.id for slot in bucket.slots}.intersection(ids) for bucket in self.layout.buckets]
 
     def start_gather(self, index: int, comm: Comm) -> InFlight:
         """Start to write the shards of all ranks to a bucket of `param_data`.

@@ -163,6 +163,11 @@ class Comm(Protocol):
         """Return (numel,) zeros, for a buffer that collectives of this group read and write. See `Allocate`."""
         return zeros(numel, dtype=dtype, device=device)
 
+    def part(self, ranks: Sequence[int]) -> "Comm":
+        """Create the group of these ranks of this one, in ascending order, to which this rank belongs. They all make
+        the same calls in one order. Raises ProcessGroupError if it has no such groups."""
+        raise ProcessGroupError(f"a {type(self).__name__} cannot be divided")
+
 
 class Alone(Comm):
     """A world of one rank."""
@@ -268,6 +273,11 @@ class TorchComm(Comm, Tells):
 
     def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.allocates(numel, dtype=dtype, device=device)
+
+    def part(self, ranks: Sequence[int]) -> Comm:
+        members = [self._members[rank] for rank in ranks]
+        group = dist.new_group(members, use_local_synchronization=True)  # only its members wait for each other
+        return TorchComm(group, allocate=self.allocates)
 
     def _is_gloo(self, x: Tensor) -> bool:
         """Whether gloo sends this tensor."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class World:
         self.timeout_s = timeout_s
         self.box: list[Any] = [None] * size
         self.left = [STAYS] * size  # why ranks will not come
+        self.parts: dict[tuple[int, ...], World] = {}  # by their ranks
         self._turn = threading.Condition()
         self._num_here = self._num_meetings = 0
         self._is_broken = False
@@ -59,6 +60,8 @@ class World:
         """Let every rank that waits, or will wait, raise BrokenBarrierError."""
         with self._turn:
             self._break()
+        for part in list(self.parts.values()):
+            part.abort()
 
     def _break(self) -> None:
         self._is_broken = True
@@ -98,6 +101,11 @@ class ThreadComm(Comm, Tells):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange(value, "gather_objects")
+
+    def part(self, ranks: Sequence[int]) -> Comm:
+        key = tuple(ranks)
+        made = World(len(key), timeout_s=self._world.timeout_s)
+        return ThreadComm(self._world.parts.setdefault(key, made), key.index(self.rank))
 
     def tell(self, why: str, *, place: str = "") -> None:
         self._world.left[self.rank] = Left(why, place)

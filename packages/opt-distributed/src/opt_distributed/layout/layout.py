@@ -66,6 +66,7 @@ class ParamShape:
     id: ParamId
     shape: tuple[int, ...]
     shared_embedding: bool = False  # on several pipeline stages, which must cut it equally: alone in its bucket
+    work: int | None = None  # of an update, relative to others; None: `update_cost` of the shape
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):

@@ -36,6 +36,15 @@ from opt_paramgroups import ParamId
 RUN_NUMEL = 1 << 26
 """Elements of whole matrices that a rank computes after one gather, which bounds their memory: 256 MiB in fp32."""
 
+MANY_RUNS = 4
+"""Matrices of small models are divided into this many runs, so that products of one hide the exchange of another."""
+
+LEAST_RUN_NUMEL = 1 << 22
+"""No run is made smaller than this for it: its exchange would take no longer than the start of a collective."""
+
+RUNS_IN_MEMORY = 3
+"""Runs whose matrices are in memory: one is computed, one has arrived, and one arrives or returns."""
+
 LARGEST_IN_RUN = 1.6
 """A rank may also compute this many times the elements of the largest matrix, which its owner has to hold anyway.
 
@@ -69,7 +78,7 @@ def whole_layout(
     shard_multiple: int = SHARD_MULTIPLE,
     pad_for_high_busbw: bool = False,
 ) -> Layout:
-    """Assign whole parameters to ranks, in reverse registration order, so that all ranks have similar update costs.
+    """Assign whole parameters to ranks, in reverse registration order, so that all ranks have similar costs (`work`).
 
     Parameters become a bucket once they hold ``bucket_size`` elements and `MIN_LARGEST` times the largest of them. In
     a bucket, they are assigned in descending order of cost, each to the rank with the least cost so far (over all
@@ -102,12 +111,15 @@ def whole_layout(
             else:
                 break
         numels[rank] += round_up(param.numel, multiple)
-        costs[rank] += update_cost(param.shape)
+        costs[rank] += work_of(param)
         return rank
+
+    def work_of(param: ParamShape) -> int:
+        return update_cost(param.shape) if param.work is None else param.work
 
     buckets: list[Bucket] = []
     for chunk in _chunks(shapes, num_shards=num_shards, bucket_size=bucket_size):
-        order = sorted(chunk, key=lambda param: (update_cost(param.shape), param.numel), reverse=True)
+        order = sorted(chunk, key=lambda param: (work_of(param), param.numel), reverse=True)
         owners = [owner_of(param) for param in order]
         position = start = buckets[-1].stop if buckets else 0
         slots = []
@@ -156,14 +168,8 @@ class Computes(Enum):
     """How the ranks that store parts of a matrix divide the work of updating it."""
 
     PART = auto()  # each rank updates its part as if it were the matrix; no communication (Muon's "blockwise")
-    EVERY = auto()  # all ranks gather and compute the same, each keeps its part (Muon's "duplicated")
     JOINT = auto()  # each rank keeps its part, products are summed over ranks inside the rule (Muon's "distributed")
     OWNER = auto()  # one rank gathers, computes, and sends every part back; matrices are assigned to ranks by cost
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parts are gathered before the rule runs."""
-        return self in (Computes.EVERY, Computes.OWNER)
 
 
 class Block(NamedTuple):
@@ -257,23 +263,27 @@ class ComputeLayout:
 
     def whole(self, slot: ComputeSlot, at: Coordinate) -> Block:
         """Return the block of ``slot`` that is one matrix to the rule at ``at``: all of it, unless kept axes cut it."""
-        return self.block(slot, at[: self.kept] if self.computes.gathers else at)
+        return self.block(slot, at[: self.kept] if self.computes is Computes.OWNER else at)
 
-    def runs(self, ids: Iterable[ParamId], *, run_numel: int = RUN_NUMEL) -> list[list[ParamId]]:
+    def runs(self, ids: Iterable[ParamId], *, run_numel: int | None = None) -> list[list[ParamId]]:
         """Divide matrices into runs, each gathered and computed before the next one, in descending order of cost.
 
         A run grows by one matrix for each rank while no rank computes more than `max(run_numel, LARGEST_IN_RUN *
-        largest)` elements, so that every rank is busy in every run but the last. Equal on all ranks.
+        largest)` elements, so that every rank is busy in every run but the last. Equal on all ranks. By default
+        `run_numel` is a share of `MANY_RUNS` within `LEAST_RUN_NUMEL` and `RUN_NUMEL`.
         """
         chosen = set(ids)
         slots = [slot for slot in self.slots if slot.matrix.id in chosen]
         slots.sort(key=lambda slot: update_cost(slot.matrix.shape), reverse=True)  # stable
         first_rank = (0,) * len(self.sizes)  # has the largest blocks
         numels = {slot.matrix.id: self.whole(slot, first_rank).numel for slot in slots}
+        if run_numel is None:
+            share = sum(numels.values()) // (MANY_RUNS * self.num_ranks)
+            run_numel = min(max(share, LEAST_RUN_NUMEL), RUN_NUMEL)
         limit = max(run_numel, LARGEST_IN_RUN * max(numels.values(), default=0))
-        growth = self.num_ranks if self.computes is Computes.OWNER else 1
+        growth = self.num_ranks
         runs: list[list[ParamId]] = []
-        held: Counter[Coordinate | None] = Counter()  # elements of the last run by owner; by None, of every rank
+        held: Counter[Coordinate | None] = Counter()  # elements of the last run by owner
         for start in range(0, len(slots), growth):
             added: Counter[Coordinate | None] = Counter()
             for slot in slots[start : start + growth]:
@@ -290,27 +300,33 @@ class OwnerLoad(NamedTuple):
     """What owners hold and compute in the runs of a layout."""
 
     num_runs: int
-    numel: int  # most elements of whole matrices that a rank holds at once
+    numel: int  # most elements of whole matrices that a rank holds at once: of `RUNS_IN_MEMORY` runs
     slowest: float  # work of the slowest owner of each run, in all, over the work of the mean rank; 1 is balanced
+    mean: float  # work of the mean rank
 
 
 def owner_load(layout: ComputeLayout) -> OwnerLoad:
     """Return the load of the owners of a layout with `Computes.OWNER`."""
     slots = {slot.matrix.id: slot for slot in layout.slots}
     runs = layout.runs(slots)
-    numel = 0
+    first_rank = (0,) * len(layout.sizes)
+    held_by_run: list[Counter[Coordinate | None]] = []
     work_of_slowest = 0
     for run in runs:
         held: Counter[Coordinate | None] = Counter()
         work: Counter[Coordinate | None] = Counter()
         for id in run:
             slot = slots[id]
-            held[slot.owner] += layout.whole(slot, (0,) * len(layout.sizes)).numel
+            held[slot.owner] += layout.whole(slot, first_rank).numel
             work[slot.owner] += update_cost(slot.matrix.shape)
-        numel = max(numel, *held.values())
+        held_by_run.append(held)
         work_of_slowest += max(work.values())
-    all_work = sum(update_cost(slot.matrix.shape) for slot in layout.slots)
-    return OwnerLoad(len(runs), numel, work_of_slowest * layout.num_ranks / max(all_work, 1))
+    numel = 0
+    for first in range(len(runs)):
+        together = sum(held_by_run[first : first + RUNS_IN_MEMORY], Counter[Coordinate | None]())
+        numel = max(numel, *together.values())
+    mean = max(sum(update_cost(slot.matrix.shape) for slot in layout.slots), 1) / layout.num_ranks
+    return OwnerLoad(len(runs), numel, work_of_slowest / mean, mean)
 
 
 def compute_layout(

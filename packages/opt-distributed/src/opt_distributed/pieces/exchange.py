@@ -1,30 +1,38 @@
 """`ComputeStage`: gathers sharded matrices before a rule runs, and scatters the updates after it.
 
-    parts ─ prepare_ ─▶ gather ─▶ whole matrices, on ranks that compute ─ transform_ ─▶ scatter ─▶ parts ─ apply_
+    parts ─ prepare_ ─▶ gather ─▶ whole matrices, on their owners ─ transform_ ─▶ scatter ─▶ parts ─ apply_
 
 Main values and elementwise state stay with the parts. State that a rule declares as `whole` is on the ranks that
 compute the matrix. Whole matrices exist only between gather and scatter. A `ComputeLayout` says which ranks compute.
+
+Matrices are exchanged in runs (`ComputeLayout.runs`): G(k) gathers run k, S(k) returns it. Three are under way.
+
+    collectives  G0 G1        S0 G2        S1 G3        S2 ...
+    products           NS0 ───────── NS1 ───────── NS2 ────── ...     S(k) and G(k+2) run beside NS(k+1)
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.wires import naming
-from opt_distributed.comm.collectives import Comm, Sizes
-from opt_distributed.layout import Block, ComputeLayout, Computes
+from opt_distributed.buffers.wires import InFlight, naming
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import Comm, Pending, Sizes
+from opt_distributed.layout import Block, ComputeLayout
 from opt_kernels.matrices import scaled_grads, squares_in_float64, stacks
-from opt_kernels.rules import GRAD_SQUARES, MatrixRule, Rule, sums_gradients
+from opt_kernels.rules import GRAD_SQUARES, MatrixRule, Rule, sums_gradients, update_dtype
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
 _OF_PARTS = "of matrices that ranks store parts of"
-EVERYONE = -1  # in place of the rank that owns a matrix
+AHEAD = 2
+"""Runs that are gathered before the first is computed: this one, and one that arrives meanwhile."""
 Parts = Mapping[ParamId, Tensor]
 
 
@@ -47,70 +55,95 @@ class _Joined(NamedTuple):
         """Split the joined block into flat parts."""
         if self.dim == 0:
             return torch.split(block.reshape(-1), self.numels)
-        parts = torch.split(block, [shape[self.dim] for shape in self.parts], self.dim)
-        return [part.reshape(-1) for part in parts]
+        lengths = [shape[self.dim] for shape in self.parts]
+        if len(set(lengths)) == 1:  # one copy, however many parts there are
+            of_parts = torch.unflatten(block, self.dim, (len(lengths), lengths[0])).movedim(self.dim, 0)
+            return of_parts.reshape(len(lengths), self.numels[0]).unbind()
+        return [part.reshape(-1) for part in torch.split(block, lengths, self.dim)]
+
+
+class _Way(NamedTuple):
+    """A direction of an exchange along one axis."""
+
+    comm: Comm
+    sizes: Sizes
+    sent: Callable[[Parts, Tensor], Tensor]  # flat, by peer, given the blocks that this rank has and a tensor like it
+    received: Callable[[Tensor], dict[ParamId, Tensor]]  # the blocks in what has come
 
 
 class _Leg:
-    """An exchange along one axis, planned: who sends how many elements of which matrices. Tensors are flat.
+    """An exchange along one axis, planned: who sends how many elements of which matrices.
 
-    Every peer has parts of the matrices `before`; matrices `after` are joined on this rank. Owners receive from all
-    peers by one all-to-all; where every rank computes, `after` are all matrices, and a gather is one all-gather.
+    Every peer has parts of the matrices `before`; matrices `after` are joined on this rank.
     """
 
     def __init__(
         self, comm: Comm, before: Mapping[ParamId, tuple[int, ...]], to: Sequence[int], after: Sequence[_Joined]
     ):
         """`before` has the shapes of this rank's parts, and `to` the ranks that they are sent to, in this order."""
-        self.comm = comm
-        self.before = before
-        self.after = after
-        self.numels = list(map(prod, before.values()))
+        self._before = before
+        self._after = after
+        self._numels = list(map(prod, before.values()))
         sent = [0] * comm.size
-        for rank, numel in zip(to, self.numels, strict=True):
+        for rank, numel in zip(to, self._numels, strict=True):
             sent[rank] += numel
         # By peer, and by matrix for each peer.
-        self.pieces = [joined.numels[peer] for peer in range(comm.size) for joined in after]
+        self._pieces = [joined.numels[peer] for peer in range(comm.size) for joined in after]
         num = len(after)
-        received = [sum(self.pieces[peer * num : (peer + 1) * num]) for peer in range(comm.size)]
-        self.to_owners = Sizes(received=received, sent=sent)
-        self.to_peers = Sizes(received=sent, sent=received)
+        received = [sum(self._pieces[peer * num : (peer + 1) * num]) for peer in range(comm.size)]
+        self.to_owners = _Way(comm, Sizes(received=received, sent=sent), self._flat, self._joined)
+        self.to_peers = _Way(comm, Sizes(received=sent, sent=received), self._cut, self._parts)
 
-    def join(self, of_rank: Parts, like: Tensor) -> dict[ParamId, Tensor]:
-        """Send this rank's parts to the owners, and join those that it owns."""
-        flat = [of_rank[id].reshape(-1) for id in self.before]
-        out = like.new_empty(sum(self.to_owners.received))
-        with naming(f"exchange {_OF_PARTS}"):
-            self.comm.all_to_all_(out, torch.cat(flat) if flat else like.new_empty(0), sizes=self.to_owners)
-        return self._joined(out)
-
-    def join_everywhere(self, of_rank: Parts) -> dict[ParamId, Tensor]:
-        """Join all matrices on every rank. Pads shorter parts: an all-gather needs equal sizes."""
-        received = self.to_owners.received
-        length = max(received)
-        flat = torch.cat([of_rank[id].reshape(-1) for id in self.before])
-        full = flat.new_empty(self.comm.size * length)
-        with naming(f"gather {_OF_PARTS}"):
-            self.comm.all_gather_(full, torch.cat([flat, flat.new_zeros(length - flat.numel())]))
-        if min(received) == length:
-            return self._joined(full)
-        rows = zip(full.view(-1, length), received, strict=True)
-        return self._joined(torch.cat([row[:numel] for row, numel in rows]))
-
-    def part(self, wholes: Parts, like: Tensor) -> dict[ParamId, Tensor]:
-        """The inverse of `join`: return this rank's parts of `before`, given the joined blocks `after`."""
-        cuts = [joined.cut(wholes[joined.id]) for joined in self.after]
-        sent = torch.cat(list(chain.from_iterable(zip(*cuts, strict=True)))) if cuts else like.new_empty(0)
-        out = like.new_empty(sum(self.numels))
-        with naming(f"exchange {_OF_PARTS}"):
-            self.comm.all_to_all_(out, sent, sizes=self.to_peers)
-        parts = torch.split(out, self.numels) if self.numels else ()
-        return {id: part.view(shape) for (id, shape), part in zip(self.before.items(), parts, strict=True)}
+    def _flat(self, blocks: Parts, like: Tensor) -> Tensor:
+        return torch.cat([like.new_empty(0), *(blocks[id].reshape(-1) for id in self._before)])
 
     def _joined(self, flat: Tensor) -> dict[ParamId, Tensor]:
-        num = len(self.after)
-        parts = torch.split(flat, self.pieces) if num else ()
-        return {joined.id: joined.joined(parts[number::num]) for number, joined in enumerate(self.after)}
+        num = len(self._after)
+        parts = torch.split(flat, self._pieces) if num else ()
+        return {joined.id: joined.joined(parts[number::num]) for number, joined in enumerate(self._after)}
+
+    def _cut(self, wholes: Parts, like: Tensor) -> Tensor:
+        cuts = [joined.cut(wholes[joined.id].to(like.dtype)) for joined in self._after]
+        return torch.cat([like.new_empty(0), *chain.from_iterable(zip(*cuts, strict=True))])
+
+    def _parts(self, flat: Tensor) -> dict[ParamId, Tensor]:
+        parts = torch.split(flat, self._numels) if self._numels else ()
+        return {id: part.view(shape) for (id, shape), part in zip(self._before.items(), parts, strict=True)}
+
+
+class Exchange:
+    """An exchange that was started: along one axis, or along several, one after the other.
+
+    On an accelerator all of it is queued, if there are several on the side stream. Memory that this stream reads, or
+    that the current one reads afterwards, is allocated on the current stream and kept until `finish`.
+    """
+
+    def __init__(self, what: str, ways: Sequence[_Way], blocks: Parts, like: Tensor):
+        self._sent = blocks
+        self._last = ways[-1]
+        self._received = like.new_empty(sum(self._last.sizes.received))
+        device = devices.device_of(like.device)
+        stages = self._stages(ways, blocks, self._received)
+        self._flight = InFlight(stages, f"{what} {_OF_PARTS}", device=device, is_staged=len(ways) > 1)
+
+    @staticmethod
+    def _stages(ways: Sequence[_Way], blocks: Parts, received: Tensor) -> Iterator[Pending]:
+        for way in ways:
+            is_last = way is ways[-1]
+            out = received if is_last else received.new_empty(sum(way.sizes.received))
+            sent = way.sent(blocks, received)
+            yield way.comm.all_to_all_(out, sent, sizes=way.sizes, async_op=True)
+            blocks = {} if is_last else way.received(out)
+
+    def finish(self) -> dict[ParamId, Tensor]:
+        """Wait, and return the blocks that this rank has received. On an accelerator the current stream waits.
+
+        Raises:
+            CollectiveError: the exchange failed, or exceeded the timeout of its group.
+        """
+        self._flight.finish()
+        self._sent = {}
+        return self._last.received(self._received)
 
 
 class ComputeStage:
@@ -129,7 +162,6 @@ class ComputeStage:
         self._slots = {slot.matrix.id: slot for slot in layout.slots}
         self._wholes = {id: layout.whole(slot, self.at) for id, slot in self._slots.items()}
         self._parts = {id: layout.block(slot, self.at) for id, slot in self._slots.items()}
-        self._every = layout.computes is Computes.EVERY
         self._legs = lru_cache(maxsize=64)(self._planned)
         self._runs = lru_cache(maxsize=64)(layout.runs)
 
@@ -149,13 +181,8 @@ class ComputeStage:
         return self._parts[id]
 
     def computes(self, id: ParamId) -> bool:
-        """Whether this rank runs the rule on the matrix, or on its part of it."""
-        return self._slots[id].owner in (None, self.at[self.layout.kept :])
-
-    def counts(self, id: ParamId) -> bool:
-        """Whether this rank, among those that compute the matrix, is the one that saves its whole state."""
-        is_first = not any(self.at[self.layout.kept :])
-        return self.computes(id) and (self._slots[id].owner is not None or is_first)
+        """Whether this rank runs the rule on the matrix, and saves its whole state."""
+        return self._slots[id].owner == self.at[self.layout.kept :]
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
         """Divide `tasks` into runs that are gathered together, the same on every rank (`ComputeLayout.runs`)."""
@@ -163,29 +190,18 @@ class ComputeStage:
         for run in self._runs(frozenset(of_id)):
             yield [of_id[id] for id in run]
 
-    def gather(self, parts: Parts) -> dict[ParamId, Tensor]:
-        """Gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""
-        blocks = dict(parts)
-        like = next(iter(parts.values()))
-        for leg in self._legs(tuple(parts)):
-            blocks = leg.join_everywhere(blocks) if self._every else leg.join(blocks, like)
-        return blocks
+    def start_gather(self, parts: Parts) -> Exchange:
+        """Start to gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""
+        ways = [leg.to_owners for leg in self._legs(tuple(parts))]
+        return Exchange("gather", ways, parts, next(iter(parts.values())))
 
-    def scatter(self, wholes: Parts, *, like: Parts) -> dict[ParamId, Tensor]:
-        """Return this rank's part of each matrix in `like`. `wholes` are the matrices that this rank computed."""
-        if self._every:
-            parts = {}
-            for id, whole in wholes.items():
-                part = self._parts[id]
-                of = self._wholes[id]
-                for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
-                    whole = whole.narrow(dim, start - base, length)
-                parts[id] = whole
-            return parts
-        blocks = dict(wholes)
-        for leg in reversed(self._legs(tuple(like))):
-            blocks = leg.part(blocks, next(iter(like.values())))
-        return {id: blocks[id] for id in like}
+    def start_scatter(self, wholes: Parts, *, ids: Sequence[ParamId], like: Tensor) -> Exchange:
+        """Start to return this rank's parts of the matrices `ids`, in the dtype of `like`.
+
+        `wholes` are the matrices among them that this rank computed.
+        """
+        ways = [leg.to_peers for leg in reversed(self._legs(tuple(ids)))]
+        return Exchange("return", ways, wholes, like)
 
     def summed(self, sums: Parts) -> dict[ParamId, Tensor]:
         """Add up `sums`, of any equal shapes, over the ranks that store the parts of a matrix. Once per axis."""
@@ -202,20 +218,22 @@ class ComputeStage:
         for axis in range(len(self.comms) - 1, self.layout.kept - 1, -1):
             comm = self.comms[axis]
             at = self.at[:axis]
-            owners = {}
-            for id in ids:
-                owner = self._slots[id].owner
-                owners[id] = EVERYONE if owner is None else owner[axis - self.layout.kept]
+            owners = {id: self._owner(id)[axis - self.layout.kept] for id in ids}
             by_owner = sorted(ids, key=owners.__getitem__)  # stable
             before = {id: self._block(id, self.at[: axis + 1]).shape for id in by_owner}
             after = []
-            for id in (id for id in ids if owners[id] in (comm.rank, EVERYONE)):
+            for id in (id for id in ids if owners[id] == comm.rank):
                 parts = [self._block(id, (*at, peer)).shape for peer in range(comm.size)]
                 dim = self._slots[id].matrix.dims[axis]
                 after.append(_Joined(id, self._block(id, at).shape, dim, parts, list(map(prod, parts))))
-            legs.append(_Leg(comm, before, [max(owners[id], 0) for id in by_owner], after))
+            legs.append(_Leg(comm, before, [owners[id] for id in by_owner], after))
             ids = tuple(joined.id for joined in after)
         return legs
+
+    def _owner(self, id: ParamId) -> tuple[int, ...]:
+        owner = self._slots[id].owner
+        assert owner is not None, "every matrix of a stage has one"
+        return owner
 
     def _block(self, id: ParamId, at: tuple[int, ...]) -> Block:
         return self.layout.block(self._slots[id], at)
@@ -229,19 +247,49 @@ def matrix_of(work: Work) -> ParamId:
     return id
 
 
-def update_(
+def updating_(
     rule: Rule,
     batches: Sequence[Batch],
     *,
     grad_scale: float | Tensor,
     stages: Sequence[ComputeStage],
     skip: Tensor | None = None,
-) -> None:
-    """Call `rule.update_`, then the phases of the rule on the matrices of `stages`, which are gathered in between."""
+) -> Iterator[None]:
+    """Call `rule.update_`, and the phases of the rule on the matrices of `stages`, which are gathered in between.
+
+    Pauses once, if there are stages: while the first matrices are gathered. The order of exchanges is the same on every
+    rank: the next gather is queued before the products that hide it.
+    """
     if not stages:
         rule.update_(batches, grad_scale=grad_scale, skip=skip)
         return
     assert isinstance(rule, MatrixRule)
+    here, staged = _staged(batches, stages)
+    squares: dict[ParamId, Tensor] = {}  # ‖g‖² of each matrix, for a rule that reads it
+    if sums_gradients(rule):
+        for stage, tasks in ((stage, tasks) for stage, tasks in staged.items() if tasks):
+            scaled = ((matrix_of(task.work), scaled_grads([task], grad_scale)[0]) for task in tasks)
+            squares |= stage.summed({name: squares_in_float64(grad) for name, grad in scaled})
+    all_runs = [(stage, run) for stage, tasks in staged.items() for run in stage.runs(tasks)]
+    waiting = (_exchanged(rule, stage, run, squares, grad_scale, skip) for stage, run in all_runs)
+    started = (run for run in waiting if next(run) is None)
+    gathered = deque(islice(started, AHEAD))
+    yield
+    rule.update_(here, grad_scale=grad_scale, skip=skip)
+    returning: Iterator[None] = iter(())
+    while gathered:
+        run = gathered.popleft()
+        next(run)
+        next(returning, None)  # before the next gather, whose memory it frees
+        returning = run
+        gathered.extend(islice(started, 1))
+    next(returning, None)
+
+
+def _staged(
+    batches: Sequence[Batch], stages: Sequence[ComputeStage]
+) -> tuple[list[Batch], dict[ComputeStage, list[Task]]]:
+    """Divide works into those of matrices that are whole here, and the tasks of each stage."""
     here: list[Batch] = []
     staged: dict[ComputeStage, list[Task]] = {stage: [] for stage in stages}
     for hyper, works in batches:
@@ -255,26 +303,48 @@ def update_(
                 staged[stage].append(Task(hyper, work))
         if left:
             here.append(Batch(hyper, left))
-    rule.update_(here, grad_scale=grad_scale, skip=skip)
-    for stage, tasks in staged.items():
-        for run in stage.runs(tasks):
-            _update_run_(rule, stage, run, grad_scale, skip)
+    return here, staged
 
 
-def _update_run_(
-    rule: MatrixRule, stage: ComputeStage, run: list[Task], grad_scale: float | Tensor, skip: Tensor | None
-) -> None:
+def _exchanged(
+    rule: MatrixRule,
+    stage: ComputeStage,
+    run: Sequence[Task],
+    squares: Parts,
+    grad_scale: float | Tensor,
+    skip: Tensor | None,
+) -> Iterator[None]:
+    """Update matrices that are exchanged together. Pauses while they are gathered, and while updates return."""
     of_id = {matrix_of(task.work): task for task in run}
-    parts = {name: scaled_grads([task], grad_scale)[0] for name, task in of_id.items()}
-    squares: Parts = {}  # ‖g‖² of each matrix, for a rule that reads it
-    if sums_gradients(rule):
-        squares = stage.summed({name: squares_in_float64(grad) for name, grad in parts.items()})
+    inputs = {name: scaled_grads([task], grad_scale)[0] for name, task in of_id.items()}
     for name, task in of_id.items():
-        rule.prepare_(task, parts[name], skip)
-    updates = stage.gather(parts)  # of which matrices without elements stay: they have no direction
+        rule.prepare_(task, inputs[name], skip)
+    like = inputs[next(iter(inputs))].new_empty(0)
+    gathering = stage.start_gather(inputs)
+    del inputs
+    yield
+    updates = _transformed(rule, stage, of_id, gathering.finish(), squares, skip)
+    del gathering
+    narrow = like.to(update_dtype(rule, like.dtype, like.device))
+    returning = stage.start_scatter(updates, ids=tuple(of_id), like=narrow)
+    del updates
+    yield
+    for name, update in returning.finish().items():
+        rule.apply_(of_id[name], update.to(like.dtype), skip)
+
+
+def _transformed(
+    rule: MatrixRule,
+    stage: ComputeStage,
+    of_id: Mapping[ParamId, Task],
+    wholes: dict[ParamId, Tensor],
+    squares: Parts,
+    skip: Tensor | None,
+) -> dict[ParamId, Tensor]:
+    """The directions of whole matrices. Those without elements have none, and stay."""
     works: dict[int, list[Work]] = {}
     names = {}
-    for name, whole in updates.items():
+    for name, whole in wholes.items():
         hyper, part = of_id[name]
         state = {**part.state, GRAD_SQUARES: squares[name]} if squares else part.state
         work = Work(grad=whole, main=None, state=state, matrix=stage.of_whole[name])
@@ -283,6 +353,5 @@ def _update_run_(
     for same in works.values():  # matrices with equal layouts and hyper-parameters are stacked
         for stack in stacks([Batch(of_id[names[id(same[0])]].hyper, same)]):
             moved = rule.transform_(stack, torch.stack([task.work.grad for task in stack]), skip)
-            updates.update(zip((names[id(task.work)] for task in stack), moved))
-    for name, update in stage.scatter(updates, like=parts).items():
-        rule.apply_(of_id[name], update, skip)
+            wholes.update(zip((names[id(task.work)] for task in stack), moved))
+    return wholes

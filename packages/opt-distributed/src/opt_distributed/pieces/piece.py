@@ -41,6 +41,7 @@ class OwnedPiece:
     replica: int | None = None  # its replica number, if data-parallel ranks do not hold the same parts
     part: str = ""  # names this rank's part of a plain parameter that is cut over tensor-parallel ranks
     stage: ComputeStage | None = None  # gathers it with the other ranks' parts of the same matrix
+    bucket: int = 0  # of its source, if the step sends matrices bucket by bucket; others are updated in one sweep
     count: Count = field(default_factory=Count)  # of updates; shared with pieces that are updated with it
 
     @property

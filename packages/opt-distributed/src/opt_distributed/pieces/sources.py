@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError
 from opt_distributed.buffers.main_grad import GradientError, SparseGradientError, UnusableGradientError
+from opt_distributed.buffers.param_wires import InOrder
 from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import Moved, is_bound, stored_dtype
@@ -32,6 +33,15 @@ class Publisher(Protocol):
     def publish_(self) -> None:
         """Make the updated values visible on every rank that holds the parameters, or start to."""
         ...
+
+
+@runtime_checkable
+class BucketPublisher(Publisher, Protocol):
+    """Sends new values bucket by bucket, so that the first travel while later parameters are updated."""
+
+    def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
+        """Begin a step in which this rank will update `ids`; nothing is sent yet. Return what sends their buckets while
+        others are updated; None if all are sent when they are published."""
 
 
 class Source(Publisher, Protocol):
@@ -136,6 +146,10 @@ class ParamGrads(GradSource):
             return grads
 
         return read
+
+    def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
+        """See `BucketPublisher`."""
+        return None if self.memory is None else self.memory.begin_gathers_(ids, self.comm)
 
     def publish_(self) -> None:
         if self.memory is not None:
@@ -263,6 +277,10 @@ class BufferedGrads:
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         views = [self.reduced.piece(id, of_param) for id, of_param in runs]
         return lambda: views
+
+    def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
+        """See `BucketPublisher`."""
+        return self.memory.begin_gathers_(ids, self.axes.dp)
 
     def publish_(self) -> None:
         self.memory.gather_(self.axes.dp)

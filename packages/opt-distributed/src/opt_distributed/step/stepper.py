@@ -2,6 +2,7 @@
 
     reduce ─▶ flags of the guards ─▶ one pass over the gradients, one small all-reduce
            ─▶ verdict: overflow, refusal, errors; loss scale ─▶ clip coefficient
+           ─▶ first exchanges of matrices that ranks store parts of
            ─▶ one pass of updates for each unit ─▶ publish buffers that no later unit writes to
 
 A step that all ranks refuse ends after the verdict on a CPU: ranks exchange who is at fault (`Watch.on_refusal`), and
@@ -22,6 +23,7 @@ long ago, so that every rank raises the errors of a step in the next one at the 
 raises them at once, and waits for nothing.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -301,9 +303,17 @@ class Stepper:
         means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in each], device=self.device)
         begun = [unit.begin_(update, means) for unit, update in each]
         add_over_ranks_([(unit.cut, step) for unit, step in zip(self.units, begun, strict=True)], device=self.device)
-        for (unit, update), of_hooks in zip(each, begun, strict=True):
+        sends = then is not None
+        running = [unit.updating_(update, one, sends=sends) for (unit, update), one in zip(each, begun, strict=True)]
+        early = deque(number for number, unit in enumerate(self.units) if unit.starts_early)
+        num_started = 0
+        for number, unit in enumerate(self.units):
             with self.spans("optimizer-inner-step"):
-                unit.update_(update, of_hooks)
+                if early and num_started <= number:  # one at a time: three runs of matrices are in memory
+                    num_started = early.popleft() + 1
+                    next(running[num_started - 1], None)
+                for _ in running[number]:
+                    pass
             if then is not None:
                 then(unit)
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.main_grad import SparseGradientError
-from opt_distributed.pieces.exchange import ComputeStage, update_
+from opt_distributed.pieces.exchange import ComputeStage, updating_
 from opt_distributed.pieces.offload import HostSide
 from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, Update, kinds_of
 from opt_distributed.pieces.quantized import QuantizedMain
-from opt_distributed.pieces.sources import Publisher, ReadGrads, check_unfused, is_sparse
+from opt_distributed.pieces.sources import BucketPublisher, Publisher, ReadGrads, check_unfused, is_sparse
 from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import NUM_SUMS, HookedUpdate
@@ -31,6 +31,7 @@ from opt_paramgroups import ParamId
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
 NO_MEANS: Mapping[ParamId, Tensor] = MappingProxyType({})
+NO_ORDER: Mapping[tuple[object, int], int] = MappingProxyType({})
 _COUNT = attrgetter("count")
 _LAYOUT = attrgetter("layout")
 _SOURCE = attrgetter("source")
@@ -104,9 +105,11 @@ class Unit:
                 pieces = [piece for run in runs for piece in run.pieces]
                 means = means_of_pieces(self.cut_rows, pieces, row_means) if self.cut_rows else ()
                 found = self.rule.begin(self._batches(runs, here), grad_scale=scale, row_means=means)
-                update_(
-                    self.rule.rule, found.directions, grad_scale=found.grad_scale, stages=self.stages, skip=here.skip
-                )
+                directions = found.directions
+                for _ in updating_(
+                    self.rule.rule, directions, grad_scale=found.grad_scale, stages=self.stages, skip=here.skip
+                ):
+                    pass
                 begun.append((found, self.rule.sums(found)))
                 ids += [piece.id for piece in pieces]
             none = torch.empty(0, NUM_SUMS, dtype=torch.float64, device="cpu")
@@ -115,23 +118,49 @@ class Unit:
             sums = self.host.device.upload(sums)
         return HookedStep(self.rule, [found for found, _ in begun], tuple(ids), sums)
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether `updating_` pauses while ranks exchange matrices, so that other units may be updated meanwhile."""
+        return bool(self.stages) and self.host is None and not isinstance(self.rule, HookedUpdate)
+
     @torch.no_grad()
     def update_(self, update: Update, begun: HookedStep | None = None) -> None:
         """Update the ready pieces by one step of the rule: read its columns, update them, and count.
 
         `begun` is the result of `begin_`, with the sums of cut parameters reduced.
         """
+        for _ in self.updating_(update, begun):
+            pass
+
+    def updating_(self, update: Update, begun: HookedStep | None = None, *, sends: bool = False) -> Iterator[None]:
+        """Do what `update_` does, with pauses if the unit `starts_early`. If it `sends`, matrices that are whole here
+        are sent bucket by bucket; `publish_` of `completes` must follow."""
         if begun is not None and self.host is not None and self.cut:
             begun.sums = self.host.device.to_host(begun.sums)
         with self._where_state_is(update) as here:
             if begun is not None:
                 begun.finish_(skip=here.skip)
-            for scale, runs in self._calls(here):
-                if begun is None:
-                    batches = self._batches(runs, here)
-                    update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=here.skip)
-                for run in runs:
-                    run.close_(skip=here.skip)
+            sender = next((one for one in self.completes if isinstance(one, BucketPublisher)), None)
+            gathers = None
+            # Of one buffer: gathers have one order on all ranks, whatever they own.
+            if sends and sender is not None and self.host is None and any(piece.bucket for piece in self.pieces):
+                gathers = sender.begin_gathers_([piece.id for piece in here.ready.pieces])
+            order: dict[tuple[object, int], int] = {}
+            if gathers is not None:
+                order = {(sender, bucket): place for place, bucket in enumerate(gathers.buckets)}
+            try:
+                for scale, runs in self._calls(here, order):
+                    if begun is None:
+                        batches = self._batches(runs, here)
+                        yield from updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=here.skip)
+                    for run in runs:
+                        run.close_(skip=here.skip)
+                    if gathers is not None:
+                        gathers.updated([piece.id for run in runs for piece in run.pieces])
+            except (Exception, KeyboardInterrupt):
+                if sender is not None and gathers is not None:
+                    sender.begin_gathers_(())  # nothing of this step counts as sent
+                raise
         if self.host is not None and here.ready.pieces:
             self.host.return_(here.ready.pieces)
 
@@ -146,16 +175,20 @@ class Unit:
             with self.host.device.on_host():
                 yield here
 
-    def _calls(self, update: Update) -> "Iterator[tuple[float | Tensor, list[PieceRun]]]":
-        """The runs that each call of the rule updates, with the scale of their gradients.
+    def _calls(
+        self, update: Update, order: Mapping[tuple[object, int], int] = NO_ORDER
+    ) -> "Iterator[tuple[float | Tensor, list[PieceRun]]]":
+        """The runs that each call of the rule updates, with the scale of their gradients. Sources with their buckets
+        may have an `order`.
 
         Coded mains are decoded during a call, so each of their runs has its own call to save memory. Not if ranks
         compute matrices together: their collectives must not depend on the coded mains of one rank.
         """
-        by_scale: dict[tuple[int, float], list[PieceRun]] = {}
+        by_scale: dict[tuple[int, int, float], list[PieceRun]] = {}
         for run in self.runs(update.ready):
-            by_scale.setdefault((run.first.norm_slot, run.first.source.grad_scale), []).append(run)
-        for (slot, by), runs in by_scale.items():
+            place = order.get((run.first.source, run.first.bucket), len(order))
+            by_scale.setdefault((place, run.first.norm_slot, run.first.source.grad_scale), []).append(run)
+        for (_, slot, by), runs in sorted(by_scale.items(), key=lambda item: item[0][0]):
             scale = times(update.scale_of_slot[slot], by)
             if self.stages or not any(isinstance(main, CodedMain) for run in runs for main in run.opened):
                 yield scale, runs
@@ -232,7 +265,7 @@ def runs_of(pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
     for index, piece in enumerate(pieces):
         step = piece.count if piece.count.known is None else piece.count.known  # only the device may know the number
         num_decoded += piece.main.shape.numel() if isinstance(piece.main.updated, CodedMain) else 0
-        key = (piece.source, piece.norm_slot, piece.group, step, num_decoded // DECODED_NUMEL)
+        key = (piece.source, piece.bucket, piece.norm_slot, piece.group, step, num_decoded // DECODED_NUMEL)
         found.setdefault(key, []).append(index)
     return [PieceRun(at, [pieces[index] for index in at]) for at in found.values()]
 

@@ -248,8 +248,13 @@ class TpMode(NamedChoice):
     """How a matrix that tensor parallelism shards is orthogonalised."""
 
     BLOCKWISE = "blockwise"  # each rank its own block: no communication; the update depends on the number of ranks
-    DUPLICATED = "duplicated"  # gathered and done on every rank: bit for bit the update of the whole matrix
+    DUPLICATED = "duplicated"  # gathered and done whole: bit for bit the update of one process
     DISTRIBUTED = "distributed"  # on blocks, with Gram matrices summed over ranks: the same update up to rounding
+
+    @classmethod
+    def _missing_(cls, value: object) -> "NamedChoice":
+        """Read "layer_sharded", Megatron-LM's name for a mode in which each matrix has an owner, as `DUPLICATED`."""
+        return cls.DUPLICATED if value == "layer_sharded" else super()._missing_(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +360,10 @@ class Orthogonalization:
                 )
         done = done.to(x.dtype)
         return done.mT if transpose else done
+
+    def dtype_of_products(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """The dtype of the last products of a call on tensors of `dtype`, so that its result is exact in this one."""
+        return dtype if parse_backend(self.backend) is Backend.REFERENCE else self._dtype(dtype, device)
 
     def _dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         if dtype is torch.float64 or self.precision is not MatmulPrecision.MEDIUM:

@@ -17,6 +17,7 @@ from opt_kernels.rules.base import (
     init_state,
     sums_gradients,
     sums_over_blocks,
+    update_dtype,
 )
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.soap import Order, SOAPRule
@@ -26,5 +27,5 @@ from opt_kernels.works import NamedChoice
 __all__ = [
     "GRAD_SQUARES", "SGD", "Adam", "AdaptiveMuonRule", "ElementwiseRule", "Lines", "Lion", "MatrixRule", "MuonRule",
     "NamedChoice", "Needs", "Order", "Rule", "SOAPMuonRule", "SOAPRule", "SecondMoment", "elementwise",
-    "init_state", "sums_gradients", "sums_over_blocks",
+    "init_state", "sums_gradients", "sums_over_blocks", "update_dtype",
 ]  # fmt: skip

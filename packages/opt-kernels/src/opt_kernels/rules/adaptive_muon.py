@@ -163,6 +163,11 @@ class AdaptiveMuonRule(MatrixRule):
         squares = [task.work.state[GRAD_SQUARES] for task in tasks] if self.sums_gradients else []
         return self._directions(tasks, inputs, False, squares, skip)
 
+    def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """The dtype of Newton-Schulz, if `transform_` returns O."""
+        returns_directions = self.second_moment is SecondMoment.ADAMUON
+        return self.muon.update_dtype(dtype, device) if returns_directions else dtype
+
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Divide O by its second moment (AdaMuon), then update the weights as Muon does."""
         if self.second_moment is SecondMoment.ADAMUON:

@@ -113,6 +113,13 @@ def sums_gradients(rule: Rule) -> bool:
     return bool(getattr(rule, "sums_gradients", False))
 
 
+def update_dtype(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The narrowest dtype that holds what `transform_` of a matrix rule returns, in `dtype`, without rounding. A rule
+    whose last products are in 16 bits has a method of this name."""
+    of_rule = getattr(rule, "update_dtype", None)
+    return dtype if of_rule is None else cast(torch.dtype, of_rule(dtype, device))
+
+
 def sums_over_blocks(rule: Rule) -> bool:
     """Whether a matrix rule in mode "blockwise" sums over tensor-parallel ranks, which then need equal blocks. The rule
     then has an attribute of this name."""

@@ -95,6 +95,10 @@ class MuonRule:
         """O without its scale."""
         return self.directions(tasks, inputs, False)
 
+    def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """The dtype of Newton-Schulz."""
+        return self.orthogonalization.dtype_of_products(dtype, device)
+
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Scale the direction, and update the weights along it."""
         descend_(task, update, self.step, skip)

@@ -128,7 +128,8 @@ def _pieces(
         axes = design.axes_of(buffer)
         is_sharded = buffer.layout.num_shards > 1
         rank = axes.dp.rank if is_sharded else 0
-        for number, (id, of_param) in enumerate(buffer.runs(rank)):
+        has_buckets = buffer.kind.is_sharded and rule.needs is Needs.MATRICES and not unit.compute
+        for number, (id, of_param, bucket) in enumerate(buffer.runs(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
             param = design.model.params[id]
@@ -168,6 +169,7 @@ def _pieces(
                 part=_part(meta, axes),
                 matrix=at.spec,
                 stage=at.stage,
+                bucket=bucket if has_buckets else 0,
             )
 
 

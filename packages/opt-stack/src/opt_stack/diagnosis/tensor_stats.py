@@ -273,9 +273,9 @@ class TensorSums:
             value = piece.main.value()
             is_counted = piece.counted and not piece.matrix.tensor_parallel
             if piece.stage is not None:
-                wholes = piece.stage.gather({piece.id: value})
+                wholes = piece.stage.start_gather({piece.id: value}).finish()
                 value = wholes.get(piece.id, value)
-                is_counted = piece.stage.counts(piece.id)
+                is_counted = piece.stage.computes(piece.id)
             if is_counted and piece.id in self._row_of:
                 matrix = value.detach().float().reshape(-1, value.shape[-1])
                 # The decomposition raises for values that are not finite, on the ranks that have them.

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,20 @@ from opt_kernels.works import MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, ParamMeta
 
 TENSOR_PARALLEL = "tensor parallel"
+MAX_PEERS = 256
+"""Ranks along an axis that exchange matrices directly. Libraries need memory and connections for each peer, and an
+all-to-all of a thousand ranks may fail: https://github.com/NVIDIA/nccl/issues/1191."""
+NODE_RANKS = 8
+"""Successive ranks of an axis that are likely to be connected closely."""
 
 
 class CutAxis(NamedTuple):
-    """An axis of ranks over which a matrix is cut."""
+    """An axis of ranks over which a matrix is cut, or one of two hops along it."""
 
     name: str
     size: int
     of_mesh: int | None  # which axis of the DTensor's mesh; None: the tensor-parallel group
+    hop: tuple[range, ...] = ()  # if it is one of two hops: the ranks of the whole axis that exchange with each other
 
     @property
     def is_tensor_parallel(self) -> bool:
@@ -71,6 +78,7 @@ def plan_compute(
     tensor_parallel: int,  # ranks that hold the parts of a matrix that is marked as tensor parallel
     team_of: Mapping[ParamId, int],  # the shard that a parameter is in: only its ranks compute together
     splits: Mapping[ParamId, MatrixSpec],  # of parameters with rows that are matrices of their own
+    max_peers: int | None = None,  # along an axis; more are reached in two hops, if parts are equal. None: `MAX_PEERS`
 ) -> tuple[ComputePlan, ...]:
     """Plan which ranks compute the parameters of a matrix rule. Parameters that are whole on their ranks are left out.
 
@@ -83,9 +91,10 @@ def plan_compute(
         LayoutError: parts are unequal, but the mode needs equal ones.
     """
     found: dict[_Arranged, list[SplitMatrix]] = {}
+    most = MAX_PEERS if max_peers is None else max_peers
     for meta in metas:
         if cuts := _cuts(meta, tensor_parallel):
-            arranged, matrix = _arrange(rule, meta, cuts, team_of.get(meta.id, 0))
+            arranged, matrix = _in_hops(*_arrange(rule, meta, cuts, team_of.get(meta.id, 0)), most)
             found.setdefault(arranged, []).append(matrix)
             if meta.id in splits:
                 _check_groups(meta, sum(splits[meta.id].split_rows), arranged, matrix)
@@ -126,10 +135,8 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     elif by_mode and mode is TpMode.DISTRIBUTED:
         kept = cuts
         computes = Computes.JOINT
-    elif by_mode and mode is TpMode.DUPLICATED:
-        computes = Computes.EVERY
     listed = ", ".join(f"along dim {cut.dim} over {cut.axis.size} ranks ({cut.axis.name})" for cut in cuts)
-    if computes.gathers and not isinstance(rule, MatrixRule):
+    if computes is Computes.OWNER and not isinstance(rule, MatrixRule):
         raise ConfigError(
             f"optimizer={rule.name!r} needs whole matrices, but {meta.id} is cut {listed}, and only for an "
             "opt_kernels.rules.base.MatrixRule parts can be gathered; use 'muon', 'adaptive_muon' or 'soap'"
@@ -149,6 +156,29 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=tuple(cut.dim for cut in ordered))
     in_effect = mode if any(cut.axis.is_tensor_parallel for cut in sides) else None
     return _Arranged(tuple(cut.axis for cut in ordered), len(kept), computes, team, in_effect), matrix
+
+
+def _in_hops(arranged: _Arranged, matrix: SplitMatrix, max_peers: int) -> tuple[_Arranged, SplitMatrix]:
+    """Divide each axis along which more than `max_peers` ranks would exchange into two.
+
+    Only where the ranks along all axes that cut a dim have equal parts, which are then those of two cuts, too.
+    """
+    cuts: list[_Cut] = []
+    for number, (axis, dim) in enumerate(zip(arranged.axes, matrix.dims, strict=True)):
+        of_dim = prod(other.size for other, cut in zip(arranged.axes, matrix.dims, strict=True) if cut == dim)
+        size = axis.size
+        is_long = number >= arranged.kept and size > max_peers and matrix.shape[dim] % of_dim == 0
+        divisors = [n for n in range(2, max_peers + 1) if size % n == 0 and size // n <= max_peers] if is_long else []
+        if not divisors:
+            cuts.append(_Cut(axis, dim))
+            continue
+        local = next((n for n in divisors if n >= NODE_RANKS), divisors[-1])
+        nodes = tuple(range(place, size, local) for place in range(local))
+        within = tuple(range(first, first + local) for first in range(0, size, local))
+        cuts.append(_Cut(CutAxis(f"{axis.name} nodes", size // local, axis.of_mesh, nodes), dim))
+        cuts.append(_Cut(CutAxis(f"{axis.name} local", local, axis.of_mesh, within), dim))
+    axes, dims = zip(*cuts)
+    return arranged._replace(axes=axes), replace(matrix, dims=dims)
 
 
 def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, MatrixSpec]:
@@ -214,8 +244,8 @@ def place_matrices(
     *,
     over: Callable[[Comm], Comm],
 ) -> dict[ParamId, PlacedMatrix]:
-    """Return the `PlacedMatrix` of every parameter of a unit. Makes no collective calls. `over` returns the `Comm`
-    with which the rule and the stages communicate in a group.
+    """Return the `PlacedMatrix` of every parameter of a unit. `over` returns the `Comm` with which the rule and the
+    stages communicate in a group. Its only collective calls are those of `Comm.part`, for axes in two hops.
 
     Raises:
         LayoutError: the local part of a DTensor does not match its placements.
@@ -225,14 +255,19 @@ def place_matrices(
     known: dict[object, Comm] = {}  # one object for each group of ranks: rules batch only matrices with the same object
     peers: dict[Comm, TensorParallel] = {}
     for plan in compute:
-        axes = [axis.of_mesh for axis in plan.axes if axis.of_mesh is not None]
         by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one entry, unless meshes share axis names
         for slot in plan.layout.slots:
-            found = mesh_comms(params[slot.matrix.id], axes) if axes else (tensor_parallel_comm,)
-            comms = tuple(
-                known.setdefault(comm.group if isinstance(comm, TorchComm) else comm, over(comm)) for comm in found
-            )
-            by_comms.setdefault(comms, []).append(slot)
+            along: list[Comm] = []
+            for axis in plan.axes:
+                comm = tensor_parallel_comm
+                if axis.of_mesh is not None:
+                    [comm] = mesh_comms(params[slot.matrix.id], [axis.of_mesh])
+                key = (comm.group if isinstance(comm, TorchComm) else comm, axis.hop)
+                if key not in known:
+                    ranks = next((ranks for ranks in axis.hop if comm.rank in ranks), None)
+                    known[key] = over(comm if ranks is None else comm.part(ranks))
+                along.append(known[key])
+            by_comms.setdefault(tuple(along), []).append(slot)
         number = plan.tensor_parallel_axis
         for comms, slots in by_comms.items():
             group = None
@@ -289,11 +324,11 @@ def _placed(
         spec = splits[matrix.id]
         part = MatrixPart(matrix.id, matrix.shape, block.offset[-2])
         whole = of_whole[matrix.id] = replace(spec, partition_dim=dim, tensor_parallel=group)
-        if layout.computes.gathers:
+        if layout.computes is Computes.OWNER:
             of_part[matrix.id] = replace(spec, part=part)
         else:  # the position is left out if equal parts imply it: a rule stacks only matrices of equal specs
             equal = [size * num_parts if side == dim else size for side, size in enumerate(local)]
             is_implied = matrix.shape[-2:] == tuple(equal[-2:])
             of_part[matrix.id] = whole if is_implied else replace(whole, part=part)
-    stage = ComputeStage(layout, comms, of_whole=of_whole) if layout.computes.gathers else None
+    stage = ComputeStage(layout, comms, of_whole=of_whole) if layout.computes is Computes.OWNER else None
     return {id: PlacedMatrix(spec, stage) for id, spec in of_part.items()}

@@ -1,7 +1,7 @@
 """The plan of an optimizer: which rank updates what; what it costs in bytes, and its text. Values only."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -11,7 +11,7 @@ import torch
 
 from opt_config import ConstantScale, DynamicScale, OptimizerConfig
 from opt_distributed.buffers import PRE_SHARDED, BufferPlan, short
-from opt_distributed.layout import ComputeLayout, Computes, owner_load
+from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, owner_load
 from opt_kernels.hooks import hooks_of
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import FP16, MainFormat
@@ -137,10 +137,9 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     ] = {}  # the shape of a matrix, and how many ranks share its state
     for compute in unit.compute:
         layout = compute.layout
-        num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
-        for slot in layout.slots if layout.computes.gathers else ():
+        for slot in layout.slots if layout.computes is Computes.OWNER else ():
             whole = layout.whole(slot, (0,) * len(layout.sizes))
-            gathered[slot.matrix.id] = whole.shape, num_owners
+            gathered[slot.matrix.id] = whole.shape, layout.num_ranks
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
         for run in buffer.runs(rank) if shapes else ():
@@ -209,7 +208,6 @@ def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
 
 WORDS: Mapping[Computes, str] = {
     Computes.PART: "each rank computes its own block",
-    Computes.EVERY: "all ranks gather them, compute all, keep their parts",
     Computes.JOINT: "ranks compute their parts, products are summed",
     Computes.OWNER: "one rank gathers, computes and returns each, balanced by cost",
 }
@@ -219,9 +217,13 @@ BLOCKWISE_NOTE = (
 )
 
 
-def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
-    """Yield the matrices that are cut, by axes and computing ranks, with muon_tp_mode if it has an effect."""
+def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterator[str]:
+    """Yield the matrices that are cut, by axes and computing ranks, with muon_tp_mode if it has an effect.
+
+    `num_teams` are the shards of a layer-wise layout: the ranks of each compute the matrices that are in it.
+    """
     layouts: dict[str, list[ComputeLayout]] = {}
+    undivided: set[str] = set()  # lines on matrices that "distributed" would divide
     has_blocks = False
     for plan in plans:
         ranks = " x ".join(str(axis.size) for axis in plan.axes)
@@ -233,6 +235,8 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
         if plan.tp_mode is not None:
             line += f" (muon_tp_mode={plan.tp_mode.value!r})"
         layouts.setdefault(line, []).append(plan.layout)
+        if plan.tp_mode is TpMode.DUPLICATED and all(axis.is_tensor_parallel for axis in plan.axes):
+            undivided.add(line)
     for line, described in layouts.items():
         count = sum(len(layout.slots) for layout in described)
         yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
@@ -240,13 +244,42 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
             loads = [owner_load(layout) for layout in described]
             num_runs = max(load.num_runs for load in loads)
             mebibytes = max(load.numel for load in loads) * 4 / 2**20  # gathered in fp32
-            slowest = max(load.slowest for load in loads)
+            mean = sum(load.mean for load in loads) / max(num_teams, len(loads))
+            slowest = max(load.slowest * load.mean for load in loads) / mean
             yield (
                 f"  in {num_runs} run{'s' * (num_runs > 1)}, an owner holds at most {mebibytes:,.1f} MiB; "
                 f"the slowest works {slowest:.2f} times the mean"
             )
+        if line in undivided:
+            yield from _divided_lines(described, slowest, num_teams=num_teams)
     if has_blocks:
         yield f"  {BLOCKWISE_NOTE}"
+
+
+def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_teams: int) -> Iterator[str]:
+    """Say what muon_tp_mode='distributed' would give, if fewer ranks own a matrix than there are.
+
+    Both are relative to the mean work of whole matrices. Counted are the products of a Newton-Schulz step: the Gram
+    matrix of the side that is not cut, its square, which every rank computes, and what is applied to X.
+    """
+    num_ranks = layouts[0].num_ranks * max(num_teams, len(layouts))
+    num_owners = sum(len({slot.owner for slot in layout.slots}) for layout in layouts)
+    if num_owners < num_ranks:
+        whole = sum(_products(slot.matrix, 1) for layout in layouts for slot in layout.slots)
+        slowest_team = max(sum(_products(slot.matrix, layout.num_ranks) for slot in layout.slots) for layout in layouts)
+        yield (
+            f"  fewer owners than ranks ({num_owners} of {num_ranks}): slowest rank {slowest:.1f} times the mean; "
+            f"muon_tp_mode='distributed': {slowest_team * num_ranks / max(whole, 1):.1f}"
+        )
+
+
+def _products(matrix: SplitMatrix, num_parts: int) -> int:
+    """Multiplications of a Newton-Schulz step; of a part, with the Gram matrix of the side that is not cut."""
+    rows, cols = matrix.shape[-2:]
+    side = min(rows, cols)
+    if num_parts > 1:
+        side = cols if matrix.dims[-1] == len(matrix.shape) - 2 else rows
+    return prod(matrix.shape) * 2 * side // num_parts + prod(matrix.shape[:-2]) * side**3
 
 
 def unit_lines(plan: Plan) -> Iterator[str]:
@@ -263,7 +296,9 @@ def unit_lines(plan: Plan) -> Iterator[str]:
             yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
         if unit.finds_no_qkv:
             yield "  no fused q, k and v found to split: set qkv_split_shapes of these parameters, if there are any"
-        yield from (f"  {line}" for line in compute_lines(unit.compute))
+        whole = [buffer for buffer in plan.buffers if buffer.kind.is_sharded and not buffer.kind.cuts]
+        num_teams = max((b.layout.num_shards for b in whole if b.is_expert is unit.is_expert), default=1)
+        yield from (f"  {line}" for line in compute_lines(unit.compute, num_teams=num_teams))
 
 
 def buffer_lines(plan: Plan) -> Iterator[str]:

@@ -1,0 +1,155 @@
+"""Layer-wise: the first bucket of updated parameters is sent while later ones are updated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from grids import LateComm
+from parity import roles_over
+from recording_comm import Call, RecordingComm
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm.threads import ThreadComm
+from opt_stack import Optimizer, get_optimizer
+
+CONFIG = OptimizerConfig(
+    optimizer="muon", lr=0.1, clip_grad=0.0, use_layer_wise_distributed_optimizer=True, muon_fp32_matmul_prec="highest"
+)
+
+
+class Net(nn.Module):
+    """Six matrices, and a vector that Adam updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(0)
+        self.bias = nn.Parameter(torch.zeros(8))
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(8, 8, generator=numbers)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.bias
+        for weight in self.layers:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+def built(comm: Any, kind: str) -> tuple[nn.Module, Optimizer]:
+    net: nn.Module = Net()
+    roles = roles_over(comm)
+    if kind != "plain":
+        overlap = kind == "before use"
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=overlap, bucket_size=64
+        )
+        net = DistributedDataParallel(ddp, net, groups=roles, optimizer_config=CONFIG)
+    return net, get_optimizer(CONFIG, [net], {}, pg_collection=roles)
+
+
+def backward(net: nn.Module, optimizer: Optimizer, step: int, rank: int) -> None:
+    if isinstance(net, DistributedDataParallel):
+        net.zero_grad_buffer()
+    optimizer.zero_grad()
+    numbers = torch.Generator().manual_seed(10 * step + rank)
+    net(torch.randn(4, 8, generator=numbers)).square().mean().backward()
+
+
+class Followed:
+    """A rule that calls `then` with the number of matrices after each call."""
+
+    def __init__(self, rule: Any, then: Callable[[int], None]):
+        self._rule = rule
+        self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def update_(self, batches: Any, **given: Any) -> None:
+        self._rule.update_(batches, **given)
+        self._then(sum(len(batch.works) for batch in batches))
+
+
+def unit_of(optimizer: Optimizer) -> Any:
+    return next(unit for unit in optimizer.stepper.units if unit.name == "muon")
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opt_stack.planning.design.default_bucket_size", lambda num_ranks: 64)
+
+
+KINDS = ["plain", "in the step", "before use"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buckets_are_sent_between_updates(kind: str) -> None:
+    """Three buckets of two matrices, one of each rank, after one of the vector in a wrapper: all gathers started after
+    the last update."""
+
+    def events(comm: ThreadComm) -> list[str]:
+        recorded = RecordingComm(comm)
+        net, optimizer = built(recorded, kind)
+        backward(net, optimizer, 0, comm.rank)
+        muon = unit_of(optimizer)
+        muon.rule = Followed(muon.rule, lambda num: recorded.calls.append(Call(f"update {num}", 0, 0)))
+        optimizer.step()
+        kinds = [call.kind for call in recorded.calls]
+        return kinds[kinds.index("update 1") :]
+
+    for found in run_threads(2, events):
+        last_update = len(found) - 1 - found[::-1].index("update 1")
+        num_before = found[:last_update].count("all_gather")
+        assert (found.count("update 1"), num_before) == (3, 2 + (kind != "plain")), found
+        assert found[-1] == "all_gather"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_has_the_bits_of_one_rank_that_sends_nothing(kind: str) -> None:
+    """Late collectives: what was read before it came would be NaN."""
+
+    def train(comm: Any) -> list[Tensor]:
+        net, optimizer = built(comm, kind if comm.size > 1 else "plain")
+        for step in range(3):
+            backward(net, optimizer, step, 0)
+            optimizer.step()
+        if isinstance(net, DistributedDataParallel):
+            net.finish_param_sync()
+        return [param.detach().clone() for param in net.parameters()]
+
+    (expected,) = run_threads(1, train)
+    for found in run_threads(2, lambda comm: train(LateComm(comm))):
+        for weight, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])  # a plain module whose copies differ is refused in the next step
+def test_a_failed_update_sends_everything_in_the_next_step(kind: str) -> None:
+    """What a broken step had begun to send must not count as sent in the next one."""
+
+    def train(comm: ThreadComm) -> list[Tensor]:
+        net, optimizer = built(comm, kind)
+        backward(net, optimizer, 0, comm.rank)
+        muon = unit_of(optimizer)
+        rule = muon.rule
+        updated = []
+
+        def fail(num: int) -> None:
+            updated.append(num)
+            if len(updated) == 2:
+                raise ArithmeticError
+
+        muon.rule = Followed(rule, fail)
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        muon.rule = rule
+        backward(net, optimizer, 1, comm.rank)
+        optimizer.step()
+        if isinstance(net, DistributedDataParallel):
+            net.finish_param_sync()
+        return [param.detach().clone() for param in net.parameters()]
+
+    first, second = run_threads(2, train)
+    assert all(map(torch.equal, first, second))
