@@ -1,14 +1,16 @@
 """A rank that leaves a step, or drops an iteration, is named by the ranks that wait for it, long before the timeout."""
 
+import os
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import FSDP2_RUNS, refusal, run_processes
+from processes import FSDP2_RUNS, join_world, new_meeting, refusal, run_processes, start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -16,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm import notices
+from opt_distributed import CollectiveError
+from opt_distributed.comm import Alone, Axes, Roles, TorchComm, notices
 from opt_stack import DistributedDataParallel, Optimizer, ProcessGroups, finalize_model_grads, get_optimizer
 
 
@@ -133,6 +136,50 @@ def test_waiting_ranks_name_the_absent_one_and_update_nothing(case: str) -> None
     for other, is_unchanged_there in others:
         assert is_unchanged_there
         assert re.match(f"CollectiveError: {of_others}", other), other
+
+
+EXCHANGES = {
+    "gather of matrices that ranks store parts of": {"muon_tp_mode": "layer_sharded"},
+    "return of matrices that ranks store parts of": {"muon_tp_mode": "layer_sharded"},
+    "parameter bucket 0": {"use_layer_wise_distributed_optimizer": True},
+}
+
+
+def loses_its_peer(rank: int, meeting: str, exchange: str) -> None:
+    """Rank 1 is killed when it starts an exchange of the second step; rank 0 writes its error to a file."""
+    join_world(rank, 2, meeting)
+    model = nn.Linear(4, 4, bias=False)
+    world = TorchComm(dist.group.WORLD)
+    is_cut = "muon_tp_mode" in EXCHANGES[exchange]
+    vars(model.weight).update(tensor_model_parallel=is_cut, partition_dim=0)
+    axes = Axes(dp=Alone(), tp=world) if is_cut else Axes(dp=world, tp=Alone())
+    roles = Roles(dense=axes, expert=axes, everyone=world)
+    config = OptimizerConfig(optimizer="muon", lr=0.1, **EXCHANGES[exchange])
+    optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
+    model.weight.grad = torch.eye(4)
+    optimizer.step()
+    launch = notices.Board.launch
+
+    def die(board: Any, *launched: Any) -> Any:
+        if exchange in notices.here():
+            os._exit(9)
+        return launch(board, *launched)
+
+    if rank == 1:
+        notices.Board.launch = die  # type: ignore[method-assign]
+    try:
+        optimizer.step()
+    except CollectiveError as error:
+        Path(f"{meeting}.found").write_text(str(error))
+    os._exit(0)  # the group is broken: no peer will answer its farewell
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_error_of_a_killed_peer_names_the_exchange(exchange: str, tmp_path: Path) -> None:
+    meeting = new_meeting(tmp_path)
+    for process in [start(loses_its_peer, rank, meeting, exchange) for rank in range(2)]:
+        process.join(120)
+    assert re.match(f"step 2, {exchange}.*: ", Path(f"{meeting}.found").read_text())
 
 
 # --- an optimizer of some ranks ---------------------------------------------------------------------------------------
