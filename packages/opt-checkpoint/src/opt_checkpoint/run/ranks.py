@@ -257,7 +257,7 @@ def own_and_all(ranks: Ranks, compute: Callable[[], T], send: Callable[[T], S], 
 
 
 def own_and_distinct(ranks: Ranks, compute: Callable[[], T], send: Callable[[T], S], what: str) -> tuple[T, list[S]]:
-    """As `own_and_all`, but of ranks with equal values only the first sends it. Two exchanges.
+    """Do what `own_and_all` does, but of ranks with equal values only the first sends it. Two exchanges.
 
     So what is sent does not grow with the number of ranks that hold the same parameters.
 

@@ -362,7 +362,7 @@ class Orthogonalization:
         return done.mT if transpose else done
 
     def dtype_of_products(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """The dtype of the last products of a call on tensors of `dtype`, so that its result is exact in this one."""
+        """Return the dtype of the last products of a call on tensors of `dtype`; it holds the result exactly."""
         return dtype if parse_backend(self.backend) is Backend.REFERENCE else self._dtype(dtype, device)
 
     def _dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -164,7 +164,7 @@ class AdaptiveMuonRule(MatrixRule):
         return self._directions(tasks, inputs, False, squares, skip)
 
     def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """The dtype of Newton-Schulz, if `transform_` returns O."""
+        """Return the dtype of Newton-Schulz, if `transform_` returns O."""
         returns_directions = self.second_moment is SecondMoment.ADAMUON
         return self.muon.update_dtype(dtype, device) if returns_directions else dtype
 

@@ -114,8 +114,10 @@ def sums_gradients(rule: Rule) -> bool:
 
 
 def update_dtype(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The narrowest dtype that holds what `transform_` of a matrix rule returns, in `dtype`, without rounding. A rule
-    whose last products are in 16 bits has a method of this name."""
+    """Return the narrowest dtype that holds what `transform_` of a matrix rule returns, in `dtype`, without rounding.
+
+    A rule whose last products are in 16 bits has a method of this name.
+    """
     of_rule = getattr(rule, "update_dtype", None)
     return dtype if of_rule is None else cast(torch.dtype, of_rule(dtype, device))
 

@@ -96,7 +96,7 @@ class MuonRule:
         return self.directions(tasks, inputs, False)
 
     def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """The dtype of Newton-Schulz."""
+        """Return the dtype of Newton-Schulz, which holds what `transform_` returns."""
         return self.orthogonalization.dtype_of_products(dtype, device)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
