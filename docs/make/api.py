@@ -69,7 +69,9 @@ def write(folder: Path) -> None:
         (folder / package).mkdir(exist_ok=True)
         for name in public_names(package):
             text = f"---\norphan: true\n---\n\n# {name}\n\n```{{py:currentmodule}} {package}\n```\n\n"
-            text += first_example(module, name) + entry(module, name)
+            example = first_example(module, name)
+            described = entry(module, name)
+            text += example + (described.replace(example, "", 1) if example else described)
             (folder / package / f"{_file(package, name)}.md").write_text(text)
 
 

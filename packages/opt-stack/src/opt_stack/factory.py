@@ -78,7 +78,7 @@ def get_optimizer(
 
     >>> import torch
     >>> from opt_stack import OptimizerConfig, get_optimizer
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 2))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 2))
     >>> config = OptimizerConfig(optimizer="muon", lr=3e-3, muon_scale_mode="match_rms_adamw")
     >>> optimizer = get_optimizer(config, [model])
     >>> model(torch.ones(4, 8)).square().mean().backward()
