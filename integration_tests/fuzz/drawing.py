@@ -36,7 +36,8 @@ OF_CASES: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 OF_OPTIMIZERS: dict[str, Sequence[Any]] = {
     "clip_grad": (0.0, 0.0, 0.5, 3.0, 1e3), "log_num_zeros_in_grad": HALF, "muon_nesterov": SOMETIMES,
-    "grad_norm_skip_threshold": (math.inf,) * 6 + (20.0,), "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    "grad_norm_skip_threshold": (math.inf,) * 6 + (20.0,),
+    "muon_tp_mode": ("blockwise", "layer_sharded", "distributed"),
     "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
     "adaptive_muon_moment2_method": ("adamuon", "normuon"),
 }  # fmt: skip

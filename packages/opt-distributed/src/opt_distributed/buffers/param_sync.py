@@ -86,7 +86,13 @@ class ParamSync:
         self._published.add(id(memory))
         self.is_pending = True
         if self.gathers is not Gathers.WHEN_ASKED and self._published >= {id(one) for one in together}:
-            self.start_due()
+            begun = self._begun
+            self._begun = None
+            if begun is None:
+                self.start_due()
+            else:
+                self._published = set()
+                begun.finish()
             if self.gathers is Gathers.IN_STEP:
                 self.wait()
 
@@ -96,7 +102,7 @@ class ParamSync:
         """Begin the gathers of a step in which this rank updates `ids`, if `memory` is written last of `together`."""
         self._begun = None
         memories = {id(one) for one in together}
-        if self.gathers is not Gathers.WHEN_ASKED and self._published | {id(memory)} >= memories:
+        if ids and self.gathers is not Gathers.WHEN_ASKED and self._published | {id(memory)} >= memories:
             due = self._due(memories)
             left = memory.by_bucket(ids)
             waits_for = [left[bucket.number] if bucket.memory is memory else set() for bucket in due]
@@ -127,15 +133,12 @@ class ParamSync:
         self._wait_for_all(bucket for bucket in found if bucket is not None)
 
     def start_due(self) -> None:
-        """Start the gathers of buffers that were published."""
-        published = self._published
-        begun = self._begun
-        self._published = set()
-        self._begun = None
-        if begun is not None:
-            begun.finish()
-        elif published:
-            self._start(self._due(published))
+        """Start the gathers of buffers that were published; none while the step starts them, which a read must not
+        anticipate."""
+        if self._published and self._begun is None:
+            due = self._due(self._published)
+            self._published = set()
+            self._start(due)
 
     def _wait_for_all(self, buckets: Iterable[ParamBucket]) -> None:
         if self.gathers is Gathers.WHEN_ASKED:
