@@ -214,6 +214,14 @@ class OfMegatron:
         vars(self).update(groups)
 
 
+class OfMegatronSince19(OfMegatron):
+    """Groups that were not set read as None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 def mesh(*axes: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
 
@@ -251,6 +259,12 @@ BUILDS: dict[str, tuple[Callable[[], Any], str]] = {
     "tp without its group": (
         lambda: build(
             tensor_parallel(), pg_collection=ProcessGroups(dp=None, expt_dp=None, **everyone("mp", "tp_ep_pp"))
+        ),
+        "pg_collection lacks tp (tensor-parallel peers of a dense matrix)",
+    ),
+    "tp without its group, megatron's collection": (
+        lambda: build(
+            tensor_parallel(), pg_collection=OfMegatronSince19(dp=None, expt_dp=None, **everyone("mp", "tp_ep_pp"))
         ),
         "pg_collection lacks tp (tensor-parallel peers of a dense matrix)",
     ),

@@ -6,6 +6,7 @@ No other file of this package reads meshes. A mesh is interpreted through its ro
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from inspect import getattr_static
 from types import MappingProxyType
 from typing import Any
 
@@ -304,12 +305,16 @@ def groups_of_parallel_state() -> ProcessGroups:
 def groups_of_collection(collection: Any) -> ProcessGroups:
     """Convert any object with Megatron-Core's attributes to `ProcessGroups`; attributes may be missing.
 
+    Its collections read as None where they were not set (since 0.19), which does not say that there is one rank.
+
     Raises:
         ProcessGroupError: the object has none of the attributes, or one is neither a process group nor None.
     """
     groups = ProcessGroups()
     for role in ROLES:
         group = getattr(collection, role, _MISSING)
+        if group is None and getattr_static(collection, role, _MISSING) is _MISSING:
+            continue
         if group is _MISSING or isinstance(group, list):  # hierarchical groups are not used here
             continue
         if group is not None and not isinstance(group, dist.ProcessGroup):
