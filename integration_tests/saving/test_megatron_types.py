@@ -121,6 +121,7 @@ CASES: dict[str, tuple[Case, dict[str, Any], Case]] = {
     "flat to replicated": (case(Spread.FLAT, Numbers.FP16), ZERO, case(Spread.REPLICATED, Numbers.FP16)),
     "whole": (case(Spread.WHOLE, rule="muon"), ZERO, case(Spread.WHOLE, rule="muon", size=3)),
     "whole without metadata": (case(Spread.WHOLE, rule="muon"), {}, case(Spread.REPLICATED, rule="muon")),
+    "lion": (case(Spread.REPLICATED, rule="lion"), {}, case(Spread.REPLICATED, rule="lion", size=1)),
     "matrix states": (case(Spread.WHOLE, rule="soap"), ZERO, case(Spread.WHOLE, rule="soap", size=3)),
 }
 
@@ -131,7 +132,7 @@ def test_states_in_megatron_cores_form_load_on_other_layouts(name: str) -> None:
     runs = run_threads(before.size, lambda comm: train(before, metadata, comm, skip_sigma=6.0))
     saved = save_all(runs)
     assert "'spikes': {'grad_norms': {'values': [" in str(saved.common)
-    assert not metadata or runs[0].metadata == {TYPE: "fully_reshardable"}
+    assert runs[0].metadata == {"chained_optim_avoid_prefix": True, **dict.fromkeys(metadata, "fully_reshardable")}
     loaded = run_threads(after.size, lambda comm: resume(after, saved, runs[0], comm, skip_sigma=6.0))
     again = save_all(loaded)
     assert again.tensors.keys() == saved.tensors.keys()
@@ -141,13 +142,19 @@ def test_states_in_megatron_cores_form_load_on_other_layouts(name: str) -> None:
         assert torch.equal(loaded[0].weights[param], weight)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][0].rule == "adam"])
+def as_megatron_core(common: dict[Any, Any]) -> dict[Any, Any]:
+    """The plain values without ours."""
+    whole = {key: value for key, value in common.items() if key != "opt_stack"}
+    return {**whole, 0: as_megatron_core(whole[0])} if 0 in whole else whole
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_states_that_megatron_core_saved_load(name: str) -> None:
-    """It saves the same tensors and groups, and nothing of ours. For other rules it has a chain of optimizers."""
+    """It saves the same tensors and groups, and nothing of ours."""
     before, metadata, after = CASES[name]
     runs = run_threads(before.size, lambda comm: train(before, metadata, comm))
     saved = save_all(runs)
-    theirs = Saved(saved.tensors, {key: value for key, value in saved.common.items() if key != "opt_stack"})
+    theirs = Saved(saved.tensors, as_megatron_core(saved.common))
     again = save_all(run_threads(after.size, lambda comm: resume(after, theirs, runs[0], comm)))
     assert all(torch.equal(again.tensors[key], value) for key, value in saved.tensors.items())
     assert str(again.common) == str(saved.common)
@@ -164,7 +171,7 @@ REFUSED: dict[str, tuple[Case, dict[str, Any], Any, str]] = {
     "16 bits": (
         FP32, {}, lambda common: {"optimizer": common}, "holds the state of an optimizer of 16-bit parameters without"
     ),
-    "a chain": (FP32, {}, lambda common: {0: common, 1: common}, "holds the state of several optimizers"),
+    "a chain": (FP32, {}, lambda common: {0: common, 1: common}, "an optimizer of fp32 parameters, in a chain"),
     "another rate": (FP32, {"lr": 0.5}, lambda common: {**common, "opt_stack": {}}, "0 saved groups .* have the ident"),
     "no step count": (FP32, {}, without_steps, "no step count"),
 }  # fmt: skip
@@ -232,7 +239,7 @@ def test_opt_checkpoint_saves_and_loads_megatron_cores_types(tmp_path: Path) -> 
 
 
 def test_dist_checkpointing_saves_and_loads_as_in_megatron_core(tmp_path: Path) -> None:
-    from opt_stack.megatron.dist_checkpointing import load, load_content_metadata, save
+    from opt_stack.megatron.dist_checkpointing import load, load_common_state_dict, load_content_metadata, save
 
     def trained() -> tuple[Optimizer, dict[str, Any]]:
         chunk, optimizer = build(replace(FP32, size=1), Alone())
@@ -241,12 +248,16 @@ def test_dist_checkpointing_saves_and_loads_as_in_megatron_core(tmp_path: Path) 
         return optimizer, {**model, "optimizer": optimizer.sharded_state_dict(model)}
 
     optimizer, state = trained()
-    save({**state, "iteration": 7}, tmp_path, content_metadata={"a": 1})
+    scale = torch.arange(9.0)[3::3]
+    save({**state, "iteration": 7, "scales": [scale], "scale": scale}, tmp_path, content_metadata={"a": 1})
+    assert str(load_common_state_dict(tmp_path)["scales"]) == str([scale])
+    assert torch.equal(load_common_state_dict(tmp_path)["scale"], scale)
     before = optimizer.state_dict()
     other, into = trained()
     loaded, missing, unexpected = load(into, tmp_path, strict="return_all")
     other.load_state_dict(loaded["optimizer"])
     assert str(other.state_dict()) == str(before)
+    assert torch.equal(loaded["scale"], scale)
     assert (loaded["iteration"], load_content_metadata(tmp_path)) == (7, {"a": 1})
     assert (missing, unexpected) == (set(), set())
     for options in ({"sharded_strategy": 1}, {"async_sharded_save": True}):

@@ -8,10 +8,13 @@ our optimizer saves after `opt_stack.megatron.dist_checkpointing.load` of A, and
 Megatron-Core's saves after loading a directory of its `save`, which releases before 0.19 cannot read.
 """
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # emerging-optimizers compiles functions
 
 import torch
 import torch.distributed as dist
@@ -40,8 +43,7 @@ def run(rank: int, folder: Path, ranks: int, kind: Kind) -> None:
             model, optimizer = build("ours", kind, 0)
             load(model, optimizer, folder / first, package=our_checkpointing())
             save(model, optimizer, folder / f"{first} by our load", kind)
-        # Of other kinds, step and loss scale are tensors that its load does not look for in our directories.
-        if megatron.core.__version__ >= "0.19" and kind == KINDS["zero"]:
+        if megatron.core.__version__ >= "0.19":
             by_us = folder / "ours by our save"
             save(*build("ours", kind, STEPS), by_us, kind, package=our_checkpointing())
             model, optimizer = build("theirs", kind, 0)
@@ -70,7 +72,9 @@ def save(model: Any, optimizer: Any, path: Path, kind: Kind, *, package: Any = N
 
     path.mkdir(exist_ok=True)
     dist.barrier()
-    metadata = {"chained_optim_avoid_prefix": True, **({TYPE: "fully_reshardable"} if kind.is_distributed else {})}
+    metadata: dict[str, Any] = {"chained_optim_avoid_prefix": True}
+    if kind.is_distributed or kind.is_layer_wise:
+        metadata[TYPE] = "fully_reshardable"
     sharded = model.module.sharded_state_dict()
     state = {"model": sharded, "optimizer": optimizer.sharded_state_dict(sharded, metadata=metadata)}
     (package or dist_checkpointing).save(state, str(path), content_metadata=metadata)
@@ -79,6 +83,8 @@ def save(model: Any, optimizer: Any, path: Path, kind: Kind, *, package: Any = N
 def complete_(optimizer: Any) -> None:
     """Give torch's Adam in Megatron-Core's optimizers the state that it lacks before a step."""
     for part in getattr(optimizer, "chained_optimizers", ()):
+        if not isinstance(part.optimizer, torch.optim.Adam):
+            continue
         state = part.optimizer.state
         for param in (param for group in part.optimizer.param_groups for param in group["params"]):
             moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -303,21 +304,29 @@ NUMBERS = ("lr", "weight_decay", "betas", "eps", "wd_mult", "lr_mult", "max_lr",
 
 
 def plain_state(index: Any) -> Any:
-    """The numbers of the groups by decay, step count and loss scale."""
+    """The numbers of the groups by decay, step count and loss scale, of each optimizer."""
     saved = read_common(index)["optimizer"]
-    inner = saved.get("optimizer", saved)
-    groups = sorted(str([group.get(key) for key in NUMBERS]) for group in inner["param_groups"])
-    step = inner["state"]["common_step"] if "state" in inner else inner["param_groups"][0]["step"]
-    return groups, float(step), str(saved.get("grad_scaler"))
+    found = []
+    for entry in [saved[number] for number in sorted(saved)] if 0 in saved else [saved]:
+        inner = entry.get("optimizer", entry)
+        groups = sorted(str([group.get(key) for key in NUMBERS]) for group in inner["param_groups"])
+        step = inner.get("state", {}).get("common_step", inner["param_groups"][0].get("step"))
+        found.append((groups, None if step is None else float(step), str(entry.get("grad_scaler"))))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["fp32", "plain", "fp16", "zero", "fp16-zero"])
+KINDS = ["fp32", "plain", "fp16", "zero", "fp16-zero", "experts", "chain"]
+if find_spec("emerging_optimizers"):
+    KINDS += ["muon", "muon-experts", "muon-layer-wise", "muon-layer-wise-zero", "lion-fp32", "laprop"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_side_loads_the_state_that_the_other_saved(kind: str, tmp_path: Path) -> None:
     script = Path(__file__).parent / "resume_by_megatron.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, script, tmp_path, "2", kind], check=True, timeout=300, env=environment)
     found = [path for path in tmp_path.iterdir() if path.name.startswith(("ours ", "theirs "))]
-    assert len(found) == (7 if READS_OUR_DIRECTORIES and kind == "zero" else 5)
+    assert len(found) == (7 if READS_OUR_DIRECTORIES else 5)
     for path in found:
         first = read_index(tmp_path / path.name.partition(" ")[0])
         second = read_index(path)

@@ -1,9 +1,11 @@
 """Megatron-Core's GPTModel and schedule with its own wrapper, optimizer and scheduler, and with ours in their place."""
 
 import os
+import sys
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,10 +13,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # emerging-optimizers compile
 
 import pytest
 import torch
-import torch.distributed as dist
 from processes import Job, run_jobs
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("megatron.core")  # `nox -s megatron` installs it
 
@@ -29,6 +29,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 import opt_stack.megatron as ours
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages/opt-checkpoint/tests_megatron"))
+from write_megatron import OnCpu
 
 STEPS = 6
 LENGTH = 8
@@ -86,27 +89,6 @@ if find_spec("emerging_optimizers"):
         # Twice the difference of Megatron-Core's own losses with one thread and with two.
         "Muon, layer-wise, bf16": Case({"bf16": True}, 1.06e-3, steps=20, of_optimizer={**muon, **layer_wise}),
     }
-
-
-class OnCpu(TorchFunctionMode):
-    """Megatron-Core makes its sums on "cuda", and asserts that gradients are there. No number is changed.
-
-    Its layer-wise optimizer gathers different shapes, which gloo does not.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is dist.all_gather and len({part.shape for part in args[0]}) > 1:
-            group = kwargs["group"]
-            for rank, part in enumerate(args[0]):
-                if rank == dist.get_rank(group):
-                    part.copy_(args[1])
-                dist.broadcast(part, dist.get_global_rank(group, rank), group)
-            return None
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        found = func(*args, **kwargs)
-        return found.replace("torch.", "torch.cuda.") if func is Tensor.type and len(args) == 1 else found
 
 
 def made_model(case: Case) -> tuple[Any, Any]:

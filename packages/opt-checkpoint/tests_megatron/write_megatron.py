@@ -15,6 +15,7 @@ import json
 import random
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +31,15 @@ LOSS_SCALE = 512.0
 
 
 class Kind(NamedTuple):
-    """A configuration of Megatron-Core: precision, distributed optimizer, buckets, experts, the form of its keys."""
+    """A configuration of Megatron-Core: precision, sharding, buckets, experts, the form of its keys, rule."""
 
     dtype: torch.dtype = torch.bfloat16
     is_distributed: bool = True
     bucket_size: int | None = None  # of several buckets, which overlap with the backward pass
     experts: int | None = None  # one a rank: a second optimizer in the chain
     has_prefix: bool = False  # `chained_N.`, unless the metadata says otherwise as in Megatron's training script
+    rule: str = "adam"
+    is_layer_wise: bool = False
 
 
 KINDS = {
@@ -49,6 +52,12 @@ KINDS = {
     "buckets": Kind(bucket_size=700),
     "experts": Kind(experts=2),
     "chain": Kind(experts=2, is_distributed=False, has_prefix=True),
+    "muon": Kind(is_distributed=False, rule="muon"),
+    "muon-experts": Kind(is_distributed=False, rule="muon", experts=2),
+    "muon-layer-wise": Kind(is_distributed=False, rule="muon", is_layer_wise=True),
+    "muon-layer-wise-zero": Kind(rule="muon", is_layer_wise=True),  # beside a distributed optimizer
+    "lion-fp32": Kind(dtype=torch.float32, is_distributed=False, rule="lion"),
+    "laprop": Kind(is_distributed=False, rule="laprop"),
 }
 
 
@@ -59,10 +68,20 @@ class Attention(enum.Enum):
 
 
 class OnCpu(TorchFunctionMode):
-    """Tensors asked for on a GPU are made on the CPU, and those on the CPU report the types of a GPU."""
+    """Tensors asked for on a GPU are made on the CPU, and those on the CPU report the types of a GPU.
+
+    Megatron-Core's layer-wise optimizer gathers different shapes, which gloo does not. No number is changed.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is dist.all_gather and len({part.shape for part in args[0]}) > 1:
+            group = kwargs["group"]
+            for rank, part in enumerate(args[0]):
+                if rank == dist.get_rank(group):
+                    part.copy_(args[1])
+                dist.broadcast(part, dist.get_global_rank(group, rank), group)
+            return None
         if func is torch.Tensor.cuda:
             return args[0]
         if "cuda" in str(kwargs.get("device", "")):
@@ -151,15 +170,25 @@ def train(tensor_parallel: int, kind: Kind, *, package: Any = None, steps: int =
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=kind.bucket_size is not None,
     )
-    model = wrappers.DistributedDataParallel(config, ddp_config, gpt.to(kind.dtype))
-    scale = {"initial_loss_scale": LOSS_SCALE} if kind.dtype == torch.float16 else {}
+    gpt = gpt.to(kind.dtype)
+    layout: dict[str, Any] = {}
+    if kind.is_layer_wise and kind.is_distributed:  # as Megatron-LM's script wraps
+        layer_wise = import_module(f"{optimizers.__name__}.layer_wise_optimizer")
+        layer_wise.tag_params_for_buffer_routing([gpt])
+        compute = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout
+        replicas = parallel_state.get_data_parallel_world_size()
+        layout["full_param_layout"] = compute(list(gpt.parameters()), ddp_config.bucket_size, replicas, ddp_config)
+    model = wrappers.DistributedDataParallel(config, ddp_config, gpt, **layout)
+    more: dict[str, Any] = {"initial_loss_scale": LOSS_SCALE} if kind.dtype == torch.float16 else {}
+    if kind.is_layer_wise:
+        more["use_layer_wise_distributed_optimizer"] = True
     options = optimizers.OptimizerConfig(
-        optimizer="adam",
+        optimizer=kind.rule,
         lr=0.01,
-        use_distributed_optimizer=kind.is_distributed,
+        use_distributed_optimizer=kind.is_distributed and not kind.is_layer_wise,
         clip_grad=0.0,
         **precision,
-        **scale,
+        **more,
     )
     optimizer = optimizers.get_megatron_optimizer(options, [model])
     for step in range(steps):

@@ -97,8 +97,10 @@ class Assigned:
     objects_of_ranks: Sequence[Sequence[str]]
 
 
-def describe(state: ShardedStateDict, rank: int, *, policy: str, cached: CachedPlan) -> Held:
+def describe(state: ShardedStateDict, rank: int, *, policy: str, cached: CachedPlan, lists_values: bool) -> Held:
     """Flatten a state, and describe what ranks must agree on before they plan.
+
+    With `lists_values`, plain tensors are stored as tensors, else as common values.
 
     Raises:
         CheckpointingException: the state cannot be flattened or stored.
@@ -106,7 +108,10 @@ def describe(state: ShardedStateDict, rank: int, *, policy: str, cached: CachedP
     if policy not in ("equal", "first_rank"):
         raise CheckpointValueError(f"common={policy!r}; allowed: equal, first_rank")
     flat = flatten_state(state)
-    flat.separate_tensors_()
+    if lists_values:
+        flat.separate_tensors_()
+    else:
+        flat.join_tensors_()
     shards = [(shard, tuple(boxes_of(shard))) for shard in flat.tensors.values()]
     # If two ranks with equal layouts swap their numbers, different plans have the same name.
     usable = cached if cached.rank == rank else CachedPlan()

@@ -1,10 +1,9 @@
 """`megatron.core.dist_checkpointing.serialization`: its `save` and `load`, with the format of `opt_checkpoint.save`.
 
 `save` writes a directory for `opt_checkpoint.load`. Megatron-Core 0.19 reads it too, in each of its strict modes: plain
-values are stored together, not also each under its key as `torch.distributed.checkpoint` needs them. It does not find
-plain tensors, which are the step and the loss scale of its optimizers other than the distributed one. Earlier releases
-need a file `common.pt`: for these, pass the same state to Megatron-Core's own `save`, or use `optckpt convert --to
-megatron`. `load` reads it, and the `torch_dist` directories of Megatron-Core 0.12 to 0.19.
+values, and tensors that are not sharded, are stored together, not each under its key as `torch.distributed.checkpoint`
+needs them. Earlier releases need a file `common.pt`: for these, pass the same state to Megatron-Core's own `save`, or
+use `optckpt convert --to megatron`. `load` reads it, and the `torch_dist` directories of Megatron-Core 0.12 to 0.19.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ def save(
     """`opt_checkpoint.save` to a directory that is empty or does not exist, for Megatron-Core too. Collective.
 
     Args:
-        sharded_state_dict: as for `opt_checkpoint.save`; Megatron-Core's own types are taken.
+        sharded_state_dict: as for `opt_checkpoint.save`; Megatron-Core's own types are taken. Rank 0 writes all tensors
+            that are not sharded, and has them in memory twice meanwhile.
         checkpoint_dir: the directory.
         sharded_strategy: None: there is one format.
         validate_access_integrity: accepted and ignored: every save is checked.

@@ -140,7 +140,8 @@ def save_as(
         save_id: 32 hexadecimal digits that name the save; rank 0's counts.
         begin: called on rank 0 before anything is written; returns whether the commit replaces an existing checkpoint.
         committed: called on rank 0 after the commit, before other ranks return.
-        lists_values: whether each plain value is also stored under its key, for stock readers.
+        lists_values: whether each plain value is also stored under its key, and each plain tensor as a tensor, for
+            stock readers.
         arguments: must be the same on all ranks too.
     """
     ranks = ranks_of(process_group)
@@ -235,8 +236,9 @@ def carry_out_save(
 
     def offer() -> Offer:
         writers.append(new_writer())
-        local.append(describe(state, ranks.rank, policy=policy, cached=cached))
-        return offer_of(local[0], texts_of({"path": writers[0].path, **arguments}))
+        held = describe(state, ranks.rank, policy=policy, cached=cached, lists_values=lists_values)
+        local.append(held)
+        return offer_of(held, texts_of({"path": writers[0].path, **arguments}))
 
     def plan(contents: list[LocalContents]) -> list[tuple[AssignedParts | None, Any]]:
         assigned = assign(local[0], agreed, contents, lists_values=lists_values)

@@ -29,7 +29,7 @@ from opt_checkpoint.state.sharded import (
     ShardedTensor,
     path_text,
 )
-from opt_checkpoint.state.tensors import DTYPE_NAMES, is_dtensor, sharded_like
+from opt_checkpoint.state.tensors import DTYPE_NAMES, check_dense, is_dtensor, sharded_like
 
 S = TypeVar("S", ShardedTensor, ShardedObject)
 
@@ -306,6 +306,15 @@ class FlatState:
                 for inner, tensor in tensors.items():
                     self.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)
                     self.plain[path + inner] = tensor
+
+    def join_tensors_(self) -> None:
+        """Move the plain tensors to the common values, as Megatron-Core has them. DTensors stay tensors."""
+        for path, tensor in [*self.plain.items()]:
+            if not is_dtensor(tensor):
+                check_dense(path_text(path), tensor)
+                self.common[path] = tensor.detach().to("cpu", copy=True)  # without what else is in its storage
+                del self.plain[path]
+                del self.tensors[path]
 
     def assembled(self, objects: Mapping[Path, Any], common: Mapping[Path, Any], dropped: frozenset[Path]) -> Any:
         """Return the nested state with every sharded value replaced by the loaded value.

@@ -2,8 +2,9 @@
 
 Its tensors have Megatron-Core's keys, such as `optimizer.state.exp_avg.<parameter key>`, and flat ranges are cut into
 boxes. Parameter groups, the step count and the loss scale are where Megatron-Core's optimizers look for them: those of
-fp32, of 16-bit parameters, or its distributed optimizer in the format `fully_reshardable`. Plain values that only this
-package has are under `OWN`. Either side loads what the other has saved.
+fp32, of 16-bit parameters, or its distributed optimizer in the format `fully_reshardable`. Where it has a chain of
+optimizers, for several rules or for experts, each has an entry under its number, with its own groups. Plain values that
+only this package has are under `OWN`, in a chain in its first entry. Either side loads what the other has saved.
 """
 
 import logging
@@ -31,9 +32,11 @@ logger = logging.getLogger("opt_stack")
 OWN = "opt_stack"
 SPIKES = "spikes"  # in a state: the norms and losses of the last steps, with `skip_sigma`
 RESHARDABLE = "fully_reshardable"
+AVOID_PREFIX = "chained_optim_avoid_prefix"  # in that metadata: keys do not begin with `chained_<number>.`
 SHARDING_TYPE = "distrib_optim_sharding_type"  # in the metadata of Megatron-Core's callers
 _IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "start_wd", "end_wd")
 _IF_SAVED = (RULE, "max_lr", "min_lr")  # identifiers of some releases only
+_UNCOUNTED = ("sgd", "muon", "adaptive_muon", "lion")  # rules whose optimizers there count no steps
 _FORMS = {
     "fp32": "an optimizer of fp32 parameters",
     "mixed": "an optimizer of 16-bit parameters without the distributed optimizer",
@@ -41,10 +44,17 @@ _FORMS = {
 }
 
 
+class Link(NamedTuple):
+    """One of Megatron-Core's optimizers in a chain, or its only one."""
+
+    form: str
+    groups: list[int]  # the numbers of its groups
+
+
 class Request(NamedTuple):
     """What a state describes; its own load gets it back."""
 
-    form: str
+    chain: Sequence[Link]
     flat: FlatState
     boxes: list[list[Tensor]]  # of each tensor of `flat`: views of its memory
 
@@ -52,14 +62,17 @@ class Request(NamedTuple):
 def form_of(config: OptimizerConfig, metadata: dict[str, Any] | None, *, is_loading: bool) -> str:
     """Return the form that Megatron-Core's optimizer of this configuration has.
 
-    A save is always `fully_reshardable`, and says so in `metadata`, which is stored with the checkpoint.
+    A save is always `fully_reshardable`, without prefixes, and says so in `metadata`, which is stored with the
+    checkpoint.
 
     Raises:
         ConfigError: a load of another format of the distributed optimizer.
     """
+    if metadata is not None and not is_loading:
+        metadata[AVOID_PREFIX] = True
     given = (metadata or {}).get(SHARDING_TYPE)
     if given is None:
-        return "mixed" if config.bf16 or config.fp16 else "fp32"
+        return _undistributed(config)
     if given != RESHARDABLE and is_loading:
         raise ConfigError(
             f"the checkpoint was saved with {SHARDING_TYPE}={given!r}, whose states are parts of Megatron-Core's "
@@ -72,22 +85,46 @@ def form_of(config: OptimizerConfig, metadata: dict[str, Any] | None, *, is_load
     return "distributed"
 
 
+def chain_of(config: OptimizerConfig, form: str, param_groups: Sequence[Group], *, shards_buffers: bool) -> list[Link]:
+    """Return Megatron-Core's optimizers: one for each rule, that of the configuration first, dense before experts.
+
+    The layer-wise optimizer has experts too, and keeps whole tensors: of all rules, or, if `shards_buffers`, as the
+    wrapper does with `use_distributed_optimizer`, of its own, beside a distributed optimizer for the others.
+    """
+    is_whole = config.use_layer_wise_distributed_optimizer
+    numbers: dict[tuple[bool, bool, str], list[int]] = {}
+    for number, group in enumerate(param_groups):
+        is_expert = group["is_expert_parallel"] and not is_whole
+        key = group[RULE] != config.optimizer, is_expert, group[RULE]
+        numbers.setdefault(key, []).append(number)
+    chain = []
+    for (is_other, *_), of_link in sorted(numbers.items()):
+        is_undistributed = is_whole and form == "distributed" and not (is_other and shards_buffers)
+        chain.append(Link(_undistributed(config) if is_undistributed else form, of_link))
+    return chain or [Link(form, [])]
+
+
+def _undistributed(config: OptimizerConfig) -> str:
+    return "mixed" if config.bf16 or config.fp16 else "fp32"
+
+
 def to_megatron_state(
     state: Mapping[str, Any],  # of `sharded_state_dict`, in the form of this package
-    form: str,
+    chain: Sequence[Link],
     param_groups: Sequence[Group],
     steps: Mapping[str, int],  # of the parameters on all ranks
-) -> dict[str, Any]:
+) -> dict[Any, Any]:
     """Return `state` in Megatron-Core's form."""
     described = {}
     for at, of_param in state["state"].items():
         described[at] = {name: value for name, value in of_param.items() if name != STEP}
+    distributed = _names_in(chain, "distributed", state["groups"]["names"])
     flat = flatten_state({"state": described})
     stored: dict[int, dict[int, Any]] = {}
     boxes = []
-    for number, shard in enumerate(flat.tensors.values()):
+    for number, (path, shard) in enumerate(flat.tensors.items()):
         key = shard.key
-        if form == "distributed":  # its name of the main values
+        if _param_name(path[1]) in distributed:  # its name of the main values
             key = key.replace(f"optimizer.state.{MAIN}.", "optimizer.state.param.", 1)
         tensors = to_megatron(replace(shard, key=key))
         boxes.append([tensor.data for tensor in tensors])
@@ -96,35 +133,59 @@ def to_megatron_state(
     # Megatron-Core has one step count. Where ours differ there is none, so that it refuses the checkpoint.
     counts = set(steps.values())
     common = counts.pop() if len(counts) == 1 else None
-    request = local_object(Request(form, flat, boxes))
+    request = local_object(Request(chain, flat, boxes))
+    needs_steps = common is None or len(chain) > 1
     own = {
         "version": state["version"],
         "groups": state["groups"],
-        "steps": dict(steps) if common is None else {},
+        "steps": dict(sorted(steps.items())) if needs_steps else {},
         "tensors": stored,
         "request": request,
     }
     if SPIKES in state:
         own[SPIKES] = state[SPIKES]
-    groups = [_megatron_group(group, common, param_groups) for group in param_groups]
+    entries = []
+    first_rule = next((param_groups[at][RULE] for at in chain[0].groups), "")  # which Megatron-Core does not name
+    for link in chain:
+        groups = [param_groups[at] for at in link.groups]
+        is_counted = len(chain) == 1 or groups[0][RULE] not in _UNCOUNTED
+        step = common if is_counted else None
+        written = [_megatron_group(group, step, unnamed=first_rule) for group in groups]
+        entries.append(_entry(link.form, written, step, state["grad_scaler"]))
+    entries[0][OWN] = own
+    return entries[0] if len(entries) == 1 else dict(enumerate(entries))
+
+
+def _entry(form: str, groups: Sequence[Group], step: int | None, scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of one of Megatron-Core's optimizers."""
     inner: dict[str, Any] = {"param_groups": groups}
     if form != "distributed":
-        inner["state"] = {} if common is None else {"common_step": _fp32(float(common))}
-    whole: dict[str, Any] = dict(inner) if form == "fp32" else {"optimizer": inner}
+        inner["state"] = {} if step is None else {"common_step": _fp32(float(step))}
+    entry: dict[str, Any] = inner if form == "fp32" else {"optimizer": inner}
     if form == "distributed":
-        whole["param_state_sharding_type"] = RESHARDABLE
-    if scaler := state["grad_scaler"]:
-        whole["grad_scaler"] = {**scaler, "scale": _fp32([float(scaler["scale"])])}
-    return {**whole, OWN: own}
+        entry["param_state_sharding_type"] = RESHARDABLE
+    if scaler:
+        entry["grad_scaler"] = {**scaler, "scale": _fp32([float(scaler["scale"])])}
+    return entry
+
+
+def _names_in(chain: Sequence[Link], form: str, names: Sequence[Sequence[str]]) -> set[str]:
+    """The parameters of the optimizers that have a form; `names` are those of each group."""
+    return {name for link in chain if link.form == form for number in link.groups for name in names[number]}
+
+
+def _param_name(at: str) -> str:
+    """The name of the parameter that has its state at `at`."""
+    return at.rpartition(", chunk ")[0] or at
 
 
 def _fp32(value: float | list[float]) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def _megatron_group(group: Group, step: int | None, groups: Sequence[Group]) -> dict[str, Any]:
+def _megatron_group(group: Group, step: int | None, *, unnamed: str) -> dict[str, Any]:
     left_out = {*HELD, HOOKS, CHOICES, "name"}
-    if len({each.get(RULE) for each in groups}) == 1:  # Megatron-Core names rules only where there are several
+    if group[RULE] == unnamed:
         left_out.add(RULE)
     kept = {}
     for key, value in group.items():
@@ -143,50 +204,72 @@ def from_megatron_state(
     Raises:
         ConfigError: it was saved by another kind of optimizer, or has no group or step count for a parameter.
     """
-    own = loaded[OWN]
+    own = own_values(loaded)
     request: Request = own["request"]
-    saved_form = _saved_form(loaded)
-    if saved_form != request.form:
+    entries = _entries(loaded)
+    forms = [_saved_form(entry) for entry in entries]
+    wanted = [link.form for link in request.chain]
+    is_own = "version" in own
+    if (set(forms) != set(wanted)) if is_own else (forms != wanted):
         raise ConfigError(
-            f"the checkpoint holds the state of {_FORMS.get(saved_form, saved_form)}, and this one is that of "
-            f"{_FORMS[request.form]}; load it with the precision and the optimizer that saved it, or convert it with "
-            "`optckpt convert`"
+            f"the checkpoint holds the state of {_shown(forms)}, and this one is that of {_shown(wanted)}; load it "
+            "with the precision and the optimizer that saved it, or convert it with `optckpt convert`"
         )
-    inner = loaded if saved_form == "fp32" else loaded["optimizer"]
-    if "version" in own:
+    inners = [entry if form == "fp32" else entry["optimizer"] for entry, form in zip(entries, forms, strict=True)]
+    if is_own:
         groups = own["groups"]
         steps = own["steps"]
         if not steps:
-            step = _common_step(inner, inner["param_groups"][0])
+            step = _common_step(inners[0], inners[0]["param_groups"][0])
             steps = {name: step for of_group in names for name in of_group}
     else:
-        steps = {}
-        own_groups = []
-        for group, of_group in zip(param_groups, names, strict=True):
-            saved = _match(group, inner["param_groups"])
-            own_groups.append(_own_group(group, saved))
-            if of_group:
-                steps |= dict.fromkeys(of_group, _common_step(inner, saved, rule=group.get(RULE)))
-        groups = {"groups": own_groups, "names": list(map(list, names))}
+        groups, steps = _their_groups(request.chain, inners, param_groups, names)
     missing = _fill_(request, own.get("tensors", {}))
     state = request.flat.assembled({}, {}, missing).get("state", {})
     unknown = {path[1] for path in missing if path[2] != MAIN}
     for at, of_param in state.items():
-        name = at.rpartition(", chunk ")[0] or at
-        count = steps.get(at, steps.get(name))
+        count = steps.get(at, steps.get(_param_name(at)))
         if count is not None and at not in unknown:
             of_param[STEP] = torch.tensor(count, dtype=torch.int64, device="cpu")
     return {
         "state": state,
         "groups": groups,
-        "grad_scaler": loaded.get("grad_scaler"),
+        "grad_scaler": entries[0].get("grad_scaler"),
         SPIKES: own.get(SPIKES),
     }
 
 
-def has_distributed_form(loaded: Mapping[str, Any]) -> bool:
-    """Return whether Megatron-Core's distributed optimizer saved this."""
-    return "version" not in loaded[OWN] and _saved_form(loaded) == "distributed"
+def _their_groups(
+    chain: Sequence[Link],
+    inners: Sequence[Mapping[str, Any]],
+    param_groups: Sequence[Group],
+    names: Sequence[Collection[str]],
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the groups that Megatron-Core saved in the form of this package, and step counts by parameter."""
+    steps: dict[str, int] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for link, inner in zip(chain, inners, strict=True):
+        for number in link.groups:
+            group = param_groups[number]
+            saved = _match(group, inner["param_groups"])
+            groups[number] = _own_group(group, saved)
+            if of_group := names[number]:
+                step = _common_step(inner, saved, rule=group[RULE], chain=inners)
+                steps |= dict.fromkeys(of_group, step)
+    in_order = [groups[number] for number in range(len(param_groups))]
+    return {"groups": in_order, "names": list(map(list, names))}, steps
+
+
+def own_values(loaded: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what is under `OWN` in a loaded state; nothing in a state of another form."""
+    first = loaded.get(0)
+    places = (loaded, first if isinstance(first, Mapping) else {})
+    return {key: value for place in places for key, value in place.get(OWN, {}).items()}
+
+
+def has_distributed_form(loaded: Mapping[Any, Any]) -> bool:
+    """Return whether Megatron-Core saved this, and its distributed optimizer a part of it."""
+    return "version" not in own_values(loaded) and "distributed" in map(_saved_form, _entries(loaded))
 
 
 def compare_mains(state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Compared]:
@@ -210,15 +293,24 @@ def check_mains(compared: Collection[Compared]) -> None:
         )
 
 
+def _entries(loaded: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+    """The state of each of Megatron-Core's optimizers."""
+    numbers = sorted(key for key in loaded if isinstance(key, int))
+    is_chain = numbers and not {"param_state_sharding_type", "param_groups", "optimizer"} & loaded.keys()
+    return [loaded[number] for number in numbers] if is_chain else [loaded]
+
+
 def _saved_form(loaded: Mapping[str, Any]) -> str:
     if "param_state_sharding_type" in loaded:
         found = loaded["param_state_sharding_type"]
         return "distributed" if found == RESHARDABLE else f"the distributed optimizer in the format {found}"
     if "param_groups" in loaded:
         return "fp32"
-    if "optimizer" in loaded:
-        return "mixed"
-    return "several optimizers of Megatron-Core (layer-wise, experts, or Muon beside Adam)"
+    return "mixed" if "optimizer" in loaded else "no optimizer that is known here"
+
+
+def _shown(forms: Sequence[str]) -> str:
+    return ", ".join(_FORMS.get(form, form) for form in forms) + (", in a chain" if len(forms) > 1 else "")
 
 
 def _match(group: Group, saved_groups: Sequence[Group]) -> Group:
@@ -246,15 +338,19 @@ def _own_group(group: Group, saved: Group) -> dict[str, Any]:
     return {**kept, CHOICES: choices}
 
 
-def _common_step(inner: Mapping[str, Any], saved: Group, *, rule: str | None = None) -> int:
-    step = inner.get("state", {}).get("common_step")
-    if step is None:
-        step = saved.get(STEP)
-    if step is None and rule == "sgd":
-        return 0  # its formula counts no steps, and torch's SGD has no count
-    if step is None:
+def _common_step(
+    inner: Mapping[str, Any], saved: Group, *, rule: str = "", chain: Sequence[Mapping[str, Any]] = ()
+) -> int:
+    """The step count of a group: of its optimizer, or, if that counts none, of another in the chain."""
+    found = [inner.get("state", {}).get("common_step"), saved.get(STEP)]
+    if rule in _UNCOUNTED:
+        for other in chain:
+            found += [other.get("state", {}).get("common_step"), *(group.get(STEP) for group in other["param_groups"])]
+        found.append(0)
+    count = next((step for step in found if step is not None), None)
+    if count is None:
         raise ConfigError("the checkpoint has no step count of the optimizer; save it after its first step")
-    return int(step)
+    return int(count)
 
 
 def _fill_(request: Request, tensors: Mapping[int, Mapping[int, Tensor]]) -> frozenset[tuple[str | int, ...]]:

@@ -46,7 +46,7 @@ from opt_stack.state.described import (
     describe_state,
 )
 from opt_stack.state.live import PieceRef, StateOffload
-from opt_stack.state.megatron_state import SPIKES, form_of, to_megatron_state
+from opt_stack.state.megatron_state import SPIKES, Link, chain_of, form_of, to_megatron_state
 from opt_stack.state.regrouped import match_saved, regroup_described, sentence
 from opt_stack.state.weights import Evaluation, LoadedWeights
 
@@ -116,7 +116,8 @@ class ShardedStates(torch.optim.Optimizer):
                 data.
             is_loading: whether the result is for a load; only with Megatron-Core's types.
             metadata: of Megatron-Core's callers, only with its types. Its `distrib_optim_sharding_type` becomes
-                `fully_reshardable` in a save, and must be that in a load.
+                `fully_reshardable` in a save, and must be that in a load; `chained_optim_avoid_prefix` becomes True.
+                With it, groups are described for each optimizer of a chain that Megatron-Core has.
 
         Step counts, groups and codes are copied, so a result of before the last step is refused by a save or load.
         Tensors that `sharded_model` described without groups are placed here: tensor-parallel parts, experts and
@@ -129,21 +130,26 @@ class ShardedStates(torch.optim.Optimizer):
         own_types = from_megatron(model_sharded_state_dict)
         if own_types is model_sharded_state_dict:
             return self._sharded(model_sharded_state_dict)[0]
+        groups = [dict(group) for group in self.param_groups]
         form = form_of(self.plan.config, metadata, is_loading=is_loading)
-        state, described = self._sharded(own_types, always_main=form == "distributed")
+        chain = [Link(form, [*range(len(groups))])]
+        if metadata is not None:
+            shards_buffers = any(chunk.ddp_config.use_distributed_optimizer for chunk in self.wrapped)
+            chain = chain_of(self.plan.config, form, groups, shards_buffers=shards_buffers)
+        distributed = {number for link in chain if link.form == "distributed" for number in link.groups}
+        state, described = self._sharded(own_types, always_main=distributed)
         steps: dict[str, int] = {}
         own_steps = {saved.at: saved.ref.piece.step for saved in described.saved}
         for of_rank in self._everyone.gather_objects(own_steps):
             steps |= of_rank
-        groups = [dict(group) for group in self.param_groups]
-        return agreed(self._everyone, lambda: to_megatron_state(state, form, groups, steps))
+        return agreed(self._everyone, lambda: to_megatron_state(state, chain, groups, steps))
 
     def _sharded(
-        self, model_sharded_state_dict: Mapping[str, Any], *, always_main: bool = False
+        self, model_sharded_state_dict: Mapping[str, Any], *, always_main: Collection[int] = ()
     ) -> tuple[ScopedState, Description]:
         """Return the sharded state in the types of opt-checkpoint, and its description. Collective.
 
-        With `always_main`, fp32 parameters have main values too.
+        In the groups with the numbers `always_main`, fp32 parameters have main values too.
         """
         self.check_ready("sharded_state_dict()")
         self.complete_params()
@@ -167,7 +173,8 @@ class ShardedStates(torch.optim.Optimizer):
                 rows[at].update(part)
         self._described = described = Description(groups, names, list(map(list, names_on_all_ranks)), saved)
         kept = [{key: group[key] for key in group if key not in _RUN_ENTRIES} for group in self.param_groups]
-        states = {at: describe_state(own, ref, rows[at], always_main=always_main) for own, at, ref in saved}
+        with_main = {own.id for number in always_main for own in groups[number]}
+        states = {at: describe_state(own, ref, rows[at], always_main=own.id in with_main) for own, at, ref in saved}
         state = {
             "version": VERSION,
             "state": states,

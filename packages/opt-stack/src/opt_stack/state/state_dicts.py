@@ -17,12 +17,12 @@ from opt_kernels.params import HELD, RULE
 from opt_paramgroups import ParamId, dtensor_layout
 from opt_stack.rules.entries import RULE_RECORDS, Group, warn_of_other_choices
 from opt_stack.state.megatron_state import (
-    OWN,
     SPIKES,
     check_mains,
     compare_mains,
     from_megatron_state,
     has_distributed_form,
+    own_values,
 )
 from opt_stack.state.regrouped import regroup
 from opt_stack.state.sharded_state import Decisions, ShardedStates, saved_decisions
@@ -157,7 +157,7 @@ class StateDicts(ShardedStates):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
-        if isinstance(state_dict, Mapping) and OWN in state_dict:
+        if isinstance(state_dict, Mapping) and own_values(state_dict):
             state_dict = self._from_megatron(state_dict)
         if isinstance(state_dict, Mapping) and "groups" in state_dict:
             self._load_sharded(state_dict, on_conflict=on_conflict, override=override)
