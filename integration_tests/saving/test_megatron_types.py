@@ -142,6 +142,22 @@ def test_states_in_megatron_cores_form_load_on_other_layouts(name: str) -> None:
         assert torch.equal(loaded[0].weights[param], weight)
 
 
+@pytest.mark.parametrize("rule", ["adam", "muon"])
+def test_each_optimizer_of_a_chain_has_its_groups(rule: str) -> None:
+    of = case(Spread.REPLICATED, rule=rule, size=1)
+    net = Net(of.numbers.dtype)
+    for expert in (net.first.weight, net.bias.weight):
+        expert.allreduce = False
+    optimizer = get_optimizer(of.config, [net], pg_collection=roles_over(Alone()))
+    state = optimizer.sharded_state_dict(described(net, 0), metadata={})
+    found = []
+    for number in sorted(state):
+        groups = state[number]["optimizer"]["param_groups"]
+        found.append({(group.get("optimizer"), group["is_expert_parallel"]) for group in groups})
+    assert found[:2] == [{(None, False)}, {(None, True)}]  # Megatron-Core does not name the configured rule
+    assert found[2:] == ([] if rule == "adam" else [{("adam", False)}, {("adam", True)}])
+
+
 def as_megatron_core(common: dict[Any, Any]) -> dict[Any, Any]:
     """The plain values without ours."""
     whole = {key: value for key, value in common.items() if key != "opt_stack"}

@@ -124,7 +124,7 @@ def to_megatron_state(
     boxes = []
     for number, (path, shard) in enumerate(flat.tensors.items()):
         key = shard.key
-        if _param_name(path[1]) in distributed:  # its name of the main values
+        if _param_name(str(path[1])) in distributed:  # its name of the main values
             key = key.replace(f"optimizer.state.{MAIN}.", "optimizer.state.param.", 1)
         tensors = to_megatron(replace(shard, key=key))
         boxes.append([tensor.data for tensor in tensors])
