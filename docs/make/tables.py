@@ -78,13 +78,15 @@ def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
 
 
 def foreign_words() -> str:
-    """The table of other libraries' words that configurations answer."""
-    lines = ["| from | word | here |", "|---|---|---|"]
+    """The tables of other libraries' words that configurations answer."""
+    lines = []
     for library, table in words_by_library().items():
+        lines += [f"### {library}", "", "| word there | here |", "|---|---|"]
         for words, answer in table.items():
             shown = ", ".join(f"`{word}`" for word in words.split())
-            lines.append(f"| {library} | {shown} | {answer} |")
-    return "\n".join([*lines, ""])
+            lines.append(f"| {shown} | {answer} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def memory_table() -> str:
