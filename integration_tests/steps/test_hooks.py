@@ -70,9 +70,11 @@ ELEMENTWISE: dict[str, GivenHooks] = {
     "centralized, relative": (CentralizeGradient(), hooks.RelativeUpdate()),
 }
 ON_SPHERE: GivenHooks = {"muon": (Hyperball(), CentralizeGradient()), "adam": (ClipUpdateRms(0.05),)}
+BRAKED: GivenHooks = {"muon": (hooks.RadialBrake(), hooks.RadiusPin())}
 WHOLE = [case("muon", size, Spread.WHOLE, Numbers.REMAINDER) for size in (2, 3)]
 COMPARED = {f"{name}, {case}": (case, given, {}) for name, given in ELEMENTWISE.items() for case in CASES}
 COMPARED |= {str(case): (case, ON_SPHERE, {"weight_decay": 0.0}) for case in WHOLE}
+COMPARED |= {f"braked, {case}": (case, BRAKED, {}) for case in WHOLE[:1]}
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -51,6 +51,10 @@ HOOKS = {  # by name, with their options
     "relative": {"RelativeUpdate": {}},
     "hyperball": {"Hyperball": {}},
     "hyperball-radius": {"Hyperball": {"radius": 3.0}},
+    "brake": {"RadialBrake": {"outward": 0.25}},
+    "pin": {"RadiusPin": {}},
+    "brake-pin-clip": {"RadialBrake": {}, "RadiusPin": {}, "ClipUpdateRms": {"threshold": 0.3}},
+    "brake-pin-lr-decoupled": {"RadialBrake": {}, "RadiusPin": {}, "LrDecoupledDecay": {"max_lr": MAX_LR}},
     "centralized": {"CentralizeGradient": {}},
     "floor": {"RowFloor": {"ratio": 0.9}},
     "floor-mask-cautious": {"CautiousDecay": {}, "RowFloor": {"ratio": 2.0}, "CautiousUpdate": {}},
@@ -60,6 +64,7 @@ HOOKS = {  # by name, with their options
 }  # fmt: skip
 MEASURED = [name for name in HOOKS if name not in ("l2", "cautious-decay", "lr-decoupled")]
 OF_MATRICES = ["l2", "centralized", "cautious-decay", "lr-decoupled", "clip", "relative", "hyperball", "floor"]
+OF_MATRICES += ["brake", "pin", "brake-pin-clip"]
 
 
 def direction_of(name, shape):
@@ -97,6 +102,7 @@ def by_papers(rule, hooks, p, grads):
                 u = u / max(1.0, float(u.square().mean().sqrt()) / options["threshold"])
             if name == "RelativeUpdate":
                 u = u * p.norm() / u.norm()
+        u = braked(u, p, hooks)
         if decay == "Hyperball":
             radius = hooks["Hyperball"].get("radius") or p.norm()
             to = p - LR * radius * u / u.norm()
@@ -105,8 +111,17 @@ def by_papers(rule, hooks, p, grads):
         amount = {"plain": LR * WD, "LrDecoupledDecay": LR / MAX_LR * WD}.get(decay, 0.0)
         if decay == "CautiousDecay":
             amount = LR * WD * (u * p >= 0).double()
-        p = p - amount * p - LR * u
+        p = pinned(p - LR * u, u, p, hooks) - amount * p
     return p
+
+
+def braked(u, p, hooks):
+    c = (u * p).sum() / p.square().sum() if "RadialBrake" in hooks else 0.0
+    return u if c >= 0 else u - (1 - hooks["RadialBrake"].get("outward", 0.5)) * c * p
+
+
+def pinned(to, u, p, hooks):
+    return to * (p.norm() - LR * (u * p).sum() / p.norm()) / to.norm() if "RadiusPin" in hooks else to
 
 
 def run(rule, work, grads, **options):

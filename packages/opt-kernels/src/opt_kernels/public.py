@@ -16,6 +16,8 @@ from opt_kernels.hooks import (
     HookError,
     Hyperball,
     LrDecoupledDecay,
+    RadialBrake,
+    RadiusPin,
     RelativeUpdate,
     RowFloor,
     hooked,
@@ -28,8 +30,8 @@ from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, StateSpec, Te
 __all__ = [
     "BackendError", "Batch", "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "Choice", "ClipUpdateRms",
     "CodecError", "CoupledDecay", "Formula", "FormulaError", "HookError", "Hyper", "Hyperball", "LrDecoupledDecay",
-    "MatrixError", "MatrixRule", "MatrixSpec", "Needs", "Number", "NumberError", "RelativeUpdate", "RowFloor", "Rule",
-    "RuleStateError", "State", "StateKind", "StateSpec", "TensorParallel", "WholeMatrices", "Work", "Works",
-    "grad_stats", "hooked",
+    "MatrixError", "MatrixRule", "MatrixSpec", "Needs", "Number", "NumberError", "RadialBrake", "RadiusPin",
+    "RelativeUpdate", "RowFloor", "Rule", "RuleStateError", "State", "StateKind", "StateSpec", "TensorParallel",
+    "WholeMatrices", "Work", "Works", "grad_stats", "hooked",
 ]  # fmt: skip
 __all__ += optim.__all__

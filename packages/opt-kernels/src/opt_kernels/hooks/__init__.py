@@ -29,13 +29,15 @@ from opt_kernels.hooks.values import (
     Hooks,
     Hyperball,
     LrDecoupledDecay,
+    RadialBrake,
+    RadiusPin,
     RelativeUpdate,
     RowFloor,
 )
 
 __all__ = [
     "NUM_SUMS", "Begun", "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "ClipUpdateRms", "CoupledDecay",
-    "GivenHooks", "Hook", "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate",
-    "RowFloor", "RowMeans", "SpannedRows", "add_row_sums_", "bare", "check_numbers", "check_unread", "checked",
-    "described", "hooked", "hooks_of", "reads_weight_decay", "shape_problem",
+    "GivenHooks", "Hook", "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RadialBrake",
+    "RadiusPin", "RelativeUpdate", "RowFloor", "RowMeans", "SpannedRows", "add_row_sums_", "bare", "check_numbers",
+    "check_unread", "checked", "described", "hooked", "hooks_of", "reads_weight_decay", "shape_problem",
 ]  # fmt: skip

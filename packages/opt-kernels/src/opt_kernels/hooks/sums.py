@@ -96,7 +96,29 @@ def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) 
     for hook in sorted(hooks, key=lambda hook: not isinstance(hook, values.CautiousUpdate)):
         factors = factors * _factors(hook, sums, factors)
     rate = hyper.lr * factors
-    return 1 - share_that_decays(hooks, hyper, couples=couples) * torch.ones_like(rate), rate
+    keep = torch.ones_like(rate)
+    for hook in (hook for hook in hooks if isinstance(hook, values.RadialBrake)):
+        keep = keep + (1 - hook.outward) * rate * _outward(sums)
+    if any(isinstance(hook, values.RadiusPin) for hook in hooks):
+        scale = _to_radius(sums, keep, rate)
+        keep = scale * keep
+        rate = scale * rate
+    return keep - share_that_decays(hooks, hyper, couples=couples), rate
+
+
+def _outward(sums: Tensor) -> Tensor:
+    """c = <u, p> / |p|² of updates that point outward, (n,); 0 of others, and where p is 0."""
+    _, _, _, p_squares, products = columns(sums)
+    return torch.where(p_squares == 0, 0.0, products.clamp_max(0.0) / p_squares)
+
+
+def _to_radius(sums: Tensor, keep: Tensor, rate: Tensor) -> Tensor:
+    """The factor of w = keep p - rate u that gives it the length of its part along p, (n,): <w, p> / (|w| |p|)."""
+    _, _, u_squares, p_squares, products = columns(sums)
+    squares = keep * keep * p_squares - 2 * keep * rate * products + rate * rate * u_squares
+    along = keep * p_squares - rate * products
+    lengths = (squares.clamp_min(0.0) * p_squares).sqrt()
+    return torch.where(lengths == 0, 1.0, along / lengths)
 
 
 def share_that_decays(hooks: values.Hooks, hyper: Hyper, *, couples: bool) -> float | Tensor:

@@ -6,9 +6,9 @@ d = lr wd, a step is performed in this order. The order of hooks in the tuple ma
     1. gradient    g <- g - mean(g)  (CentralizeGradient),  g <- g + wd p  (CoupledDecay)
     2. rule        u and its states, from g
     3. direction   u <- u masked (CautiousUpdate); then factors, in the order given (ClipUpdateRms, RelativeUpdate), or
-                   factors of rows (RowFloor)
+                   factors of rows (RowFloor); then less of its outward part (RadialBrake)
     4. decay       p <- p - d p of the rule, or CautiousDecay or LrDecoupledDecay instead
-    5. weights     p <- p - lr u, or Hyperball's projection
+    5. weights     p <- p - lr u, or Hyperball's or RadiusPin's projection
 """
 
 import math
@@ -143,6 +143,39 @@ class Hyperball(Hook):
     def __post_init__(self) -> None:
         if self.radius is not None:
             _check_positive(self, "radius", self.radius)
+
+
+@dataclass(frozen=True, slots=True)
+class RadialBrake(Hook):
+    """Less of the part of an update that makes the weights longer (modded-nanogpt, track 3, PR 294).
+
+    With c = <u, p> / |p|², u <- u - (1 - `outward`) c p where c < 0, that is where -lr u points outward; inward updates
+    are unchanged. Weights of zeros have no direction, and move by u. The hook of this name in Emerging-Optimizers
+    scales the change of the norm after the step instead. Raises HookError unless `outward` is in [0, 1].
+    """
+
+    outward: float = 0.5  # the share that stays
+    is_elementwise: ClassVar[bool] = False
+    needs_matrices: ClassVar[bool] = True
+    sums: ClassVar[tuple[str, ...]] = ("p_squares", "products")
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.outward, int | float) and 0 <= self.outward <= 1):
+            raise HookError(f"RadialBrake: outward={self.outward!r} is not allowed; pass a share in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class RadiusPin(Hook):
+    """The norm of the weights follows the radial part of updates only (modded-nanogpt, track 3, PR 294).
+
+    A step along the sphere lengthens the weights by its curvature. With rho = |p| - lr <u, p> / |p|, the norm that a
+    step of any length would have to first order, p <- rho (p - lr u) / |p - lr u|, and decay as without the hook:
+    - d p, with p before the step. Weights of zeros move by u.
+    """
+
+    is_elementwise: ClassVar[bool] = False
+    needs_matrices: ClassVar[bool] = True
+    sums: ClassVar[tuple[str, ...]] = ("u_squares", "p_squares", "products")
 
 
 @dataclass(frozen=True, slots=True)
