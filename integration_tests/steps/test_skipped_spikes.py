@@ -245,15 +245,18 @@ def test_half_steps_and_own_clipping_skip_spikes_too() -> None:
     assert same(everything(net, optimizer), before)
 
 
-def test_a_recording_names_the_spike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["norm", "loss"])
+def test_a_recording_names_the_spike(of: str, tmp_path: Path) -> None:
     net, optimizer = make()
     optimizer.stats_every(1, directory=tmp_path)
     for at in range(16):
-        step(net, optimizer, at, factor=1e4 if at == 12 else 1.0, losses=[0.25])
+        is_bad = at == 12
+        factor = 1e4 if is_bad and of == "norm" else 1.0
+        step(net, optimizer, at, factor=factor, losses=[1e4 if is_bad and of == "loss" else 0.25])
     optimizer.recorder.write("end")
     text = str(why(tmp_path))
     assert "1 of them skipped" in text
-    assert "step 13 the gradient norm was" in text
+    assert f"First: step 13 was skipped for a spike of the {of}" in text
 
 
 # --- on an accelerator ------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ class NotedLosses:
     """The sum and the number of the losses that this rank has noted since its last step, on the device."""
 
     def __init__(self, device: torch.device):
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        with torch.inference_mode(False):  # a step outside of inference mode must be able to write them, too
+            self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def note(self, loss: Tensor | float) -> None:
