@@ -53,6 +53,7 @@ BESIDE_MEGATRON = [
     "packages/opt-checkpoint/tests_megatron",
     "integration_tests/trainers/test_megatron_bridge.py",
     "integration_tests/trainers/test_megatron_model.py",
+    "integration_tests/trainers/test_emerging_optimizers.py",
 ]
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
 # Folders of wheels on this machine: of uv's variable, else of pip's, which uv does not read.

@@ -96,6 +96,11 @@ DECOUPLED = {"betas": BETAS, "decoupled_weight_decay": True}
 CONTENDERS = [
     adam_like(BASELINE, "AdamW", betas=BETAS),
     matrix_rule("Muon", "Muon", adjust_lr_fn="match_rms_adamw", betas=BETAS),
+    matrix_rule("Muon+", "Muon", adjust_lr_fn="match_rms_adamw", betas=BETAS, post_norm="cols_rows"),
+    matrix_rule("MuonEq", "Muon", adjust_lr_fn="match_rms_adamw", betas=BETAS, pre_norm="rows"),
+    matrix_rule("PolarGrad", "Muon", betas=BETAS, nuclear_scale=True, lr=0.1),
+    matrix_rule("Muown", "Muown", betas=BETAS, extra_scale_factor=0.2),
+    matrix_rule("Scion", "Scion", lr=3e-4, betas=BETAS, extra_scale_factor=50.0, weight_decay=1.0),
     matrix_rule("NorMuon", "AdaptiveMuon", moment2_method="normuon", extra_scale_factor=0.2, nesterov=True),
     matrix_rule("NAMO", "NAMO", extra_scale_factor=0.2, nesterov=True),
     matrix_rule("MuonH", "MuonH", lr=3e-2, betas=BETAS, weight_decay=0.0),

@@ -48,6 +48,9 @@ SOAP = config("soap")
 SOAP_OF_PARTS = config("soap", soap_split_qkv=True)
 MUON = config("muon", muon_tp_mode="blockwise")  # a mode of tensor parallelism only
 DUPLICATED = config("muon", muon_tp_mode="duplicated")
+LEVELLED = config("muon", muon_tp_mode="duplicated", muon_pre_norm="rows", muon_post_norm="cols_rows")
+NUCLEAR = config("muon", muon_nuclear_scale=True)
+MUOWN = config("muown")
 ADAMUON = adaptive("adamuon")
 NORMUON = adaptive("normuon")
 NAMO = adaptive("namo")
@@ -59,6 +62,13 @@ CASES: dict[str, tuple[OptimizerConfig, ranks.Shapes, ranks.LayOut]] = {
     "soap of parts, fsdp": (SOAP_OF_PARTS, UNEVEN, fsdp),
     "soap of parts, fsdp x tp": (SOAP_OF_PARTS, EVEN, fsdp_x_tp),
     "muon, two meshes": (MUON, UNEVEN, two_meshes),  # owners raised KeyError, and their peers waited for ever
+    "muon with norms, fsdp x tp": (LEVELLED, EVEN, fsdp_x_tp),
+    "muon with a nuclear scale, hsdp": (NUCLEAR, OBLONG, hsdp),
+    "muown, fsdp": (MUOWN, UNEVEN, fsdp),
+    "muown, hsdp": (MUOWN, OBLONG, hsdp),
+    "muown, fsdp x tp": (MUOWN, EVEN, fsdp_x_tp),
+    "muown, tp": (MUOWN, UNEVEN, tp),
+    "muown, rows in turn, attributes": (MUOWN, FUSED_EVEN, ranks.tp_by_attributes),
     "normuon, hsdp": (NORMUON, OBLONG, hsdp),
     "namo, fsdp": (NAMO, OBLONG, fsdp),
     "namo, hsdp": (NAMO, UNEVEN, hsdp),

@@ -23,7 +23,7 @@ from opt_stack import Optimizer, Registry, get_optimizer, torch_rule
 SHAPES = {"weight": (6, 4), "bias": (4,), "odd": (7,)}
 STEPS = 3
 BEFORE = 2  # steps before the save
-MATRICES = ("AdaptiveMuon", "Muon", "MuonH", "NAMO", "NorMuon", "SOAP", "SOAPMuon")
+MATRICES = ("AdaptiveMuon", "Muon", "MuonH", "Muown", "NAMO", "NorMuon", "SOAP", "SOAPMuon", "Scion")
 BASES = ("FormulaOptimizer", "RuleOptimizer", "StateDictError", "drop_in")
 DROP_INS = [name for name in optim.__all__ if name not in BASES]
 OF_TORCH = Registry().with_rule(torch_rule("of_torch", torch.optim.AdamW))

@@ -42,7 +42,7 @@ OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 BY_TORCH = "host, by torch"
 ON_HOST = ("half on the host", "host", BY_TORCH)
 IN_FP8 = {f"fp8, {recipe}": recipe for recipe in RECIPES}
-RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "soap", "soap_muon")
+RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "muown", "soap", "soap_muon")
 NAMO = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "namo", "lr": 1e-2}
 AXES: Mapping[str, Mapping[str, Fields]] = {
     "rule": {**{rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES}, "namo": NAMO},
@@ -87,7 +87,7 @@ class Refusal:
         return all(values[axis] in refused for axis, refused in self.when.items())
 
 
-MATRIX_RULES = ("muon", "adaptive_muon", "namo", "soap", "soap_muon")
+MATRIX_RULES = ("muon", "adaptive_muon", "namo", "muown", "soap", "soap_muon")
 NARROW = ("bf16", "scaled fp16", "scaled fp8")
 UNLIKE_TORCH = ("lion", "ademamix", "schedule_free", *MATRIX_RULES)
 

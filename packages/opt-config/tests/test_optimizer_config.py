@@ -39,6 +39,9 @@ OURS = {
     "optimizer_options": None,
     "muon_weight_decay_method": "decoupled",
     "adaptive_muon_lines": "rows",
+    "muon_pre_norm": "none",
+    "muon_post_norm": "none",
+    "muon_nuclear_scale": False,
     "skip_sigma": math.inf,
     "skip_window": 128,
 }

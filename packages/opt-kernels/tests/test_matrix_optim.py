@@ -13,10 +13,10 @@ from torch import nn
 
 from opt_kernels import StateDictError
 from opt_kernels.hooks import HookError
-from opt_kernels.matrices import CoefficientType, Decay, ScaleMode
+from opt_kernels.matrices import CoefficientType, Decay, PostNorm, PreNorm, ScaleMode
 from opt_kernels.matrices.coefficients import Coefficients
-from opt_kernels.optim import NAMO, SOAP, Adam, AdaptiveMuon, Lion, Muon, MuonH, NorMuon, SOAPMuon
-from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, Order, SecondMoment, SOAPMuonRule, SOAPRule
+from opt_kernels.optim import NAMO, SOAP, Adam, AdaptiveMuon, Lion, Muon, MuonH, Muown, NorMuon, Scion, SOAPMuon
+from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, MuownRule, Order, SecondMoment, SOAPMuonRule, SOAPRule
 from opt_kernels.works import Batch, Hyper, Work
 
 INT8 = {"momentum_buffer_dtype": torch.int8}
@@ -33,6 +33,11 @@ RULES = [
     (NorMuon, {"lines": "longer", "nesterov": True},
      AdaptiveMuonRule(muon=replace(SPECTRAL, scale_mode=ScaleMode.MATCH_RMS_ADAMW, nesterov=True),
                       second_moment=SecondMoment.NORMUON, lines=Lines.LONGER)),
+    (Scion, {"extra_scale_factor": 50.0},
+     MuonRule(scale_mode=ScaleMode.UNIT_RMS_NORM, eps=1e-7, extra_scale_factor=50.0)),
+    (Muon, {"scale_mode": "spectral", "coefficient_type": "quintic", "pre_norm": "rows", "post_norm": "cols"},
+     replace(SPECTRAL, nesterov=True, eps=1e-7, pre_norm=PreNorm.ROWS, post_norm=PostNorm.COLS)),
+    (Muown, {"num_ns_steps": 3, "scale_mode": "mup"}, MuownRule(num_ns_steps=3, scale_mode=ScaleMode.MUP)),
     (NAMO, {"scale_mode": "spectral"}, AdaptiveMuonRule(muon=SPECTRAL, second_moment=SecondMoment.NAMO)),
     (SOAP, {"order": "megatron", "use_kl_shampoo": False, "precondition_frequency": 3},
      SOAPRule(order=Order.MEGATRON, use_kl_shampoo=False, precondition_frequency=3)),

@@ -13,15 +13,18 @@ from opt_kernels.matrices import Decay, MatmulPrecision, ScaleMode, squares_in_f
 from opt_kernels.matrices.access import STACK_NUMEL_ON_CPU
 from opt_kernels.rules import (
     GRAD_SQUARES,
+    WEIGHTS,
     AdaptiveMuonRule,
     Lines,
     MuonRule,
+    MuownRule,
     Needs,
     Order,
     SecondMoment,
     SOAPMuonRule,
     SOAPRule,
     init_state,
+    reads_weights,
     sums_gradients,
 )
 from opt_kernels.works import NOT_SPLIT, Batch, MatrixPart, MatrixSpec, Task, Work
@@ -40,6 +43,7 @@ RULES = {
     "soap, one side": SOAPRule(one_sided=True),
     "soap, megatron": SOAPRule(order=Order.MEGATRON),
     "soap_muon": SOAPMuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST),
+    "muown": MuownRule(fp32_matmul_prec=MatmulPrecision.HIGHEST),
 }
 INT8 = RULES["muon, int8"]
 SCALES = "momentum_buffer_scale"
@@ -220,7 +224,7 @@ IN_PHASES = {
     "normuon": NORMUON,
     "normuon of columns": replace(NORMUON, lines=Lines.COLS),
     "namo": AdaptiveMuonRule(second_moment=SecondMoment.NAMO, muon=MUON),
-    **{name: RULES[name] for name in ("soap", "soap, megatron", "soap_muon")},
+    **{name: RULES[name] for name in ("soap", "soap, megatron", "soap_muon", "muown")},
 }
 SPLIT = MatrixSpec(split_rows=(4, 1, 1))
 
@@ -249,6 +253,8 @@ def test_parts_move_as_the_whole_does(rule, cuts):
             squares += squares_in_float64(rows)
             rule.prepare_(Task(hyper, replace(work, grad=rows)), rows, None)
         of_grad = {GRAD_SQUARES: squares} if sums_gradients(rule) else {}
+        if reads_weights(rule):
+            of_grad = {WEIGHTS: torch.cat([work.main for _, _, work in parts])}
         gathered = Work(grad=torch.cat(inputs), main=None, state=of_whole | of_grad, matrix=SPLIT)
         (update,) = rule.transform_([Task(hyper, gathered)], gathered.grad.unsqueeze(0), None)
         for first, stop, work in parts:

@@ -10,7 +10,7 @@ from matrix_works import HYPER, moved, tensor
 
 from opt_kernels import MatrixError
 from opt_kernels.hooks import ClipUpdateRms, hooked
-from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode
+from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, PostNorm, PreNorm, ScaleMode
 from opt_kernels.matrices.orthogonalization import reference_newton_schulz as newton_schulz
 from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Work
@@ -71,6 +71,79 @@ def test_an_update_has_its_modes_scale_times_the_extra_factor(mode, shape, facto
     rule = replace(POLAR, scale_mode=mode, extra_scale_factor=0.2)
     update = moved(rule, torch.zeros(shape), tensor(*shape), hyper=Hyper(lr=1.0))
     assert float(update.norm()) == pytest.approx(0.2 * factor * 8**0.5, rel=2e-3)
+
+
+def levelled(u, pre="none", post="none", nuclear=False):
+    """The equations of MuonEq, Muon+ and PolarGrad, in float64, for u (m, n)."""
+    o = orthogonalised(u / u.norm(dim=1, keepdim=True) if pre == "rows" else u)
+    if post == "frobenius":
+        o = o * min(u.shape) ** 0.5 / o.norm()
+    for line in post.split("_"):
+        if line in ("rows", "cols"):
+            o = o / o.norm(dim=1 if line == "rows" else 0, keepdim=True)
+    return o * (o * u).sum() if nuclear else o
+
+
+LEVELS = [("rows", "none", False), ("none", "frobenius", False), ("none", "rows", False), ("none", "cols", False)]
+LEVELS += [("rows", "cols_rows", False), ("none", "rows_cols", False), ("none", "none", True)]
+
+
+@on("reference", "torch", "triton")
+@pytest.mark.parametrize(("pre", "post", "nuclear"), LEVELS)
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=str)
+def test_norms_around_newton_schulz_follow_their_equations(shape, pre, post, nuclear, backend):
+    levels = {"pre_norm": PreNorm(pre), "post_norm": PostNorm(post), "nuclear_scale": nuclear}
+    rule = replace(EXACT, backend=backend, scale_mode=ScaleMode.UNIT_RMS_NORM, **levels)
+    device = device_of(backend)
+    rows = torch.linspace(0.01, 3.0, shape[0])[:, None]
+    grads = [tensor(*shape, seed=seed) * rows for seed in (1, 2)]
+    main = tensor(*shape)
+    expected = main.double()
+    momentum = torch.zeros(shape, dtype=torch.float64)
+    for grad in grads:
+        momentum = 0.9 * momentum + 0.1 * grad.double()
+        scale = (shape[0] / shape[1]) ** 0.5
+        expected = expected * (1 - 0.1 * 0.3) - 0.1 * scale * levelled(momentum, pre, post, nuclear)
+    got = moved(rule, main.to(device), *(grad.to(device) for grad in grads)).cpu()
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4 * float((expected - main).abs().max()))
+
+
+def test_split_parts_and_matrices_of_stacks_are_normalised_apart():
+    rule = replace(EXACT, pre_norm=PreNorm.ROWS, post_norm=PostNorm.FROBENIUS, scale_mode=ScaleMode.SHAPE_SCALING)
+    grad = tensor(2, 12, 40)
+    zero = torch.zeros(2, 12, 40)
+    hyper = Hyper(lr=1.0, momentum=0.0)
+    for spec, parts in ((MatrixSpec(), (slice(None),)), (MatrixSpec(split_rows=(8, 4)), (slice(8), slice(8, None)))):
+        main = zero.clone()
+        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=rule.init_state(main), matrix=spec)])])
+        for matrix, update in zip(grad.double(), main):
+            for part in parts:
+                wanted = -levelled(matrix[part], "rows", "frobenius")
+                torch.testing.assert_close(update[part].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_zeros_and_huge_rows_stay_finite():
+    rule = replace(EXACT, backend="torch", pre_norm=PreNorm.ROWS, post_norm=PostNorm.ROWS_COLS)
+    grad = tensor(8, 24)
+    grad[3] = 0.0
+    grad[5] *= 1e30
+    moved_by = moved(rule, torch.zeros(8, 24), grad, hyper=Hyper(lr=1.0, momentum=0.0))
+    assert moved_by.isfinite().all()
+    assert moved_by[3].abs().max() < 1e-6
+    assert moved_by[5].norm() > 0.1
+
+
+def test_updates_that_are_scaled_after_products_travel_unrounded():
+    rules = [MuonRule(post_norm=PostNorm.ROWS), MuonRule(nuclear_scale=True), MuonRule(pre_norm=PreNorm.ROWS)]
+    found = [rule.update_dtype(torch.float32, torch.device("cpu")) for rule in rules]
+    assert found == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_a_nuclear_scale_beside_other_norms_is_refused():
+    with pytest.raises(ValueError, match="nuclear_scale=True with pre_norm='rows', post_norm='none'"):
+        MuonRule(nuclear_scale=True, pre_norm=PreNorm.ROWS)
+    with pytest.raises(ValueError, match="nuclear_scale=True with a second moment"):
+        AdaptiveMuonRule(muon=MuonRule(nuclear_scale=True))
 
 
 def test_gradients_are_read_in_any_dtype_and_scaled():

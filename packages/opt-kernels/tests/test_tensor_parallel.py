@@ -12,7 +12,7 @@ from matrix_works import tensor
 from torch import Tensor
 
 from opt_kernels import MatrixError
-from opt_kernels.matrices import CoefficientType, MatmulPrecision, ScaleMode, TpMode
+from opt_kernels.matrices import CoefficientType, MatmulPrecision, PostNorm, PreNorm, ScaleMode, TpMode
 from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, Rule, SecondMoment, SOAPRule
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, TensorParallel, Work
 
@@ -104,6 +104,38 @@ def test_the_update_does_not_depend_on_the_number_of_ranks(mode: TpMode, spec: M
                 # Two steps of size 0.1 whose directions agree to a few units of fp32 times the steps' growth, 5e2.
                 torch.testing.assert_close(a, b, rtol=0, atol=5e-4)
         assert all(of_rank == calls[0] for of_rank in calls)
+
+
+LEVELS = [{"pre_norm": PreNorm.ROWS, "post_norm": post} for post in (PostNorm.FROBENIUS, PostNorm.COLS_ROWS)]
+LEVELS += [{"nuclear_scale": True}]
+
+
+@ON_MODES
+@pytest.mark.parametrize("levels", LEVELS, ids=str)
+def test_norms_are_those_of_whole_matrices(levels: Any, mode: TpMode) -> None:
+    rule = replace(MUON, tp_mode=mode, **levels)
+    for cut in (Cut(2, 0), Cut(2, 1), Cut(4, 1), Cut(2, 0, FUSED)):
+        got, calls = cut_update(rule, MAINS, GRADS, cut)
+        for a, b, main in zip(got, whole_update(rule, MAINS, GRADS, cut.spec), MAINS):
+            if mode is TpMode.DUPLICATED:
+                assert torch.equal(a, b), cut
+            else:
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-3 * float((b - main).abs().max()))
+        assert all(of_rank == calls[0] for of_rank in calls)
+
+
+@pytest.mark.parametrize("levels", LEVELS, ids=str)
+def test_blocks_have_norms_of_their_own(levels: Any) -> None:
+    rule = replace(MUON, scale_mode=ScaleMode.SPECTRAL, **levels)  # the scale of the rows, which are whole
+    mains = [MAINS[0]]
+    grads = [of_step[:1] for of_step in GRADS]
+    got, calls = cut_update(rule, mains, grads, Cut(2, 1))
+    blocks = []
+    for at in (0, 1):
+        block = lambda tensors, at=at: [tensor.chunk(2, dim=1)[at].clone() for tensor in tensors]
+        blocks += whole_update(rule, block(mains), list(map(block, grads)))
+    torch.testing.assert_close(got[0], torch.cat(blocks, dim=1), rtol=0, atol=1e-5)
+    assert calls == [[], []]
 
 
 NORMUON = SecondMoment.NORMUON

@@ -256,22 +256,32 @@ OTHERS = {  # a value other than the default of every field that only some rules
     "muon_momentum": 0.5, "muon_split_qkv": False, "muon_nesterov": True, "muon_scale_mode": "mup",
     "muon_fp32_matmul_prec": "high", "muon_coefficient_type": "aol", "muon_num_ns_steps": 4,
     "muon_tp_mode": "duplicated", "muon_extra_scale_factor": 0.5, "muon_scalar_optimizer": "lion",
-    "muon_use_syrk": True, "muon_weight_decay_method": "independent", "soap_shampoo_beta": 0.5,
+    "muon_use_syrk": True, "muon_weight_decay_method": "independent", "muon_pre_norm": "rows",
+    "muon_post_norm": "rows", "muon_nuclear_scale": True, "soap_shampoo_beta": 0.5,
     "soap_precondition_frequency": 3, "soap_use_kl_shampoo": False, "soap_order": "megatron",
     "soap_max_precond_dim": 64, "soap_one_sided": True, "soap_split_qkv": True,
     "adaptive_muon_moment2_method": "normuon", "adaptive_muon_beta2": 0.5, "adaptive_muon_eps": 1e-6,
     "adaptive_muon_lines": "cols",
 }  # fmt: skip
 BIAS_BY_LION = {ParamKey(name="*.bias"): {"optimizer": "lion"}}
+NOT_NUCLEAR = {"muon_nuclear_scale": False}  # which norms, and a second moment, exclude
 READ: dict[str, tuple[dict[str, Any], Any, str]] = {  # configuration, overrides, patterns of the fields that are read
     "adam": ({}, None, "adam_.*"),
     "sgd": ({"optimizer": "sgd"}, None, "sgd_.*"),
     "adan": ({"optimizer": "adan"}, None, ""),
     "signum": ({"optimizer": "signum"}, None, ""),
     "adam and lion": ({}, BIAS_BY_LION, "adam_.*|lion_.*"),
-    "muon": ({"optimizer": "muon", "muon_scalar_optimizer": "adam"}, None, "adam_.*|muon_.*"),
-    "muon and lion": ({"optimizer": "muon"}, None, "lion_.*|muon_.*"),  # of muon_scalar_optimizer
-    "adaptive muon": ({"optimizer": "adaptive_muon"}, None, "lion_.*|muon_.*|adaptive_.*"),
+    "muon": (
+        {"optimizer": "muon", "muon_scalar_optimizer": "adam", **NOT_NUCLEAR},
+        None,
+        "adam_.*|muon_.*",
+    ),
+    "muon and lion": (
+        {"optimizer": "muon", **NOT_NUCLEAR},
+        None,
+        "lion_.*|muon_.*",
+    ),  # of muon_scalar_optimizer
+    "adaptive muon": ({"optimizer": "adaptive_muon", **NOT_NUCLEAR}, None, "lion_.*|muon_.*|adaptive_.*"),
     "soap": ({"optimizer": "soap"}, None, "adam_.*|soap_.*"),
 }
 

@@ -58,7 +58,7 @@ class Tagger(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.zeros(2, 4))
 
 
-MATRIX_RULES = ("muon", "adaptive_muon", "soap", "soap_muon")
+MATRIX_RULES = ("muon", "adaptive_muon", "muown", "soap", "soap_muon")
 
 
 @pytest.mark.parametrize("rule", MATRIX_RULES)

@@ -15,7 +15,7 @@ from opt_kernels.rules import Needs
 from opt_kernels.works import StateKind, StateSpec
 from opt_stack import Optimizer, Registry, RuleEntry, describe, describe_optimizer, get_optimizer, list_optimizers
 
-OURS = [*FORMULAS, "muon", "adaptive_muon", "soap", "soap_muon"]
+OURS = [*FORMULAS, "muon", "adaptive_muon", "muown", "soap", "soap_muon"]
 
 
 def test_all_our_rules_are_listed_and_described() -> None:

@@ -23,7 +23,9 @@ AWARE = replace(BF16, use_precision_aware_optimizer=True)
 CONFIGS = {
     "adamw": ADAMW,
     "bf16": BF16,
-    **{name: OptimizerConfig(lr=1e-2, optimizer=name) for name in ("sgd", "lion", "muon", "soap", "soap_muon")},
+    **{
+        name: OptimizerConfig(lr=1e-2, optimizer=name) for name in ("sgd", "lion", "muon", "muown", "soap", "soap_muon")
+    },
     "remainders": replace(AWARE, exp_avg_dtype=torch.bfloat16),
     "fp16 mains": replace(AWARE, main_params_dtype=torch.float16),
 }

@@ -203,6 +203,13 @@ class OptimizerConfig(Configuration):
     """Weight decay of Muon with `decoupled_weight_decay`: decoupled (lr * wd * p) or independent (wd * p)."""
     adaptive_muon_lines: str = "rows"
     """Lines of a matrix of which normuon keeps the mean square: rows, cols, or longer (rows unless cols > rows)."""
+    muon_pre_norm: str = "none"
+    """What Muon's momentum is divided by before Newton-Schulz: none, or rows, each row by its norm (MuonEq)."""
+    muon_post_norm: str = "none"
+    """How Muon's orthogonalised update is normalised (Muon+): none; frobenius, to the norm of an orthogonal matrix;
+    rows or cols, each to norm 1; rows_cols or cols_rows, one after the other."""
+    muon_nuclear_scale: bool = False
+    """Multiply Muon's orthogonalised update by the nuclear norm of the momentum (PolarGrad)."""
     skip_sigma: float = math.inf
     """Skip the step if its gradient norm is above the mean of the last `skip_window` steps by more than this many
     standard deviations, or so its loss (`optimizer.note_loss`). The deviation counts as at least 1 % of the mean.

@@ -214,6 +214,8 @@ _WORDS = {
     "adaptive_muon_moment2_method": "adamuon adamuon_paper normuon namo",
     "adaptive_muon_lines": "rows cols longer",
     "muon_weight_decay_method": "decoupled independent",
+    "muon_pre_norm": "none rows",
+    "muon_post_norm": "none frobenius rows cols rows_cols cols_rows",
 }
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 _NAMES = {name: tuple(words.split()) for name, words in _WORDS.items()}

@@ -192,7 +192,7 @@ def value_problem(entry: str, value: object) -> str:
 MUON_FAMILY = ("muon", "adaptive_muon")
 """The rules that honour `use_muon=False` on a parameter and `muon_scalar_optimizer`."""
 
-MATRIX_RULES = (*MUON_FAMILY, "soap", "soap_muon")
+MATRIX_RULES = (*MUON_FAMILY, "muown", "soap", "soap_muon")
 """The rules that update whole matrices only."""
 
 Overrides = dict[ParamKey, Override]

@@ -25,8 +25,17 @@ from opt_distributed.buffers.wires import InFlight, naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, Pending, Sizes
 from opt_distributed.layout import Block, ComputeLayout
+from opt_kernels.backends import read_main
 from opt_kernels.matrices import scaled_grads, squares_in_float64, stacks
-from opt_kernels.rules import GRAD_SQUARES, MatrixRule, Rule, sums_gradients, update_dtype
+from opt_kernels.rules import (
+    GRAD_SQUARES,
+    WEIGHTS,
+    MatrixRule,
+    Rule,
+    reads_weights,
+    sums_gradients,
+    update_dtype,
+)
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
@@ -321,10 +330,15 @@ def _exchanged(
         rule.prepare_(task, inputs[name], skip)
     like = inputs[next(iter(inputs))].new_empty(0)
     gathering = stage.start_gather(inputs)
+    of_weights = None
+    if reads_weights(rule):
+        of_weights = stage.start_gather({name: read_main(task.work) for name, task in of_id.items()})
     del inputs
     yield
-    updates = _transformed(rule, stage, of_id, gathering.finish(), squares, skip)
-    del gathering
+    wholes = gathering.finish()
+    weights = {} if of_weights is None else of_weights.finish()
+    updates = _transformed(rule, stage, of_id, wholes, squares, weights, skip)
+    del gathering, of_weights, wholes, weights
     narrow = like.to(update_dtype(rule, like.dtype, like.device))
     returning = stage.start_scatter(updates, ids=tuple(of_id), like=narrow)
     del updates
@@ -339,6 +353,7 @@ def _transformed(
     of_id: Mapping[ParamId, Task],
     wholes: dict[ParamId, Tensor],
     squares: Parts,
+    weights: Parts,
     skip: Tensor | None,
 ) -> dict[ParamId, Tensor]:
     """The directions of whole matrices. Those without elements have none, and stay."""
@@ -346,7 +361,11 @@ def _transformed(
     names = {}
     for name, whole in wholes.items():
         hyper, part = of_id[name]
-        state = {**part.state, GRAD_SQUARES: squares[name]} if squares else part.state
+        state = part.state
+        if squares:
+            state = {**state, GRAD_SQUARES: squares[name]}
+        if weights:
+            state = {**state, WEIGHTS: weights[name]}
         work = Work(grad=whole, main=None, state=state, matrix=stage.of_whole[name])
         names[id(work)] = name
         works.setdefault(id(hyper), []).append(work)

@@ -5,7 +5,7 @@ step reads.
 """
 
 from opt_kernels.backends.dispatch import grad_stats
-from opt_kernels.backends.elements import in_memory_order, is_dense
+from opt_kernels.backends.elements import in_memory_order, is_dense, read_main
 from opt_kernels.hyper_table import HyperTable
 
-__all__ = ["HyperTable", "grad_stats", "in_memory_order", "is_dense"]
+__all__ = ["HyperTable", "grad_stats", "in_memory_order", "is_dense", "read_main"]

@@ -6,10 +6,10 @@ rules from outside.
 
 from opt_kernels.matrices.access import assign_, join, scaled_grads, split, squares_in_float64, stacks
 from opt_kernels.matrices.coefficients import CoefficientType, schedule
-from opt_kernels.matrices.muon import Decay, ScaleMode
+from opt_kernels.matrices.muon import Decay, PostNorm, PreNorm, ScaleMode
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, TpMode
 
 __all__ = [
-    "CoefficientType", "Decay", "MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "assign_", "join",
-    "scaled_grads", "schedule", "split", "squares_in_float64", "stacks",
+    "CoefficientType", "Decay", "MatmulPrecision", "Orthogonalization", "PostNorm", "PreNorm", "ScaleMode", "TpMode",
+    "assign_", "join", "scaled_grads", "schedule", "split", "squares_in_float64", "stacks",
 ]  # fmt: skip

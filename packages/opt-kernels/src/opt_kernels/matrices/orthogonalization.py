@@ -32,7 +32,7 @@ from opt_kernels.matrices.coefficients import (
     narrow_steps,
     schedule,
 )
-from opt_kernels.matrices.muon import EPS, Inputs
+from opt_kernels.matrices.muon import EPS, Inputs, PostNorm, PreNorm
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.works import NamedChoice, TensorParallel
@@ -257,9 +257,24 @@ class TpMode(NamedChoice):
         return cls.DUPLICATED if value == "layer_sharded" else super()._missing_(value)
 
 
+class _Cut(NamedTuple):
+    """How ranks share a whole matrix: each has a part of its rows (dim -2) or columns (-1)."""
+
+    dim: int
+    ranks: TensorParallel
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orthogonalization:
-    """The polar factor of matrices, by Newton-Schulz."""
+    """The polar factor of matrices, by Newton-Schulz, between the normalisations that Muon's variants add:
+
+        x <- x / norms of its rows                  with pre_norm
+        O <- Newton-Schulz(x)
+        O <- O / norms of its rows, columns, ...    with post_norm
+        O <- <O, x> O                               with nuclear_scale: <O, x> is about the nuclear norm of x
+
+    Blocks of the mode "blockwise" are matrices of their own.
+    """
 
     schedule: Schedule
     eps: float = EPS  # lower bound of the norm that a matrix is divided by
@@ -267,6 +282,9 @@ class Orthogonalization:
     use_syrk: bool = True
     tp_mode: TpMode = TpMode.BLOCKWISE
     rescale_rows: bool = False  # AOL's, before the first step
+    pre_norm: PreNorm = PreNorm.NONE
+    post_norm: PostNorm = PostNorm.NONE
+    nuclear_scale: bool = False
     backend: str | None = None
 
     @classmethod
@@ -303,20 +321,20 @@ class Orthogonalization:
     ) -> Tensor:
         """The orthogonalised matrices, or this rank's part of them, (batch, rows, cols) of x's dtype."""
         if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
-            return self._oriented(x, transpose=x.shape[-2] > x.shape[-1], normalised=normalised)
+            return self._levelled(x, None, normalised=normalised)
         if self.tp_mode is TpMode.DISTRIBUTED:
-            # Ranks must store columns, so that their Gram matrices add up to that of the whole.
-            reduce = tensor_parallel.all_reduce
-            return self._oriented(x, transpose=cut_dim == -2, all_reduce=reduce, normalised=normalised)
+            return self._levelled(x, _Cut(cut_dim, tensor_parallel), normalised=normalised)
         whole = tensor_parallel.all_gather(x, x.dim() + cut_dim)
         part = x.shape[cut_dim]
-        done = self._oriented(whole, transpose=whole.shape[-2] > whole.shape[-1])
+        done = self._levelled(whole, None)
         return done.narrow(cut_dim, tensor_parallel.rank * part, part)
 
     def inputs(
         self, dtype: torch.dtype, device: torch.device, *, cut_dim: int | None, tensor_parallel: TensorParallel | None
     ) -> Inputs:
         """The form of x that saves another pass for its norm. `dtype` is the compute dtype."""
+        if self._is_levelled:
+            return Inputs(dtype, False, eps=self.eps)
         all_reduce = None
         if cut_dim is not None and tensor_parallel is not None:
             if self.tp_mode is TpMode.DUPLICATED:
@@ -325,6 +343,50 @@ class Orthogonalization:
             if self.tp_mode is TpMode.DISTRIBUTED:
                 all_reduce = tensor_parallel.all_reduce
         return Inputs(self._dtype(dtype, device), True, all_reduce, self.eps)
+
+    @property
+    def _is_levelled(self) -> bool:
+        """Whether anything stands before or after Newton-Schulz, and so must see x with its norm, unrounded."""
+        return self.nuclear_scale or self.pre_norm is not PreNorm.NONE or self.post_norm is not PostNorm.NONE
+
+    def _levelled(self, x: Tensor, cut: _Cut | None, *, normalised: bool = False) -> Tensor:
+        """Orthogonalise matrices, or parts of matrices, with what stands before and after Newton-Schulz."""
+        transpose = x.shape[-2] > x.shape[-1]
+        all_reduce = None
+        if cut is not None:
+            # Ranks must store columns, so that their Gram matrices add up to that of the whole.
+            transpose = cut.dim == -2
+            all_reduce = cut.ranks.all_reduce
+        given = x
+        if self.pre_norm is PreNorm.ROWS:
+            x = x / self._norms(x, (-1,), cut)
+        done = self._oriented(x, transpose=transpose, all_reduce=all_reduce, normalised=normalised)
+        for dims in self.post_norm.dims:
+            done = done / self._norms(done, dims, cut)
+        if self.post_norm is PostNorm.FROBENIUS:
+            done = done * self._smaller_side(x, cut).sqrt().to(done.dtype)
+        if self.nuclear_scale:
+            products = (done.double() * given).sum((-2, -1), keepdim=True)
+            total = products if all_reduce is None else all_reduce(products)
+            done = done * total.to(done.dtype)
+        return done
+
+    def _smaller_side(self, x: Tensor, cut: _Cut | None) -> Tensor:
+        """The smaller of the rows and columns of whole matrices, 0-d float64. Ranks may have parts of unequal size."""
+        sides = torch.full((2,), 0.0, dtype=torch.float64, device=x.device)
+        for at, size in enumerate(x.shape[-2:]):
+            sides[at] = size
+        if cut is not None:
+            sides[cut.dim] = cut.ranks.all_reduce(sides[cut.dim])
+        return sides.min()
+
+    def _norms(self, x: Tensor, dims: tuple[int, ...], cut: _Cut | None) -> Tensor:
+        """The norms over `dims` of whole matrices, kept as dims of size 1, at least `eps`. Computed in float64: squares
+        do not overflow, and sums over ranks are those of one rank."""
+        norms: Tensor = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float64)
+        if cut is not None and cut.dim in dims:
+            norms = cut.ranks.all_reduce(norms.square()).sqrt()
+        return norms.clamp_min(self.eps).to(x.dtype)
 
     def _oriented(
         self,

@@ -12,10 +12,12 @@ from opt_kernels.optim.matrix_rules import SOAP as _SOAP
 from opt_kernels.optim.matrix_rules import AdaptiveMuon as _AdaptiveMuon
 from opt_kernels.optim.matrix_rules import Muon as _Muon
 from opt_kernels.optim.matrix_rules import MuonH as _MuonH
+from opt_kernels.optim.matrix_rules import Muown as _Muown
 from opt_kernels.optim.matrix_rules import NorMuon as _NorMuon
+from opt_kernels.optim.matrix_rules import Scion as _Scion
 from opt_kernels.optim.matrix_rules import SOAPMuon as _SOAPMuon
 
-__all__ = ["NAMO", "SOAP", "AdaptiveMuon", "Muon", "MuonH", "NorMuon", "SOAPMuon"]
+__all__ = ["NAMO", "SOAP", "AdaptiveMuon", "Muon", "MuonH", "Muown", "NorMuon", "SOAPMuon", "Scion"]
 
 # Options of every drop-in of this module; their defaults are in its signature.
 class Common(TypedDict, total=False):
@@ -46,6 +48,9 @@ class NAMO(_NAMO):
         custom_coefficients: Sequence[tuple[float, float, float]] = (),
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
+        pre_norm: str = "none",
+        post_norm: str = "none",
+        nuclear_scale: bool = False,
         momentum_buffer_dtype: torch.dtype = torch.float32,
         **common: Unpack[Common],
     ) -> None: ...
@@ -91,6 +96,9 @@ class AdaptiveMuon(_AdaptiveMuon):
         custom_coefficients: Sequence[tuple[float, float, float]] = (),
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
+        pre_norm: str = "none",
+        post_norm: str = "none",
+        nuclear_scale: bool = False,
         momentum_buffer_dtype: torch.dtype = torch.float32,
         **common: Unpack[Common],
     ) -> None: ...
@@ -117,6 +125,9 @@ class Muon(_Muon):
         custom_coefficients: Sequence[tuple[float, float, float]] = (),
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
+        pre_norm: str = "none",
+        post_norm: str = "none",
+        nuclear_scale: bool = False,
         momentum_buffer_dtype: torch.dtype = torch.float32,
         **common: Unpack[Common],
     ) -> None: ...
@@ -143,7 +154,30 @@ class MuonH(_MuonH):
         custom_coefficients: Sequence[tuple[float, float, float]] = (),
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
+        pre_norm: str = "none",
+        post_norm: str = "none",
+        nuclear_scale: bool = False,
         momentum_buffer_dtype: torch.dtype = torch.float32,
+        **common: Unpack[Common],
+    ) -> None: ...
+
+class Muown(_Muown):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.0003,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-08,
+        *,
+        scale_mode: str | None = "spectral",
+        extra_scale_factor: float = 1.0,
+        coefficient_type: str | None = "quintic",
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),
+        num_ns_steps: int = 5,
+        fp32_matmul_prec: str = "medium",
+        use_syrk: bool = True,
         **common: Unpack[Common],
     ) -> None: ...
 
@@ -167,6 +201,9 @@ class NorMuon(_NorMuon):
         custom_coefficients: Sequence[tuple[float, float, float]] = (),
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
+        pre_norm: str = "none",
+        post_norm: str = "none",
+        nuclear_scale: bool = False,
         momentum_buffer_dtype: torch.dtype = torch.float32,
         **common: Unpack[Common],
     ) -> None: ...
@@ -193,5 +230,34 @@ class SOAPMuon(_SOAPMuon):
         num_ns_steps: int = 5,
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
+        **common: Unpack[Common],
+    ) -> None: ...
+
+class Scion(_Scion):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.001,
+        weight_decay: float = 1.0,
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-07,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        scalar_eps: float = 1e-08,
+        *,
+        scale_mode: str | None = "unit_rms_norm",
+        coefficient_type: str | None = "quintic",
+        weight_decay_method: str = "decoupled",
+        extra_scale_factor: float = 1.0,
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),
+        fp32_matmul_prec: str = "medium",
+        use_syrk: bool = True,
+        pre_norm: str = "none",
+        post_norm: str = "none",
+        nuclear_scale: bool = False,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
         **common: Unpack[Common],
     ) -> None: ...

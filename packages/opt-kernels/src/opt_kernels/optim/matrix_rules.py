@@ -1,4 +1,4 @@
-"""Drop-in optimizers of matrix rules: Muon and MuonH; AdaptiveMuon, NorMuon and NAMO; SOAP and SOAPMuon."""
+"""Drop-in optimizers of matrix rules: Muon, MuonH, Scion, Muown; AdaptiveMuon, NorMuon, NAMO; SOAP and SOAPMuon."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +12,7 @@ from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.muown import MuownRule
 from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import Hyper
@@ -28,6 +29,9 @@ MUON_OPTIONS: Mapping[str, Any] = options_of(
     "use_syrk",
     "momentum_buffer_dtype",
     "weight_decay_method",
+    "pre_norm",
+    "post_norm",
+    "nuclear_scale",
 )
 _NUMBERS = {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.01, "nesterov": False, "betas": (0.9, 0.95), "eps": 1e-8}
 _MUON = {"scale_mode": "spectral", "num_ns_steps": 5, "coefficient_type": "quintic", **MUON_OPTIONS}
@@ -87,6 +91,22 @@ class MuonH(Muon):
 
     numbers: ClassVar[Mapping[str, Any]] = {**Muon.numbers, "weight_decay": 0.0}
     default_hooks: ClassVar[GivenHooks] = {"muon": (Hyperball(),)}
+
+
+class Scion(Muon):
+    """Scion for hidden matrices (arXiv 2502.07529): W <- (1 - lr) W - lr rho sqrt(m / n) Newton-Schulz(M), a step of
+    Frank-Wolfe towards the ball of radius rho, `extra_scale_factor`, of the spectral norm per width.
+
+    It is Muon with a weight decay of 1, the scale "unit_rms_norm" and no Nesterov momentum. Groups of parameters that
+    are not matrices have a weight decay of 1 too, unless they set their own.
+    """
+
+    numbers: ClassVar[Mapping[str, Any]] = {**Muon.numbers, "weight_decay": 1.0, "nesterov": False}
+    options: ClassVar[Mapping[str, Any]] = {
+        **Muon.options,
+        "scale_mode": "unit_rms_norm",
+        "coefficient_type": "quintic",
+    }
 
 
 def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> str:
@@ -154,6 +174,22 @@ class NAMO(AdaptiveMuon):
 
     options: ClassVar[Mapping[str, Any]] = _MUON
     method: ClassVar[str | None] = "namo"
+
+
+class Muown(MatrixOptimizer):
+    """Muown (arXiv 2605.10797): Muon of the directions of rows, Adam of their lengths, on which weight decay acts.
+    `opt_kernels.rules.muown.MuownRule` has its equations.
+
+    `betas` and `eps` are those of Adam, for lengths and for parameters that are not matrices. With
+    `extra_scale_factor=0.2`, AdamW's lr is suitable. The other options are those of the rule, by name. Raises
+    ValueError for an option that is not allowed.
+    """
+
+    numbers: ClassVar[Mapping[str, Any]] = {
+        "lr": 3e-4, "momentum": 0.95, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8,
+    }  # fmt: skip
+    options: ClassVar[Mapping[str, Any]] = options_of(MuownRule)
+    rule_class = MuownRule
 
 
 class SOAP(MatrixOptimizer):

@@ -7,6 +7,7 @@ from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMomen
 from opt_kernels.rules.base import (
     GRAD_SQUARES,
     SGD,
+    WEIGHTS,
     Adam,
     ElementwiseRule,
     Lion,
@@ -15,17 +16,19 @@ from opt_kernels.rules.base import (
     Rule,
     elementwise,
     init_state,
+    reads_weights,
     sums_gradients,
     sums_over_blocks,
     update_dtype,
 )
 from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.muown import MuownRule
 from opt_kernels.rules.soap import Order, SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import NamedChoice
 
 __all__ = [
-    "GRAD_SQUARES", "SGD", "Adam", "AdaptiveMuonRule", "ElementwiseRule", "Lines", "Lion", "MatrixRule", "MuonRule",
-    "NamedChoice", "Needs", "Order", "Rule", "SOAPMuonRule", "SOAPRule", "SecondMoment", "elementwise",
-    "init_state", "sums_gradients", "sums_over_blocks", "update_dtype",
+    "GRAD_SQUARES", "SGD", "WEIGHTS", "Adam", "AdaptiveMuonRule", "ElementwiseRule", "Lines", "Lion", "MatrixRule",
+    "MuonRule", "MuownRule", "NamedChoice", "Needs", "Order", "Rule", "SOAPMuonRule", "SOAPRule", "SecondMoment",
+    "elementwise", "init_state", "reads_weights", "sums_gradients", "sums_over_blocks", "update_dtype",
 ]  # fmt: skip

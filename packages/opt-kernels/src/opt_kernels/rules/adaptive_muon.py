@@ -77,6 +77,10 @@ class AdaptiveMuonRule(MatrixRule):
     def __post_init__(self) -> None:
         if self.second_moment is not SecondMoment.NORMUON and self.lines is not Lines.ROWS:
             raise ValueError(f"lines={self.lines.value!r} with {self.second_moment.value!r}: only 'normuon' has lines")
+        if self.muon.nuclear_scale:
+            raise ValueError(
+                "nuclear_scale=True with a second moment, which divides by the scale of updates; leave it at False"
+            )
         if self.sums_gradients and self.muon.weight_decay_method is Decay.L2:
             raise ValueError(
                 "NAMO with L2 weight decay: its scale must depend on the gradient alone; use decoupled decay"

@@ -107,6 +107,16 @@ GRAD_SQUARES = "grad_squares"
 """The entry of a whole work's state that holds ‖g‖² for a rule with `sums_gradients`. It is not kept."""
 
 
+WEIGHTS = "weights"
+"""The entry of a whole work's state that holds the whole weights for a rule with `reads_weights`. It is not kept."""
+
+
+def reads_weights(rule: Rule) -> bool:
+    """Whether `transform_` of a matrix rule reads `WEIGHTS`: whole matrices in the compute dtype, which the caller
+    gathers besides gradients. The rule then has an attribute of this name."""
+    return bool(getattr(rule, "reads_weights", False))
+
+
 def sums_gradients(rule: Rule) -> bool:
     """Whether `transform_` of a matrix rule reads `GRAD_SQUARES`: ‖g‖² of every whole matrix, in float64, summed over
     parts by the caller. The rule then has an attribute of this name."""

@@ -13,7 +13,18 @@ from opt_kernels.backends.elements import compute_dtype
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
 from opt_kernels.matrices.access import cut_of_parts, join, split, whole_size
 from opt_kernels.matrices.coefficients import Coefficients, CoefficientType
-from opt_kernels.matrices.muon import MOMENTUM, Decay, Inputs, MuonStep, ScaleMode, accumulate_, descend_, scale_factor
+from opt_kernels.matrices.muon import (
+    MOMENTUM,
+    Decay,
+    Inputs,
+    MuonStep,
+    PostNorm,
+    PreNorm,
+    ScaleMode,
+    accumulate_,
+    descend_,
+    scale_factor,
+)
 from opt_kernels.matrices.orthogonalization import EPS, MatmulPrecision, Orthogonalization, TpMode
 from opt_kernels.rules.base import Needs
 from opt_kernels.works import Batch, StateSpec, Task, Work
@@ -26,6 +37,10 @@ class MuonRule:
         m <- m + (1 - mu)(g - m)
         u <- g + mu (m - g)   with nesterov, else m
         O <- Newton-Schulz(u), separately for q, k and v if the work declares how its rows are split
+        with pre_norm="rows", of u_i / |u_i| for the rows i of u (MuonEq, arXiv 2603.28254)
+        O <- O sqrt(min(m, n)) / |O|  with post_norm="frobenius"; "rows" and "cols" divide each of them by its norm
+                                      (Muon+, arXiv 2602.21545)
+        O <- <O, u> O                 with nuclear_scale (PolarGrad, arXiv 2505.21799): the step grows with u
         p <- p - lr wd p - lr s e O    (independent decay: p - wd p - lr s e O; L2: g <- g + wd p first, and no wd here)
 
     where s is the scale for the size of the whole matrix, also if the work is a part of it, and e the extra factor.
@@ -44,6 +59,9 @@ class MuonRule:
     fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM
     use_syrk: bool = True  # compute half of each symmetric product where that is faster
     tp_mode: TpMode = TpMode.BLOCKWISE
+    pre_norm: PreNorm = PreNorm.NONE
+    post_norm: PostNorm = PostNorm.NONE
+    nuclear_scale: bool = False
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
     backend: str | None = None  # "reference", "torch", "triton"; None: by device
     orthogonalization: Orthogonalization = field(init=False, repr=False, compare=False)
@@ -54,7 +72,19 @@ class MuonRule:
         check_backend(self.backend, "muon")
         codec = codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
         object.__setattr__(self, "codecs", {MOMENTUM: codec})
-        orthogonalization = Orthogonalization.of(self, eps=self.eps, tp_mode=self.tp_mode)
+        if self.nuclear_scale and (self.pre_norm is not PreNorm.NONE or self.post_norm is not PostNorm.NONE):
+            raise ValueError(
+                f"nuclear_scale=True with pre_norm={self.pre_norm.value!r}, post_norm={self.post_norm.value!r}: the "
+                "nuclear norm is that of an update which nothing else normalises; leave the norms at 'none'"
+            )
+        orthogonalization = Orthogonalization.of(
+            self,
+            eps=self.eps,
+            tp_mode=self.tp_mode,
+            pre_norm=self.pre_norm,
+            post_norm=self.post_norm,
+            nuclear_scale=self.nuclear_scale,
+        )
         object.__setattr__(self, "orthogonalization", orthogonalization)
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
@@ -78,7 +108,7 @@ class MuonRule:
     def step(self) -> MuonStep:
         """The step of this rule, of which other rules replace parts."""
         codec = self.codecs[MOMENTUM]
-        return MuonStep(self.directions, self._inputs, self._factors, self.nesterov, self.weight_decay_method, codec)
+        return MuonStep(self.directions, self._inputs, self.factors, self.nesterov, self.weight_decay_method, codec)
 
     def perform_(
         self, batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor, skip: Tensor | None
@@ -96,8 +126,9 @@ class MuonRule:
         return self.directions(tasks, inputs, False)
 
     def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """Return the dtype of Newton-Schulz, which holds what `transform_` returns."""
-        return self.orthogonalization.dtype_of_products(dtype, device)
+        """Return the dtype of Newton-Schulz, which holds what `transform_` returns, unless that is scaled after it."""
+        is_scaled = self.nuclear_scale or self.post_norm is not PostNorm.NONE
+        return dtype if is_scaled else self.orthogonalization.dtype_of_products(dtype, device)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Scale the direction, and update the weights along it."""
@@ -132,7 +163,7 @@ class MuonRule:
             tensor_parallel=work.matrix.tensor_parallel,
         )
 
-    def _factors(self, work: Work) -> tuple[float, ...]:
+    def factors(self, work: Work) -> tuple[float, ...]:
         """s e of each split part of the work, with s for the size of the whole part."""
         rows, cols = whole_size(work)
         sizes = work.matrix.split_rows or (rows,)

@@ -12,12 +12,13 @@ from opt_config import ConfigError, OptimizerConfig, did_you_mean, foreign_value
 from opt_kernels.codecs import join, split_
 from opt_kernels.formulas import FORMULAS, Formula, NumberError
 from opt_kernels.hooks import bare
-from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode, TpMode
+from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, PostNorm, PreNorm, ScaleMode, TpMode
 from opt_kernels.rules import (
     AdaptiveMuonRule,
     ElementwiseRule,
     Lines,
     MuonRule,
+    MuownRule,
     Needs,
     Order,
     Rule,
@@ -182,15 +183,36 @@ def _muon(config: OptimizerConfig) -> MuonRule:
             f"decoupled_weight_decay=False with muon_weight_decay_method={method!r}: leave one of them at its default"
         )
     decay = Decay(method) if is_decoupled else Decay.L2
-    tp_mode = TpMode(config.muon_tp_mode)
+    pre_norm = PreNorm(config.muon_pre_norm)
+    post_norm = PostNorm(config.muon_post_norm)
+    if config.muon_nuclear_scale and (pre_norm is not PreNorm.NONE or post_norm is not PostNorm.NONE):
+        raise ConfigError(
+            f"muon_nuclear_scale=True with muon_pre_norm={pre_norm.value!r}, muon_post_norm={post_norm.value!r}: the "
+            "nuclear norm is that of an update which nothing else normalises; leave the norms at 'none'"
+        )
     return MuonRule(
-        nesterov=config.muon_nesterov, weight_decay_method=decay, tp_mode=tp_mode, **_orthogonalization(config)
+        nesterov=config.muon_nesterov,
+        weight_decay_method=decay,
+        tp_mode=TpMode(config.muon_tp_mode),
+        pre_norm=pre_norm,
+        post_norm=post_norm,
+        nuclear_scale=config.muon_nuclear_scale,
+        **_orthogonalization(config),
     )
+
+
+def _muown(config: OptimizerConfig) -> MuownRule:
+    _check_decoupled(config, "muown")
+    return MuownRule(**_orthogonalization(config))
 
 
 def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
     muon = _muon(config)
     method = config.adaptive_muon_moment2_method
+    if config.muon_nuclear_scale:
+        raise ConfigError(
+            "muon_nuclear_scale=True: optimizer='adaptive_muon' divides by the scale of updates; leave it at False"
+        )
     lines = config.adaptive_muon_lines
     if method != "normuon" and lines != "rows":
         raise ConfigError(
@@ -239,6 +261,12 @@ _ADAPTIVE_MUON_ENTRY = RuleEntry(
         "eps": config.adaptive_muon_eps,
     },
 )
+_MUOWN_ENTRY = RuleEntry(
+    name="muown",
+    summary="Muon of the directions of rows, Adam of their lengths; Adam updates other parameters",
+    make=_muown,
+    hyper=lambda config: {**ADAM.hyper(config), "momentum": config.muon_momentum},
+)
 _SOAP_ENTRY = RuleEntry(
     name="soap",
     summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
@@ -251,12 +279,19 @@ _SOAP_MUON_ENTRY = RuleEntry(
     make=_soap_muon,
     hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
 )
-BUILT_IN = (*_FORMULA_ENTRIES.values(), _MUON_ENTRY, _ADAPTIVE_MUON_ENTRY, _SOAP_ENTRY, _SOAP_MUON_ENTRY)
+BUILT_IN = (
+    *_FORMULA_ENTRIES.values(),
+    *(_MUON_ENTRY, _ADAPTIVE_MUON_ENTRY, _MUOWN_ENTRY, _SOAP_ENTRY, _SOAP_MUON_ENTRY),
+)
 _ORTHOGONALISED = (
     *("muon_momentum", "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps"),
     *("muon_fp32_matmul_prec", "muon_use_syrk"),
 )
-_MUON = (*_ORTHOGONALISED, "muon_nesterov", "muon_tp_mode", "muon_weight_decay_method", "muon_split_qkv")
+_MUON = (
+    *_ORTHOGONALISED,
+    *("muon_nesterov", "muon_tp_mode", "muon_weight_decay_method", "muon_split_qkv"),
+    *("muon_pre_norm", "muon_post_norm", "muon_nuclear_scale"),
+)
 _SECOND_MOMENT = ("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_lines")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _PRECONDITIONED = (
@@ -269,6 +304,7 @@ FIELDS_OF_RULES: Mapping[str, tuple[str, ...]] = {
     "lion": ("lion_beta1", "lion_beta2"),
     "muon": _MUON,
     "adaptive_muon": (*_MUON, *_SECOND_MOMENT),
+    "muown": (*_ADAM, *_ORTHOGONALISED, "muon_split_qkv"),
     "soap": (*_ADAM, *_PRECONDITIONED, "soap_use_kl_shampoo"),
     "soap_muon": ("adam_eps", *_ORTHOGONALISED, *_PRECONDITIONED),
 }

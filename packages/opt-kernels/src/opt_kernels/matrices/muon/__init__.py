@@ -37,6 +37,32 @@ class ScaleMode(NamedChoice):
     MUP = "mup"  # sqrt(rows / cols), by muP's spectral condition (Yang et al., arXiv 2310.17813): as UNIT_RMS_NORM
 
 
+class PreNorm(NamedChoice):
+    """What the input u of Newton-Schulz is divided by."""
+
+    NONE = "none"
+    ROWS = "rows"  # each row by its norm (MuonEq, arXiv 2603.28254)
+
+
+class PostNorm(NamedChoice):
+    """How the output O (m, n) of Newton-Schulz is normalised (Muon+, arXiv 2602.21545)."""
+
+    NONE = "none"
+    FROBENIUS = "frobenius"  # O sqrt(min(m, n)) / |O|: the norm of an orthogonal matrix (nanochat)
+    ROWS = "rows"  # each row divided by its norm
+    COLS = "cols"  # each column divided by its norm
+    ROWS_COLS = "rows_cols"  # rows, then columns
+    COLS_ROWS = "cols_rows"  # columns, then rows
+
+    @property
+    def dims(self) -> tuple[tuple[int, ...], ...]:
+        """The dims over which norms are taken, one after the other."""
+        if self is PostNorm.FROBENIUS:
+            return ((-2, -1),)
+        dim_of = {"rows": -1, "cols": -2}
+        return tuple((dim_of[line],) for line in self.value.split("_") if line in dim_of)
+
+
 def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
     """The factor of `mode` for a matrix of this size; under tensor parallelism, the size of the whole matrix."""
     match mode:
@@ -130,14 +156,14 @@ def accumulate_(task: Task, grad: Tensor, step: MuonStep, skip: Tensor | None) -
 def descend_(task: Task, update: Tensor, step: MuonStep, skip: Tensor | None) -> None:
     """p <- p - (decay) - lr s e `update` (*shape), unless the step is skipped. Overwrites `update`."""
     hyper, work = task
-    _scale_(work, update, step.factors(work))
+    scale_parts_(work, update, step.factors(work))
     main = read_main(work, copy=skip is not None)
     if step.decay is not Decay.L2:
         main.mul_(1.0 - (hyper.lr if step.decay is Decay.DECOUPLED else 1.0) * hyper.weight_decay)
     access.write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
 
 
-def _scale_(work: Work, update: Tensor, factors: tuple[float, ...]) -> None:
+def scale_parts_(work: Work, update: Tensor, factors: tuple[float, ...]) -> None:
     """Multiply the rows of each split part of `update` (*shape) by the factor of the part."""
     if len(factors) == 1:
         update.mul_(factors[0])
