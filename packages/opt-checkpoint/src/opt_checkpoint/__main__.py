@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from opt_checkpoint.disk.averages import AVERAGES, with_averages
 from opt_checkpoint.disk.checkpoint import read_index, size_problems, verify_checkpoint
 from opt_checkpoint.disk.index import PATHS
 from opt_checkpoint.disk.main_weights import unchecked
@@ -34,7 +35,7 @@ _UNROUNDED = "they have no 16-bit weights, to which main weights would round"
 _FROM = {"torch": ("names",), "safetensors": ("map", "prefix"), "megatron": ("slots", "step", "moments")}
 _TO = {
     "torch": ("at", "force"),
-    "safetensors": ("map", "prefix", "tensor", "dtype"),
+    "safetensors": ("map", "prefix", "tensor", "dtype", "weights"),
     "dcp": ("at", "name"),
     "megatron": ("replicated", "moments"),
 }
@@ -87,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--prefix", help="safetensors: prefix of the checkpoint's keys, as model.")
     convert.add_argument("--map", type=Path, help="safetensors: JSON list of {ours, theirs, ...}; see NameRule")
     convert.add_argument("--dtype", help="to safetensors: convert floating-point tensors, as to bfloat16")
+    about = "to safetensors: the averages of weights that optimizers keep, in fp32, in place of the trained weights"
+    convert.add_argument("--weights", choices=AVERAGES, help=about)
     convert.add_argument("--at", help="to torch, dcp: where in the state the optimizer is; default: optimizer")
     convert.add_argument("--name", help="to dcp: where dcp.load looks for the optimizer, as optim")
     convert.add_argument("--names", type=Path, help="from torch: JSON list of parameter names in the optimizer's order")
@@ -235,7 +238,12 @@ def _convert(options: argparse.Namespace) -> int:
     else:
         dtype = dtype_from_name(options.dtype) if options.dtype else None
         chosen: dict[str, Any] = {"select": "*" if options.tensor is None else options.tensor, "prefix": prefix}
-        written = safetensors.checkpoint_to_safetensors(source, target, names=rules, dtype=dtype, **chosen)
+        averages = options.weights
+        written = safetensors.checkpoint_to_safetensors(
+            source, target, names=rules, dtype=dtype, weights=averages, **chosen
+        )
+        if averages and (plain := with_averages(read_index(source), averages, prefix)[1]):
+            print(f"without average, so as they were saved: {', '.join(plain)}", file=sys.stderr)
         if others := safetensors.left_out(source, **chosen):
             print(f"left out, as safetensors files hold tensors only: {', '.join(others)}", file=sys.stderr)
     for path in written:

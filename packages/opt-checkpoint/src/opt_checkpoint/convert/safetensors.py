@@ -30,6 +30,7 @@ from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.saving import Assigned, Held, Taken
 from opt_checkpoint.disk.archives import contiguous
+from opt_checkpoint.disk.averages import with_averages
 from opt_checkpoint.disk.checkpoint import Opened, read_common, read_index
 from opt_checkpoint.disk.data_file import bytes_view
 from opt_checkpoint.disk.index import (
@@ -332,6 +333,7 @@ def checkpoint_to_safetensors(
     select: str = "*",
     prefix: str = "",
     dtype: torch.dtype | None = None,
+    weights: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> list[Path]:
     """Export tensors of a checkpoint of any format, in one process, with tensors in scratch files next to the target.
@@ -343,15 +345,19 @@ def checkpoint_to_safetensors(
         select: only stored keys that match this pattern, with `*` for any text.
         prefix: prefix of stored keys that is removed to get our names in `names`; other keys are left out.
         dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
+        weights: the state of optimizers, one of `AVERAGES`, that replaces each weight of which one was saved: fp32
+            unless `dtype` is given. No states are exported then.
         shard_bytes: maximum size of a file, unless one tensor is larger.
 
     Returns:
         The files.
 
     Raises:
-        CheckpointingException: as `save_safetensors` and `load`.
+        CheckpointingException: as `save_safetensors` and `load`; or the checkpoint holds no such averages.
     """
     index = read_index(path)
+    if weights is not None:
+        index, _ = with_averages(index, weights, prefix)
     target = local_path(folder, _FOLDER)
     stored = {k: t for k, t in index.tensors.items() if fnmatch.fnmatchcase(k, select) and k.startswith(prefix)}
     if not stored:

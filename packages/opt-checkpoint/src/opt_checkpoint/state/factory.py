@@ -60,6 +60,7 @@ class ShardedTensorFactory(ShardedBase):
         segments: rows of the local block and the global position of each; they must tile axis 0 in order.
         local_shape: shape of the whole local block; segments only.
         has_mains: see `ShardedTensor`.
+        optional: see `ShardedTensor`; of the tensors that it builds.
         source: see `ShardedTensor`.
 
     Raises:
@@ -75,6 +76,7 @@ class ShardedTensorFactory(ShardedBase):
     segments: tuple[Segment, ...] = ()
     local_shape: Shape = ()
     has_mains: bool = field(default=False, kw_only=True)
+    optional: bool = field(default=False, kw_only=True)
     source: Source | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:

@@ -379,6 +379,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
                         f"may be"
                     )
                 piece.has_mains = value.has_mains
+                piece.optional = value.optional
                 flat.tensors[path + inner] = _with_stored_key(flat, path + inner, piece, scoped)
         elif isinstance(value, ShardedTensor):
             problem = "" if value.marks is None else value.marks.problem()
