@@ -67,6 +67,7 @@ TOPICS = {
         "Muon": "muon_*",
         "AdaptiveMuon": "adaptive_muon_*",
         "SOAP": "soap_*",
+        "Averages of weights": "ema_*",
         "Logging and graphs": "*",
     },
     "DistributedDataParallelConfig": {

@@ -123,6 +123,8 @@ def _filled(state: Any, saved: Saved) -> Any:
         return state.obj
     if not isinstance(state, ShardedTensor):
         return None
+    if state.key not in saved.tensors:
+        return None
     assert saved.tensors[state.key].shape == state.global_shape
     return state.data.copy_(saved.tensors[state.key][state.place()])
 

@@ -44,6 +44,11 @@ OURS = {
     "muon_nuclear_scale": False,
     "skip_sigma": math.inf,
     "skip_window": 128,
+    "ema_decay": None,
+    "ema_from_step": 1,
+    "ema_share": 1.0,
+    "ema_nesterov_beta": None,
+    "ema_nesterov_gamma": 0.99,
 }
 
 WHOLE = {"use_layer_wise_distributed_optimizer": True}
@@ -56,6 +61,24 @@ FP16_MAINS, SHORT_MAINS = ({"main_params_dtype": dtype} for dtype in (torch.floa
 REFUSED = [
     ({"fp16": True, "bf16": True}, "fp16=True: excludes bf16=True; set only one of them"),
     ({"adam_beta1": 1.0}, "adam_beta1=1.0: must be in [0, 1)"),
+    ({"ema_decay": 1.0}, "ema_decay=1.0: must be in [0, 1)"),
+    ({"ema_decay": -0.1}, "ema_decay=-0.1: must be in [0, 1)"),
+    ({"ema_decay": {"half_life": 0.1}}, "ema_decay={'half_life': 0.1}: a half-life is a fraction of the training; add"),
+    ({"ema_decay": {"half_life": 2.0, "num_steps": 9}}, "ema_decay={'half_life': 2.0, 'num_steps': 9}: half_life must"),
+    (
+        {"ema_decay": {"num_steps": 9}},
+        "ema_decay={'num_steps': 9}: must have half_life, a fraction of the training, and",
+    ),
+    ({"ema_share": 0.5}, "ema_share=0.5: has no effect without ema_decay; set that too"),
+    ({"ema_decay": 0.9, "ema_share": 0.0}, "ema_share=0.0: must be in (0, 1]"),
+    ({"ema_decay": 0.9, "ema_from_step": 0}, "ema_from_step=0: must be at least 1 and finite"),
+    ({"ema_from_step": 5}, "ema_from_step=5: has no effect without ema_decay"),
+    ({"ema_nesterov_beta": 1.0}, "ema_nesterov_beta=1.0: must be in [0, 1)"),
+    ({"ema_nesterov_gamma": 0.5}, "ema_nesterov_gamma=0.5: has no effect without ema_nesterov_beta"),
+    (
+        {"ema_decay": 0.9, "optimizer": "schedule_free"},
+        "ema_decay=0.9: excludes optimizer='schedule_free', which keeps an average of its own",
+    ),
     ({"lion_beta2": -0.1}, "lion_beta2=-0.1: must be in [0, 1)"),
     ({"adam_eps": 0.0}, "adam_eps=0.0: must be greater than 0 and finite"),
     ({"lr": -1e-3}, "lr=-0.001: must be at least 0 and finite"),

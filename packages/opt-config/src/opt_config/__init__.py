@@ -1,6 +1,7 @@
 """The optimizer configuration of large-model training, checked when it is built."""
 
 from opt_config.choices import (
+    Averages,
     ConstantScale,
     DynamicScale,
     FlatShards,
@@ -30,10 +31,10 @@ from opt_config.optimizer_config import (
     load_config,
     many,
 )
-from opt_config.validate import Interval
+from opt_config.validate import AVERAGED, Interval
 
 __all__ = [
-    "FOREIGN_WORDS", "AdamOptimizerConfig", "ConfigError", "Configuration", "ConstantScale",
+    "AVERAGED", "FOREIGN_WORDS", "AdamOptimizerConfig", "Averages", "ConfigError", "Configuration", "ConstantScale",
     "DistributedDataParallelConfig", "DynamicScale", "FlatShards", "Interval", "LossScaling", "NoScale", "OnDevice",
     "OnHost", "OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "Placement", "Precision",
     "Problem", "Replicated", "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "did_you_mean",

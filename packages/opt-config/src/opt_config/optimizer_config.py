@@ -217,6 +217,20 @@ class OptimizerConfig(Configuration):
     skip_window: int = 128
     """Number of steps whose norms and losses `skip_sigma` compares with, at least 2. No step is skipped before half of
     them were made, nor after that many were skipped in a row."""
+    ema_decay: float | Mapping[str, float] | Callable[[int], float] | None = None
+    """Decay of an exponential moving average of the weights, which `optimizer.eval()` shows: a number in [0, 1), or a
+    function of the number of the step, from 1. {"half_life": 0.05, "num_steps": 20000}: the decay whose half-life is
+    this fraction of a training of so many steps. None: no average."""
+    ema_from_step: int = 1
+    """The step after which the average begins as a copy of the weights."""
+    ema_share: float = 1.0
+    """Share of the average in the weights that `optimizer.eval()` shows, in (0, 1]: (1 - share) * weights + share *
+    average."""
+    ema_nesterov_beta: float | Callable[[int], float] | None = None
+    """EMA-Nesterov: take gradients ahead of the weights, by this factor of an average of the changes that steps make: a
+    number in [0, 1), or a function of the number of the step, from 1. None: gradients are taken at the weights."""
+    ema_nesterov_gamma: float = 0.99
+    """Decay of EMA-Nesterov's average of the changes."""
 
     def __post_init__(self) -> None:
         """Check all fields. Raises `ConfigError` with every problem."""
@@ -280,6 +294,22 @@ class OptimizerConfig(Configuration):
             overlap=self.overlap_cpu_optimizer_d2h_h2d,
             pin_grads=self.pin_cpu_grads,
             pin_params=self.pin_cpu_params,
+        )
+
+    @property
+    def averages(self) -> choices.Averages | None:
+        """Which averages of the weights are kept, if any."""
+        decay = self.ema_decay
+        if decay is None and self.ema_nesterov_beta is None:
+            return None
+        if isinstance(decay, Mapping):
+            decay = choices.decay_of_half_life(**decay)
+        return choices.Averages(
+            decay=decay,
+            from_step=self.ema_from_step,
+            share=self.ema_share,
+            beta=self.ema_nesterov_beta,
+            gamma=self.ema_nesterov_gamma,
         )
 
 

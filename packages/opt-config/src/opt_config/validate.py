@@ -59,6 +59,7 @@ AT_LEAST_ONE = Interval(1)
 AT_LEAST_TWO = Interval(2)
 DECAY_RATE = Interval(0, 1)
 FRACTION = Interval(0, 1, high_open=False)
+SHARE = Interval(0, 1, low_open=True, high_open=False)
 
 
 @cache
@@ -183,11 +184,15 @@ _FIELDS_OF_INTERVALS = {
     POSITIVE: ("loss_scale initial_loss_scale min_loss_scale adam_eps muon_extra_scale_factor adaptive_muon_eps"),
     POSITIVE_OR_INFINITE: "grad_norm_skip_threshold skip_sigma",
     AT_LEAST_TWO: "skip_window",
-    AT_LEAST_ONE: ("loss_scale_window hysteresis muon_num_ns_steps soap_precondition_frequency soap_max_precond_dim"),
+    AT_LEAST_ONE: (
+        "loss_scale_window hysteresis muon_num_ns_steps soap_precondition_frequency soap_max_precond_dim ema_from_step"
+    ),
     DECAY_RATE: (
-        "adam_beta1 adam_beta2 sgd_momentum muon_momentum lion_beta1 lion_beta2 soap_shampoo_beta adaptive_muon_beta2"
+        "adam_beta1 adam_beta2 sgd_momentum muon_momentum lion_beta1 lion_beta2 soap_shampoo_beta adaptive_muon_beta2 "
+        "ema_nesterov_gamma"
     ),
     FRACTION: "optimizer_offload_fraction",
+    SHARE: "ema_share",
 }
 INTERVALS = MappingProxyType(
     {name: interval for interval, names in _FIELDS_OF_INTERVALS.items() for name in names.split()}
@@ -234,8 +239,12 @@ _FIELDS_THAT_NEED = {
         "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
         "pin_cpu_params"
     ),
+    "ema_decay": "ema_from_step ema_share",
+    "ema_nesterov_beta": "ema_nesterov_gamma",
 }
 _NEEDS = MappingProxyType({name: needed for needed, names in _FIELDS_THAT_NEED.items() for name in names.split()})
+AVERAGED = ("ema_decay", "ema_nesterov_beta")
+"""Fields of which each switches on an average of the weights."""
 _OF_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
@@ -247,6 +256,9 @@ def validate_optimizer_config(config: "OptimizerConfig") -> None:
         yield from choice_problems(config, CHOICES)
         if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
             yield Problem("optimizer", config.optimizer, "must be the name of a rule, such as adam, sgd or muon")
+        for name in AVERAGED:
+            if reason := _problem_of_average(getattr(config, name)):
+                yield Problem(name, getattr(config, name), reason)
 
     check(config, singly, lambda: _conflicts(config))
 
@@ -259,6 +271,7 @@ def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
     yield from _precision_aware(config)
     yield from _fp8(config)
     yield from _shards(config)
+    yield from _averages(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
         reason = "offloads nothing; set it in (0, 1], or set optimizer_cpu_offload=False"
         yield Problem("optimizer_offload_fraction", config.optimizer_offload_fraction, reason)
@@ -269,6 +282,35 @@ def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
         reason = "contradicts optimizer='adamw', which decouples it; set optimizer='adam' to add it to the gradient"
         yield Problem("decoupled_weight_decay", False, reason)
     yield from _loss_scale(config)
+
+
+def _problem_of_average(value: object) -> str:
+    """Return why a decay or look-ahead is not allowed; empty if it is."""
+    if isinstance(value, Mapping):
+        if set(value) == {"half_life"}:
+            return "a half-life is a fraction of the training; add its number of steps as num_steps"
+        if set(value) != {"half_life", "num_steps"}:
+            return "must have half_life, a fraction of the training, and num_steps, the steps of the training"
+        for name, interval in (("half_life", SHARE), ("num_steps", AT_LEAST_ONE)):
+            if value[name] not in interval:
+                return f"{name} {interval.sentence}"
+        return ""
+    is_number = isinstance(value, int | float)
+    return DECAY_RATE.sentence if is_number and value not in DECAY_RATE else ""
+
+
+def _averages(config: "OptimizerConfig") -> Iterator[Problem]:
+    for name in AVERAGED:
+        value = getattr(config, name)
+        if value is not None and config.optimizer.lower() == "schedule_free":
+            reason = "excludes optimizer='schedule_free', which keeps an average of its own; set only one of them"
+            yield Problem(name, value, reason)
+        if callable(value) and config.optimizer_cuda_graph:
+            reason = (
+                "is a function, which is called with the number of steps made, but with optimizer_cuda_graph=True only "
+                "the device knows it; set a number, which opt_scheduler.FieldScheduler may change"
+            )
+            yield Problem(name, value, reason)
 
 
 def _needs(config: "OptimizerConfig") -> Iterator[Problem]:

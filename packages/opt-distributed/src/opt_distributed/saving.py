@@ -97,7 +97,7 @@ def kept_states(unit: Unit, piece: OwnedPiece) -> Iterator[StateSpec]:
 def decoded(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
     """The values of one state: its own memory, or a new fp32 tensor if it is stored as codes."""
     codec = _codec(unit, spec.name)
-    codes = piece.state[spec.name]
+    codes = piece.kept[spec.name]
     return codes if codec is None else values_of(codec, codes, piece.state[scale_name(spec.name)])
 
 
@@ -113,7 +113,12 @@ def _is_by_part(spec: StateSpec, piece: OwnedPiece) -> bool:
 
 
 def reset_state_(unit: Unit, piece: OwnedPiece) -> None:
-    """Set the rule's state of a piece to that before the first step. Main values stay."""
+    """Set the rule's state and the averages of a piece to those before the first step. Main values stay."""
+    _reset_rule_(unit, piece)
+    unit.averages.restart_(piece)
+
+
+def _reset_rule_(unit: Unit, piece: OwnedPiece) -> None:
     piece.step = 0
     fresh = init_state(unit.rule, piece.main.value(), id=piece.id, matrix=piece.matrix, stage=piece.stage)
     for name, value in fresh.items():
@@ -127,6 +132,7 @@ def _set_(
     main: Tensor | None,  # main values; None: those of the parameter
     state: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],  # of an fp8 parameter
+    averages: Mapping[str, Tensor],  # those that are lacking begin anew
     *,
     step: int | None,  # None: the state is as before the first step
     is_decoded: bool,  # whether `state` has values where the piece has codes
@@ -138,10 +144,13 @@ def _set_(
         piece.main.set_(main.view(piece.main.shape))
     piece.main.restore_(extra)
     if step is None:
-        reset_state_(unit, piece)
-        return
-    piece.step = step
-    for name, value in state.items():
+        _reset_rule_(unit, piece)
+    else:
+        piece.step = step
+    for name, value in averages.items():
+        piece.averages[name].copy_(value.view(piece.averages[name].shape))
+    unit.averages.restart_(piece, piece.averages.keys() - averages.keys())
+    for name, value in state.items() if step is not None else ():
         target = piece.state[name]
         codec = _codec(unit, name) if is_decoded else None
         if codec is None:
@@ -169,7 +178,7 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
         if spec is _OF_MAIN:
             value = piece.main.value().detach().clone() if copies_main else piece.main.value()
         else:
-            value = decoded(unit, piece, spec) if _saves_values(piece) else piece.state[spec.name]
+            value = decoded(unit, piece, spec) if _saves_values(piece) else piece.kept[spec.name]
         if _is_like_param(piece, spec) and value.dim():
             value = distributed_like(value.detach(), piece.param)
         state[_saved_name(piece, spec)] = value
@@ -188,7 +197,8 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, need
     specs = _specs(unit, piece)
     names = [_saved_name(piece, spec) for spec in specs]
     found = {spec.name: _key(piece, spec, saved) for spec in (*specs, _OF_MAIN)}
-    missing = [name for spec, name in zip(specs, names) if spec is not _OF_MAIN and found[spec.name] is None]
+    may_lack = (_OF_MAIN, *unit.averages.specs)
+    missing = [name for spec, name in zip(specs, names) if spec not in may_lack and found[spec.name] is None]
     if missing:
         raise StateError(
             f"state of {piece.id.name!r} lacks {', '.join(missing)} (it has {', '.join(map(str, saved))}): {_ELSEWHERE}"
@@ -220,16 +230,19 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
     """
     state = _values(unit, piece, saved)
     main = state.pop(MAIN, None)
+    averages = {name: state.pop(name) for name in piece.averages.keys() & state.keys()}
     extra = {name: saved[name] for name in piece.main.extra() if name in set(saved)}
     step = int(saved.get(STEP, 0)) if saved else None
-    _set_(unit, piece, main, state, extra, step=step, is_decoded=_saves_values(piece))
+    _set_(unit, piece, main, state, extra, averages, step=step, is_decoded=_saves_values(piece))
 
 
 def restart_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
-    """Set a piece to the state before its first step, with the main values of `saved`, the state of another rule."""
-    key = _key(piece, _OF_MAIN, saved)
-    main = None if key is None else _values(unit, piece, {key: saved[key]})[MAIN]
-    _set_(unit, piece, main, {}, {}, step=None, is_decoded=False)
+    """Set a piece to the state before its first step, with the main values and averages of `saved`, the state of
+    another rule."""
+    keys = [_key(piece, spec, saved) for spec in (_OF_MAIN, *unit.averages.specs)]
+    found = _values(unit, piece, {key: saved[key] for key in keys if key is not None})
+    main = found.pop(MAIN, None)
+    _set_(unit, piece, main, {}, {}, found, step=None, is_decoded=False)
 
 
 def _saves_values(piece: OwnedPiece) -> bool:
@@ -243,7 +256,7 @@ def _specs(unit: Unit, piece: OwnedPiece) -> list[StateSpec]:
     specs = list(kept_states(unit, piece))
     if not _saves_values(piece):
         specs = [spec for spec in unit.rule.state_specs if spec.name in piece.state]
-    return [*specs, *([_OF_MAIN] if piece.main.kept else [])]
+    return [*specs, *unit.averages.specs, *([_OF_MAIN] if piece.main.kept else [])]
 
 
 def _saved_name(piece: OwnedPiece, spec: StateSpec) -> str:
@@ -283,7 +296,7 @@ def _values(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> dict[str
         value = saved[key]
         if not isinstance(value, Tensor):
             raise StateError(f"{where} is a {type(value).__name__}; a tensor is needed")
-        shape = piece.main.shape if spec is _OF_MAIN else piece.state[spec.name].shape
+        shape = piece.main.shape if spec is _OF_MAIN else piece.kept[spec.name].shape
         if _is_like_param(piece, spec):
             try:
                 if is_dtensor(value) or is_dtensor(piece.param):
@@ -351,6 +364,11 @@ def sharded_piece(
             else:  # can only be loaded if the same number of parts makes up the matrix
                 saved_spec = LayoutBound(fingerprint=f"parts{piece.stage.layout.num_ranks}")
         described[spec.name] = make_sharded_state(of, decoded(unit, piece, spec), key, saved_spec)
+    for spec in unit.averages.specs:
+        average = make_sharded_state(part, piece.averages[spec.name], spec.name, _saved_spec(spec, piece))
+        assert isinstance(average, ShardedTensor | ShardedTensorFactory)
+        average.optional = True  # checkpoints of runs without averages lack it
+        described[spec.name] = average
     if always_main or piece.main.kept:
         described[MAIN] = make_sharded_state(part, piece.main.value(), MAIN, LikeParam())
     for name, tensor in piece.main.extra().items():  # of the fp8 parameter itself: once for what this rank stores of it
@@ -387,8 +405,9 @@ def take_loaded_(unit: Unit, piece: OwnedPiece, loaded: Mapping[str, Tensor]) ->
     names = [spec.name for spec in kept_states(unit, piece)]
     state = {name: loaded[name] for name in names if name in loaded}
     extra = {name: loaded[name] for name in piece.main.extra() if name in loaded}
+    averages = {name: loaded[name] for name in piece.averages if name in loaded}
     step = int(loaded[STEP]) if all(name in loaded for name in (*names, STEP)) else None
-    _set_(unit, piece, loaded.get(MAIN), state, extra, step=step, is_decoded=True)
+    _set_(unit, piece, loaded.get(MAIN), state, extra, averages, step=step, is_decoded=True)
 
 
 def _whole(param: ShardedParam, piece: OwnedPiece, rows: Rows) -> ShardedParam | None:

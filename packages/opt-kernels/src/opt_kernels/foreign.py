@@ -14,6 +14,8 @@ ARGUMENTS: Mapping[str, str] = MappingProxyType(
         "is_paged": _PAGED,
         "block_wise": "8-bit states always have a scale per block; leave it out",
         "block_size": "8-bit states have a scale per block of 128; leave it out",
+        "ema_decay": "opt_stack.get_optimizer averages weights; here, put torch's AveragedModel around the model",
+        "ema_nesterov_beta": "opt_stack.get_optimizer looks ahead; here, an evaluation would not know of it",
         "percentile_clipping": "max_norm clips the total norm",
         "bf16_stochastic_round": "stochastic_rounding=True does the same",
         "adam_w_mode": "AdamW decouples weight decay, and Adam does not",

@@ -15,7 +15,7 @@ from opt_paramgroups import as_text, describe, get_param_groups, group_rows, mod
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import make_design, warn_of_guesses, with_matrix_rule
 from opt_stack.planning.design import Request, read_model
-from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, state_text
+from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, spec_bytes, state_text
 from opt_stack.planning.ranks import check_effects, check_ranks
 from opt_stack.rules.entries import warn_of_unread_fields
 from opt_stack.rules.registry import Registry
@@ -46,12 +46,12 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
         for id, meta in describe([model]).items():
             group = group_of[id]
             unit = unit_of[id]
-            num_bytes = main_bytes(unit.numbers[dtype], meta.numel) + sum(kept_bytes(unit.rule, meta.shape).values())
+            kept = kept_bytes(unit.rule, meta.shape)
+            kept |= {spec: spec_bytes(spec, meta.shape, meta.numel) for spec in unit.averages.specs}
+            num_bytes = main_bytes(unit.numbers[dtype], meta.numel) + sum(kept.values())
             lr = "-" if group["lr"] is None else f"{group['lr']:g}"
             row = [id.name, short(dtype), unit.rule.name, lr, f"{group['weight_decay']:g}"]
-            cells.append(
-                [*row, NUMBERS_IN_WORDS[unit.numbers[dtype]], state_text(unit.rule), f"{num_bytes / meta.numel:g}"]
-            )
+            cells.append([*row, NUMBERS_IN_WORDS[unit.numbers[dtype]], state_text(kept), f"{num_bytes / meta.numel:g}"])
     match config.sharding:
         case Replicated():
             state = "whole on every data-parallel rank"

@@ -195,6 +195,8 @@ def _problems(optimizer: Optimizer) -> Iterator[str]:
         yield "optimizer_cpu_offload=True copies gradients to the host in parts of a step; set it to False"
     if config.fp8_recipe is not None:
         yield f"fp8_recipe={config.fp8_recipe!r}: parameters in fp8 are quantised in step(); use bf16 or fp32"
+    if any(unit.averages.specs for unit in optimizer.stepper.units):
+        yield "ema_decay and ema_nesterov_beta average all weights at the end of a step; leave them at None"
     if optimizer.recorder.every:
         yield "statistics are recorded in a step, from gradients that are already freed; call stats_every(0)"
     roles = optimizer.roles

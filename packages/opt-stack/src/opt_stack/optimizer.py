@@ -248,8 +248,8 @@ class Optimizer(GradientStatistics):
                 self.evaluation.end_()
 
     def eval(self) -> None:
-        """Replace the parameters by the weights to evaluate, for rules that evaluate other weights than they train
-        (schedule_free). Collective.
+        """Replace the parameters by the weights to evaluate: averages (`ema_decay`), EMA-Nesterov's without look-ahead,
+        or those of rules that evaluate other weights than they train (schedule_free). Collective.
 
         The trained weights are kept as a copy until `train()`. Until then, steps, loads and `sharded_state_dict` are
         refused, because a sharded checkpoint always holds the trained weights. `state_dict()` is allowed: it includes
@@ -258,7 +258,7 @@ class Optimizer(GradientStatistics):
         self.offload.check_restored("eval()")
         self.complete_params()
         with self.loaded_weights.writing_without_step():
-            self.evaluation.begin_(self.param_groups)
+            self.evaluation.begin_(self.param_groups, self.complete_params)
 
     def _groups_of_step(self) -> Sequence[dict[str, Any]]:
         """Return the groups for the next step, after what must come before its first exchange."""
@@ -316,7 +316,8 @@ class Optimizer(GradientStatistics):
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Copy the model's current values to the main values, after a weight load that bypassed the optimizer.
 
-        Rules that keep weights of their own in their state (schedule_free) start anew from the loaded weights.
+        Averages of weights, and rules that keep weights of their own (schedule_free), start anew from the loaded
+        weights.
 
         With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values are read from it,
         in its precision, and the parameters are set from them. This is collective if ranks hold different parts of the
@@ -359,7 +360,9 @@ class Optimizer(GradientStatistics):
 
     def _restart_averages(self) -> None:
         for unit, piece in self._held.values():
-            if self.evaluation.keeps_weights_of(unit):
+            if unit.averages.specs:
+                unit.averages.restart_(piece)
+            elif self.evaluation.keeps_weights_of(unit):
                 reset_state_(unit, piece)
         self.loaded_weights.note_state_load()
 

@@ -285,6 +285,11 @@ class QKClip:
                     f"{str(clipped[0])!r} is updated by {unit.rule.name}, which keeps other weights in its state; clip "
                     "only layers that another rule updates"
                 )
+            if clipped and unit.averages.looks_ahead:
+                yield (
+                    f"ema_nesterov_beta keeps the weights of {str(clipped[0])!r} beside its main values, which are "
+                    "ahead of them; clip without it"
+                )
 
 
 def _scale_(piece: OwnedPiece, factors: Tensor) -> None:

@@ -140,7 +140,14 @@ class HostSide:
             pieces = ()
             grads = ()
         fetched = [self._grads[piece.id, grad.dtype] for piece, grad in zip(pieces, grads, strict=True)]
-        return Update(Ready(pieces, fetched), self.numbers_of(update.groups), scales)
+        return Update(Ready(pieces, fetched), self.numbers_of(update.groups), scales, is_skipped=bool(skipped))
+
+    @torch.no_grad()
+    def refresh_(self, pieces: Sequence[OwnedPiece]) -> None:
+        """Copy parameters whose bits are main values, or a half of them, to the host: of pieces without an update."""
+        for main in _mains(pieces):
+            if main.reads_param:
+                main.staged.copy_(main.target)
 
     @torch.no_grad()
     def return_(self, pieces: Sequence[OwnedPiece]) -> None:

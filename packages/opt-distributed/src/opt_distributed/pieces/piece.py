@@ -34,6 +34,7 @@ class OwnedPiece:
     source: Source  # of its gradient
     main: Main
     state: dict[str, Tensor]
+    averages: dict[str, Tensor] = field(default_factory=dict)  # of its weights, by name; see `pieces.averages`
     norm_slot: int = 0  # the gradient norm of the step to which it contributes
     counted: bool = True  # False if another rank counts these elements in norms and zeros
     inspected: bool = True  # whether this rank checks the gradient for infinities and NaNs; true if it counts
@@ -52,6 +53,11 @@ class OwnedPiece:
     @step.setter
     def step(self, value: int) -> None:
         self.count = Count(value)
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """The rule's state and the averages, by name."""
+        return {**self.state, **self.averages}
 
     @property
     def is_whole(self) -> bool:
@@ -105,6 +111,7 @@ class Update(NamedTuple):
     scale_of_slot: Sequence[float | Tensor]  # by which the gradients of each norm slot are multiplied
     skip: Tensor | None = None  # 0-d bool on the device; if it is set, nothing is written or counted
     on_host: HostCopy | None = None  # of `skip` and the scales, for units in host memory; queued once a step
+    is_skipped: bool = False  # whether the host knows that nothing is written or counted
 
 
 def init_state(

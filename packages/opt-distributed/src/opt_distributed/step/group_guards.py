@@ -10,6 +10,7 @@ from torch import Tensor, int64
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.param_sync import stored_params
 from opt_distributed.comm.collectives import Comm
+from opt_distributed.pieces.averages import NUMBERS
 from opt_distributed.pieces.piece import Groups
 from opt_distributed.step.guard import Refusal
 from opt_kernels.formulas import NumberError
@@ -88,7 +89,7 @@ class UsableGroups(Refusal):
                 raise GroupError(f"group {self._built[index].get('name', index)!r}: {problem}")
             self._check_bounds(index, group, names)
             own = getattr(self.rules.get(index), "hyper_names", ())
-            if not any(_may_change(group.get(name)) for name in (*HYPER_FIELDS, *own)):
+            if not any(_may_change(group.get(name)) for name in (*HYPER_FIELDS, *NUMBERS, *own)):
                 self._entries.accept(index, group)
         for index in self.rules:
             check_rate(groups[index])
@@ -100,6 +101,8 @@ class UsableGroups(Refusal):
         numbers = {name: group[name] for name in names if name in group and not is_on_device(group[name])}
         try:
             check_numbers(self.rules.get(index), numbers)
+            for name in numbers.keys() & NUMBERS.keys():
+                NUMBERS[name].check(numbers[name])
         except NumberError as error:
             raise GroupError(f"group {group.get('name', index)!r}: {error}. Nothing was updated") from None
 
@@ -190,7 +193,7 @@ class EqualGroups:
             local: indices of those that have parameters on it.
             own: further entries that rules read, which are not fields of `Hyper`.
         """
-        self._entries = (*HYPER_FIELDS, *FIXED, *sorted(set(own)))
+        self._entries = (*HYPER_FIELDS, *NUMBERS, *FIXED, *sorted(set(own)))
         here = {(i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in sorted(local)}
         values: dict[tuple[int, str], list[int]] = {}
         for of_rank in everyone.gather_objects(here) if everyone.size > 1 else ():

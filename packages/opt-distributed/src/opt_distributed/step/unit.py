@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.main_grad import SparseGradientError
+from opt_distributed.pieces.averages import NO_AVERAGES, WeightAverages
 from opt_distributed.pieces.exchange import ComputeStage, updating_
 from opt_distributed.pieces.offload import HostSide
 from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, Update, kinds_of
@@ -48,9 +49,11 @@ class Unit:
     stages: Sequence[ComputeStage] = ()  # of pieces that are parts of matrices; in the same order on all ranks
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, if hooks read norms
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
+    averages: WeightAverages = NO_AVERAGES  # of its weights
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
     _readers: list[ReadGrads] = field(init=False)  # of all pieces, in order
     _kinds: Kinds = field(init=False)  # of all pieces
+    _has_averaged: bool = field(init=False, default=False)  # in this process
     _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
     _counts: list[Count] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
 
@@ -69,7 +72,11 @@ class Unit:
 
         Raises:
             UnusableGradientError: a gradient is in ``main_grad`` of a plain parameter.
+            NumberError: a function of the step gives a number that averages do not allow.
         """
+        if not self._has_averaged:
+            self.averages.begin_(self.pieces)
+        self.averages.check(self.pieces)
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
@@ -142,8 +149,9 @@ class Unit:
                 begun.finish_(skip=here.skip)
             sender = next((one for one in self.completes if isinstance(one, BucketPublisher)), None)
             gathers = None
-            # Of one buffer: gathers have one order on all ranks, whatever they own.
-            if sends and sender is not None and self.host is None and any(piece.bucket for piece in self.pieces):
+            # Of one buffer: gathers have one order on all ranks, whatever they own. A look-ahead is written later.
+            sends = sends and self.host is None and not self.averages.looks_ahead
+            if sends and sender is not None and any(piece.bucket for piece in self.pieces):
                 gathers = sender.begin_gathers_([piece.id for piece in here.ready.pieces])
             order: dict[tuple[object, int], int] = {}
             if gathers is not None:
@@ -161,8 +169,20 @@ class Unit:
                 if sender is not None and gathers is not None:
                     sender.begin_gathers_(())  # nothing of this step counts as sent
                 raise
+            self._average_(here)
         if self.host is not None and here.ready.pieces:
             self.host.return_(here.ready.pieces)
+
+    def _average_(self, update: Update) -> None:
+        """Write the averages of all pieces, also of those without a gradient in this step."""
+        if not self.averages.specs or update.is_skipped:
+            return
+        self._has_averaged = True
+        ready = update.ready.pieces
+        if self.host is not None and len(ready) < len(self.pieces):
+            updated = set(map(id, ready))
+            self.host.refresh_([piece for piece in self.pieces if id(piece) not in updated])
+        self.averages.update_(self.pieces, ready, update.groups, update.skip)
 
     @contextmanager
     def _where_state_is(self, update: Update) -> Iterator[Update]:
@@ -219,7 +239,7 @@ class Unit:
 
     def state_bytes(self) -> int:
         """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
-        kept = [tensor for piece in self.pieces for tensor in (*piece.state.values(), *piece.main.kept.values())]
+        kept = [tensor for piece in self.pieces for tensor in (*piece.kept.values(), *piece.main.kept.values())]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 

@@ -71,6 +71,7 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
             rule=planned.rule_of(on_host=on_host),
             pieces=list(_pieces(planned, design, sources, placed, slots, on_host=on_host, away=away)),
             completes=[sources.fp8.get(name, sources.of_buffers[name]) for name, at in last.items() if at == number],
+            averages=planned.averages,
             stages=list(dict.fromkeys(matrix.stage for matrix in placed.values() if matrix.stage is not None)),
             cut=norms,
             cut_rows=rows,
@@ -144,6 +145,7 @@ def _pieces(
             with main.device.on_host() if isinstance(main, HostMain) else nullcontext():
                 value = main.on_host.value() if isinstance(main, HostMain) else main.value()
                 state = init_state(rule, value, id=id, matrix=at.spec, stage=at.stage)
+                averages = unit.averages.init_state(value) if unit.averages.specs else {}
             is_whole = of_param == slice(0, stored.numel())
             if keeps_norm and is_whole and stored.numel() and not stored.any():
                 raise ConfigError(
@@ -162,6 +164,7 @@ def _pieces(
                 source=sources.of_buffers[buffer.name],
                 main=main,
                 state=state,
+                averages=averages,
                 norm_slot=slots.index(plan.norms[group] or meta.grad_norm_group or ""),
                 counted=inspected and _is_counted(design, buffer, id),
                 inspected=inspected,

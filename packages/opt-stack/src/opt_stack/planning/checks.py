@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opt_config import ConfigError, DynamicScale, FlatShards, Replicated, WholeParams
+from opt_config import AVERAGED, ConfigError, DynamicScale, FlatShards, Replicated, WholeParams
 from opt_distributed.buffers import (
     CODED_MULTIPLE,
     PRE_SHARDED,
@@ -119,6 +119,31 @@ def _check_groups(design: Design) -> Iterator[str]:
         if wide is not None or not kept:
             problem = f"optimizer={wide!r} keeps it in fp32" if kept else f"{', '.join(rules)} has no such state"
             yield f"{state}_dtype={dtype}: {problem}; leave it at torch.float32, or use optimizer='adam'"
+
+
+def _check_averages(design: Design) -> Iterator[str]:
+    """Refuse averages beside those of a rule, of parameters in fp8, and look-aheads of main values in scaled fp16."""
+    config = design.request.config
+    fields = [name for name in AVERAGED if getattr(config, name) is not None]
+    if not fields:
+        return
+    given = f"{fields[0]}={getattr(config, fields[0])!r}"
+    for name, rule in design.groups.rules.items():
+        inner = bare(rule)
+        if isinstance(inner, ElementwiseRule) and inner.formula.evaluation is not None:
+            yield f"{given}: optimizer={name!r} keeps an average of its own; use only one of them"
+    for id in design.groups.rule_of:
+        if design.model.metas[id].codes is not None:
+            yield (
+                f"{given}: parameter {str(id)!r} is stored in fp8, in which eval() could not restore the trained "
+                "weights bit for bit; leave it at None, or keep the parameter in bf16"
+            )
+    formats = {numbers for unit in design.plan.units for numbers in unit.numbers.values()}
+    if config.ema_nesterov_beta is not None and MainFormat.FP16_SCALED in formats:
+        yield (
+            f"ema_nesterov_beta={config.ema_nesterov_beta!r} with main_params_dtype={config.main_params_dtype}: blocks "
+            "of main values would be scaled by the look-ahead; use fp32 main values or remainders"
+        )
 
 
 def _check_memory(design: Design) -> Iterator[str]:
@@ -359,6 +384,7 @@ CHECKS: tuple[Check, ...] = (
     _check_buffers,
     _check_units,
     _check_groups,
+    _check_averages,
     _check_memory,
 )
 

@@ -28,6 +28,7 @@ from opt_distributed.buffers import (
     uses_qk_layernorm,
 )
 from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.pieces import NO_AVERAGES, WeightAverages
 from opt_kernels.hooks import GivenHooks, bare
 from opt_kernels.params import MainFormat
 from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
@@ -225,6 +226,7 @@ def _plan_units(
             ids=frozenset(ids),
             numbers={dtype: main_format(config, dtype) for dtype in dtypes},
             host_rule=host_rule,
+            averages=NO_AVERAGES if config.averages is None else WeightAverages(config.averages),
         )
         if rule.needs is Needs.MATRICES:
             tensor_parallel = sizes.expert_tp if is_expert else sizes.dense_tp

@@ -12,6 +12,7 @@ import torch
 from opt_config import ConstantScale, DynamicScale, OptimizerConfig
 from opt_distributed.buffers import PRE_SHARDED, BufferPlan, short
 from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, owner_load
+from opt_distributed.pieces import NO_AVERAGES, WeightAverages
 from opt_kernels.hooks import hooks_of
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import FP16, MainFormat
@@ -40,6 +41,7 @@ class UnitPlan:
     whole_qkv: int = 0  # number of fused q, k and v parameters that the rule updates as one matrix each
     finds_no_qkv: bool = False  # whether it would split fused q, k and v, but the model has none that are known
     host_rule: Rule | None = None  # updates the pieces that live on the host; None: `rule` does
+    averages: WeightAverages = NO_AVERAGES  # of its weights
 
     def rule_of(self, *, on_host: bool) -> Rule:
         """Return the rule of the device or of the host."""
@@ -71,6 +73,10 @@ class Plan:
         sides = (False, True) if on_host is None else (on_host,)
         return sum(unit_bytes(self, unit, rank=rank, on_host=side) for unit in self.units for side in sides)
 
+    def evaluation_bytes(self) -> int:
+        """Return the bytes of the copy of this rank's parameters that `eval()` keeps until `train()`."""
+        return sum(param_bytes(self, buffer) for buffer in self.buffers)
+
     def fingerprint(self, *, experts: bool) -> str:
         """Return a hash that is equal on ranks with the same layouts, rules and parameters: of experts, or dense."""
         buffers = [b for b in self.buffers if b.is_expert is experts and b.kind is not PRE_SHARDED]
@@ -100,12 +106,17 @@ class Plan:
 
 def rule_text(rule: Rule) -> str:
     """Return the rule with its hooks as text that processes may compare: without addresses of memory."""
-    return re.sub(r" at 0x[0-9a-f]+", "", f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
+    return without_addresses(f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
 
 
-def state_text(rule: Rule) -> str:
-    """Return the names and dtypes of the states that a rule keeps."""
-    return ", ".join(f"{spec.name} {short(spec.dtype)}" for spec in rule.state_specs) or "none"
+def without_addresses(text: str) -> str:
+    """Return the text of an object without addresses of memory, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def state_text(specs: Iterable[StateSpec]) -> str:
+    """Return the names and dtypes of states."""
+    return ", ".join(f"{spec.name} {short(spec.dtype)}" for spec in specs) or "none"
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -148,6 +159,7 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
             total += main_bytes(unit.numbers[buffer.dtype], run.numel)
             shape, num_owners = gathered.get(run.id, (shapes[run.id], 1))
             kept = kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT))
+            total += sum(spec_bytes(spec, shapes[run.id], run.numel) for spec in unit.averages.specs)
             for spec, num_bytes in kept.items():
                 total += num_bytes // num_owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
     return total
@@ -289,7 +301,9 @@ def unit_lines(plan: Plan) -> Iterator[str]:
         yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
         for dtype, numbers in sorted(unit.numbers.items(), key=str):
             yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
-        yield f"  state: {state_text(unit.rule)}; needs {unit.rule.needs.name.lower()}"
+        yield f"  state: {state_text(unit.rule.state_specs)}; needs {unit.rule.needs.name.lower()}"
+        if averages := unit.averages.specs:
+            yield f"  averages: {state_text(averages)}"
         if hooks := hooks_of(unit.rule):
             yield f"  hooks: {', '.join(map(repr, hooks))}"
         if unit.whole_qkv:
@@ -328,6 +342,8 @@ def total_lines(plan: Plan) -> Iterator[str]:
         hosted = by_rank(partial(plan.state_bytes, on_host=True))
         staged = by_rank(partial(staging_bytes, plan))
         yield f"of this on the host: {hosted} bytes; staging buffers, at most: {staged}"
+    if any(unit.averages.specs for unit in plan.units):
+        yield f"eval() shows averages, and keeps {plan.evaluation_bytes():,} bytes of trained weights until train()"
     config = plan.config
     clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
     match config.loss_scaling:

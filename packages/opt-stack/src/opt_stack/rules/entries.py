@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
 from opt_distributed.buffers import Metas, Params
+from opt_distributed.pieces import NUMBERS, WeightAverages
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import (
     GivenHooks,
@@ -24,12 +25,15 @@ from opt_kernels.hooks import (
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
+from opt_kernels.works import is_on_device
 from opt_paramgroups import ParamId
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import RULE_FIELDS, Registry
 
 logger = logging.getLogger("opt_stack")
 RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built
+NOT_LOADED = (*RULE_RECORDS, *NUMBERS)
+"""Entries of saved groups that a load does not write: rules and averages of weights are those of the present run."""
 Group = Mapping[str, Any]
 Pair = tuple[Group, Group]  # a current group and a saved one
 HYPER_KEYS = ("betas", "eps", "momentum")
@@ -163,7 +167,8 @@ def make_rules(
             f"optimizer_options={dict(config.optimizer_options)!r}: {reader} reads them, and updates no parameter of "
             f"optimizer={config.optimizer!r}; leave them out"
         )
-    hyper = {name: _hyper(name, rule, registry, config) for name, rule in made.items()}
+    averaged = {} if config.averages is None else WeightAverages(config.averages).numbers()
+    hyper = {name: {**_hyper(name, rule, registry, config), **averaged} for name, rule in made.items()}
     _check_entries(groups, hyper, config, extra_group_keys)
     for group in groups:
         for key, value in hyper[group["optimizer"]].items():
@@ -280,6 +285,8 @@ def check_bounds(group: Group, rule: Rule | None) -> None:
     """Raise ConfigError if a hyper-parameter of a group is out of the bounds of its rule. lr may be None."""
     try:
         check_numbers(rule, {name: value for name, value in group.items() if value is not None})
+        for name in group.keys() & NUMBERS.keys():
+            NUMBERS[name].check(group[name])
     except NumberError as error:
         raise ConfigError(f"group {group['name']!r}: {error}") from None
 
@@ -349,7 +356,8 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
 
 
 def warn_of_other_choices(group: Group, saved: Group) -> None:
-    """Log a warning for each hook and option of the rule that differs from those `saved` was saved with."""
+    """Log a warning for each hook, option of the rule and number of averages that differs from those `saved` was saved
+    with."""
     before = tuple(saved.get(HOOKS, ()))
     after = tuple(group.get(HOOKS, ()))
     if before != after:
@@ -357,7 +365,9 @@ def warn_of_other_choices(group: Group, saved: Group) -> None:
             "group %r continues with hooks %s, but was saved with %s",
             group["name"], ", ".join(after) or "none", ", ".join(before) or "none",
         )  # fmt: skip
-    for name, was, now in _differences(group, saved):
+    numbers = [(name, saved[name], group[name]) for name in NUMBERS if name in group and name in saved]
+    changed = [(name, was, now) for name, was, now in numbers if not is_on_device((was, now)) and was != now]
+    for name, was, now in (*_differences(group, saved), *changed):
         logger.warning("group %r continues with %s=%s, but was saved with %s=%s", group["name"], name, now, name, was)
 
 

@@ -24,6 +24,7 @@ from opt_checkpoint.dist_checkpointing.megatron import (
 )
 from opt_checkpoint.state import FlatState, flatten_state
 from opt_config import ConfigError, OptimizerConfig
+from opt_distributed.pieces import AVERAGES
 from opt_distributed.saving import MAIN, STEP
 from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
 from opt_stack.rules.entries import Group
@@ -226,7 +227,7 @@ def from_megatron_state(
         groups, steps = _their_groups(request.chain, inners, param_groups, names)
     missing = _fill_(request, own.get("tensors", {}))
     state = request.flat.assembled({}, {}, missing).get("state", {})
-    unknown = {path[1] for path in missing if path[2] != MAIN}
+    unknown = {path[1] for path in missing if path[2] not in (MAIN, *AVERAGES)}
     for at, of_param in state.items():
         count = steps.get(at, steps.get(_param_name(at)))
         if count is not None and at not in unknown:

@@ -11,7 +11,7 @@ from opt_checkpoint.state import former_names
 from opt_distributed.saving import MAIN, STEP
 from opt_kernels.params import RULE
 from opt_paramgroups.vocabulary import is_regrouped
-from opt_stack.rules.entries import HYPER_KEYS, RULE_RECORDS, Group, Pair
+from opt_stack.rules.entries import HYPER_KEYS, NOT_LOADED, RULE_RECORDS, Group, Pair
 from opt_stack.state.described import Description
 from opt_stack.wording import listed
 
@@ -132,7 +132,7 @@ def match_saved(
     """Match the saved groups with `groups` by the names of their parameters. Converted checkpoints have no groups.
 
     Returns:
-        The saved groups without `RULE_RECORDS` and without parameters that another rule updates now, because learning
+        The saved groups without `NOT_LOADED` and without parameters that another rule updates now, because learning
         rates of one rule do not fit another; each current group with the saved groups of its parameters, one for each
         record of a rule; and the parameters that continue from the state of another rule, by (saved rule, rule),
         because its names may have other meanings: SOAP's moments are in its eigenbasis.
@@ -149,7 +149,7 @@ def match_saved(
         present = [current.get(name, name) for name in own]
         then |= dict.fromkeys(present, group)
         kept.append([name for name in present if RULE not in group or now.get(name) in (None, group[RULE])])
-        without.append({key: value for key, value in group.items() if key not in RULE_RECORDS})
+        without.append({key: value for key, value in group.items() if key not in NOT_LOADED})
     pairs: list[Pair] = []
     for group, own in zip(groups, names, strict=True):
         found = {}

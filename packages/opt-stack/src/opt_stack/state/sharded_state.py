@@ -49,6 +49,7 @@ from opt_stack.state.live import PieceRef, StateOffload
 from opt_stack.state.megatron_state import SPIKES, Link, chain_of, form_of, to_megatron_state
 from opt_stack.state.regrouped import match_saved, regroup_described, sentence
 from opt_stack.state.weights import Evaluation, LoadedWeights
+from opt_stack.wording import listed
 
 logger = logging.getLogger("opt_stack")
 VERSION = 1
@@ -173,6 +174,8 @@ class ShardedStates(torch.optim.Optimizer):
                 rows[at].update(part)
         self._described = described = Description(groups, names, list(map(list, names_on_all_ranks)), saved)
         kept = [{key: group[key] for key in group if key not in _RUN_ENTRIES} for group in self.param_groups]
+        for _, _, (unit, piece) in saved:
+            unit.averages.follow_(piece)
         with_main = {own.id for number in always_main for own in groups[number]}
         states = {at: describe_state(own, ref, rows[at], always_main=own.id in with_main) for own, at, ref in saved}
         state = {
@@ -240,6 +243,7 @@ class ShardedStates(torch.optim.Optimizer):
 
         decisions = agreed(self._everyone, checked)
         self._warn_of_regrouped(regrouped)
+        self._warn_of_averages({ref.piece.id.name: values for ref, values in loads}, self._everyone)
         for (before, after), of_params in moved.items():
             logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
         for group, then in pairs:
@@ -259,6 +263,21 @@ class ShardedStates(torch.optim.Optimizer):
     def _warn_of_regrouped(self, names: Collection[str]) -> None:
         if names and self.roles.dense.dp.rank == 0:
             logger.warning("%s", sentence(names))
+
+    def _warn_of_averages(self, loaded: Mapping[str, Collection[str]], peers: Comm) -> None:
+        """Log on the first of `peers` that averages begin anew, if those of a parameter, by name, were not loaded.
+        Collective."""
+        names = [spec.name for unit in self.stepper.units[:1] for spec in unit.averages.specs]
+        if not names:
+            return
+        lacking = [name for name, states in loaded.items() if not all(name in states for name in names)]
+        lacking = sorted({name for of_rank in peers.gather_objects(lacking) for name in of_rank})
+        if lacking and peers.rank == 0:
+            logger.warning(
+                "%d parameters (%s) were saved without averages of weights (%s): these begin anew with the loaded "
+                "weights",
+                len(lacking), listed([repr(name) for name in lacking], 4), ", ".join(names),
+            )  # fmt: skip
 
     def _check_groups(self, numbers: Sequence[Pair], choices: Sequence[Pair]) -> None:
         """Raise ConfigError if a saved group has numbers that are not valid, or choices of another formula."""

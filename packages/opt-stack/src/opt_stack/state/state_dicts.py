@@ -15,7 +15,7 @@ from opt_distributed.pieces import local
 from opt_distributed.saving import check_state, load_state_, read_state, restart_
 from opt_kernels.params import HELD, RULE
 from opt_paramgroups import ParamId, dtensor_layout
-from opt_stack.rules.entries import RULE_RECORDS, Group, warn_of_other_choices
+from opt_stack.rules.entries import NOT_LOADED, Group, warn_of_other_choices
 from opt_stack.state.megatron_state import (
     SPIKES,
     check_mains,
@@ -174,7 +174,7 @@ class StateDicts(ShardedStates):
         self.stepper.publish_main_values_()
         self.loaded_weights.note_state_load()
         if state_dict.get(EVALUATING):
-            self.evaluation.begin_(self.param_groups, was_loaded=True)
+            self.evaluation.begin_(self.param_groups, self.complete_params, was_loaded=True)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -203,6 +203,7 @@ class StateDicts(ShardedStates):
             for index, id in enumerate(self._ids):
                 if id in self._held:
                     unit, piece = self._held[id]
+                    unit.averages.follow_(piece)
                     replaced = evaluation.is_evaluating and evaluation.keeps_weights_of(unit)
                     found[index] = read_state(unit, piece, copies_main=replaced)
         return found
@@ -217,6 +218,7 @@ class StateDicts(ShardedStates):
         matched, decisions = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
         groups, by_id, moved = matched
         restarted = {name for name, has_same_rule in moved.items() if not has_same_rule}
+        self._warn_of_averages({id.name: by_id.get(id, {}) for id in self._held}, self._load_peers)
         for id, (unit, piece) in self._held.items():
             load = restart_ if param_name(id) in restarted else load_state_
             load(unit, piece, by_id.get(id, {}))
@@ -352,9 +354,9 @@ def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
 
 
 def set_group_(group: dict[str, Any], saved: Group) -> None:
-    """Copy a saved group's hyper-parameters to `group`, but not `RULE_RECORDS`. Tensors are written in place."""
+    """Copy a saved group's hyper-parameters to `group`, but not `NOT_LOADED`. Tensors are written in place."""
     for key, value in saved.items():
-        if key in HELD or key in RULE_RECORDS:
+        if key in HELD or key in NOT_LOADED:
             continue
         if isinstance(group.get(key), Tensor):
             group[key].fill_(float(value))

@@ -6,12 +6,12 @@ that torch counted (`_version`). Other steps only compare counts, and whether th
 `OptimizerStateGuard` asks in each step, and every rank refuses the step if weights would be lost on one, and the later
 steps as well, until `reload_model_params` or a load of state.
 
-Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters.
-After a write without a load of state, a step warns about these.
+Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters, and
+so do averages of weights. After a write without a load of state, a step warns about these.
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, is_
 from typing import Any
@@ -48,7 +48,7 @@ class LoadedWeights:
         groups: Groups,
         chunks: Iterable[nn.Module],
         *,
-        averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
+        averaged: Sequence[OwnedPiece] = (),  # those of which other weights are kept in the state
         copied: Collection[ParamId] = (),  # parameters of which other ranks hold copies
     ):
         """Notes from now on every load of the modules of `chunks`, and the parameters that they have."""
@@ -191,9 +191,10 @@ class LoadedWeights:
         averaged = next((str(piece.id) for piece in self._averaged if piece.step), None)
         if averaged is not None and not self._has_state:
             warnings.warn(
-                f"weights were loaded into the model, but the rule of {averaged!r} keeps weights of its own in its "
-                "state, towards which it moves the parameter; if values have changed, call "
-                "optimizer.reload_model_params() after the load, or load the optimizer's state of the same checkpoint",
+                f"weights were loaded into the model, but the rule of {averaged!r}, or an average, keeps weights of "
+                "its own in its state, towards which it moves the parameter, or which eval() shows; if values have "
+                "changed, call optimizer.reload_model_params() after the load, or load the optimizer's state of the "
+                "same checkpoint",
                 stacklevel=3,
             )
         self._writes.set_baseline()
@@ -256,10 +257,12 @@ def _counted(param: Tensor) -> list[Tensor]:
 
 
 class Evaluation:
-    """Switches parameters between training and evaluation weights; for most rules the two are the same."""
+    """Switches parameters between training and evaluation weights; for most rules the two are the same, unless averages
+    are kept."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
+        self._shows_averages = any(unit.averages.specs for unit in units)
         self._formulas: dict[str, Formula] = {}  # of units whose rules evaluate other weights than they train
         self.rules: set[str] = set()  # the names of these rules
         for unit in units:
@@ -290,8 +293,8 @@ class Evaluation:
         return self._trained is not None
 
     def keeps_weights_of(self, unit: Unit) -> bool:
-        """Return whether the rule of `unit` keeps weights of its own in its state."""
-        return unit.name in self._formulas
+        """Return whether the state of `unit` has weights other than the main values: its rule's, or averages."""
+        return bool(unit.averages.specs) or unit.name in self._formulas
 
     @contextmanager
     def with_trained_weights(self) -> Iterator[None]:
@@ -309,25 +312,33 @@ class Evaluation:
 
     @torch.no_grad()
     @without_autocast()
-    def begin_(self, groups: Groups, *, was_loaded: bool = False) -> None:
+    def begin_(self, groups: Groups, complete: Callable[[], None], *, was_loaded: bool = False) -> None:
         """Write the evaluation weights to the parameters of all ranks. Collective.
 
-        With `was_loaded`, a load has set only the main values of each rank's own pieces.
+        `complete` waits for gathers of parameters. With `was_loaded`, a load has set only the main values of each
+        rank's own pieces.
         """
-        if self._trained is not None or not self.rules:
+        if self._trained is not None or not (self.rules or self._shows_averages):
             return
         for unit in self._units:
-            for source in unit.completes if was_loaded and unit.name in self._formulas else ():
+            for source in unit.completes if was_loaded and self.keeps_weights_of(unit) else ():
                 source.publish_()
-        moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
+        moved = []
+        for group in groups:
+            if self._shows_averages or group["optimizer"] in self.rules:
+                moved += group["params"]
         self._trained = _copies(moved)
         for unit in self._units:
-            for piece in unit.pieces if unit.name in self._formulas else ():
-                if piece.step:
-                    assert not isinstance(piece.main, QuantizedMain)
+            for piece in unit.pieces if self.keeps_weights_of(unit) else ():
+                assert not isinstance(piece.main, QuantizedMain)
+                if unit.averages.specs:
+                    unit.averages.follow_(piece)
+                    piece.main.target.copy_(unit.averages.shown(piece))
+                elif piece.step:
                     piece.main.target.copy_(_evaluated(self._formulas[unit.name], unit, piece, groups))
             for source in unit.completes:
                 source.publish_()
+        complete()
         self._shown = Writes([tensor for param in moved for tensor in _counted(param)])
 
     def end_(self) -> None:
