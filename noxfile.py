@@ -47,7 +47,7 @@ PARTS = {
     "fuzz": ["integration_tests/fuzz"],
     "project": ["integration_tests/project"],
 }
-OTHER_NIGHTLY = ["planted", "trainers", "megatron", "megatron_newest", "jax", "s3", "checkout"]
+OTHER_NIGHTLY = ["planted", "trainers", "engines", "megatron", "megatron_newest", "jax", "s3", "checkout"]
 # Each in a process of its own: importing Megatron-Core changes which classes torch.load accepts.
 BESIDE_MEGATRON = [
     "packages/opt-checkpoint/tests_megatron",
@@ -310,6 +310,13 @@ def trainers(session: nox.Session) -> None:
     session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
     docs = "integration_tests/project/test_docs.py"
     session.run("pytest", f"{docs}::test_the_program_for_the_trainer_trains", *session.posargs)
+
+
+@nox.session(python="3.11", default=False)
+def engines(session: nox.Session) -> None:
+    """A run carried by Ray Train: a worker is killed, all are restarted, and the end is that of the whole run."""
+    install(session, groups=("test", "engines"))
+    session.run("pytest", "integration_tests/engines", *session.posargs)
 
 
 @nox.session(default=False)

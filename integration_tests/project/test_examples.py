@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ def test_every_example_is_run_by_some_test() -> None:
     ran_here = set(re.findall(r'torchrun\("(\w+\.py)"', Path(__file__).read_text()))
     # Imported by the others; tested below and in test_quickstart.py.
     imported = {"char_gpt.py", "progress.py", "ranks.py", "leaderboard_table.py"}
-    tested = {"quickstart.py", "leaderboard.py", "which_numbers.py"}
+    tested = {"quickstart.py", "leaderboard.py", "which_numbers.py", "train_with_restarts.py"}
+    tested |= {"train_on_ray.py"}  # by `nox -s engines`
     assert {path.name for path in EXAMPLES.glob("*.py")} == ran_here | imported | tested
 
 
@@ -84,6 +87,25 @@ def test_tensor_parallel_runs_resume_on_other_sizes(tmp_path: Path) -> None:
     after = loss(1, 12, "resumed")
     assert after < before
     assert after == pytest.approx(loss(2, 12, "uninterrupted"), rel=1e-4)
+
+
+def test_a_run_restarted_by_torchrun_ends_like_the_whole_one(tmp_path: Path) -> None:
+    """A worker is killed with SIGKILL. With gloo, the second attempt found the addresses of the first one's ranks."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = {}
+    for name, restarts, options in (("killed", "1", ["--kill"]), ("whole", "0", [])):
+        command = [*launch, "--max-restarts", restarts, str(EXAMPLES / "train_with_restarts.py")]
+        command += ["--dir", str(tmp_path / name), *options]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        printed[name] = finished.stdout
+    begun = re.findall(r"rank \d begins after step (\d)", printed["killed"])
+    assert begun[:2] == ["0", "0"]
+    assert begun[2:] in (["3", "3"], ["6", "6"])  # the newest checkpoint that was complete
+    ends = [str(tmp_path / name / "step-000000012") for name in printed]
+    compared = subprocess.run([sys.executable, "-m", "opt_checkpoint", "diff", *ends], check=False)
+    assert compared.returncode == 0
 
 
 # --- the leaderboard and "which numbers should I use" -----------------------------------------------------------------
