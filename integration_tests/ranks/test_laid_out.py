@@ -44,6 +44,7 @@ def adaptive(method: str, mode: str = "duplicated") -> OptimizerConfig:
 
 
 ADAM = config("adam")
+NARROW = config("adam", use_precision_aware_optimizer=True, exp_avg_sq_dtype=torch.bfloat16)
 SOAP = config("soap")
 SOAP_OF_PARTS = config("soap", soap_split_qkv=True)
 MUON = config("muon", muon_tp_mode="blockwise")  # a mode of tensor parallelism only
@@ -86,6 +87,7 @@ CASES: dict[str, tuple[OptimizerConfig, ranks.Shapes, ranks.LayOut]] = {
     "muon, rows in turn, fsdp x tp": (DUPLICATED, FUSED_EVEN, fsdp_x_tp),
     "muon, rows in turn, attributes": (DUPLICATED, FUSED_EVEN, ranks.tp_by_attributes),
     "soap, rows in turn, fsdp": (SOAP, FUSED, fsdp),
+    "narrow averages, fsdp": (NARROW, UNEVEN, fsdp),
 }
 BLOCKWISE = {name: adaptive(name, "blockwise") for name in ("normuon", "namo")}
 LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, ranks.tp_on_a_part_of_the_mesh, two_axes)

@@ -143,7 +143,7 @@ def test_the_8_bit_remainder_keeps_24_bits() -> None:
 def test_stochastic_rounding_is_unbiased_and_casts_nonfinite() -> None:
     def rounded(x: Tensor) -> Tensor:
         found = torch.empty_like(x, dtype=torch.bfloat16)
-        narrow.round_(found, x, first=0, step=1)
+        narrow.round_(found, x, narrow.noise(x.numel(), first=0, step=1, device=x.device))
         return found
 
     numel = 1 << 16
@@ -159,7 +159,40 @@ def test_stochastic_rounding_is_unbiased_and_casts_nonfinite() -> None:
 
 def test_the_noise_of_neighbours_and_of_steps_is_unrelated() -> None:
     draws = [narrow.noise(1 << 14, first=f, step=s, device=torch.device("cpu")) for f, s in ((0, 1), (1, 1), (0, 2))]
-    centred = torch.stack(draws).double() - 32767.5
+    centred = torch.stack([narrow.upper_bits(draw, 16) for draw in draws]).double() - 32767.5
     # Of independent draws: 1 / sqrt(2^14), four times.
     assert (torch.corrcoef(centred) - torch.eye(3)).abs().max() < 4 / 128
     assert centred.mean().abs() < 4 * 18919 / (3 * 2**14) ** 0.5
+
+
+def test_states_have_noise_unrelated_by_step_and_number() -> None:
+    def words(step: int, number: int) -> Tensor:
+        return narrow.noise_of_state(1 << 16, first=0, step=step, number=number, device=torch.device("cpu"))
+
+    # One word of each block: those between are multiples of the golden ratio from it.
+    draws = [words(*which)[5 :: narrow.NOISE_BLOCK] for which in ((1, 1), (2, 1), (1, 2), (2, 2))]
+    centred = torch.stack([narrow.upper_bits(draw, 16) for draw in draws]).double() - 32767.5
+    assert (torch.corrcoef(centred) - torch.eye(4)).abs().max() < 4 / 1024**0.5
+    spread = narrow.upper_bits(words(3, 1), 20).double() / 2**20
+    assert abs(spread.mean() - 0.5) < 4 * (1 / 12 / 1024) ** 0.5
+
+
+@pytest.mark.parametrize(("codec", "signed"), CODECS.values(), ids=CODECS.keys())
+def test_a_state_rounded_stochastically_is_right_on_average(codec: StateCodec, signed: bool) -> None:
+    """Of what is stored, which is the root for states that are never negative; subnormal codes included."""
+    size = torch.tensor([1.0, 0.71, 0.3333, 0.1, 0.012, 3e-4, 3e-6]).repeat_interleave(1 << 12)
+    stored = size.view(7, -1).T.reshape(-1)  # every block has the largest one
+    values = stored if signed else stored.square()
+    state = init_state({"x": codec}, values)
+    words = narrow.noise_of_state(len(values), first=0, step=1, number=1, device=values.device)
+    codec.encode_(state["x"], state[scale_name("x")], values, words)
+    found = torch.empty_like(values)
+    codec.decode_(found, state["x"], state[scale_name("x")])
+    found = found if signed else found.sqrt()
+    smallest = found[found > 0].min()
+    for exact in stored.unique():
+        of_size = found[stored == exact].double()
+        # No positive root is stored as zero; four standard deviations of a mean of values at most a code apart.
+        if signed or exact > smallest:
+            assert abs(of_size.mean() - exact) <= 4 * of_size.std() / 2**6 + 1e-6 * exact, float(exact)
+        assert len(of_size.unique()) <= 2

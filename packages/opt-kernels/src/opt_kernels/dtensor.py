@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Span", "are_dtensors", "distributed_like", "is_dtensor", "local", "local_like", "spans"]
+__all__ = ["Span", "are_dtensors", "distributed_like", "first_number", "is_dtensor", "local", "local_like", "spans"]
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
@@ -86,6 +86,16 @@ def distributed_like(shard: Tensor, like: Tensor) -> Tensor:
     return type(like).from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def first_number(tensor: Tensor) -> int:
+    """The number of the first local element in the whole tensor, row-major."""
+    if not is_dtensor(tensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return sum(start * stride for start, stride in zip(offset, tensor.stride()))
 
 
 class Span(NamedTuple):

@@ -23,6 +23,7 @@ from opt_distributed.pieces.quantized import QuantizedMain
 from opt_distributed.pieces.sources import BucketPublisher, Publisher, ReadGrads, check_unfused, is_sparse
 from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
+from opt_kernels.dtensor import first_number
 from opt_kernels.hooks import NUM_SUMS, HookedUpdate
 from opt_kernels.params import CodedMain, Count, read_hyper
 from opt_kernels.rules import Needs, Rule
@@ -261,7 +262,8 @@ class PieceRun:
         columns = [main.columns() for main in updated]
         states = [piece.state for piece in pieces]
         matrices = [piece.matrix for piece in pieces]
-        self._columns = Works((), mains=None, states=states, matrices=matrices)  # without gradients
+        firsts = tuple([first_number(piece.param) + piece.of_param.start for piece in pieces])
+        self._columns = Works((), mains=None, states=states, matrices=matrices, firsts=firsts)  # without gradients
         self._columns.mains = _column([tensors.main for tensors in columns])
         self._columns.outs = _column([tensors.out for tensors in columns])
         self._columns.remainders = _column([tensors.remainder for tensors in columns])

@@ -94,14 +94,14 @@ def read_main(work: Work, *, copy: bool = False) -> Tensor:
     return narrow.join(work.out, work.remainder)
 
 
-def write_main_(work: Work, value: Tensor, *, stochastic_step: int | None = None) -> None:
+def write_main_(work: Work, value: Tensor, words: Tensor | None = None) -> None:
     """Write `value` to the main and the out, or split it into `out` and `remainder`.
 
-    With `stochastic_step`, the step, a bfloat16 main is rounded stochastically.
+    With noise `words`, a bfloat16 main is rounded stochastically.
     """
     if work.main is not None:
-        if stochastic_step is not None and rounds_stochastically(work):
-            narrow.round_(work.main, value, first=work.first, step=stochastic_step)
+        if words is not None:
+            narrow.round_(work.main, value, words)
         else:
             work.main.copy_(value)
         if work.out is not None:
@@ -110,6 +110,17 @@ def write_main_(work: Work, value: Tensor, *, stochastic_step: int | None = None
     assert work.out is not None
     assert work.remainder is not None
     narrow.split_(work.out, work.remainder, value)
+
+
+def noise_of(work: Work, step: float | Tensor) -> Tensor:
+    """The noise words of a flat work at `step`."""
+    return narrow.noise(work.grad.numel(), first=work.first, step=int(step), device=work.grad.device)
+
+
+def noise_of_state(work: Work, step: float | Tensor, number: int) -> Tensor:
+    """The noise words of the `number`-th state, from 1, of a flat work at `step`."""
+    place = {"first": work.first, "step": int(step), "number": number}
+    return narrow.noise_of_state(work.grad.numel(), **place, device=work.grad.device)
 
 
 def rounds_stochastically(work: Work) -> bool:

@@ -10,7 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import compute_dtype, read_main, run_of, scaled_grad, skipped, write_main_
+from opt_kernels.backends.elements import (
+    compute_dtype,
+    noise_of,
+    noise_of_state,
+    read_main,
+    rounds_stochastically,
+    run_of,
+    scaled_grad,
+    skipped,
+    write_main_,
+)
 from opt_kernels.codecs import Plain, StateCodec, scale_name, without_outliers
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Work
@@ -70,14 +80,12 @@ def update_(
         return
     for hyper, works in batches:
         scalars = formula.scalars_of(hyper)
-        stochastic_step = int(hyper.step) if stochastic_rounding else None
         for run in [run_of(work, tuple(codecs)) for work in works]:
             states = decoded(run, codecs)
             main, *values = formula.updated(
                 read_main(run, copy=True), scaled_grad(run, float(grad_scale)), states, scalars
             )
-            write_main_(run, main, stochastic_step=stochastic_step)
-            encode_(run, codecs, values)
+            write_(run, main, values, codecs, step=hyper.step, stochastic_rounding=stochastic_rounding)
 
 
 def decoded(run: Work, codecs: Mapping[str, StateCodec], *, in_place: bool = False) -> dict[str, Tensor]:
@@ -94,7 +102,19 @@ def decoded(run: Work, codecs: Mapping[str, StateCodec], *, in_place: bool = Fal
     return values
 
 
-def encode_(run: Work, codecs: Mapping[str, StateCodec], values: Sequence[Tensor]) -> None:
-    """Write the states of a run from their values, in the order of `codecs`; zeros for outliers."""
-    for (name, codec), value in zip(codecs.items(), without_outliers([*codecs.values()], values), strict=True):
-        codec.encode_(run.state[name], run.state.get(scale_name(name)), value)
+def write_(
+    run: Work,
+    main: Tensor,
+    values: Sequence[Tensor],  # of the states, in the order of `codecs`
+    codecs: Mapping[str, StateCodec],
+    *,
+    step: float | Tensor,
+    stochastic_rounding: bool,
+) -> None:
+    """Write the main and the states of a flat run in their storage formats; zeros for outliers."""
+    rounds = stochastic_rounding and rounds_stochastically(run)
+    write_main_(run, main, noise_of(run, step) if rounds else None)
+    kept = without_outliers([*codecs.values()], values)
+    for number, ((name, codec), value) in enumerate(zip(codecs.items(), kept, strict=True), start=1):
+        words = noise_of_state(run, step, number) if codec.stochastic else None
+        codec.encode_(run.state[name], run.state.get(scale_name(name)), value, words)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends import elements, reference
-from opt_kernels.backends.reference import GradStats, check_norm_type, decoded, encode_
+from opt_kernels.backends.reference import GradStats, check_norm_type, decoded, write_
 from opt_kernels.codecs import Plain, StateCodec, scale_name
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, number_of
@@ -58,7 +58,6 @@ def update_(
         if whole:
             states = {name: [run.state[name] for run in whole] for name in codecs}
             update([run.main for run in whole if run.main is not None], [run.grad for run in whole], states)
-        step = int(hyper.step) if stochastic_rounding else None
         direct = {id(run) for run in whole}
         for piece in (piece for run in runs if id(run) not in direct for piece in _pieces(run, codecs)):
             dtype = elements.compute_dtype(piece)
@@ -66,8 +65,8 @@ def update_(
             grad = piece.grad if piece.grad.dtype is dtype and scale == 1.0 else elements.scaled_grad(piece, scale)
             values = decoded(piece, codecs, in_place=True)
             update([main], [grad], {name: [value] for name, value in values.items()})
-            elements.write_main_(piece, main, stochastic_step=step)
-            encode_(piece, codecs, list(values.values()))
+            updated = list(values.values())
+            write_(piece, main, updated, codecs, step=hyper.step, stochastic_rounding=stochastic_rounding)
 
 
 def _is_direct(run: Work, codecs: Mapping[str, StateCodec]) -> bool:

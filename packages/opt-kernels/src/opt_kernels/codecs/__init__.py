@@ -2,6 +2,7 @@
 
 from opt_kernels.codecs.codec import (
     BLOCK,
+    HALF_UNITS,
     TINY,
     CodecError,
     Companded,
@@ -13,12 +14,15 @@ from opt_kernels.codecs.codec import (
     codecs_of,
     init_state,
     scale_name,
+    stalls,
     state_specs,
+    stochastic,
     without_outliers,
 )
 from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [
-    "BLOCK", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for", "codecs_of",
-    "init_state", "join", "scale_name", "split_", "state_specs", "without_outliers",
+    "BLOCK", "HALF_UNITS", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for",
+    "codecs_of", "init_state", "join", "scale_name", "split_", "stalls", "state_specs", "stochastic",
+    "without_outliers",
 ]  # fmt: skip

@@ -4,22 +4,32 @@ Narrow codecs scale by block, not by tensor: a scale can be computed while its b
 suffices, and an outlier costs precision in 128 elements instead of a million. Checkpoints store decoded float32 values,
 not codes.
 
+An average x <- x + (1 - beta) (y - x) that is rounded to nearest stops where its change is below half a unit in the
+last place of its format. For pairs of beta and format for which this matters (`stalls`), sweeps get a codec that rounds
+stochastically, as `narrow` describes: the average then follows y on average.
+
 An infinite, NaN or huge value would cost the others of its block everything. Sweeps therefore reset the states of such
 an element to zero (`without_outliers`); its weight is updated as with states in float32.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from opt_kernels.codecs import narrow
 from opt_kernels.works import StateKind, StateSpec
 
 BLOCK = 128  # elements that share a scale: 1/32 byte of scale per element
 TINY = torch.finfo(torch.float32).tiny  # smallest normal number: division by a smaller scale would overflow
+STALLED = 0.05  # share of its value by which an average may miss it when it stops
+# The largest distance of a stored number from its nearest code, as a share of the number. Small values of 8-bit codes
+# are a few codes.
+_FLOATS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+HALF_UNITS = {dtype: torch.finfo(dtype).eps / 2 for dtype in _FLOATS} | {torch.int8: 0.5, torch.uint8: 0.5}
 OUTLIER = 2.0**60  # first moments of this size have second moments near the end of float32
 
 
@@ -48,12 +58,17 @@ class StateCodec(Protocol):
         """Magnitude from which on a value would take the precision from the others of its block."""
         ...
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether numbers are rounded stochastically instead of to nearest."""
+        ...
+
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         """Write `values` (n,), float32 or float64, from `codes` (n,) and `scales` (ceil(n / block),)."""
         ...
 
-    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
-        """Write `codes` and `scales` from `values`."""
+    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
+        """Write `codes` and `scales` from `values`: to nearest, or stochastically by the noise `words` (n,), int32."""
         ...
 
 
@@ -62,6 +77,7 @@ class Plain:
     """The values themselves, rounded to nearest even in `dtype`; no scales."""
 
     dtype: torch.dtype = torch.float32
+    stochastic: bool = False  # bfloat16 only
 
     block = 0
     outlier = math.inf
@@ -69,8 +85,11 @@ class Plain:
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         values.copy_(codes)
 
-    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
-        codes.copy_(values)
+    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
+        if words is None:
+            codes.copy_(values)
+        else:
+            narrow.round_(codes, values.float(), words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +108,7 @@ class Scaled:
     smallest: float  # the smallest positive code
     signed: bool
     block: int = BLOCK
+    stochastic: bool = False
 
     @property
     def outlier(self) -> float:
@@ -99,7 +119,7 @@ class Scaled:
         if not self.signed:
             values.square_()
 
-    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
+    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
         x = values if self.signed else _root(values)
         y = torch.empty_like(x)
         for run, share, scale in _rows(x, y, scales, self.block):
@@ -108,7 +128,28 @@ class Scaled:
         y.nan_to_num_(0.0)
         if not self.signed:
             y = torch.where(x > 0, y.clamp(min=self.smallest), y)
-        codes.copy_(y)
+        if words is None:
+            codes.copy_(y)
+        else:
+            self._round_(codes, y.float(), words)
+
+    def _round_(self, codes: Tensor, y: Tensor, words: Tensor) -> None:
+        """Write the codes of `y` (float32), rounded stochastically.
+
+        Codes are integers with their fraction in the lower bits of a word, which is that of a float32 with another
+        bias; below the smallest normal number, a multiple of the smallest code.
+        """
+        limits = torch.finfo(self.dtype)
+        exponent = round(math.log2(limits.smallest_normal))
+        shift = 23 + round(math.log2(limits.eps))
+        size = y.abs()
+        small = (size.clamp(max=limits.smallest_normal) * 2.0 ** (23 - exponent)).to(torch.int32)
+        normal = size.view(torch.int32) - ((126 + exponent) << 23)
+        fixed = torch.where(size < limits.smallest_normal, small, normal)
+        rounded = fixed.add_(narrow.upper_bits(words, shift)).bitwise_right_shift_(shift)
+        integers = torch.int16 if self.dtype.itemsize == 2 else torch.uint8
+        sign = y.signbit().to(torch.int32) << (8 * self.dtype.itemsize - 1)
+        codes.view(integers).copy_(rounded.bitwise_or_(sign))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +163,7 @@ class Companded:
     """
 
     block: int = BLOCK
+    stochastic: bool = False
 
     dtype = torch.int8
     outlier = OUTLIER
@@ -130,7 +172,7 @@ class Companded:
         values.copy_(codes)
         _scaled_(values.div_(254 - values.abs()), scales, self.block)
 
-    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
+    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
         y = torch.empty_like(values)
         for run, share, scale in _rows(values, y, scales, self.block):
             _scale_(scale, run, lambda largest: largest.clamp(min=TINY))
@@ -139,7 +181,8 @@ class Companded:
             factor = torch.where(scale < 1, ones, 0.5).to(run.dtype)[:, None]
             sums = run.abs().double().add_(scale[:, None].clamp(min=TINY)).mul_(factor).to(run.dtype)
             torch.div(run, sums, out=share).mul_(254 * factor)
-        codes.copy_(y.nan_to_num_(0.0).round_())
+        y.nan_to_num_(0.0)
+        codes.copy_(y.round_() if words is None else _rounded_by(words, y))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +196,7 @@ class Root:
     """
 
     block: int = BLOCK
+    stochastic: bool = False
 
     dtype = torch.uint8
     outlier = OUTLIER**2
@@ -160,14 +204,15 @@ class Root:
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         _scaled_(values.copy_(codes), scales, self.block).square_()
 
-    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
+    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
         root = _root(values)
         y = torch.empty_like(root)
         for run, share, scale in _rows(root, y, scales, self.block):
             # By a tensor: on GPUs torch divides by a number as a product with its rounded reciprocal.
             _scale_(scale, run, lambda largest: (largest / torch.full_like(largest, 255)).clamp(min=TINY))
             torch.mul(run, 1.0 / torch.where(scale == 0, 1.0, scale).to(run.dtype)[:, None], out=share)
-        y.nan_to_num_(0.0).round_()
+        y.nan_to_num_(0.0)
+        y = y.round_() if words is None else _rounded_by(words, y.clamp_(max=255))
         codes.copy_(torch.where(root > 0, y.clamp(min=1), y))
 
 
@@ -196,6 +241,26 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
         f"{name}_dtype={dtype} has no codec; pass torch.float32, float64, bfloat16, float16, float8_e4m3fn, "
         f"float8_e5m2 or {eight}"
     )
+
+
+def stalls(codec: StateCodec, beta: float | Tensor | str, *, signed: bool) -> bool:
+    """Whether an average x <- x + (1 - beta) (y - x), rounded to nearest, may stop more than 5 % from a constant y.
+
+    It stops where its change is below half a unit: up to half_unit beta / (1 - beta) of its value from y. Updates
+    divide by the root of an average that is never negative, which misses by half of that; `Scaled` and `Root` store the
+    root. True for a beta on an accelerator, which the host does not read.
+    """
+    if isinstance(beta, Tensor) and beta.device.type != "cpu":
+        return True
+    half_unit = HALF_UNITS.get(codec.dtype, 0.0)
+    if not signed and not codec.block:
+        half_unit /= 2
+    return half_unit * float(beta) > STALLED * (1 - float(beta))
+
+
+def stochastic(codec: StateCodec) -> StateCodec:
+    """The codec that rounds stochastically."""
+    return replace(codec, stochastic=True)  # type: ignore[type-var]
 
 
 def codecs_of(rule: object) -> Mapping[str, StateCodec]:
@@ -292,6 +357,15 @@ def _parts(scales: Tensor | None, values: Tensor, block: int) -> list[Tensor]:
     assert scales is not None
     full = values.numel() // block
     return [part for part in (scales[:full], scales[full:]) if part.numel()]
+
+
+def _rounded_by(words: Tensor, y: Tensor) -> Tensor:
+    """`y`, of at most 255, rounded to integers (int32) stochastically: with 16 bits of its fraction, plus noise.
+
+    The noise is odd, so that a code whose product was rounded down stays.
+    """
+    fixed = (y.float() * 65536.0).to(torch.int32)
+    return fixed.add_(narrow.upper_bits(words, 16).bitwise_or_(1)).bitwise_right_shift_(16)
 
 
 def _root(values: Tensor) -> Tensor:

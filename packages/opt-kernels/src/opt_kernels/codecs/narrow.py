@@ -1,4 +1,4 @@
-"""Narrow mains, in torch: bfloat16 weights with the rest of a float32 beside them, or rounded stochastically.
+"""Narrow mains, in torch: bfloat16 weights with the rest of a float32 beside them; and stochastic rounding.
 
 **Remainders.** The upper half of a float32 number is the model's bfloat16 weight.
 
@@ -18,17 +18,26 @@ So the weight is the 24-bit value rounded to nearest, ties away from zero. Value
 same bits again. The relative error of a normal number is at most 2^-16. (FlashOptim, arXiv 2602.23349, section 3, also
 keeps 8 bits: the difference from the weight, as an integer multiple of 1/254 of the weight's last place.)
 
-**Stochastic rounding.** A float32 becomes one of its two bfloat16 neighbours, the nearer one more often.
+**Stochastic rounding.** A float32 becomes one of its two neighbours in a narrower format, the nearer one more often.
+For bfloat16,
 
     word(w) <- (word(w) + noise) with its lower 16 bits cleared,      noise uniform in 0 .. 65535
 
 so that the expected result is w. The noise of an element is a hash of the step and of the element's index, not a random
-draw. It therefore does not depend on how a parameter is divided over ranks, tiles or threads, nor on the device.
+draw. It therefore does not depend on how a parameter is divided over ranks, tiles or threads, nor on the device, and a
+resumed run repeats it.
 
-    mix(x):   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16      (32 bits, "lowbias32")
-    noise(i) = mix(lower(i) ^ mix(step + upper(i) * 0x9E3779B9)) >> 16
+    scramble(x):  x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B      (32 bits)
+    mix(x):       scramble(x);  x ^= x >> 16                                           ("lowbias32")
+    word(i)     = scramble(lower(i) ^ mix(step + upper(i) * 0x9E3779B9))
 
-where lower and upper are the 32-bit halves of the element's index i. Infinities and NaN are cast without noise.
+where lower and upper are the 32-bit halves of the element's index i, and the noise of a main is the upper half of its
+word. Infinities and NaN are cast without noise.
+
+States take the upper bits of words that cost less: one hash for 64 elements, and multiples of the golden ratio between
+them. The words of one element in different steps, and those of different states, are unrelated.
+
+    word(i) of state k, counted from 1  =  word(i >> 6), at step + k * 0x632BE5AB, + (i & 63) * 0x9E3779B9
 """
 
 import torch
@@ -70,36 +79,57 @@ def _is_known_finite(values: Tensor) -> bool:
 
 WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
+STREAM = 0x632BE5AB
+NOISE_BLOCK = 64  # elements of a state that share a hash
 
 
-def round_(target: Tensor, values: Tensor, *, first: int, step: int) -> None:
-    """Write `values` (n,) float32, rounded, to `target` (n,) bfloat16. `first` is the index of the first element."""
-    word = noise(values.numel(), first=first, step=step, device=values.device).add_(values.view(torch.int32))
-    target.view(torch.int16).copy_(word.bitwise_right_shift_(16))
+def round_(target: Tensor, values: Tensor, words: Tensor) -> None:
+    """Write `values` (n,) float32, rounded stochastically, to `target` (n,) bfloat16. `words` (n,) are from `noise`."""
+    rounded = upper_bits(words, 16).add_(values.view(torch.int32))
+    target.view(torch.int16).copy_(rounded.bitwise_right_shift_(16))
     if not _is_known_finite(values):
         target.copy_(torch.where(values.isfinite(), target, values.to(torch.bfloat16)))
 
 
 def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
-    """The noise in 0 .. 65535, (numel,) int32, of the elements from index `first` on."""
+    """The noise words, (numel,) int32, of the elements from index `first` on."""
     upper, lower = divmod(first, WORD + 1)
     if lower + numel > WORD + 1:  # the key changes within the run
         size = WORD + 1 - lower
         before = noise(size, first=first, step=step, device=device)
         after = noise(numel - size, first=first + size, step=step, device=device)
         return torch.cat([before, after])
-    key = mix_(torch.tensor([_signed(step + upper * GOLDEN)], dtype=torch.int32, device=device))
+    key = _mix_(torch.tensor([_signed(step + upper * GOLDEN)], dtype=torch.int32, device=device))
     index = torch.arange(numel, dtype=torch.int32, device=device).add_(_signed(lower))
-    return mix_(index.bitwise_xor_(key)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    return _scramble_(index.bitwise_xor_(key))
 
 
-def mix_(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words (int32) in which every output bit depends on every input bit, in place.
+def noise_of_state(numel: int, *, first: int, step: int, number: int, device: torch.device) -> Tensor:
+    """The noise words, (numel,) int32, of the `number`-th state, from 1, for the elements from index `first` on."""
+    block, offset = divmod(first, NOISE_BLOCK)
+    count = -(-(offset + numel) // NOISE_BLOCK)
+    of_blocks = noise(count, first=block, step=step + number * STREAM, device=device)
+    within = torch.arange(NOISE_BLOCK, dtype=torch.int32, device=device).mul_(_signed(GOLDEN))
+    return (of_blocks[:, None] + within).view(-1)[offset : offset + numel]
+
+
+def upper_bits(words: Tensor, count: int) -> Tensor:
+    """The upper `count` bits of words (int32), as integers from 0 on: a new tensor."""
+    return (words >> (32 - count)).bitwise_and_((1 << count) - 1)
+
+
+def _scramble_(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words (int32) in which the upper output bits depend on every input bit, in place.
 
     The masks clear the copies of the sign bit that the shift of an int32 makes.
     """
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x7FEB352D))
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
+    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words (int32) in which every output bit depends on every input bit, in place."""
+    x = _scramble_(x)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 

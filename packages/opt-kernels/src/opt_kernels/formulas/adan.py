@@ -69,7 +69,12 @@ def update(
     return p if no_prox else p / growth, exp_avg, exp_avg_diff, exp_avg_sq, g
 
 
-STATES = (State("exp_avg"), State("exp_avg_diff"), State("exp_avg_sq", signed=False), State("previous_grad"))
+STATES = (
+    State("exp_avg", beta="beta1"),
+    State("exp_avg_diff", beta="beta2"),
+    State("exp_avg_sq", signed=False, beta="beta3"),
+    State("previous_grad"),
+)
 NUMBERS = (Number("betas", (0.98, 0.92, 0.99)), Number("eps", 1e-8))
 
 ADAN = Formula(

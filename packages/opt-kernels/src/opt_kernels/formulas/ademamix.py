@@ -75,7 +75,11 @@ def update(
     return p * decay - lr * direction, exp_avg, exp_avg_slow, exp_avg_sq
 
 
-STATES = (State("exp_avg"), State("exp_avg_slow"), State("exp_avg_sq", signed=False))
+STATES = (
+    State("exp_avg", beta="beta1"),
+    State("exp_avg_slow", beta="beta3"),
+    State("exp_avg_sq", signed=False, beta="beta2"),
+)
 NUMBERS = (
     Number("betas", (0.9, 0.999, 0.9999)),
     Number("eps", 1e-8),

@@ -8,7 +8,8 @@
         return p * decay - lr * direction, fma(weight2, g - exp_avg, exp_avg)
 
     LION = Formula(
-        name="lion", states=(State("exp_avg"),), numbers=(Number("betas", (0.9, 0.99)),), scalars=scalars, update=update
+        name="lion", states=(State("exp_avg", beta="beta2"),), numbers=(Number("betas", (0.9, 0.99)),), scalars=scalars,
+        update=update,
     )
 
 `scalars` takes the numbers of a parameter group and the step (from 1), and returns each scalar as a float64 expression.
@@ -45,6 +46,9 @@ class State:
     name: str
     signed: bool = True  # False: never negative, like second moments
     when: str | None = None  # kept only if this choice is True
+    # The number beta of an average x <- beta x + (1 - beta) y, such as "beta2" or "momentum": in a narrow format that
+    # could not follow, it is rounded stochastically. None: not an average, rounded to nearest.
+    beta: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -145,10 +149,11 @@ class Formula:
             )
         # numbers (beta1, beta2, ... for a tuple `betas`) and choices
         declared = {*dict(self.constants), *chain.from_iterable(map(_parts, self.numbers))}
-        if missing := [name for name in self.number_names if name not in declared and name != "step"]:
+        read_by = [*self.number_names, *(state.beta for state in self.declared if state.beta)]
+        if missing := [name for name in read_by if name not in declared and name != "step"]:
             raise FormulaError(
-                f"the scalars of formula {self.name!r} read {', '.join(missing)}, which is not declared; allowed are "
-                f"step and the numbers {', '.join(sorted(declared))}. Declare it with its default: "
+                f"the scalars or states of formula {self.name!r} read {', '.join(missing)}, which is not declared; "
+                f"allowed are step and the numbers {', '.join(sorted(declared))}. Declare it with its default: "
                 f"numbers=(Number({missing[0]!r}, 1.0, low=0.0),)"
             )
 

@@ -53,7 +53,7 @@ NUMBERS = (Number("lr", 4e-4), Number("betas", (0.9, 0.999)), Number("eps", 1e-1
 LAPROP = Formula(
     name="laprop",
     title="LaProp",
-    states=(State("exp_avg"), State("exp_avg_sq", signed=False)),
+    states=(State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2")),
     numbers=NUMBERS,
     scalars=scalars,
     update=update,

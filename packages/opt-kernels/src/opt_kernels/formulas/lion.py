@@ -26,7 +26,7 @@ def update(p: Any, g: Any, exp_avg: Any, *, lr: Any, decay: Any, weight1: Any, w
 LION = Formula(
     name="lion",
     title="Lion",
-    states=(State("exp_avg"),),
+    states=(State("exp_avg", beta="beta2"),),
     numbers=(Number("lr", 1e-4), Number("betas", (0.9, 0.99))),
     scalars=scalars,
     update=update,

@@ -63,7 +63,7 @@ def update(
     return p * decay - step_size * exp_avg / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq, g
 
 
-STATES = (State("exp_avg"), State("exp_avg_sq", signed=False), State("previous_grad"))
+STATES = (State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2"), State("previous_grad"))
 NUMBERS = (
     Number("lr", 3e-3),
     Number("betas", (0.95, 0.99)),

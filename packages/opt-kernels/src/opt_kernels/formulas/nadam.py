@@ -75,7 +75,7 @@ NUMBERS = (
 NADAM = Formula(
     name="nadam",
     title="NAdam",
-    states=(State("exp_avg"), State("exp_avg_sq", signed=False)),
+    states=(State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2")),
     numbers=NUMBERS,
     choices=(Choice("decoupled_weight_decay", False),),
     scalars=scalars,

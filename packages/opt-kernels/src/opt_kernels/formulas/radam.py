@@ -71,7 +71,7 @@ NUMBERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
 RADAM = Formula(
     name="radam",
     title="RAdam",
-    states=(State("exp_avg"), State("exp_avg_sq", signed=False)),
+    states=(State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2")),
     numbers=NUMBERS,
     choices=(Choice("decoupled_weight_decay", False),),
     scalars=scalars,

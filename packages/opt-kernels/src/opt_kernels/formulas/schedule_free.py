@@ -84,7 +84,7 @@ NUMBERS = (
 SCHEDULE_FREE = Formula(
     name="schedule_free",
     title="AdamWScheduleFree",
-    states=(State("z"), State("exp_avg_sq", signed=False)),
+    states=(State("z"), State("exp_avg_sq", signed=False, beta="beta2")),
     numbers=NUMBERS,
     scalars=scalars,
     update=update,

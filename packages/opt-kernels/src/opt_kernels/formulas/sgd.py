@@ -54,7 +54,7 @@ CHOICES = (Choice("nesterov", False), Choice("has_momentum", True, off_at_zero="
 SGD = Formula(
     name="sgd",
     title="SGD",
-    states=(State("momentum_buffer", when="has_momentum"),),
+    states=(State("momentum_buffer", when="has_momentum", beta="momentum"),),
     numbers=NUMBERS,
     choices=CHOICES,
     scalars=scalars,

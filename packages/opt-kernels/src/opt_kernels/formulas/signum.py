@@ -27,7 +27,7 @@ def update(p: Any, g: Any, momentum_buffer: Any, *, lr: Any, decay: Any, weight:
 SIGNUM = Formula(
     name="signum",
     title="Signum",
-    states=(State("momentum_buffer"),),
+    states=(State("momentum_buffer", beta="momentum"),),
     numbers=(Number("lr", 1e-4), Number("momentum", 0.9, low=0.0, below=1.0)),
     scalars=scalars,
     update=update,

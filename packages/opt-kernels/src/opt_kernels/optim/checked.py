@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import is_dense
-from opt_kernels.dtensor import Span, is_dtensor, local, spans
+from opt_kernels.dtensor import Span, first_number, is_dtensor, local, spans
 from opt_kernels.optim.state import init_main
 from opt_kernels.params import MainFormat
 from opt_kernels.quantized.adapters import is_quantized
@@ -43,8 +43,13 @@ def rounds_stochastically(rule: Rule, mains: MainFormat, param: Tensor) -> bool:
 
 
 def spans_of(rule: Rule, mains: MainFormat, param: Tensor) -> tuple[Span, ...]:
-    """The local elements of `param` in spans of consecutive indices, for stochastic rounding."""
-    return (spans(param) or ()) if rounds_stochastically(rule, mains, param) else (Span(0, param.numel(), 0),)
+    """The local elements of `param` in spans of consecutive numbers, for stochastic rounding.
+
+    One span if only averages are rounded so: columns of a shard are then numbered within it.
+    """
+    if rounds_stochastically(rule, mains, param):
+        return spans(param) or ()
+    return (Span(0, param.numel(), first_number(param)),)
 
 
 def check_param(param: Tensor, rule: Rule, mains: MainFormat) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 from opt_kernels import codecs as codec
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import read_main, skipped
-from opt_kernels.codecs import StateCodec, codec_for, state_specs
+from opt_kernels.codecs import HALF_UNITS, StateCodec, codec_for, stalls, state_specs, stochastic
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.formulas.formula import Formula, number_of
+from opt_kernels.formulas.formula import Formula, State, number_of
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
 from opt_kernels.matrices.access import check, check_shape, scaled_grads, stacks, write_main_
@@ -261,6 +261,8 @@ class ElementwiseRule:
     hooks: tuple[Hashable, ...] = ()  # hooks that were composed into the formula, see `opt_kernels.hooks`
     codecs: Mapping[str, StateCodec] = field(init=False, repr=False, compare=False)
     """The codecs of the states, by name."""
+    narrow_averages: Mapping[State, StateCodec] = field(init=False, repr=False, compare=False)
+    """The states that are averages in a narrow format, with codecs that round stochastically."""
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "update")
@@ -275,6 +277,8 @@ class ElementwiseRule:
             dtype = dtypes.get(state.name, torch.float32)
             codecs[state.name] = codec_for(state.name, dtype, signed=state.signed)
         object.__setattr__(self, "codecs", codecs)
+        averages = [state for state in self.formula.states if state.beta and codecs[state.name].dtype in HALF_UNITS]
+        object.__setattr__(self, "narrow_averages", {state: stochastic(codecs[state.name]) for state in averages})
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
@@ -326,14 +330,24 @@ class ElementwiseRule:
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
-        codecs = self.codecs
         scale = -grad_scale if self.maximize else grad_scale
-        by_formula: dict[Formula, list[Batch]] = {}
+        alike: dict[tuple[Formula, tuple[State, ...]], list[Batch]] = {}
         for batch in batches:
-            by_formula.setdefault(self.formula_at(batch.hyper), []).append(batch)
-        for formula, same in by_formula.items():
-            kept: Mapping[str, StateCodec] = {state.name: codecs[state.name] for state in formula.states}
-            sweep(same, formula, kept, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
+            formula = self.formula_at(batch.hyper)
+            alike.setdefault((formula, self._stalling(batch.hyper)), []).append(batch)
+        for (formula, stalling), same in alike.items():
+            codecs = {state.name: self.codecs[state.name] for state in formula.states}
+            codecs |= {state.name: self.narrow_averages[state] for state in stalling if state.name in codecs}
+            sweep(same, formula, codecs, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
+
+    def _stalling(self, hyper: Hyper) -> tuple[State, ...]:
+        """The averages that would stop short of their input if they were rounded to nearest, for these numbers."""
+        found = []
+        for state, rounding in self.narrow_averages.items():
+            beta = number_of(hyper, str(state.beta), self.formula)
+            if stalls(rounding, beta, signed=state.signed):
+                found.append(state)
+        return tuple(found)
 
 
 def _is_zero(number: object) -> bool:

@@ -42,7 +42,6 @@ POINTERS = """
 MAIN *__restrict main = run.main;
 OUT *__restrict out = run.out;
 const GRAD *__restrict grad = run.grad;
-const uint32_t step = uint32_t(row.step_low) + (uint32_t(row.step_high) << 16);
 """
 
 
@@ -138,7 +137,7 @@ def _moved_down(body: Sequence[ast.stmt], needed: set[str]) -> tuple[list[ast.st
     return kept, moved
 
 
-ARGUMENTS = "const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t n"
+ARGUMENTS = "const Run &run, const Row &row, const Noises &noise, Chunk &chunk, int64_t begin, int64_t n"
 
 
 def coded_span(formula: Formula) -> list[str]:
@@ -264,7 +263,7 @@ def _after(plan: _ChunkPlan) -> list[str]:
     lines += _loaded(plan, inputs, plan.kept)
     lines += locals_of(plan.cut.after, {*inputs, *plan.kept, *plan.scalars})
     lines += [*body, f"const float new_p = {main};", *results]
-    lines += ["write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, new_p, run.first, step);", "}"]
+    lines += ["write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, new_p, noise.main);", "}"]
     lines += [*_store_largest(plan.late), "}"]
     is_moderate = " && ".join(f"is_moderate(row.s_{name})" for name in dialect.divisors)
     return [*lines, "static inline bool is_moderate(const Row &row) {", f"return {is_moderate or 'true'};", "}"]
@@ -337,26 +336,29 @@ def _without_outliers(states: range) -> list[str]:
 DECODE = (
     "Codec{i}::decode(run.codes{i} + at + j, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k + j, part);"
 )
+HASHES = "Codec{i}::STOCHASTIC ? noise.state{i}.hashes(begin) : StateNoise::Hashes()"
 ENCODE = (
+    "const GroupNoise of_group = Codec{i}::STOCHASTIC ? noise.state{i}.group(room, hashes{i}, k) : GroupNoise(); "
     "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "
-    "Codec{i}::scale_at(run.scales{i}, at), n);"
+    "Codec{i}::scale_at(run.scales{i}, at), n, of_group);"
 )
 SPAN = """\
 static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {
 Chunk chunk;
 const bool moderate = is_moderate(row);
+const Noises noise(run, row);
 while (begin + GROUP <= end) {
 const int64_t size = smaller((end - begin) / GROUP * GROUP, CHUNK);
-update_chunk(run, row, chunk, begin, size, GROUP, moderate);
+update_chunk(run, row, noise, chunk, begin, size, GROUP, moderate);
 begin += size;
 }
-if (begin < end) update_chunk(run, row, chunk, begin, 1, end - begin, moderate);
+if (begin < end) update_chunk(run, row, noise, chunk, begin, 1, end - begin, moderate);
 }"""
 
 
 def _span(plan: _ChunkPlan, states: range) -> list[str]:
     """The functions `update_chunk`, which takes a chunk through all stages, and `update_span`."""
-    before = "before(run, row, chunk, at, n, k);" if plan.cut.roots else ""
+    before = "before(run, row, noise, chunk, at, n, k);" if plan.cut.roots else ""
     is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if plan.cut.roots else ""
     has_outlier = " || ".join(f"(Codec{i}::SHARES && chunk.largest{i}[k / GROUP] >= OUTLIER)" for i in states)
     decode = " ".join(DECODE.format(i=i) for i in states)
@@ -366,15 +368,18 @@ def _span(plan: _ChunkPlan, states: range) -> list[str]:
         f"for (int64_t j = 0; j < n; j += part) {{ {decode} }}",
         # Spread over the loops: a processor waits when many lines of memory are fetched at once.
         f"{{ prefetch(run.grad, at + AHEAD); {before} }}",
-        f"{{ prefetch(run.main, at + AHEAD); if (moderate{is_finite}) after<false>(run, row, chunk, at, n, k); "
-        "else after<true>(run, row, chunk, at, n, k); }",
+        f"{{ prefetch(run.main, at + AHEAD); if (moderate{is_finite}) after<false>(run, row, noise, chunk, at, n, k); "
+        "else after<true>(run, row, noise, chunk, at, n, k); }",
         f"{{ if (__builtin_expect({has_outlier}, false)) drop_outliers(chunk, k, n); {first} }}",
-        *others,
+        *(f"{{ {other} }}" for other in others),
     ]
     return [
         "static inline __attribute__((always_inline)) void update_chunk(",
-        "    const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t size, int64_t n, bool moderate) {",
+        "    const Run &run, const Row &row, const Noises &noise, Chunk &chunk,",
+        "    int64_t begin, int64_t size, int64_t n, bool moderate) {",
         "const int64_t part = n == GROUP ? PART : n;",
+        "alignas(64) uint32_t room[GROUP];",
+        *(f"const StateNoise::Hashes hashes{i} = {HASHES.format(i=i)};" for i in states),
         *(f"for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) {stage}" for stage in stages),
         "}",
         SPAN,

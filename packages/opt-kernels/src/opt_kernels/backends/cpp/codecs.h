@@ -11,8 +11,10 @@
 //   kept(x)                                     what is encoded of a state: its root where it is never negative
 //   KEEPS                                       whether kept(x) is x
 //   SHARES                                      whether the values of a group share a scale
-//   encode(values, largest, codes, scale, n)    writes codes and scale; `largest` is max |value|, as the word of a float,
-//                                               and below OUTLIER where a scale is shared
+//   STOCHASTIC                                  whether it rounds stochastically, else to nearest
+//   encode(values, largest, codes, scale, n, noise)
+//                                               writes codes and scale; `largest` is max |value|, as the word of a float,
+//                                               and below OUTLIER where a scale is shared; `noise` is of the group
 
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
@@ -33,6 +35,13 @@ using Words = __m256i;
 // does not look far enough ahead to overlap four chains of operations that come one after the other.
 #define EACH for (int q = 0; q < 4; q++)
 constexpr int64_t LANES = sizeof(Floats) / sizeof(float), BLOCK = 4 * LANES;
+
+// A register of noise words, from element k of a group on.
+static inline Words load_noise(const GroupNoise &noise, int64_t k) {
+    Words words;
+    memcpy(&words, noise.words + k, sizeof words);
+    return WIDE(add_epi32)(words, WIDE(set1_epi32)(int(noise.offsets[k / NOISE_BLOCK])));
+}
 
 static inline Floats all(float x) { return WIDE(set1_ps)(x); }
 static inline Words all_words(uint32_t x) { return WIDE(set1_epi32)(int(x)); }
@@ -105,12 +114,18 @@ struct Table {
 };
 #endif
 
+static inline uint32_t bits(half code) { return code.bits; }
+static inline uint32_t bits(uint8_t code) { return code; }
+static inline void set(half &code, uint32_t bits) { code.bits = uint16_t(bits); }
+static inline void set(uint8_t &code, uint32_t bits) { code = uint8_t(bits); }
+static inline void set(int8_t &code, uint32_t bits) { code = int8_t(bits); }
+
 // Common to all codecs with scales.
-template <class T, bool SIGNED>
+template <class T, bool SIGNED, bool ROUNDS>
 struct Coded {
     using Code = T;
     static inline float *scale_at(float *scales, int64_t begin) { return scales + begin / GROUP; }
-    static constexpr bool KEEPS = SIGNED, SHARES = true;
+    static constexpr bool KEEPS = SIGNED, SHARES = true, STOCHASTIC = ROUNDS;
     static inline float kept(float x) { return SIGNED ? x : __builtin_sqrtf(x); }
 
     // Raises codes of zero where the root of a state is above zero; where that is -0, the code becomes `negative_zero`.
@@ -121,11 +136,4 @@ struct Coded {
             set(codes[k], code == 0 ? raised : code);
         }
     }
-
-   private:
-    static inline uint32_t bits(half code) { return code.bits; }
-    static inline uint32_t bits(uint8_t code) { return code; }
-    static inline void set(half &code, uint32_t bits) { code.bits = uint16_t(bits); }
-    static inline void set(uint8_t &code, uint32_t bits) { code = uint8_t(bits); }
-    static inline void set(int8_t &code, uint32_t bits) { code = int8_t(bits); }
 };

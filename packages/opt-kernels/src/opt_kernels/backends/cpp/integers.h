@@ -3,7 +3,20 @@
 // The integer nearest to x, ties to even, |x| < 2^21, in the lower bits of a word.
 static inline uint32_t nearest(float x) { return word_of(x + 0x1.8p23f); }
 
-struct Companded : Coded<int8_t, true> {
+// The code of y, |y| <= 255, rounded stochastically: with 16 bits of its fraction, plus noise, which is odd so that a code
+// whose product was rounded down stays.
+static inline int32_t code_by(float y, uint32_t noise) { return (int32_t(y * 65536.0f) + int32_t(noise >> 16 | 1)) >> 16; }
+
+#ifdef WIDE
+static inline Words codes_by(Floats y, Words noise) {
+    const Words random = WIDE(srli_epi32)(noise, 16) | all_words(1);
+    const Words fixed = WIDE(cvttps_epi32)(WIDE(mul_ps)(y, all(65536.0f)));
+    return WIDE(srai_epi32)(WIDE(add_epi32)(fixed, random), 16);
+}
+#endif
+
+template <bool ROUNDS>
+struct Companded : Coded<int8_t, true, ROUNDS> {
     static inline float value(int code) { return float(code) / (254.0f - __builtin_fabsf(float(code))); }
 
     static inline void decode(const int8_t *codes, const float *scales, float *values, int64_t n) {
@@ -22,17 +35,22 @@ struct Companded : Coded<int8_t, true> {
         for (; k < n; k++) values[k] = value(codes[k]) * scale;
     }
 
-    static inline void encode(const float *values, int32_t largest, int8_t *codes, float *scale, int64_t n) {
+    static inline void encode(
+        const float *values, int32_t largest, int8_t *codes, float *scale, int64_t n, const GroupNoise &noise) {
         const float size = float_of(largest), divisor = size > TINY ? size : TINY;
         // Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
         const float factor = divisor < 1.0f ? 1.0f : 0.5f, offset = divisor * factor, most = 254.0f * factor;
         *scale = largest == 0 ? 0.0f : divisor;
         int64_t k = 0;
 #ifdef WIDE
-        for (; k + BLOCK <= n; k += BLOCK) encode_block(values + k, factor, offset, most, codes + k);
+        for (; k + BLOCK <= n; k += BLOCK) encode_block(values + k, factor, offset, most, codes + k, noise, k);
 #endif
 #pragma GCC ivdep
-        for (; k < n; k++) codes[k] = int8_t(nearest(values[k] / fma(__builtin_fabsf(values[k]), factor, offset) * most));
+        for (; k < n; k++) {
+            const float y = values[k] / fma(__builtin_fabsf(values[k]), factor, offset) * most;
+            if constexpr (ROUNDS) codes[k] = int8_t(code_by(y, noise[k]));
+            else codes[k] = int8_t(nearest(y));
+        }
     }
 
    private:
@@ -46,20 +64,23 @@ struct Companded : Coded<int8_t, true> {
         store_block(values, y);
     }
 
-    static inline void encode_block(const float *values, float factor, float offset, float most, int8_t *codes) {
+    static inline void encode_block(const float *values, float factor, float offset, float most, int8_t *codes,
+                                    const GroupNoise &noise, int64_t k) {
         Floats x[4], y[4];
         Words code[4];
         load_block(values, x);
         EACH y[q] = WIDE(fmadd_ps)(absolute(x[q]), all(factor), all(offset));
         EACH y[q] = WIDE(div_ps)(x[q], y[q]);
-        EACH code[q] = WIDE(cvtps_epi32)(WIDE(mul_ps)(y[q], all(most)));
+        EACH y[q] = WIDE(mul_ps)(y[q], all(most));
+        EACH code[q] = ROUNDS ? codes_by(y[q], load_noise(noise, k + LANES * q)) : WIDE(cvtps_epi32)(y[q]);
         const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
         store_bytes(codes, WIDE(packs_epi16)(first, second));
     }
 #endif
 };
 
-struct Root : Coded<uint8_t, false> {
+template <bool ROUNDS>
+struct Root : Coded<uint8_t, false, ROUNDS> {
     static inline float value(int code, float scale) {
         const float root = float(code) * scale;
         return root * root;
@@ -75,23 +96,28 @@ struct Root : Coded<uint8_t, false> {
         for (; k < n; k++) values[k] = value(codes[k], scale);
     }
 
-    static inline void encode(const float *values, int32_t largest, uint8_t *codes, float *scale, int64_t n) {
+    static inline void encode(
+        const float *values, int32_t largest, uint8_t *codes, float *scale, int64_t n, const GroupNoise &noise) {
         const float unit = float_of(largest) / 255.0f, inverse = largest == 0 ? 0.0f : 1.0f / unit;
         *scale = unit;
         int64_t k = 0;
         int32_t smallest = 0xFF;
 #ifdef WIDE
         Words each = all_words(~0u);
-        for (; k + BLOCK <= n; k += BLOCK) each = WIDE(min_epu8)(each, encode_block(values + k, inverse, codes + k));
+        for (; k + BLOCK <= n; k += BLOCK)
+            each = WIDE(min_epu8)(each, encode_block(values + k, inverse, codes + k, noise, k));
         smallest = has_zero(each) ? 0 : smallest;
 #endif
 #pragma GCC ivdep
         for (; k < n; k++) {
-            const int32_t code = nearest(values[k] * inverse) & 0xFF;
+            const float y = values[k] * inverse;
+            int32_t code;
+            if constexpr (ROUNDS) code = code_by(y < 255.0f ? y : 255.0f, noise[k]);
+            else code = nearest(y) & 0xFF;
             smallest = code < smallest ? code : smallest;
             codes[k] = uint8_t(code);
         }
-        if (smallest == 0 && largest != 0) raise_zeros(values, codes, n, 0);
+        if (smallest == 0 && largest != 0) Root::raise_zeros(values, codes, n, 0);
     }
 
    private:
@@ -104,11 +130,12 @@ struct Root : Coded<uint8_t, false> {
         store_block(values, root);
     }
 
-    static inline Words encode_block(const float *values, float inverse, uint8_t *codes) {
+    static inline Words encode_block(const float *values, float inverse, uint8_t *codes, const GroupNoise &noise, int64_t k) {
         Floats x[4];
         Words code[4];
         load_block(values, x);
-        EACH code[q] = WIDE(cvtps_epi32)(WIDE(mul_ps)(x[q], all(inverse)));
+        EACH x[q] = WIDE(mul_ps)(x[q], all(inverse));
+        EACH code[q] = ROUNDS ? codes_by(x[q], load_noise(noise, k + LANES * q)) : WIDE(cvtps_epi32)(x[q]);
         const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
         const Words bytes = WIDE(packus_epi16)(first, second);
         store_bytes(codes, bytes);

@@ -154,24 +154,140 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
     return smallest == 0;
 }
 
+// Stochastic rounding. Above the smallest normal number, a code is the upper bits of a word with noise, except for its
+// bias; blocks with a smaller one that is not zero take the loop.
+template <class Float, class Code>
+static inline bool narrow_few(
+    const float *values, float factor, Code *codes, int64_t begin, int64_t n, const GroupNoise &noise) {
+    int32_t smallest = 0xFFFF;
+    for (; begin < n; begin += NOISE_BLOCK) {
+        const int64_t end = smaller(n, begin + NOISE_BLOCK);
+        const uint32_t offset = noise.offsets[begin / NOISE_BLOCK];
+#pragma GCC ivdep
+        for (int64_t k = begin; k < end; k++) {
+            const int32_t code = int32_t(Float::code(values[k] * factor, offset + noise.words[k]));
+            smallest = code < smallest ? code : smallest;
+            set(codes[k], uint32_t(code));
+        }
+    }
+    return smallest == 0;
+}
+
+#ifdef WIDE
+static inline bool any_above(Words words, uint32_t limit) {
+#if defined(__AVX512BW__)
+    return _mm512_cmpgt_epu32_mask(words, all_words(limit)) != 0;
+#else
+    const Words most = _mm256_max_epu32(words, all_words(limit));
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(most, all_words(limit))) != -1;
+#endif
+}
+
+// Magnitudes of a block less `least`, that of the smallest normal number; false if one of them is below it. The
+// difference of zero wraps around to the smallest of those below.
+static inline bool above_least(const Words (&words)[4], uint32_t least, Words (&above)[4]) {
+    Words largest = all_words(0);
+    EACH above[q] = WIDE(sub_epi32)(words[q] & all_words(MAGNITUDE), all_words(least));
+    EACH largest = WIDE(max_epu32)(largest, above[q]);
+    return !any_above(largest, 0u - least);
+}
+
+template <class Float, bool SIGNED>
+static inline Words round_block(
+    const Words (&words)[4], const Words (&above)[4], const GroupNoise &noise, int64_t k, uint8_t *codes) {
+    constexpr int SHIFT = Float::SHIFT;
+    Words code[4];
+    EACH code[q] = WIDE(srli_epi32)(load_noise(noise, k + LANES * q), 32 - SHIFT);
+    EACH code[q] = WIDE(srai_epi32)(WIDE(add_epi32)(code[q], above[q]), SHIFT);
+    // That of the smallest normal number. Sums below zero, which only zero has, become zero.
+    const Words least = WIDE(set1_epi16)(short(1 << (23 - SHIFT)));
+    const Words first = WIDE(add_epi16)(WIDE(packs_epi32)(code[0], code[1]), least);
+    const Words second = WIDE(add_epi16)(WIDE(packs_epi32)(code[2], code[3]), least);
+    Words bytes = WIDE(packus_epi16)(first, second);
+    if (SIGNED) {
+        const Words first_signs = WIDE(packs_epi32)(words[0], words[1]), second_signs = WIDE(packs_epi32)(words[2], words[3]);
+        bytes |= WIDE(packs_epi16)(first_signs, second_signs) & WIDE(set1_epi8)(char(Float::SIGN));
+    }
+    store_bytes(codes, bytes);
+    return bytes;
+}
+#endif
+
+// `narrow` with noise. Returns whether any code is zero.
+template <class Float, bool SIGNED>
+static inline bool narrow(const float *values, float factor, uint8_t *codes, int64_t n, const GroupNoise &noise) {
+    int64_t k = 0;
+    bool any_zero = false;
+#ifdef WIDE
+    // NORMAL over a power of two, as in the version without noise.
+    const uint32_t power = word_of(factor), least = Float::NORMAL + (127u << 23) - power;
+    const bool is_moderate = power - (63u << 23) < 128u << 23;
+    Words each = all_words(~0u);
+    for (; k + BLOCK <= n && is_moderate; k += BLOCK) {
+        Floats x[4];
+        Words words[4], above[4];
+        load_block(values + k, x);
+        EACH words[q] = Words(x[q]);
+        if (__builtin_expect(above_least(words, least, above), true))
+            each = WIDE(min_epu8)(each, round_block<Float, SIGNED>(words, above, noise, k, codes + k));
+        else any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
+    }
+    any_zero |= has_zero(each);
+#endif
+    return narrow_few<Float>(values, factor, codes, k, n, noise) || any_zero;
+}
+
+template <class Float, bool SIGNED>
+static inline bool narrow(const float *values, float factor, half *codes, int64_t n, const GroupNoise &noise) {
+    int64_t k = 0;
+    bool any_zero = false;
+#if defined(__AVX512BW__)
+    // A conversion that truncates drops the bits below the code's last one.
+    __m256i each = _mm256_set1_epi16(-1);
+    for (; k + BLOCK <= n; k += BLOCK) {
+        Floats x[4];
+        Words words[4], above[4];
+        load_block(values + k, x);
+        EACH words[q] = Words(_mm512_mul_ps(x[q], all(factor)));
+        if (!__builtin_expect(above_least(words, Float::NORMAL, above), true)) {
+            any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
+            continue;
+        }
+        EACH {
+            const Words random = _mm512_srli_epi32(load_noise(noise, k + LANES * q), 32 - Float::SHIFT);
+            const Floats sum = Floats(_mm512_add_epi32(words[q], random));
+            const __m256i halves = _mm512_cvtps_ph(sum, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+            each = _mm256_min_epu16(each, halves);
+            _mm256_storeu_si256((__m256i *)(codes + k + LANES * q), halves);
+        }
+    }
+    any_zero |= _mm256_movemask_epi8(_mm256_cmpeq_epi16(each, _mm256_setzero_si256())) != 0;
+#endif
+    return narrow_few<Float>(values, factor, codes, k, n, noise) || any_zero;
+}
+
 // --- codecs -----------------------------------------------------------------------------------------------------------
 
 // A narrow float under a power of two, by which it is at most 2^EXPONENT: `codecs.Scaled`.
-template <class T, class Float, int EXPONENT, bool SIGNED>
-struct Scaled : Coded<T, SIGNED> {
+template <class T, class Float, int EXPONENT, bool SIGNED, bool ROUNDS>
+struct Scaled : Coded<T, SIGNED, ROUNDS> {
     static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
         widen<Float, SIGNED>(codes, *scale, values, n);
     }
 
-    static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
+    static inline void encode(
+        const float *values, int32_t largest, T *codes, float *scale, int64_t n, const GroupNoise &noise) {
         const int32_t biased = ((largest - 1) >> 23) + (1 - EXPONENT), word = (biased > 1 ? biased : 1) << 23;
         *scale = largest == 0 ? 0.0f : float_of(word);
         // The reciprocal of a power of two is exact: its exponent is 254 less the scale's own.
-        const bool any_zero = narrow<Float, SIGNED>(values, float_of((254 << 23) - word), codes, n);
-        if (!SIGNED && any_zero && largest != 0) Coded<T, SIGNED>::raise_zeros(values, codes, n, Float::SIGN);
+        const float factor = float_of((254 << 23) - word);
+        bool any_zero;
+        if constexpr (ROUNDS) any_zero = narrow<Float, SIGNED>(values, factor, codes, n, noise);
+        else any_zero = narrow<Float, SIGNED>(values, factor, codes, n);
+        if (!SIGNED && any_zero && largest != 0) Scaled::raise_zeros(values, codes, n, Float::SIGN);
     }
 };
 
-template <bool SIGNED> using ScaledHalf = Scaled<half, Binary16, 15, SIGNED>;
-template <bool SIGNED> using ScaledE4M3 = Scaled<uint8_t, E4M3, 8, SIGNED>;
-template <bool SIGNED> using ScaledE5M2 = Scaled<uint8_t, E5M2, 15, SIGNED>;
+template <bool SIGNED, bool ROUNDS> using ScaledHalf = Scaled<half, Binary16, 15, SIGNED, ROUNDS>;
+template <bool SIGNED, bool ROUNDS> using ScaledE4M3 = Scaled<uint8_t, E4M3, 8, SIGNED, ROUNDS>;
+template <bool SIGNED, bool ROUNDS> using ScaledE5M2 = Scaled<uint8_t, E5M2, 15, SIGNED, ROUNDS>;

@@ -16,7 +16,9 @@ def source_of(formula: Formula, codecs: Sequence[str]) -> str:
     names = "".join(f", s_{name}" for name in formula.scalar_names)
     row = f"struct Row {{ float grad_scale, step_low, step_high{names}; }};"
     # The function `update_span`, which updates elements [begin, end) of a run.
-    span = coded_span(formula) if has_codes(codecs) else [*_update(formula), *_plain_span(len(codecs))]
+    num_states = len(codecs)
+    plain_span = [*_update(formula), *_plain_block(num_states), *_plain_span(num_states)]
+    span = coded_span(formula) if has_codes(codecs) else plain_span
     return "\n".join((row, *_run(codecs), *span, SWEEP))
 
 
@@ -42,6 +44,8 @@ def _run(codecs: Sequence[str]) -> list[str]:
     for i in range(len(codecs)):
         types |= {f"codes{i}": f"Codec{i}::Code *", f"scales{i}": "float *"}
     fields = "; ".join(f"{type_}{name}" for name, type_ in types.items())
+    noises = ["main(run.first, step_of(row))"]
+    noises += [f"state{i}(run.first, step_of(row), {i + 1})" for i in range(len(codecs))]
     casts = [f"({type_})" for type_ in types.values()]
     casts += ["", "", ""]  # numel, row and first are integers, like the table
     values = ", ".join(f"{cast}table[{column} * n + i]" for column, cast in enumerate(casts))
@@ -52,26 +56,59 @@ def _run(codecs: Sequence[str]) -> list[str]:
         "static inline Run run_at(const int64_t *table, int64_t n, int64_t i) {",
         f"return {{{values}}};",
         "}",
+        "static inline uint32_t step_of(const Row &row) {",
+        "return uint32_t(row.step_low) + (uint32_t(row.step_high) << 16);",
+        "}",
+        "struct Noises {",
+        "Noise main;",
+        *(f"StateNoise state{i};" for i in range(len(codecs))),
+        f"Noises(const Run &run, const Row &row) : {', '.join(noises)} {{}}",
+        "};",
     ]
 
 
-def _plain_span(num_states: int) -> list[str]:
+def _plain_block(num_states: int) -> list[str]:
+    """The function `update_block`, for n elements whose noise words are multiples from those of the first on."""
     states = range(num_states)
     values = "".join(f", s{i}" for i in states)
+    words = "".join(f", uint32_t word{i}" for i in states)
     lines = [
-        "constexpr int64_t UNIT = 1;",
-        "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",
+        "static inline __attribute__((always_inline)) void update_block(",
+        f"    const Run &run, const Row &row, const Noise &noise, int64_t begin, int64_t n{words}) {{",
         POINTERS,
     ]
     lines += [f"Codec{i}::Code *__restrict codes{i} = run.codes{i};" for i in states]
-    lines.append("for (int64_t i = begin; i < end; i++) {")
+    lines += ["for (int64_t k = 0; k < n; k++) {", "const int64_t i = begin + k;"]
     lines += [f"float s{i} = read(codes{i}[i]);" for i in states]
     lines += [
         "float p = read_main(main, out, i);",
         f"update(read(grad[i]) * row.grad_scale, p{values}, row);",
-        "write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, p, run.first, step);",
+        "write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, p, noise);",
     ]
-    lines += [f"write(codes{i}[i], s{i});" for i in states]
+    lines += [f"Codec{i}::store(codes{i}[i], s{i}, word{i} + uint32_t(k) * GOLDEN);" for i in states]
+    return [*lines, "}", "}"]
+
+
+def _plain_span(num_states: int) -> list[str]:
+    """`update_span`: by blocks of noise, or at once without it."""
+    states = range(num_states)
+    rounds = " || ".join(["false", *(f"Codec{i}::STOCHASTIC" for i in states)])
+    words = "".join(f", Codec{i}::STOCHASTIC ? noise.state{i}.first(at) : 0" for i in states)
+    lines = [
+        "constexpr int64_t UNIT = 1;",
+        "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",
+        "const Noises noise(run, row);",
+        f"constexpr bool ROUNDS = {rounds};",
+        "for (int64_t at = begin; at < end;) {",
+        "const int64_t left = NOISE_BLOCK - (run.first + at) % NOISE_BLOCK;",
+        "const int64_t n = ROUNDS ? smaller(end - at, left) : end - at;",
+    ]
+    # Loops of a known length take no branches.
+    lines += [
+        f"if (ROUNDS && n == NOISE_BLOCK) update_block(run, row, noise.main, at, NOISE_BLOCK{words});",
+        f"else update_block(run, row, noise.main, at, n{words});",
+        "at += n;",
+    ]
     return [*lines, "}", "}"]
 
 

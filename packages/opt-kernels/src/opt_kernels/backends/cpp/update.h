@@ -19,26 +19,92 @@ static inline void prefetch(const T *values, int64_t begin) {
 
 // --- stochastic rounding: codecs/narrow.py --------------------------------------------------------------------------
 
-static inline uint32_t mix(uint32_t x) {
+static inline uint32_t scramble(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
-    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return (x ^ (x >> 15)) * 0x846CA68Bu;
+}
+
+static inline uint32_t mix(uint32_t x) {
+    x = scramble(x);
     return x ^ (x >> 16);
 }
 
-static inline void write_stochastically(bfloat16 &to, float x, int64_t i, int64_t first, uint32_t step) {
-    const uint32_t base = uint32_t(first), upper = uint32_t(uint64_t(first) >> 32), lower = base + uint32_t(i);
-    const uint32_t key = mix(step + upper * 0x9E3779B9u), next = mix(step + (upper + 1) * 0x9E3779B9u);
-    const uint32_t noise = mix(lower ^ (lower < base ? next : key)) >> 16;
-    const uint32_t word = word_of(x);
-    bfloat16 nearest;
-    write(nearest, x);
-    to.bits = (word & 0x7F800000) != 0x7F800000 ? uint16_t((word + noise) >> 16) : nearest.bits;
-}
+// The noise words of mains: those of a run whose first element has the index `first`.
+struct Noise {
+    uint32_t base, key, next;
+
+    Noise(int64_t first, uint32_t step) : base(uint32_t(first)) {
+        const uint32_t upper = uint32_t(uint64_t(first) >> 32);
+        key = mix(step + upper * 0x9E3779B9u);
+        next = mix(step + (upper + 1) * 0x9E3779B9u);
+    }
+
+    inline uint32_t operator[](int64_t i) const {
+        const uint32_t lower = base + uint32_t(i);
+        return scramble(lower ^ (lower < base ? next : key));
+    }
+};
+
+// Multiples of GOLDEN in each block.
+struct Multiples {
+    alignas(64) uint32_t words[GROUP];
+    constexpr Multiples() : words() {
+        for (int64_t k = 0; k < GROUP; k++) words[k] = uint32_t(k % NOISE_BLOCK) * GOLDEN;
+    }
+};
+static constexpr Multiples MULTIPLES;
+
+// The noise words of a state, counted from 1: a hash for each block of elements of the parameter, and multiples.
+struct StateNoise {
+    Noise blocks;
+    int64_t before;  // elements of the first block that are not in the run
+
+    StateNoise(int64_t first, uint32_t step, uint32_t state)
+        : blocks(first / NOISE_BLOCK, step + state * 0x632BE5ABu), before(first % NOISE_BLOCK) {}
+
+    // That of element `at` of the run.
+    inline uint32_t first(int64_t at) const {
+        const int64_t place = before + at;
+        return blocks[place / NOISE_BLOCK] + uint32_t(place % NOISE_BLOCK) * GOLDEN;
+    }
+
+    // The hashes of the blocks of a chunk.
+    struct Hashes {
+        uint32_t words[CHUNK / NOISE_BLOCK + 1];
+    };
+
+    inline Hashes hashes(int64_t begin) const {
+        const int64_t block = (before + begin) / NOISE_BLOCK;
+        Hashes found;
+        for (int64_t k = 0; k <= CHUNK / NOISE_BLOCK; k++) found.words[k] = blocks[block + k];
+        return found;
+    }
+
+    // Writes those of elements [begin, end) of a chunk, which begins at a multiple of the block in the run.
+    inline void fill(uint32_t *words, const Hashes &hashes, int64_t begin, int64_t end) const {
+        while (begin < end) {
+            const int64_t place = before + begin, offset = place % NOISE_BLOCK;
+            const int64_t count = smaller(end - begin, NOISE_BLOCK - offset);
+            const uint32_t first = hashes.words[place / NOISE_BLOCK] + uint32_t(offset) * GOLDEN;
+            for (int64_t k = 0; k < count; k++) words[k] = first + uint32_t(k) * GOLDEN;
+            words += count;
+            begin += count;
+        }
+    }
+
+    // Those of the group from element k of a chunk on; in `room` if its blocks begin elsewhere.
+    inline GroupNoise group(uint32_t *room, const Hashes &hashes, int64_t k) const {
+        const uint32_t *hashed = hashes.words + k / NOISE_BLOCK;
+        if (before == 0) return {MULTIPLES.words, {hashed[0], hashed[1]}};
+        fill(room, hashes, k, k + GROUP);
+        return {room, {}};
+    }
+};
 
 template <bool HasOut, bool StochasticRounding, class Main, class Out>
-static inline void write_main(Main *main, Out *out, int64_t i, float x, int64_t first, uint32_t step) {
+static inline void write_main(Main *main, Out *out, int64_t i, float x, const Noise &noise) {
     if constexpr (StochasticRounding) {
-        write_stochastically(main[i], x, i, first, step);
+        write_stochastically(main[i], x, noise[i]);
         if constexpr (HasOut) write(out[i], x);
     } else {
         write_main<HasOut>(main, out, i, x);

@@ -72,21 +72,22 @@ class Formats(NamedTuple):
 
 def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
     """The type of `update.h` for a state of `dtype` with this `codec`, or None."""
+    rounds = str(codec.stochastic).lower()
     if isinstance(codec, Plain):
-        return f"Plain<{UPDATE_TYPES[dtype]}>" if dtype in UPDATE_TYPES else None
+        return f"Plain<{UPDATE_TYPES[dtype]}, {rounds}>" if dtype in UPDATE_TYPES else None
     if dtype is not codec.dtype:
         return None
     match codec:
         case Scaled(dtype=torch.float16, block=128, exponent=15, signed=signed):
-            return f"ScaledHalf<{str(signed).lower()}>"
+            return f"ScaledHalf<{str(signed).lower()}, {rounds}>"
         case Scaled(dtype=torch.float8_e4m3fn, block=128, exponent=8, signed=signed):
-            return f"ScaledE4M3<{str(signed).lower()}>"
+            return f"ScaledE4M3<{str(signed).lower()}, {rounds}>"
         case Scaled(dtype=torch.float8_e5m2, block=128, exponent=15, signed=signed):
-            return f"ScaledE5M2<{str(signed).lower()}>"
+            return f"ScaledE5M2<{str(signed).lower()}, {rounds}>"
         case Companded(block=128):
-            return "Companded"
+            return f"Companded<{rounds}>"
         case Root(block=128):
-            return "Root"
+            return f"Root<{rounds}>"
     return None
 
 

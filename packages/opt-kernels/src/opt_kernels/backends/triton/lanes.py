@@ -161,7 +161,7 @@ def write_main(
         store(main, at, n, lower_half(p), FULL)
     else:
         if STOCHASTIC_ROUNDING and tl.bfloat16 == MAIN:
-            store(main, at, n, round_stochastically(p, at, first, step), FULL)
+            store(main, at, n, round_stochastically(p, noise(at, first, step)), FULL)
         else:
             store(main, at, n, nearest(p, MAIN), FULL)
         if OUT is not None:
@@ -219,16 +219,22 @@ def lower_short(rounded: tl.tensor) -> tl.tensor:
 
 
 @jit
+def scramble(x: tl.tensor) -> tl.tensor:
+    """A bijection of uint32 words in which the upper output bits depend on every input bit."""
+    x = (x ^ (x >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
+    return (x ^ (x >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
+
+
+@jit
 def mix(x: tl.tensor) -> tl.tensor:
     """A bijection of uint32 words in which every output bit depends on every input bit."""
-    x = (x ^ (x >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
-    x = (x ^ (x >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
+    x = scramble(x)
     return x ^ (x >> 16)
 
 
 @jit
 def noise(at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
-    """Noise in 0 .. 65535 for the elements with index `first` (int64) + `at` (int32) at `step` (int32)."""
+    """Noise words (uint32) of mains, for the elements with index `first` (int64) + `at` (int32) at `step` (int32)."""
     golden = tl.full((), 0x9E3779B9, tl.uint32)
     base = first.to(tl.uint32)
     upper = (first >> 32).to(tl.uint32)
@@ -236,12 +242,21 @@ def noise(at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
     lower = base + at.to(tl.uint32)
     # A run may cross one multiple of 2^32. Computing both scalar keys is cheaper than a key per element.
     key = tl.where(lower < base, mix(count + (upper + 1) * golden), mix(count + upper * golden))
-    return mix(lower ^ key) >> 16
+    return scramble(lower ^ key)
 
 
 @jit
-def round_stochastically(x: tl.tensor, at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
+def noise_of_state(at: tl.tensor, first: tl.tensor, step: tl.tensor, STATE: tl.constexpr) -> tl.tensor:
+    """Noise words (uint32) of a state, counted from 1, as `noise` has them for mains."""
+    place = (first & 63).to(tl.int32) + at
+    stream = step.to(tl.uint32, bitcast=True) + STATE * tl.full((), 0x632BE5AB, tl.uint32)
+    hashed = noise(place >> 6, first >> 6, stream)
+    return hashed + (place & 63).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
+
+
+@jit
+def round_stochastically(x: tl.tensor, words: tl.tensor) -> tl.tensor:
     """Round `x` (float32) to one of its two bfloat16 neighbours. Infinities and NaN are unchanged."""
     word = x.to(tl.uint32, bitcast=True)
-    rounded = ((word + noise(at, first, step)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    rounded = ((word + (words >> 16)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return tl.where((word & 0x7F800000) != 0x7F800000, rounded, nearest(x, tl.bfloat16))

@@ -9,7 +9,7 @@ import torch
 
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.triton import jit, tl
-from opt_kernels.backends.triton.lanes import divide, load, nearest, root, store
+from opt_kernels.backends.triton.lanes import divide, load, nearest, root, round_stochastically, store
 from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
 
 GROUP: tl.constexpr = tl.constexpr(128)  # elements that share a scale
@@ -82,6 +82,7 @@ def write_state(
     codes: tl.tensor,  # pointer
     scales: tl.tensor,  # pointer to float32; written if the scheme has scales
     x: tl.tensor,  # (BLOCK,) float32
+    words: tl.tensor,  # (BLOCK,) uint32: noise, to round stochastically; or None
     start: tl.tensor,
     n: tl.tensor,
     DTYPE: tl.constexpr,  # of the codes
@@ -95,7 +96,7 @@ def write_state(
     """Write the state of one tile and the scales of its groups."""
     at = start + tl.arange(0, BLOCK)
     if SCHEME == "plain":
-        store(codes, at, n, nearest(x, DTYPE), FULL)
+        store(codes, at, n, nearest(x, DTYPE) if words is None else round_stochastically(x, words), FULL)
     else:
         if not FULL:  # a formula may compute anything from the zeros beyond the end of the run
             x = tl.where(at < n, x, 0.0)
@@ -105,12 +106,13 @@ def write_state(
         scale = scale_of(largest, SCHEME, IEEE, FINITE)
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)
         store(scales, group, (n + GROUP - 1) // GROUP, scale, FULL)
-        store(codes, at, n, code(x, scale, BLOCK, SCHEME, SIGNED, IEEE, FINITE), FULL)
+        store(codes, at, n, code(x, words, scale, BLOCK, SCHEME, SIGNED, IEEE, FINITE), FULL)
 
 
 @jit
 def code(
     x: tl.tensor,
+    words: tl.tensor,  # as in `write_state`
     scale: tl.tensor,
     BLOCK: tl.constexpr,
     SCHEME: tl.constexpr,
@@ -132,6 +134,8 @@ def code(
                 0.001953125 if SCHEME == "e4m3" else 1.52587890625e-05 if SCHEME == "e5m2" else 5.960464477539063e-08
             )
             y = tl.where(x > 0.0, tl.maximum(y, smallest), y)
+        if words is not None:
+            return to_narrow(y, words, SCHEME)
         return y.to(tl.float16) if SCHEME == "half" else to_fp8(y, SCHEME)
     else:
         if SCHEME == "companded":
@@ -144,6 +148,9 @@ def code(
             y = x * spread(divide(1.0, tl.where(scale == 0.0, 1.0, scale), IEEE), BLOCK)
         if not FINITE:
             y = tl.where(spread(scale, BLOCK) >= 0.0, y, 0.0)
+        if words is not None:
+            fixed = (tl.minimum(y, 255.0) * 65536.0).to(tl.int32) + ((words >> 16) | 1).to(tl.int32)
+            y = (fixed >> 16).to(tl.float32)
         if SCHEME == "root":
             y = tl.where(x > 0.0, tl.maximum(y, 1.0), y)
         # The sum's last bits are the integer nearest to y, ties to even.
@@ -198,6 +205,25 @@ def to_fp8(y: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
     smallest_normal = 0.015625 if SCHEME == "e4m3" else 6.103515625e-05  # 2^-6, 2^-14
     magnitude = tl.where(tl.abs(y) < smallest_normal, small, normal)
     return (((word >> 24) & 0x80) | magnitude).to(tl.uint8)
+
+
+@jit
+def to_narrow(y: tl.tensor, words: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
+    """Round float32 stochastically to float16, or to bytes of e4m3 or e5m2: its code with the fraction in the lower
+    `shift` bits, plus noise."""
+    shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21 if SCHEME == "e5m2" else 13
+    bias: tl.constexpr = 120 << 23 if SCHEME == "e4m3" else 112 << 23  # 127 minus the format's bias
+    smallest_normal = 0.015625 if SCHEME == "e4m3" else 6.103515625e-05  # 2^-6, 2^-14
+    units = 536870912.0 if SCHEME == "e4m3" else 137438953472.0  # 2^29, 2^37
+    word = y.to(tl.uint32, bitcast=True)
+    size = word & 0x7FFFFFFF
+    small = (tl.minimum(tl.abs(y), smallest_normal) * units).to(tl.int32).to(tl.uint32)
+    fixed = tl.where(tl.abs(y) < smallest_normal, small, size - bias)
+    magnitude = (fixed + (words >> (32 - shift))) >> shift
+    if SCHEME == "half":
+        return (((word >> 16) & 0x8000) | magnitude).to(tl.uint16).to(tl.float16, bitcast=True)
+    else:
+        return (((word >> 24) & 0x80) | magnitude).to(tl.uint8)
 
 
 @jit

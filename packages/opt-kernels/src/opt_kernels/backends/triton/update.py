@@ -32,7 +32,7 @@ from opt_kernels.backends.triton import jit, tl
 from opt_kernels.backends.triton.lanes import divide, larger, load, pointer, raised, root, sign, smaller, tanh
 from opt_kernels.backends.triton.quantize import no_outlier, read_state, write_state
 from opt_kernels.backends.triton.scalars import any_power, q_pochhammer
-from opt_kernels.backends.triton.lanes import read_main, write_main
+from opt_kernels.backends.triton.lanes import noise_of_state, read_main, write_main
 
 """
 
@@ -214,9 +214,10 @@ def _tile(formula: Formula) -> list[str]:
         dropping = [f"kept = {kept}", *(f"new_{i} = tl.where(kept, new_{i}, 0.0)" for i, _ in states)]
         body += [f"if {have_scales}:", *_indented(dropping)]
     for i, state in states:
-        options = f"STATE{i}, BLOCK, SCHEME{i}, {state.signed}, IEEE, True, FULL"
-        body.append(f"write_state(codes{i}, scales{i}, new_{i}, start, n, {options})")
-    formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, " for i, _ in states)
+        options = f"start, n, STATE{i}, BLOCK, SCHEME{i}, {state.signed}, IEEE, True, FULL"
+        words = f"noise_of_state(at, first, step, {i + 1}) if ROUNDS{i} else None"
+        body.append(f"write_state(codes{i}, scales{i}, new_{i}, {words}, {options})")
+    formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, ROUNDS{i}: tl.constexpr, " for i, _ in states)
     return [
         "@jit",
         f"def tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN: tl.constexpr, OUT: tl.constexpr, "
@@ -229,8 +230,9 @@ def _tile(formula: Formula) -> list[str]:
 def _sweep(formula: Formula, row_width: int) -> list[str]:
     """One program per chunk. It writes nothing if the scalar block says to skip the step."""
     states = range(len(formula.states))
-    formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, SCALE{i}: tl.constexpr, " for i in states)
-    kept = "".join(f"STATE{i}, SCHEME{i}, " for i in states)
+    names = [name for i in states for name in (f"STATE{i}", f"SCHEME{i}", f"ROUNDS{i}")]
+    kept = "".join(f"{name}, " for name in names)
+    formats = "".join(f"{name}: tl.constexpr, " for name in (*names, *(f"SCALE{i}" for i in states)))
     call = (
         f"tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN, OUT, {kept}"
         "REMAINDER, STOCHASTIC_ROUNDING, IEEE, BLOCK, "
@@ -324,6 +326,7 @@ def state_options(formats: LaunchFormats, codecs: Mapping[str, StateCodec]) -> d
     for index, (codec, dtype) in enumerate(zip(codecs.values(), formats.states, strict=True)):
         options[f"STATE{index}"] = triton_dtype(dtype)
         options[f"SCHEME{index}"] = scheme(codec)
+        options[f"ROUNDS{index}"] = codec.stochastic
         options[f"SCALE{index}"] = lane if codec.block else 0
         lane += codec.block > 0
     return options

@@ -62,10 +62,10 @@ def momentum_tile(
     # Added within a thread, and u written before the momentum: with 8-bit codes, the registers saved let another
     # program run at the same time.
     squares = tl.sum(tl.reshape(x * x, (BLOCK // LANES, LANES)), axis=1)
-    write_state(u, u_scale, x, start, n, U, BLOCK, SCHEME_U, True, IEEE, False, FULL)
+    write_state(u, u_scale, x, None, start, n, U, BLOCK, SCHEME_U, True, IEEE, False, FULL)
     if SCHEME != "plain":
         m = tl.where(no_outlier(m, SCHEME, True), m, 0.0)
-    write_state(momentum, momentum_scale, m, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, True, FULL)
+    write_state(momentum, momentum_scale, m, None, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, True, FULL)
     return squares
 
 

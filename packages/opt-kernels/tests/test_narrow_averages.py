@@ -1,0 +1,181 @@
+"""Averages in narrow formats follow their input: AdamW's moments against those in float32, and which are rounded how.
+
+Rounded to nearest, an average whose change is below half a unit in the last place stops.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from elementwise_works import ON_FAST
+from torch import Tensor, nn
+
+from opt_kernels import optim
+from opt_kernels.codecs import codec_for, stalls
+from opt_kernels.formulas import Formula, FormulaError, State
+from opt_kernels.formulas.adam import ADAM
+from opt_kernels.rules import Adam
+from opt_kernels.works import Batch, Hyper, Work
+
+BF16 = torch.bfloat16
+FP16 = torch.float16
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+NUMEL = 1024
+STEPS = 1500
+
+
+def moved(optimizer: type, grads: list[Tensor], **options: Any) -> float:
+    """The length of the last update of a parameter."""
+    param = nn.Parameter(torch.zeros_like(grads[0]))
+    stepping = optimizer([param], lr=1e-3, weight_decay=0.0, **options)
+    for grad in grads:
+        before = param.detach().clone()
+        param.grad = grad
+        stepping.step()
+    return float((param.detach() - before).norm())
+
+
+def signs(count: int, size: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return list((torch.randint(0, 2, (count, NUMEL), generator=generator) * 2.0 - 1) * size)
+
+
+# Largest error of the length with steady gradients, and after they fell to a tenth. It was 1.76 times for bfloat16.
+ERRORS = {BF16: (0.05, 0.05), FP16: (0.05, 0.05), E4M3: (0.05, 0.12), E5M2: (0.05, 0.25)}
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_updates_of_narrow_moments_have_the_length_of_fp32s(dtype: torch.dtype) -> None:
+    for grads, limit in zip((signs(STEPS), signs(STEPS) + signs(STEPS, 0.1)), ERRORS[dtype]):
+        narrow = moved(optim.AdamW, grads, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+        assert narrow == pytest.approx(moved(optim.AdamW, grads), rel=limit)
+
+
+def test_8_bit_moments_follow_one_of_a_block_that_falls() -> None:
+    """The scale follows a whole block; an element in it stopped, with updates a third as long."""
+    grads = signs(1500)
+    for grad in grads[600:]:
+        grad[::2] *= 0.1
+    lengths = []
+    for options in ({}, {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}):
+        param = nn.Parameter(torch.zeros(NUMEL))
+        optimizer = optim.AdamW([param], lr=1e-3, weight_decay=0.0, betas=(0.9, 0.99), **options)
+        for grad in grads:
+            before = param.detach().clone()
+            param.grad = grad
+            optimizer.step()
+        lengths.append(float((param.detach() - before)[::2].norm()))
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.3)
+
+
+def test_a_slow_average_in_bfloat16_reaches_its_value() -> None:
+    """AdEMAMix's, the example of the configuration's docstring: it reached a twentieth of its value."""
+    param = nn.Parameter(torch.zeros(64))
+    optimizer = optim.AdEMAMix([param], lr=1e-3, betas=(0.9, 0.999, 0.9999), exp_avg_slow_dtype=BF16)
+    for _ in range(6000):
+        param.grad = torch.ones(64)
+        optimizer.step()
+    slow = optimizer.state[param]["exp_avg_slow"].double().mean()
+    assert float(slow) == pytest.approx(1 - 0.9999**6000, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "signed", "beta", "expected"),
+    [
+        ("usual first moment", BF16, True, 0.9, False),
+        ("usual second moment", BF16, False, 0.95, False),
+        ("slower first moment", BF16, True, 0.95, True),
+        ("AdamW's second moment", BF16, False, 0.999, True),
+        ("Lion", BF16, True, 0.99, True),
+        ("half", FP16, True, 0.99, False),
+        ("root of half", FP16, False, 0.999, True),
+        ("fp8", E4M3, True, 0.9, True),
+        ("no average", E5M2, True, 0.0, False),
+        ("codes", torch.uint8, False, 0.95, True),
+        ("float32", torch.float32, True, 0.999999, False),
+    ],
+)
+def test_pairs_of_beta_and_format_that_round_stochastically(
+    name: str, dtype: torch.dtype, signed: bool, beta: float, expected: bool
+) -> None:
+    assert stalls(codec_for("x", dtype, signed=signed), beta, signed=signed) is expected, name
+
+
+def updated(
+    first: int, values: Tensor, *, step: int, beta2: float = 0.999, backend: str = "torch"
+) -> dict[str, Tensor]:
+    rule = Adam(exp_avg_dtype=E4M3, exp_avg_sq_dtype=BF16, backend=backend)
+    state = rule.init_state(values)
+    state["exp_avg_sq"].fill_(1.0)
+    hyper = Hyper(lr=0.1, step=step, betas=(0.9, beta2))
+    rule.update_([Batch(hyper, [Work(grad=values, main=torch.zeros_like(values), state=state, first=first)])])
+    return state
+
+
+@ON_FAST
+def test_the_noise_of_an_average_depends_on_its_place_and_step(backend: str, device: torch.device) -> None:
+    values = torch.linspace(0.1, 2.0, 1024, device=device)
+    whole = updated(0, values, step=9, backend=backend)
+    for start in (0, 128, 640):
+        part = updated(start, values[start : start + 384].clone(), step=9, backend=backend)
+        for name in ("exp_avg", "exp_avg_sq"):
+            codes = part[name].view(torch.uint8 if name == "exp_avg" else torch.int16)
+            assert torch.equal(codes, whole[name].view(codes.dtype)[start : start + 384]), name
+    for first, step in ((64, 9), (0, 10)):
+        other = updated(first, values, step=step, backend=backend)
+        assert not torch.equal(other["exp_avg_sq"], whole["exp_avg_sq"])
+
+
+@ON_FAST
+def test_groups_with_quick_betas_round_to_nearest(backend: str, device: torch.device) -> None:
+    """Groups of one sweep with other betas, each as alone."""
+    values = torch.linspace(0.1, 2.0, 512, device=device)
+    nearest = updated(0, values, step=9, beta2=0.95, backend=backend)
+    expected = (0.95 + 0.05 * values.square()).bfloat16()
+    assert (nearest["exp_avg_sq"].float() - expected.float()).abs().max() <= 2**-7
+    assert torch.equal(nearest["exp_avg_sq"], updated(0, values, step=10, beta2=0.95, backend=backend)["exp_avg_sq"])
+    rule = Adam(exp_avg_dtype=E4M3, exp_avg_sq_dtype=BF16, backend=backend)
+    batches = []
+    for beta2 in (0.95, 0.999):
+        state = rule.init_state(values)
+        state["exp_avg_sq"].fill_(1.0)
+        work = Work(grad=values, main=torch.zeros_like(values), state=state)
+        batches.append(Batch(Hyper(lr=0.1, step=9, betas=(0.9, beta2)), [work]))
+    rule.update_(batches)
+    for batch, beta2 in zip(batches, (0.95, 0.999)):
+        alone = updated(0, values, step=9, beta2=beta2, backend=backend)
+        assert torch.equal(batch.works[0].state["exp_avg_sq"], alone["exp_avg_sq"])
+
+
+def test_a_resumed_run_draws_the_noise_of_the_uninterrupted_one() -> None:
+    def optimizer_of(param: nn.Parameter) -> optim.AdamW:
+        return optim.AdamW([param], exp_avg_dtype=E5M2, exp_avg_sq_dtype=E4M3)
+
+    grads = signs(8)
+    whole = nn.Parameter(torch.zeros(NUMEL))
+    running = optimizer_of(whole)
+    for number, grad in enumerate(grads):
+        if number == 4:
+            resumed = nn.Parameter(whole.detach().clone())
+            continued = optimizer_of(resumed)
+            continued.load_state_dict(running.state_dict())
+        for param, optimizer in ((whole, running), *([(resumed, continued)] if number >= 4 else [])):
+            param.grad = grad.clone()
+            optimizer.step()
+    assert torch.equal(whole, resumed)
+
+
+def test_a_state_that_decays_by_an_unknown_number_is_refused() -> None:
+    states = (State("exp_avg", beta="beta3"), *ADAM.declared[1:])
+    with pytest.raises(FormulaError, match=r"states of formula .mine. read beta3, which is not declared"):
+        Formula(name="mine", states=states, numbers=ADAM.numbers, choices=ADAM.choices, scalars=ADAM.scalars,
+                update=ADAM.update)  # fmt: skip
+
+
+def test_a_state_that_is_no_average_rounds_to_nearest() -> None:
+    """The largest second moment of amsgrad would drift upwards."""
+    rule = Adam(amsgrad=True, exp_avg_sq_dtype=BF16, max_exp_avg_sq_dtype=BF16)
+    assert [state.name for state in rule.narrow_averages] == ["exp_avg_sq"]
+    assert [state.name for state in replace(rule, state_dtypes={"exp_avg": BF16}).narrow_averages] == ["exp_avg"]
