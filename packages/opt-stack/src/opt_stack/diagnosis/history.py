@@ -30,11 +30,6 @@ class History:
         self.resumed = resumed  # the first record of the resumed run
 
     @cached_property
-    def applied(self) -> "History":
-        """The records of steps that made an update."""
-        return History([stats for stats in self.run if stats.success], self.resumed)
-
-    @cached_property
     def names(self) -> list[str]:
         """The parameters that all records have."""
         return [name for name in self.run[-1].params if all(name in stats.params for stats in self.run)]

@@ -43,15 +43,15 @@ def unexplained(history: History) -> ndarray:
     """Return by how much each weight moved from one record to the next without an update, relative to its norm."""
     norms = history.of(lambda stats: stats.weight_norm)
     sums = history.of(lambda stats: stats.weight_sum)
-    moved_sums = np.nan_to_num(history.of(lambda stats: stats.update_sum))
     updates = history.of(lambda stats: stats.update_norm)
-    steps = np.diff([(stats.step, stats.updates) for stats in history.run], axis=0).max(1)[:, None]
-    scale = np.maximum(norms[1:], norms[:-1])
-    moved = abs(np.diff(norms, axis=0)) - ROUNDING * scale
-    of_sums = abs(np.diff(sums, axis=0) - moved_sums[:-1]) - ROUNDING * (abs(sums[1:]) + abs(sums[:-1]) + scale)
-    after_one = np.fmax(moved - 1.001 * np.nan_to_num(updates[:-1]), of_sums)
-    after_more = moved - 2 * steps * np.maximum(updates[1:], updates[:-1])
-    excess = np.where(steps > 1, after_more, after_one) / np.maximum(scale, 1e-30)
+    moved_sums = history.of(lambda stats: stats.update_sum)
+    scale = np.maximum(norms[1:], norms[:-1]) + 1e-30
+    rounding = ROUNDING * (abs(sums[1:]) + abs(sums[:-1]) + scale)
+    of_sums = abs(np.diff(sums, axis=0) - moved_sums[:-1]) - rounding
+    num_steps = np.diff([(stats.step, stats.updates) for stats in history.run], axis=0).max(1)[:, None]
+    farthest = np.where(num_steps > 1, 2 * num_steps * np.maximum(updates[1:], updates[:-1]), 1.001 * updates[:-1])
+    of_norms = abs(np.diff(norms, axis=0)) - farthest - ROUNDING * scale
+    excess = np.where(num_steps > 1, of_norms, np.fmax(of_norms, of_sums)) / scale
     known: ndarray = np.nan_to_num(excess)
     return known
 
@@ -79,8 +79,9 @@ def changed_settings(history: History) -> Iterator[Finding]:
     for (at, text), groups in sorted(found.items()):
         if text.startswith("lr ") and len(groups) == len(run[at].lr) and not _is_new_rate(history, at, groups[0]):
             continue  # a schedule that restarts
-        name = text.replace("lr ", "the learning rate ", 1) if text.startswith("lr ") else text
-        yield Finding(run[at], f"{history.at(at)} {name} in group {' and '.join(map(repr, groups))}.")
+        what = text.removeprefix("lr ")
+        where = f" in group {' and '.join(map(repr, groups))}" if any(groups) else ""
+        yield Finding(run[at], f"{history.at(at)} {'the learning rate ' * (what != text)}{what}{where}.")
 
 
 def _is_new_rate(history: History, at: int, group: str) -> bool:
@@ -113,24 +114,24 @@ def rate_left_behind(history: History) -> Iterator[Finding]:
 
 def lost_state(history: History) -> Iterator[Finding]:
     """Find where the count of updates fell, or all updates changed at once while rates and gradients did not."""
-    run = history.applied.run
+    run = history.run
     for at, (before, after) in enumerate(pairwise(run), 1):
         if after.updates < before.updates:
             text = (
-                f"{history.applied.at(at)} after step {before.step}, the optimizer had made {after.updates} "
+                f"{history.at(at)} after step {before.step}, the optimizer had made {after.updates} "
                 f"updates, and {before.updates} before: its state was lost or not loaded."
             )
             yield Finding(after, text)
     rates = np.array([max(stats.lr.values(), default=1.0) for stats in run])
-    updates = np.nanmedian(logs(history.applied.of(lambda stats: stats.update_norm)), 1) - logs(rates)
+    updates = np.nanmedian(logs(history.of(lambda stats: stats.update_norm)), 1) - logs(rates)
     norms = logs(np.array([stats.grad_norm for stats in run]))
     for at, size in shifts(updates, math.log(CHANGED) / 2):
         # A gradient that had changed would explain it.
-        grads = np.stack([norms, history.applied.common_grads], 1)
+        grads = np.stack([norms, history.common_grads], 1)
         around = max(abs(change(grads, near)).max() for near in range(at - 5, at + 1))
         if around < max(math.log(2.0), abs(size) / 3) and abs(change(grads, at, 3)).max() < abs(size) / 3:
             text = (
-                f"{history.applied.at(at)} the updates of all parameters became {math.exp(size):.3g} times as "
+                f"{history.at(at)} the updates of all parameters became {math.exp(size):.3g} times as "
                 "large, at the same learning rates and gradients: the optimizer's state was changed."
             )
             yield Finding(run[at], text)

@@ -14,18 +14,18 @@ from opt_stack.diagnosis.history import JUMP, NUM_BEFORE, Finding, History, Run,
 from opt_stack.diagnosis.tensor_stats import StepStats
 
 ALONE = 3.0  # factor over other parameters
-GROWN = 10.0  # factor of a weight norm over those of its peers
+GROWN = 10.0  # factor of a weight norm over those of its peers, or of a loss
 LARGE_RATIO = 0.1  # update / weight
 SILENT = 0.999  # share of zeros
 
 
 def silent_gradients(history: History) -> Iterator[Finding]:
     """Find parameters whose gradient is missing or zero from one record to the end, and was not before."""
-    run = history.applied.run
-    norms = history.applied.of(lambda stats: stats.grad_norm)
-    is_alive = (norms > 0) & (history.applied.of(lambda stats: stats.zeros) < SILENT)
+    run = history.run
+    norms = history.of(lambda stats: stats.grad_norm)
+    is_alive = (norms > 0) & (history.of(lambda stats: stats.zeros) < SILENT)
     begun: dict[int, list[str]] = {}
-    for name, alive in zip(history.applied.names, is_alive.T, strict=True):
+    for name, alive in zip(history.names, is_alive.T, strict=True):
         at = int(np.flatnonzero(alive).max(initial=-1)) + 1
         if 0 < at <= len(run) - 3 - 3 * (at - alive.sum()):
             begun.setdefault(at, []).append(name)
@@ -38,19 +38,19 @@ def silent_gradients(history: History) -> Iterator[Finding]:
 
 def scaled_gradients(history: History) -> Iterator[Finding]:
     """Find where all gradients changed by one factor, and the loss by the same or not at all."""
-    run = history.applied.run
-    losses = np.nan_to_num(logs(history.applied.losses))
-    found = list(shifts(history.applied.common_grads, 0.3))
+    run = history.run
+    losses = np.nan_to_num(logs(history.losses))
+    found = list(shifts(history.common_grads, 0.3))
     for at in range(3, len(run)):
-        if abs(change(losses, at)) > math.log(4.0):  # then one record is enough
+        if change(losses, at) > math.log(GROWN):  # then one record is enough
             found.append((at, float(change(losses, at))))
     for at, size in found:
         of_loss = change(losses, at)
-        is_near = abs(change(history.applied.grads, at) - size) < 0.3 * abs(size) + 0.1
+        is_near = abs(change(history.grads, at) - size) < 0.3 * abs(size) + 0.1
         if is_near.mean() > 0.7 and min(abs(of_loss), abs(of_loss - size)) < 0.1 * abs(size) + 0.05:
             what = "the loss and all gradients" if abs(of_loss) > abs(size) / 2 else "all gradients"
             text = (
-                f"{history.applied.at(at)} {what} became {math.exp(size):.3g} times as large by one factor: a sum in "
+                f"{history.at(at)} {what} became {math.exp(size):.3g} times as large by one factor: a sum in "
                 "place of a mean, another scale of the loss or of its data, or gradients that add up."
             )
             yield Finding(run[at], text)
@@ -58,15 +58,15 @@ def scaled_gradients(history: History) -> Iterator[Finding]:
 
 def other_data(history: History) -> Iterator[Finding]:
     """Find where the loss changed at once, in a forward pass before which no update was unusual."""
-    run = history.applied.run
-    losses = history.applied.losses
-    updates = np.linalg.norm(np.nan_to_num(history.applied.of(lambda stats: stats.update_norm)), axis=1)
+    run = history.run
+    losses = history.losses
+    updates = np.linalg.norm(np.nan_to_num(history.of(lambda stats: stats.update_norm)), axis=1)
     for at, size in shifts(losses, 0.1 * abs(float(np.median(losses)))):
         before = float(np.median(losses[at - 8 : at]))
         is_usual = updates[at - 4 : at].max() <= 2 * np.median(updates[max(at - NUM_BEFORE, 0) : at - 4])
         if is_usual and not before / 2 < before + size < before:
             text = (
-                f"{history.applied.at(at)} the loss went from {before:.4g} to {before + size:.4g} and stayed "
+                f"{history.at(at)} the loss went from {before:.4g} to {before + size:.4g} and stayed "
                 "there, without an unusual update before: the data, its labels or the forward pass changed."
             )
             yield Finding(run[at], text)
@@ -74,16 +74,16 @@ def other_data(history: History) -> Iterator[Finding]:
 
 def one_gradient(history: History) -> Iterator[Finding]:
     """Find a parameter whose gradient changed at once while those of most others did not."""
-    run = history.applied.run
-    relative = history.applied.grads - history.applied.common_grads[:, None]
+    run = history.run
+    relative = history.grads - history.common_grads[:, None]
     found: dict[int, list[tuple[float, str]]] = {}
-    for name, values in zip(history.applied.names, relative.T, strict=True):
+    for name, values in zip(history.names, relative.T, strict=True):
         for at, size in shifts(values, math.log(ALONE) / 2):
             found.setdefault(at, []).append((size, name))
     for at, sizes in found.items():
         sizes.sort(key=lambda entry: -abs(entry[0]))
         if abs(sizes[0][0]) > math.log(ALONE) and len(sizes) <= 1 + relative.shape[1] / 4:
-            text = f"{history.applied.at(at)} the gradient of {places([name for _, name in sizes])} became "
+            text = f"{history.at(at)} the gradient of {places([name for _, name in sizes])} became "
             yield Finding(
                 run[at], f"{text}{math.exp(sizes[0][0]):.3g} times as large as those of the others, and stayed so."
             )
@@ -91,7 +91,7 @@ def one_gradient(history: History) -> Iterator[Finding]:
 
 def added_gradients(history: History) -> Iterator[Finding]:
     """Find gradients that are never cleared: k that add up have a norm of sqrt(k) to k times that of one."""
-    values = history.applied.common_grads
+    values = history.common_grads
     for at in range(8, len(values) - 8):
         before = values[at - 8 : at]
         powers = (values[[at + 1, at + 3, at + 7]] - np.median(before)) / np.log([2, 4, 8])
@@ -99,27 +99,31 @@ def added_gradients(history: History) -> Iterator[Finding]:
         is_smooth = np.median(abs(np.diff(values[at + 2 : at + 8]))) < 0.15
         if is_new and is_smooth and powers.min() > 0.35 and powers.max() < 1.3:
             text = (
-                f"{history.applied.at(at)} all gradients began to grow with the number of steps: they add up, so "
+                f"{history.at(at)} all gradients began to grow with the number of steps: they add up, so "
                 "zero_grad is not called, or does not clear them."
             )
-            yield Finding(history.applied.run[at], text)
+            yield Finding(history.run[at], text)
 
 
 def repeated_data(history: History) -> Iterator[Finding]:
     """Find where the loss and all gradients stopped to fluctuate, and the loss fell from one record to the next."""
-    losses = history.applied.losses
+    losses = history.losses
     # How much a value differs from the line between its neighbours; at i that of record i + 1.
     of_loss = abs(np.diff(losses, 2))
-    of_grads = np.nanmedian(abs(np.diff(history.applied.grads, 2, axis=0)), 1)
+    of_grads = np.nanmedian(abs(np.diff(history.grads, 2, axis=0)), 1)
     for at in range(8, len(losses) - 8):
         after = losses[at : at + 8]
-        calm = [np.median(bends[at : at + 6]) / np.median(bends[at - 8 : at - 1]) for bends in (of_loss, of_grads)]
-        if (np.diff(after) < 0).all() and after[-1] < 0.9 * after[0] and calm[0] < 0.25 and calm[1] < 0.5:
+        before = np.median(of_loss[at - 8 : at - 1]), np.median(of_grads[at - 8 : at - 1])
+        is_calm = (
+            np.median(of_loss[at : at + 6]) < 0.25 * before[0] and np.median(of_grads[at : at + 6]) < 0.5 * before[1]
+        )
+        # One batch from the beginning is smooth all along.
+        if is_calm and before[1] > 0.1 and (np.diff(after) < 0).all() and after[-1] < 0.9 * after[0]:
             text = (
-                f"{history.applied.at(at)} the loss began to fall without fluctuating, from {after[0]:.4g} to "
-                f"{after[-1]:.4g}, and the gradients did not fluctuate either: the same data in every step."
+                f"{history.at(at)} the loss began to fall without fluctuating, from {after[0]:.4g} to {after[-1]:.4g}, "
+                "and the gradients did not fluctuate either: the same data in every step."
             )
-            yield Finding(history.applied.run[at], text)
+            yield Finding(history.run[at], text)
 
 
 def growing_weights(history: History) -> Iterator[Finding]:
@@ -143,8 +147,7 @@ def growing_weights(history: History) -> Iterator[Finding]:
             hits = np.flatnonzero((was_large | is_huge) & (np.minimum(own, apart) > math.log(GROWN)))
             if len(hits):
                 last = hits[0] + num
-                steps = abs(np.diff(norms[hits[0] : last + 1, column]))
-                at = hits[0] + int(np.argmax(steps > steps.max() / 3))
+                at = hits[0] + int(np.argmax(abs(np.diff(norms[hits[0] : last + 1, column]))))
                 text = (
                     f"from step {run[at].step} on the norm of {place(name)} went from {norms[at, column]:.3g} to "
                     f"{norms[last, column]:.3g} at step {run[last].step}, unlike those of its peers."
@@ -154,7 +157,7 @@ def growing_weights(history: History) -> Iterator[Finding]:
 
 def steep_updates(history: History) -> Iterator[Finding]:
     """Find a large parameter that the first updates of a run change by a large part of it, unlike the others."""
-    run = history.applied.run[:5]
+    run = history.run[:5]
     ratios = _ratios(run)
     steepest = max(ratios, key=ratios.__getitem__)
     if len(run) > 2 and run[0].updates < 3 and ratios[steepest] > max(LARGE_RATIO, JUMP * median(ratios.values())):

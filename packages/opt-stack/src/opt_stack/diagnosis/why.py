@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 from textwrap import fill
 from typing import NamedTuple
@@ -163,25 +162,29 @@ SYMPTOMS: Sequence[Detector] = (
 
 First what records prove; then what a step computes, in its order: the loss, gradients, state and weights; last what any
 of them leads to."""
+OF_ALL_STEPS = (skips.skipped_steps, symptoms.jump)  # others see the records of steps that made an update
 NEAR = 2  # records
 MAX_FINDINGS = 3
 
 
 def find(history: History, given: Iterable[Finding] = ()) -> list[Finding]:
     """Return the first cause, and at most two later findings. Those `given` come before those of the detectors."""
-    place_of = {id(stats): at for at, stats in enumerate(history.run)}
-    start = place_of.get(id(history.resumed), 0)
-    found = [(place_of.get(id(finding.record), len(place_of)), finding) for finding in given]
-    for detector in (*PROOFS, *SYMPTOMS) if history.applied.run and history.names else SYMPTOMS[:1]:
-        with catch_warnings(action="ignore", category=RuntimeWarning), np.errstate(all="ignore"):  # of numbers unknown
-            placed = [(place_of[id(finding.record)], finding) for finding in detector(history)]
-        found += sorted((entry for entry in placed if entry[0] >= start), key=itemgetter(0))[:1]
+    order = {id(stats): at for at, stats in enumerate(history.run)}
+    start = order.get(id(history.resumed), 0)
+    found = list(given)
+    applied = History([stats for stats in history.run if stats.success], history.resumed)
+    for detector in (*PROOFS, *SYMPTOMS):
+        seen = history if detector in OF_ALL_STEPS else applied
+        if seen.run and seen.names:
+            with catch_warnings(action="ignore", category=RuntimeWarning), np.errstate(all="ignore"):  # of NaN
+                new = [finding for finding in detector(seen) if order[id(finding.record)] >= start]
+            found += sorted(new, key=lambda finding: order[id(finding.record)])[:1]
+    at = [order.get(id(finding.record), len(order)) for finding in found]
     if not found:
         return []
-    earliest = min(at for at, _ in found)
-    cause = next(entry for entry in found if entry[0] <= earliest + NEAR)
-    later = [entry for entry in found if entry[0] >= cause[0] and entry is not cause]
-    return [finding for _, finding in (cause, *sorted(later, key=itemgetter(0)))][:MAX_FINDINGS]
+    cause = next(number for number in range(len(found)) if at[number] <= min(at) + NEAR)
+    later = [number for number in range(len(found)) if at[number] >= at[cause] and number != cause]
+    return [found[number] for number in (cause, *sorted(later, key=at.__getitem__))][:MAX_FINDINGS]
 
 
 # --- two recordings, two checkpoints ----------------------------------------------------------------------------------
