@@ -126,12 +126,13 @@ def lost_state(history: History) -> Iterator[Finding]:
     updates = np.nanmedian(logs(history.of(lambda stats: stats.update_norm)), 1) - logs(rates)
     norms = logs(np.array([stats.grad_norm for stats in run]))
     for at, size in shifts(updates, math.log(CHANGED) / 2):
-        # A gradient that had changed would explain it.
+        # A gradient or a rate that had changed would explain it.
         grads = np.stack([norms, history.common_grads], 1)
-        around = max(abs(change(grads, near)).max() for near in range(at - 5, at + 1))
-        if around < max(math.log(2.0), abs(size) / 3) and abs(change(grads, at, 3)).max() < abs(size) / 3:
+        spike = max(abs(change(grads, near)).max() for near in range(at - 5, at))
+        moved = max(abs(change(grads, at)).max(), np.ptp(logs(rates)[at - 8 : at + 5]))
+        if spike < math.log(FAR) and moved < abs(size) / 2:
             text = (
-                f"{history.at(at)} the updates of all parameters became {math.exp(size):.3g} times as "
-                "large, at the same learning rates and gradients: the optimizer's state was changed."
+                f"{history.at(at)} the updates of all parameters became {math.exp(size):.3g} times as large, at the "
+                "same learning rates and gradients: the optimizer's state was changed."
             )
             yield Finding(run[at], text)

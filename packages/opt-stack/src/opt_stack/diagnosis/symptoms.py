@@ -94,10 +94,11 @@ def added_gradients(history: History) -> Iterator[Finding]:
     values = history.common_grads
     for at in range(8, len(values) - 8):
         before = values[at - 8 : at]
-        powers = (values[[at + 1, at + 3, at + 7]] - np.median(before)) / np.log([2, 4, 8])
+        # From one to two, four and eight of them.
+        powers = np.diff([np.median(before), values[at + 1], values[at + 3], values[at + 7]]) / math.log(2.0)
         is_new = values[at + 7] > before.max() + np.ptp(before) / 2
         is_smooth = np.median(abs(np.diff(values[at + 2 : at + 8]))) < 0.15
-        if is_new and is_smooth and powers.min() > 0.35 and powers.max() < 1.3:
+        if is_new and is_smooth and powers.min() > 0.2 and powers.max() < 1.5:
             text = (
                 f"{history.at(at)} all gradients began to grow with the number of steps: they add up, so "
                 "zero_grad is not called, or does not clear them."

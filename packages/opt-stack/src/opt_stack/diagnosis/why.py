@@ -163,7 +163,7 @@ SYMPTOMS: Sequence[Detector] = (
 First what records prove; then what a step computes, in its order: the loss, gradients, state and weights; last what any
 of them leads to."""
 OF_ALL_STEPS = (skips.skipped_steps, symptoms.jump)  # others see the records of steps that made an update
-NEAR = 2  # records
+NEAR = 0  # records
 MAX_FINDINGS = 3
 
 
