@@ -236,6 +236,15 @@ def test_another_decay_is_that_of_the_present_run(caplog: pytest.LogCaptureFixtu
             assert torch.equal(average, torch.lerp(before[name], other.get_parameter(name).detach(), 1 - 0.9))
 
 
+def test_a_run_without_averages_says_that_it_leaves_them(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Its weights are ahead of those that the saved run would have shown."""
+    model, optimizer = built(**AVERAGED)
+    step(model, optimizer, 0, 1)
+    other, resumed = built()
+    by_a_directory(model, optimizer, other, resumed, tmp_path / "saved")
+    assert "continues with ema_nesterov_beta=None, but was saved with ema_nesterov_beta=0.4" in caplog.text
+
+
 @pytest.mark.parametrize("weights", ["ema", "nesterov_base"])
 def test_averages_are_exported_as_a_model(weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Frozen parameters and buffers as they are."""

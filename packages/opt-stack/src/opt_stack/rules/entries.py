@@ -365,7 +365,7 @@ def warn_of_other_choices(group: Group, saved: Group) -> None:
             "group %r continues with hooks %s, but was saved with %s",
             group["name"], ", ".join(after) or "none", ", ".join(before) or "none",
         )  # fmt: skip
-    numbers = [(name, saved[name], group[name]) for name in NUMBERS if name in group and name in saved]
+    numbers = [(name, saved[name], group.get(name)) for name in NUMBERS if name in saved]
     changed = [(name, was, now) for name, was, now in numbers if not is_on_device((was, now)) and was != now]
     for name, was, now in (*_differences(group, saved), *changed):
         logger.warning("group %r continues with %s=%s, but was saved with %s=%s", group["name"], name, now, name, was)
