@@ -158,12 +158,12 @@ SYMPTOMS: Sequence[Detector] = (
     symptoms.growing_weights,
     symptoms.jump,
 )
-"""All detectors, in the order of precedence: of findings in nearby records, the first detector's is the cause.
+"""All detectors, in the order of precedence: the earliest finding is the cause; of several in one record, the first
+detector's.
 
 First what records prove; then what a step computes, in its order: the loss, gradients, state and weights; last what any
 of them leads to."""
 OF_ALL_STEPS = (skips.skipped_steps, symptoms.jump)  # others see the records of steps that made an update
-NEAR = 0  # records
 MAX_FINDINGS = 3
 
 
@@ -179,12 +179,8 @@ def find(history: History, given: Iterable[Finding] = ()) -> list[Finding]:
             with catch_warnings(action="ignore", category=RuntimeWarning), np.errstate(all="ignore"):  # of NaN
                 new = [finding for finding in detector(seen) if order[id(finding.record)] >= start]
             found += sorted(new, key=lambda finding: order[id(finding.record)])[:1]
-    at = [order.get(id(finding.record), len(order)) for finding in found]
-    if not found:
-        return []
-    cause = next(number for number in range(len(found)) if at[number] <= min(at) + NEAR)
-    later = [number for number in range(len(found)) if at[number] >= at[cause] and number != cause]
-    return [found[number] for number in (cause, *sorted(later, key=at.__getitem__))][:MAX_FINDINGS]
+    found.sort(key=lambda finding: order.get(id(finding.record), len(order)))  # keeps the order of one record
+    return found[:MAX_FINDINGS]
 
 
 # --- two recordings, two checkpoints ----------------------------------------------------------------------------------
