@@ -36,16 +36,18 @@ using Words = __m256i;
 #define EACH for (int q = 0; q < 4; q++)
 constexpr int64_t LANES = sizeof(Floats) / sizeof(float), BLOCK = 4 * LANES;
 
-// A register of noise words, from element k of a group on.
-static inline Words load_noise(const GroupNoise &noise, int64_t k) {
-    Words words;
-    memcpy(&words, noise.words + k, sizeof words);
-    return WIDE(add_epi32)(words, WIDE(set1_epi32)(int(noise.offsets[k / NOISE_BLOCK])));
-}
-
 static inline Floats all(float x) { return WIDE(set1_ps)(x); }
 static inline Words all_words(uint32_t x) { return WIDE(set1_epi32)(int(x)); }
 static inline Floats absolute(Floats x) { return Floats(Words(x) & all_words(MAGNITUDE)); }
+
+// The noise words of a block, from element k of a group on.
+static inline void load_noise(const GroupNoise &noise, int64_t k, Words (&words)[4]) {
+    const Words offset = all_words(noise.offsets[k / NOISE_BLOCK]);
+    EACH {
+        memcpy(&words[q], noise.words + k + LANES * q, sizeof(Words));
+        words[q] = WIDE(add_epi32)(words[q], offset);
+    }
+}
 
 static inline void load_block(const float *values, Floats (&x)[4]) { EACH x[q] = WIDE(loadu_ps)(values + LANES * q); }
 static inline void store_block(float *values, const Floats (&x)[4]) { EACH WIDE(storeu_ps)(values + LANES * q, x[q]); }

@@ -8,10 +8,12 @@ static inline uint32_t nearest(float x) { return word_of(x + 0x1.8p23f); }
 static inline int32_t code_by(float y, uint32_t noise) { return (int32_t(y * 65536.0f) + int32_t(noise >> 16 | 1)) >> 16; }
 
 #ifdef WIDE
-static inline Words codes_by(Floats y, Words noise) {
-    const Words random = WIDE(srli_epi32)(noise, 16) | all_words(1);
-    const Words fixed = WIDE(cvttps_epi32)(WIDE(mul_ps)(y, all(65536.0f)));
-    return WIDE(srai_epi32)(WIDE(add_epi32)(fixed, random), 16);
+static inline void codes_by(const Floats (&y)[4], const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
+    Words random[4];
+    load_noise(noise, k, random);
+    EACH random[q] = WIDE(srli_epi32)(random[q], 16) | all_words(1);
+    EACH codes[q] = WIDE(cvttps_epi32)(WIDE(mul_ps)(y[q], all(65536.0f)));
+    EACH codes[q] = WIDE(srai_epi32)(WIDE(add_epi32)(codes[q], random[q]), 16);
 }
 #endif
 
@@ -72,7 +74,8 @@ struct Companded : Coded<int8_t, true, ROUNDS> {
         EACH y[q] = WIDE(fmadd_ps)(absolute(x[q]), all(factor), all(offset));
         EACH y[q] = WIDE(div_ps)(x[q], y[q]);
         EACH y[q] = WIDE(mul_ps)(y[q], all(most));
-        EACH code[q] = ROUNDS ? codes_by(y[q], load_noise(noise, k + LANES * q)) : WIDE(cvtps_epi32)(y[q]);
+        if constexpr (ROUNDS) codes_by(y, noise, k, code);
+        else EACH code[q] = WIDE(cvtps_epi32)(y[q]);
         const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
         store_bytes(codes, WIDE(packs_epi16)(first, second));
     }
@@ -135,7 +138,8 @@ struct Root : Coded<uint8_t, false, ROUNDS> {
         Words code[4];
         load_block(values, x);
         EACH x[q] = WIDE(mul_ps)(x[q], all(inverse));
-        EACH code[q] = ROUNDS ? codes_by(x[q], load_noise(noise, k + LANES * q)) : WIDE(cvtps_epi32)(x[q]);
+        if constexpr (ROUNDS) codes_by(x, noise, k, code);
+        else EACH code[q] = WIDE(cvtps_epi32)(x[q]);
         const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
         const Words bytes = WIDE(packus_epi16)(first, second);
         store_bytes(codes, bytes);

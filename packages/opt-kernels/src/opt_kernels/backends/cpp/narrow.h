@@ -197,8 +197,9 @@ static inline Words round_block(
     const Words (&words)[4], const Words (&above)[4], const GroupNoise &noise, int64_t k, uint8_t *codes) {
     constexpr int SHIFT = Float::SHIFT;
     Words code[4];
-    EACH code[q] = WIDE(srli_epi32)(load_noise(noise, k + LANES * q), 32 - SHIFT);
-    EACH code[q] = WIDE(srai_epi32)(WIDE(add_epi32)(code[q], above[q]), SHIFT);
+    load_noise(noise, k, code);
+    EACH code[q] = WIDE(add_epi32)(WIDE(srli_epi32)(code[q], 32 - SHIFT), above[q]);
+    EACH code[q] = WIDE(srai_epi32)(code[q], SHIFT);
     // That of the smallest normal number. Sums below zero, which only zero has, become zero.
     const Words least = WIDE(set1_epi16)(short(1 << (23 - SHIFT)));
     const Words first = WIDE(add_epi16)(WIDE(packs_epi32)(code[0], code[1]), least);
@@ -253,9 +254,10 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
             any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
             continue;
         }
+        Words random[4];
+        load_noise(noise, k, random);
         EACH {
-            const Words random = _mm512_srli_epi32(load_noise(noise, k + LANES * q), 32 - Float::SHIFT);
-            const Floats sum = Floats(_mm512_add_epi32(words[q], random));
+            const Floats sum = Floats(_mm512_add_epi32(words[q], _mm512_srli_epi32(random[q], 32 - Float::SHIFT)));
             const __m256i halves = _mm512_cvtps_ph(sum, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
             each = _mm256_min_epu16(each, halves);
             _mm256_storeu_si256((__m256i *)(codes + k + LANES * q), halves);
