@@ -115,7 +115,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     (store, name) = target_at(path)
     temporary = path.parent / store.folder(name, save_id)
     writer = CheckpointWriter(path, save_id, details={})
-    held = describe({}, 0, policy="equal", cached=cache.plan)
+    held = describe({}, 0, policy="equal", cached=cache.plan, lists_values=True)
     clock = Clock()
     agreed = agree("equal", [pickle.loads(offer) for offer in offers])
     clock.lap("agree")

@@ -8,8 +8,7 @@ from damage_models import begin, train
 from damaged_runs import HEALTHY, HELD_OUT, LAST, OTHERS, REVIEWED, Run
 
 from opt_stack import StepStats, why
-from opt_stack.diagnosis.history import History
-from opt_stack.diagnosis.why import find
+from opt_stack.diagnosis import History, find
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SEEDS = 5

@@ -61,9 +61,10 @@ def with_current_names(saved: SavedOptimizer, names: Iterable[str]) -> SavedOpti
     def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
         return {now.get(name, name): value for name, value in by_name.items()}
 
+    names_now = [[now.get(name, name) for name in own] for own in saved.names]
     return SavedOptimizer(
         groups=saved.groups,
-        names=[[now.get(name, name) for name in own] for own in saved.names],
+        names=names_now,
         state_names=renamed(saved.state_names),
         plain_state=renamed(saved.plain_state),
         param_shapes=renamed(saved.param_shapes),
