@@ -62,7 +62,7 @@ TOPICS = {
         "Loss scale": "loss_scale* initial_loss_scale min_loss_scale hysteresis",
         "Clipping and skipped steps": "clip_grad grad_norm_skip_threshold skip_*",
         "Sharding and communication": "use_distributed_optimizer use_layer_wise_distributed_optimizer overlap_param_*",
-        "CPU offload": "optimizer_cpu_offload optimizer_offload_fraction *cpu*",
+        "CPU offload": "optimizer_cpu_offload optimizer_offload_* *cpu*",
         "Adam, SGD, Lion": "adam_* sgd_* lion_*",
         "Muon": "muon_*",
         "AdaptiveMuon": "adaptive_muon_*",

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import cut_ranks
 import pytest
@@ -24,6 +25,7 @@ from on_device import (
     SHAPES,
     SIZE,
     STEPS,
+    STREAMED,
     LaunchedRule,
     Trained,
     assert_bits_of_a_cpu,
@@ -31,16 +33,21 @@ from on_device import (
     iterate,
     launch_rules_,
     launched,
+    layouts,
     outcome,
     queued,
     with_copies,
 )
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
+from tiers import NIGHT
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Comm
+from opt_distributed.comm import device as devices
+from opt_distributed.pieces import streamed
+from opt_kernels.hooks import ClipUpdateRms
 from opt_kernels.works import Batch, Works
 from opt_stack import Optimizer, QKClip, get_optimizer
 from opt_stack.building import units
@@ -48,13 +55,14 @@ from opt_stack.qk_clip import fused_qkv
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
-OFFLOADS = (ALL | OVERLAPS, HALF | OVERLAPS)
+OFFLOADS = (ALL | OVERLAPS, HALF | OVERLAPS, STREAMED | OVERLAPS)
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy each piece separately, so that copies and updates interleave."""
     monkeypatch.setattr(units, "PART_NUMEL", 1)
+    monkeypatch.setattr(streamed, "RUN_NUMEL", 1)
 
 
 PRECISIONS = [Numbers.FP32, Numbers.BF16, Numbers.REMAINDER]
@@ -126,30 +134,99 @@ CLIPPED = [
 
 @pytest.mark.parametrize("case", CLIPPED, ids=str)
 def test_qk_clip_has_the_bits_of_a_cpu_wherever_state_is(case: Case) -> None:
-    assert_bits_of_a_cpu(replace(case, clips=False), clipped, on_device=({}, HALF, ALL | OVERLAPS))
+    assert_bits_of_a_cpu(replace(case, clips=False), clipped, on_device=({}, HALF, ALL | OVERLAPS, STREAMED | OVERLAPS))
 
 
 MATRICES = [{"optimizer": "muon", "muon_tp_mode": mode} for mode in ("distributed", "duplicated")]
 
 
-@pytest.mark.parametrize("fields", [*MATRICES, {"optimizer": "soap"}], ids=["distributed", "duplicated", "soap"])
-def test_matrices_in_parts_are_gathered_through_the_device(fields: dict[str, Any]) -> None:
+SOAP = {"optimizer": "soap"}
+
+
+def train_parts(fields: dict[str, Any], tp: Comm) -> list[Tensor]:
     config = OptimizerConfig(lr=0.02, clip_grad=0.0, muon_fp32_matmul_prec="highest", **fields)
+    net = mark_parts(cut_ranks.Net(EVEN, 0), tp)
+    optimizer = get_optimizer(config, [net], {}, pg_collection=roles_over(tp=tp))
+    for step in range(STEPS):
+        grads = mark_parts(cut_ranks.Net(EVEN, 1 + step), tp).parameters()
+        for param, grad in zip(net.parameters(), grads, strict=True):
+            param.grad = grad.detach()
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters()]
 
-    def train(tp: Comm, **offload: Any) -> list[Tensor]:
-        net = mark_parts(cut_ranks.Net(EVEN, 0), tp)
-        optimizer = get_optimizer(replace(config, **offload), [net], {}, pg_collection=roles_over(tp=tp))
-        for step in range(STEPS):
-            grads = mark_parts(cut_ranks.Net(EVEN, 1 + step), tp).parameters()
-            for param, grad in zip(net.parameters(), grads, strict=True):
-                param.grad = grad.detach()
-            optimizer.step()
-        return [param.detach().clone() for param in net.parameters()]
 
-    expected = run_threads(2, train)
-    for seed in range(NUM_ORDERS):
-        for found, want in zip(run_deferred(2, lambda one: train(one.comm, **OFFLOADS[0]), seed=seed), expected):
-            assert all(map(torch.equal, found, want))
+def assert_equal(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+    for got, want in zip(found, expected, strict=True):
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("fields", [*MATRICES, SOAP], ids=["distributed", "duplicated", "soap"])
+def test_matrices_in_parts_are_gathered_through_the_device(fields: dict[str, Any]) -> None:
+    expected = run_threads(2, partial(train_parts, fields))
+    streams = [] if fields is SOAP else [STREAMED | OVERLAPS, STREAMED]  # this device cannot decompose later
+    for seed, offload in enumerate([OFFLOADS[0], *streams] * NUM_ORDERS):
+        run = partial(train_parts, {**fields, **offload})
+        assert_equal(run_deferred(2, lambda one, run=run: run(one.comm), seed=seed), expected)
+
+
+class AtOnce(devices.Device):
+    """An accelerator whose operations are complete when they return."""
+
+    is_asynchronous = True
+
+
+def test_factors_of_soap_are_streamed_where_they_are_owned(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {**SOAP, "soap_split_qkv": True}
+    expected = run_threads(2, partial(train_parts, fields))
+    monkeypatch.setattr(devices, "device_of", lambda device: AtOnce(device))
+    streamed_ = Mock(wraps=streamed.runs_of_due)
+    monkeypatch.setattr("opt_distributed.step.unit.runs_of_due", streamed_)
+    assert_equal(run_threads(2, partial(train_parts, {**fields, **STREAMED})), expected)
+    assert streamed_.call_count >= 2 * STEPS
+
+
+STREAMS = (STREAMED | OVERLAPS, STREAMED, STREAMED | OVERLAPS | {"optimizer_offload_fraction": 0.5})
+
+
+@pytest.mark.parametrize("case", layouts(), ids=str)
+def test_state_that_the_device_updates_has_bits_of_no_offload(case: Case) -> None:
+    assert_bits_of_a_cpu(case, on_device=STREAMS, num_orders=200 if NIGHT else 3)
+
+
+@pytest.mark.parametrize("number", ["main_params_dtype", "exp_avg_dtype"])
+def test_narrow_mains_and_moments_are_streamed_as_codes(number: str) -> None:
+    narrow = {"use_precision_aware_optimizer": True, number: torch.float16}
+    assert_bits_of_a_cpu(replace(FLAT, numbers=Numbers.BF16), on_device=STREAMS, num_orders=3, **narrow)
+
+
+def test_at_most_two_runs_are_on_the_device() -> None:
+    """In two blocks of the largest run, beside which the device holds nothing but parameters and gradients."""
+
+    def rank_main(one: DeferredRank) -> None:
+        model, optimizer = built(replace(FLAT, numbers=Numbers.BF16, size=1), one.comm, **STREAMED, **OVERLAPS)
+        launch_rules_(optimizer)
+        blocks: dict[int, int] = {}
+        lengths = []
+        with pytest.MonkeyPatch.context() as patch:
+            make = streamed._Run.__init__
+
+            def noted(run: Any, due: Any, memory: Tensor) -> None:
+                blocks[memory.data_ptr()] = memory.nbytes
+                lengths.append(streamed._num_bytes(streamed._kept(piece for _, piece, _ in due)))
+                make(run, due, memory)
+
+            patch.setattr(streamed._Run, "__init__", noted)
+            iterate(model, optimizer, 0, one.comm)
+        assert len(lengths) == len(list(model.parameters()))
+        assert list(blocks.values()) == [max(lengths)] * 2
+        assert all(map(one.device.memory.is_on_host, state_of(optimizer)))
+
+    run_deferred(1, rank_main, seed=0)
+
+
+def test_hooks_are_refused_where_the_device_streams_the_state() -> None:
+    with pytest.raises(ConfigError, match="optimizer_offload_compute='device': hooks of 'adam' read norms"):
+        built(replace(FLAT, size=1), Alone(), hooks=(ClipUpdateRms(1.0),), **STREAMED)
 
 
 BF16 = replace(FLAT, numbers=Numbers.BF16)

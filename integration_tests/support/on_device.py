@@ -36,6 +36,7 @@ FLAT = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", cl
 # Of half, one rank's piece of a parameter may be on the device while another rank's is on the host.
 HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 ALL: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+STREAMED: dict[str, Any] = {**ALL, "optimizer_offload_compute": "device"}
 OVERLAPS: dict[str, Any] = {"overlap_cpu_optimizer_d2h_h2d": True}
 
 sweep_stats = verdict.grad_stats
@@ -122,7 +123,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def launch_rules_(optimizer: Optimizer, kind: Callable[[Any], Any] = LaunchedRule) -> None:
     """Queue updates on the device as one kernel each."""
     for unit in optimizer.stepper.units:
-        if unit.host is not None:
+        if unit.host is not None and unit.host.computes_on_host:
             continue
         if isinstance(unit.rule, HookedUpdate):
             unit.rule = replace(unit.rule, rule=kind(unit.rule.rule))

@@ -42,6 +42,7 @@ OURS = {
     "muon_pre_norm": "none",
     "muon_post_norm": "none",
     "muon_nuclear_scale": False,
+    "optimizer_offload_compute": "host",
     "skip_sigma": math.inf,
     "skip_window": 128,
     "ema_decay": None,
@@ -51,6 +52,7 @@ OURS = {
     "ema_nesterov_gamma": 0.99,
 }
 
+ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 WHOLE = {"use_layer_wise_distributed_optimizer": True}
 FLAT = {"use_distributed_optimizer": True}
 WITH_STEP = {"overlap_param_gather_with_optimizer_step": True}
@@ -126,6 +128,19 @@ REFUSED = [
     ({"optimizer": torch.optim.Adam}, f"optimizer={torch.optim.Adam!r}: must be a string"),
     ({"timers": "on"}, "timers='on': must be a callable or None"),
     ({"muon_num_ns_steps": 0}, "muon_num_ns_steps=0: must be at least 1 and finite"),
+    (
+        {"optimizer_offload_compute": "device"},
+        "optimizer_offload_compute='device': has no effect without optimizer_cpu",
+    ),
+    ({**ON_HOST, "optimizer_offload_compute": "gpu"}, "optimizer_offload_compute='gpu': must be one of"),
+    (
+        {**ON_HOST, "optimizer_offload_compute": "device", "use_torch_optimizer_for_cpu_offload": True},
+        "optimizer_offload_compute='device': excludes use_torch_optimizer_for_cpu_offload, which updates on the host",
+    ),
+    (
+        {**ON_HOST, "optimizer_offload_compute": "device", "ema_decay": 0.9},
+        "optimizer_offload_compute='device': excludes averages of weights (ema_decay, ema_nesterov_beta), which the",
+    ),
     ({"pin_cpu_params": False}, "pin_cpu_params=False: has no effect without optimizer_cpu_offload; set that too, or"),
     ({"optimizer_cpu_offload": True}, "optimizer_offload_fraction=0.0: offloads nothing; set it in (0, 1], or set"),
     # Names of other libraries are answered with ours.

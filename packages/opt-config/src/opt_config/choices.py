@@ -75,12 +75,13 @@ class OnDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnHost:
-    """A part of the mains and state is kept in host memory and updated there."""
+    """A part of the mains and state is kept in host memory."""
 
     fraction: float  # of the elements, in (0, 1]
     overlap: bool  # copies overlap with the update
     pin_grads: bool
     pin_params: bool
+    compute: str = "host"  # where they are updated: "host", or "device", which fetches and returns them run by run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ class OptimizerConfig(Configuration):
     """Gather the parameters of the first model chunk while the other chunks are updated. Needs two or more chunks."""
 
     optimizer_cpu_offload: bool = False
-    """Keep a part of the optimizer state in host memory and update it there."""
+    """Keep a part of the optimizer state in host memory, and update it where `optimizer_offload_compute` says."""
     optimizer_offload_fraction: float = 0.0
     """Fraction of the elements that are offloaded, in (0, 1]."""
     use_torch_optimizer_for_cpu_offload: bool = False
@@ -210,6 +210,8 @@ class OptimizerConfig(Configuration):
     rows or cols, each to norm 1; rows_cols or cols_rows, one after the other."""
     muon_nuclear_scale: bool = False
     """Multiply Muon's orthogonalised update by the nuclear norm of the momentum (PolarGrad)."""
+    optimizer_offload_compute: str = "host"
+    """Where offloaded state is updated: host, or device, to which it is fetched run by run, at most two at a time."""
     skip_sigma: float = math.inf
     """Skip the step if its gradient norm is above the mean of the last `skip_window` steps by more than this many
     standard deviations, or so its loss (`optimizer.note_loss`). The deviation counts as at least 1 % of the mean.
@@ -294,6 +296,7 @@ class OptimizerConfig(Configuration):
             overlap=self.overlap_cpu_optimizer_d2h_h2d,
             pin_grads=self.pin_cpu_grads,
             pin_params=self.pin_cpu_params,
+            compute=self.optimizer_offload_compute,
         )
 
     @property

@@ -221,6 +221,7 @@ _WORDS = {
     "muon_weight_decay_method": "decoupled independent",
     "muon_pre_norm": "none rows",
     "muon_post_norm": "none frobenius rows cols rows_cols cols_rows",
+    "optimizer_offload_compute": "host device",
 }
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 _NAMES = {name: tuple(words.split()) for name, words in _WORDS.items()}
@@ -237,7 +238,7 @@ _FIELDS_THAT_NEED = {
     "skip_sigma": "skip_window",
     "optimizer_cpu_offload": (
         "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
-        "pin_cpu_params"
+        "pin_cpu_params optimizer_offload_compute"
     ),
     "ema_decay": "ema_from_step ema_share",
     "ema_nesterov_beta": "ema_nesterov_gamma",
@@ -278,6 +279,14 @@ def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.optimizer_cpu_offload and config.optimizer_cuda_graph:
         reason = "excludes optimizer_cuda_graph: a graph cannot wait for an update on the host; set only one of them"
         yield Problem("optimizer_cpu_offload", True, reason)
+    if config.optimizer_offload_compute == "device" and config.use_torch_optimizer_for_cpu_offload:
+        reason = "excludes use_torch_optimizer_for_cpu_offload, which updates on the host; set only one of them"
+        yield Problem("optimizer_offload_compute", "device", reason)
+    if config.optimizer_offload_compute == "device" and config.averages is not None:
+        reason = (
+            "excludes averages of weights (ema_decay, ema_nesterov_beta), which the host computes; set it to 'host'"
+        )
+        yield Problem("optimizer_offload_compute", "device", reason)
     if config.optimizer.lower() == "adamw" and not config.decoupled_weight_decay:
         reason = "contradicts optimizer='adamw', which decouples it; set optimizer='adam' to add it to the gradient"
         yield Problem("decoupled_weight_decay", False, reason)

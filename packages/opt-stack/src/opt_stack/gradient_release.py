@@ -146,7 +146,7 @@ class GradientRelease:
         (grad,) = read()
         assert grad is not None
         check_dense([piece.id], [grad])
-        self.optimizer.check_ready("a backward pass that updates parameters")
+        self.optimizer.check_ready("a backward pass that updates parameters", reads=False)
         if not self._updated and (problem := self.optimizer.loaded_weights.problem()) is not None:
             raise problem
         if param in self._updated:

@@ -122,7 +122,7 @@ class Optimizer(GradientStatistics):
                 step is skipped on the device, and the first access to its result, or the next step, raises it.
             ReplicaError: on every rank, in the first step, if replicas differ after a load.
         """
-        self.check_ready("a step")
+        self.check_ready("a step", reads=False)
         if closure is not None:
             if self._clipped.are_ready:
                 raise RuntimeError(
@@ -215,7 +215,7 @@ class Optimizer(GradientStatistics):
         Warns and raises like `step`.
         """
         with self.stepper.telling(self.stepper.num_begun + 1):
-            self.check_ready("a step")
+            self.check_ready("a step", reads=False)
             self._clipped.are_ready = False
             self._warn_of_unfrozen()
             if self.in_backward is not None:
@@ -230,7 +230,7 @@ class Optimizer(GradientStatistics):
         Raises ValueError, on every rank, if numbers of `param_groups` or of `clip_grad_norm` differ between ranks.
         """
         with self.stepper.telling(self.stepper.num_begun):
-            self.check_ready("step_with_ready_grads()")
+            self.check_ready("step_with_ready_grads()", reads=False)
             self._clipped.are_ready = False
             with self.recorder.on_error(self.stepper.num_begun):
                 made = self.stepper.step_with_ready_grads(self.param_groups)

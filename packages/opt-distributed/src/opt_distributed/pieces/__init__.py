@@ -21,10 +21,11 @@ from opt_distributed.pieces.sources import (
     is_sparse,
     marked_ids,
 )
+from opt_distributed.pieces.streamed import Streamed
 
 __all__ = [
     "AVERAGES", "NO_AVERAGES", "NUMBERS", "BufferedGrads", "ComputeStage", "DTensorGrads", "FullySharded", "HostMain",
     "HostSide", "OwnedPiece", "ParamGrads", "PeerSums", "QuantizedMain", "QuantizedSource", "Ready",
-    "ReducedMainGrads", "Source", "Update", "WeightAverages", "check_dense", "check_marks", "check_unfused",
+    "ReducedMainGrads", "Source", "Streamed", "Update", "WeightAverages", "check_dense", "check_marks", "check_unfused",
     "init_state", "is_first_replica", "is_sparse", "local", "marked_ids", "mesh_comms",
 ]  # fmt: skip

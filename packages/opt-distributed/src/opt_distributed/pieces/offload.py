@@ -37,6 +37,7 @@ class HostMain(Main):
 
     on_host: Main
     device: Device
+    returned: Event | None = None  # until the host waits for it: when the main values of the last step arrive
 
     @classmethod
     def of(cls, format: MainFormat, target: Tensor, device: Device) -> "HostMain":
@@ -71,6 +72,7 @@ class HostMain(Main):
     def value(self) -> Tensor:
         if not self.kept:
             return self.target
+        self._settle()
         if self.reads_param:
             self.staged.copy_(self.target)
         with self.device.on_host():
@@ -78,6 +80,7 @@ class HostMain(Main):
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
+        self._settle()
         here = self.device.to_host(value)
         with self.device.on_host():
             self.on_host.set_(here)
@@ -85,13 +88,21 @@ class HostMain(Main):
 
     @torch.no_grad()
     def reload_(self) -> None:
+        self._settle()
         self.staged.copy_(self.target)
         with self.device.on_host():
             self.on_host.reload_()
 
+    def _settle(self) -> None:
+        if self.returned is not None:
+            self.returned.synchronize()
+            self.returned = None
+
 
 class HostSide:
     """Staging memory and copies of one unit. The `main` of every piece is a `HostMain`."""
+
+    computes_on_host = True  # else the device updates the unit: see `Streamed`
 
     def __init__(self, pieces: Sequence[OwnedPiece], device: Device, placement: OnHost):
         self.device = device

@@ -295,7 +295,7 @@ class Stepper:
         if not self._accelerator.is_asynchronous:
             scales = [float(scale) for scale in scales]
             skip = None
-        hosts = [unit.host for unit in self.units if unit.host is not None]
+        hosts = [unit.host for unit in self.units if unit.host is not None and unit.host.computes_on_host]
         on_host = hosts[0].fetch_numbers(verdict.skip, scales) if hosts else None
         updates = [Update(unit_grads, groups, scales, skip, on_host) for unit_grads in ready]
         each = list(zip(self.units, updates, strict=True))

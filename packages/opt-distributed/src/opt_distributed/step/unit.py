@@ -7,6 +7,7 @@ of one scale: one `Batch` for the rule.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from opt_distributed.pieces.offload import HostSide
 from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, Update, kinds_of
 from opt_distributed.pieces.quantized import QuantizedMain
 from opt_distributed.pieces.sources import BucketPublisher, Publisher, ReadGrads, check_unfused, is_sparse
+from opt_distributed.pieces.streamed import Due, Streamed, runs_of_due
 from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
 from opt_kernels.dtensor import first_number
@@ -100,7 +102,7 @@ class Unit:
         If the unit is in host memory, this queues the copies to it, and waits for them only if there are such hooks.
         `row_means` are those of parameters whose rows span ranks.
         """
-        if self.host is not None:
+        if self.host is not None and self.host.computes_on_host:
             self.host.fetch_(update)
         if not isinstance(self.rule, HookedUpdate):
             return None
@@ -143,6 +145,12 @@ class Unit:
     def updating_(self, update: Update, begun: HookedStep | None = None, *, sends: bool = False) -> Iterator[None]:
         """Do what `update_` does, with pauses if the unit `starts_early`. If it `sends`, matrices that are whole here
         are sent bucket by bucket; `publish_` of `completes` must follow."""
+        if isinstance(self.host, Streamed):
+            self._stream_(self.host, update)
+        else:
+            yield from self._updating_(update, begun, sends=sends)
+
+    def _updating_(self, update: Update, begun: HookedStep | None, *, sends: bool) -> Iterator[None]:
         if begun is not None and self.host is not None and self.cut:
             begun.sums = self.host.device.to_host(begun.sums)
         with self._where_state_is(update) as here:
@@ -184,6 +192,24 @@ class Unit:
             updated = set(map(id, ready))
             self.host.refresh_([piece for piece in self.pieces if id(piece) not in updated])
         self.averages.update_(self.pieces, ready, update.groups, update.skip)
+
+    def _stream_(self, host: Streamed, update: Update) -> None:
+        """Update the ready pieces, whose state is fetched from host memory, on the device."""
+        own = getattr(self.rule, "hyper_names", ())
+        for scale, runs in self._calls(update):
+            due = []
+            for run in runs:
+                hyper = read_hyper(update.groups[run.first.group], step=run.count.next(), own=own)
+                grads = [update.ready.grads[index] for index in run.indices]
+                due += [Due(hyper, piece, grad) for piece, grad in zip(run.pieces, grads, strict=True)]
+            of_run = partial(self._update_batches_, scale=scale, skip=update.skip)
+            host.stream_(runs_of_due(self.rule, due, self.stages), of_run, skip=update.skip)
+            for run in runs:
+                run.count.advance(update.skip)
+
+    def _update_batches_(self, batches: Sequence[Batch], *, scale: float | Tensor, skip: Tensor | None) -> None:
+        for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip):
+            pass
 
     @contextmanager
     def _where_state_is(self, update: Update) -> Iterator[Update]:
@@ -235,6 +261,11 @@ class Unit:
             self._runs = runs_of(self.pieces)
             self._counts = list(map(_COUNT, self.pieces))
         return self._runs
+
+    def settle(self) -> None:
+        """Wait until host memory has the state of the last step."""
+        if isinstance(self.host, Streamed):
+            self.host.settle()
 
     # --- its memory -------------------------------------------------------------------------------------------------
 

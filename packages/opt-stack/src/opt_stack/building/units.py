@@ -16,6 +16,7 @@ from opt_distributed.pieces import (
     HostMain,
     HostSide,
     OwnedPiece,
+    Streamed,
     init_state,
     is_first_replica,
     local,
@@ -53,10 +54,11 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
     queue = devices.device_of(device)
     for number, (planned, on_host) in enumerate(sides):
         away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
+        computes_there = away is not None and isinstance(placement, OnHost) and placement.compute == "host"
 
-        def over(comm: Comm, away: devices.Device | None = away) -> Comm:
+        def over(comm: Comm, copies: devices.Device | None = away if computes_there else None) -> Comm:
             """The group for tensors on the host, if these are copied to and from the device."""
-            return comm if away is None or comm.size == 1 else HostComm(comm, away)
+            return comm if copies is None or comm.size == 1 else HostComm(comm, copies)
 
         placed = {id: PlacedMatrix(planned.splits.get(id, NOT_SPLIT)) for id in planned.ids}
         if planned.compute:
@@ -80,7 +82,10 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
             yield unit
         else:
             assert isinstance(placement, OnHost)
-            yield from _host_parts(unit, placement, away)
+            if computes_there:
+                yield from _host_parts(unit, placement, away)
+            else:
+                yield replace(unit, host=Streamed(unit.pieces, away, placement))
 
 
 def _last_unit(buffer: BufferPlan, sides: Sequence[tuple[UnitPlan, bool]], plan: Plan) -> int:

@@ -60,9 +60,9 @@ class ScriptOptimizer(Optimizer):
         if layouts:  # then loading is collective
             self._lacks_parameter_state = any(self._everyone.gather_objects(is_of_other))
 
-    def check_ready(self, what: str) -> None:
+    def check_ready(self, what: str, *, reads: bool = True) -> None:
         """Call `Optimizer.check_ready`; raise RuntimeError too if the state has not been loaded, on all ranks."""
-        super().check_ready(what)
+        super().check_ready(what, reads=reads)
         if self._lacks_parameter_state and what != "load_state_dict()":
             raise RuntimeError(
                 f"{what}: load_state_dict was given the part of another rank, and loaded groups and loss scale only; "

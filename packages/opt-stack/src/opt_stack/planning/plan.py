@@ -167,11 +167,13 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
 
 def staging_bytes(plan: Plan, rank: int) -> int:
     """Return an upper bound in bytes of the host buffers that stage gradients and parameters of pieces on the host:
-    less if 16-bit gradients are not accumulated, and none on a CPU."""
+    less if 16-bit gradients are not accumulated, and none on a CPU. The device updates with gradients where they are.
+    """
+    stages_grads = plan.config.optimizer_offload_compute == "host"
     total = 0
     for buffer in plan.buffers:
         numel = sum(run.numel for run in buffer.runs(rank) if plan.is_on_host(buffer, rank, run.id))
-        total += numel * (buffer.dtype.itemsize + buffer.grad_dtype.itemsize)
+        total += numel * (buffer.dtype.itemsize + stages_grads * buffer.grad_dtype.itemsize)
     return total
 
 
@@ -342,6 +344,8 @@ def total_lines(plan: Plan) -> Iterator[str]:
         hosted = by_rank(partial(plan.state_bytes, on_host=True))
         staged = by_rank(partial(staging_bytes, plan))
         yield f"of this on the host: {hosted} bytes; staging buffers, at most: {staged}"
+        if plan.config.optimizer_offload_compute == "device":
+            yield "  updated on the device, which fetches and returns it run by run, two runs at a time"
     if any(unit.averages.specs for unit in plan.units):
         yield f"eval() shows averages, and keeps {plan.evaluation_bytes():,} bytes of trained weights until train()"
     config = plan.config

@@ -112,15 +112,18 @@ class StateOffload:
     has_graphs: bool  # whether captured steps hold the addresses of parameters
     _away: list[list[Tensor]] | None = None  # while the state is on the host: the tensors of each allocation
 
-    def check_restored(self, what: str) -> None:
+    def check_restored(self, what: str, *, reads: bool = True) -> None:
         """Raise RuntimeError while the state is on the host; `what` names the call for the message. Follow parameters
-        that were moved away and back since the last call."""
+        that were moved away and back since the last call. If the call `reads` state, wait until host memory has it."""
         if self._away is not None:
             raise RuntimeError(
                 f"{what} while the state is on the host, between offload_to_cpu() and restore_from_cpu(); call "
                 "optimizer.restore_from_cpu() first"
             )
         self._follow()
+        if reads:
+            for unit in self.units:
+                unit.settle()
 
     def _follow(self, *, frees: bool = False) -> None:
         """Let units write parameters where these are now, if they are on their device again; with `frees`, keep no
@@ -269,6 +272,8 @@ class SharedCopies:
     def _compare_all(self) -> None:
         """Compare weights, state and loss scale. Collective."""
         self._compare_weights()
+        for unit, _ in self.held.values():
+            unit.settle()
         found = compare_copies(_sums_of_states(self.held), self.params, self.metas, self.roles)
         everyone = self.roles.everyone
         try:

@@ -83,10 +83,11 @@ class ShardedStates(torch.optim.Optimizer):
     _held: Mapping[ParamId, PieceRef]
     _described: Description | None = None  # by the last `sharded_state_dict`
 
-    def check_ready(self, what: str) -> None:
-        """Raise RuntimeError in evaluation mode, or while the state is on the host; `what` names the call."""
+    def check_ready(self, what: str, *, reads: bool = True) -> None:
+        """Raise RuntimeError in evaluation mode, or while the state is on the host; `what` names the call. If it
+        `reads` state, wait until host memory has it."""
         self.evaluation.check_training(what)
-        self.offload.check_restored(what)
+        self.offload.check_restored(what, reads=reads)
 
     def complete_params(self) -> None:
         """Wait for gathers under way, and free the copies that FSDP2 has gathered.
