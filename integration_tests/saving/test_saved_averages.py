@@ -195,6 +195,33 @@ def test_averages_begin_with_the_weights_where_none_were_saved(
         assert not torch.equal(kept(other, resumed, "ema")[name], weights), start
 
 
+def test_averages_that_begin_anew_follow_a_later_load_of_weights() -> None:
+    """They kept a share of the random weights of before the load, of which nobody was warned."""
+    model, optimizer = built()
+    step(model, optimizer, 0, 1)
+    other, resumed = built(**AVERAGED)
+    with torch.no_grad():
+        other.first.add_(100.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(model.state_dict())
+    step(other, resumed, 2)
+    assert bool(((kept(other, resumed, "ema")["first"] - other.first).abs() < 1).all())
+    assert bool((kept(other, resumed, "nesterov_ema")["first"].abs() < 1).all())
+
+
+@pytest.mark.parametrize("form", [by_torchs_form, by_a_directory])
+def test_an_average_begins_with_the_weights_without_look_ahead(form: Callable[..., None], tmp_path: Path) -> None:
+    """It began with the main values, which are ahead of the weights that were saved."""
+    nesterov = {name: value for name, value in AVERAGED.items() if name != "ema_decay"}
+    model, optimizer = built(**nesterov)
+    step(model, optimizer, 0, 1)
+    other, resumed = built(**AVERAGED)
+    form(model, optimizer, other, resumed, tmp_path / "saved")
+    averages = kept(other, resumed, "ema")
+    assert all(torch.equal(averages[name], base) for name, base in kept(model, optimizer, "nesterov_base").items())
+    assert not torch.equal(averages["first"], other.first)
+
+
 def test_megatrons_form_keeps_its_steps_without_averages(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -144,6 +144,19 @@ def test_a_reload_of_weights_begins_averages_anew() -> None:
     assert not torch.equal(optimizer.state[model.first]["ema"], optimizer.state[model.first]["nesterov_base"])
 
 
+def test_weights_loaded_after_a_reset_are_where_averages_begin() -> None:
+    """The load passed for a change that a step had made, in whose direction gradients were taken."""
+    model = two()
+    optimizer = built(model, **BOTH)
+    for number in range(3):
+        step(model, optimizer, number)
+    optimizer.reset_state()
+    with torch.no_grad():
+        model.first.add_(100.0)
+    step(model, optimizer, 4)
+    assert all(bool((value.abs() < 1).all()) for value in kept(model, optimizer, "nesterov_ema").values())
+
+
 def test_a_write_of_other_code_is_warned_of() -> None:
     model = two()
     optimizer = built(model)

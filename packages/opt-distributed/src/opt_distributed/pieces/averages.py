@@ -73,16 +73,19 @@ class WeightAverages:
 
     @torch.no_grad()
     def restart_(self, piece: OwnedPiece, names: Iterable[str] | None = None) -> None:
-        """Let averages, or those of these names, begin anew with the main values, at the piece's number of steps."""
-        with _where_kept(piece) as main:
-            for name in piece.averages if names is None else names:
-                state = piece.averages[name]
-                if name == STEPS:
-                    state.fill_(piece.step)
-                elif name == CHANGES:
-                    state.zero_()
-                else:
-                    state.copy_(main)
+        """Let averages, or those of these names, begin anew with the weights, at the piece's number of steps.
+
+        They follow later writes of other code until the next step, as after a load of state before that of weights.
+        """
+        if not piece.averages:
+            return
+        piece.following = set(piece.averages if names is None else names)
+        steps = piece.averages[STEPS]
+        if STEPS in piece.following:
+            steps.fill_(piece.step)
+        elif not int(steps):
+            piece.following = set(piece.averages)
+        self.begin_([piece])
 
     @torch.no_grad()
     def follow_(self, piece: OwnedPiece) -> None:
@@ -114,11 +117,16 @@ class WeightAverages:
 
     @torch.no_grad()
     def begin_(self, pieces: Sequence[OwnedPiece]) -> None:
-        """Let EMA-Nesterov begin at the present weights of pieces that have made no step. The host reads nothing."""
-        for piece in pieces if self.looks_ahead else ():
+        """Let averages that no step has written since they began take the present weights."""
+        for piece in pieces:
+            if not piece.following:
+                continue
             with _where_kept(piece) as main:
-                base = piece.averages[BASE]
-                base.copy_(torch.where(piece.averages[STEPS] == 0, main, base))
+                if BASE in piece.following:
+                    piece.averages[BASE].copy_(main)
+                    piece.averages[CHANGES].zero_()
+                if EMA in piece.following:
+                    piece.averages[EMA].copy_(_weights(piece, main))
 
     @torch.no_grad()
     def update_(

@@ -35,6 +35,7 @@ class OwnedPiece:
     main: Main
     state: dict[str, Tensor]
     averages: dict[str, Tensor] = field(default_factory=dict)  # of its weights, by name; see `pieces.averages`
+    following: set[str] = field(default_factory=set)  # averages that take the present weights until the next step
     norm_slot: int = 0  # the gradient norm of the step to which it contributes
     counted: bool = True  # False if another rank counts these elements in norms and zeros
     inspected: bool = True  # whether this rank checks the gradient for infinities and NaNs; true if it counts

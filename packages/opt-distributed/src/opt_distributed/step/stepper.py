@@ -331,6 +331,7 @@ class Stepper:
             verdict = captured.step(work, ready, on_device, self._guards.groups, self.limits)
         self._note(verdict, flags)
         for unit in self.units:
+            unit.note_averaged()
             self._publish(unit)
 
     def _publish(self, unit: Unit) -> None:

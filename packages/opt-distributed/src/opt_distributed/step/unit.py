@@ -56,7 +56,6 @@ class Unit:
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
     _readers: list[ReadGrads] = field(init=False)  # of all pieces, in order
     _kinds: Kinds = field(init=False)  # of all pieces
-    _has_averaged: bool = field(init=False, default=False)  # in this process
     _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
     _counts: list[Count] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
 
@@ -77,8 +76,7 @@ class Unit:
             UnusableGradientError: a gradient is in ``main_grad`` of a plain parameter.
             NumberError: a function of the step gives a number that averages do not allow.
         """
-        if not self._has_averaged:
-            self.averages.begin_(self.pieces)
+        self.averages.begin_(self.pieces)
         self.averages.check(self.pieces)
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
@@ -186,12 +184,17 @@ class Unit:
         """Write the averages of all pieces, also of those without a gradient in this step."""
         if not self.averages.specs or update.is_skipped:
             return
-        self._has_averaged = True
         ready = update.ready.pieces
         if self.host is not None and len(ready) < len(self.pieces):
             updated = set(map(id, ready))
             self.host.refresh_([piece for piece in self.pieces if id(piece) not in updated])
         self.averages.update_(self.pieces, ready, update.groups, update.skip)
+        self.note_averaged()
+
+    def note_averaged(self) -> None:
+        """Note that a step, which may be a replay of a graph, wrote the averages of all pieces."""
+        for piece in self.pieces:
+            piece.following.clear()
 
     def _stream_(self, host: Streamed, update: Update) -> None:
         """Update the ready pieces, whose state is fetched from host memory, on the device."""

@@ -170,6 +170,7 @@ def _pieces(
                 main=main,
                 state=state,
                 averages=averages,
+                following=set(averages),
                 norm_slot=slots.index(plan.norms[group] or meta.grad_norm_group or ""),
                 counted=inspected and _is_counted(design, buffer, id),
                 inspected=inspected,
