@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import Optimizer, get_optimizer
 
@@ -167,5 +168,34 @@ def test_copies_that_a_failed_update_left_apart_are_refused(kind: str) -> None:
         backward(net, optimizer, 1, comm.rank)
         with pytest.raises(ValueError, match="ranks hold different values of 'layers"):
             optimizer.step()
+
+    run_threads(2, train)
+
+
+class Failing(RecordingComm):
+    """No gather starts once it `fails`, as when a peer is gone."""
+
+    fails = False
+
+    def all_gather_(self, *tensors: Tensor, **options: Any) -> Any:
+        if self.fails:
+            raise RuntimeError("connection closed by peer")
+        return self.inner.all_gather_(*tensors, **options)
+
+
+def test_no_bucket_is_read_after_a_gather_that_did_not_start() -> None:
+    """Only the first bucket raised: the others, which were never sent, were read with the values of the last step."""
+
+    def train(comm: ThreadComm) -> None:
+        failing = Failing(comm)
+        net, optimizer = built(failing, "before use")
+        backward(net, optimizer, 0, comm.rank)
+        failing.fails = True
+        with pytest.raises(CollectiveError, match="closed by peer"):
+            optimizer.step()
+        layers = net.get_submodule("module.layers")
+        for name in layers._parameters:
+            with pytest.raises(CollectiveError, match="closed by peer"):
+                layers.get_parameter(name)
 
     run_threads(2, train)

@@ -107,7 +107,7 @@ class ParamSync:
             left = memory.by_bucket(ids)
             waits_for = [left[bucket.number] if bucket.memory is memory else set() for bucket in due]
             numbers = [bucket.number for bucket in due if bucket.memory is memory]
-            self._begun = InOrder(numbers, waits_for, lambda place: self._start([due[place]]))
+            self._begun = InOrder(numbers, waits_for, lambda place: self._start(due[place:], number=1))
         return self._begun
 
     def start(self) -> None:
@@ -151,14 +151,15 @@ class ParamSync:
     def _due(self, memories: Collection[int]) -> list[ParamBucket]:
         return [bucket for index in self.order if id((bucket := self.buckets[index]).memory) in memories]
 
-    def _start(self, due: Sequence[ParamBucket]) -> None:
-        for number, bucket in enumerate(due):
+    def _start(self, due: Sequence[ParamBucket], *, number: int | None = None) -> None:
+        """Start the gathers of `due`, or the first `number` of them. One that fails leaves all later ones incomplete."""
+        for place, bucket in enumerate(due[:number]):
             with suppress(CollectiveError):  # what failed is gathered again
                 self._wait_for(bucket)
             try:
                 self._incomplete[bucket] = bucket.memory.start_gather(bucket.number, bucket.comm)
             except CollectiveError as error:
-                self._incomplete |= dict.fromkeys(due[number:], error)  # shards of other ranks are out of date in these
+                self._incomplete |= dict.fromkeys(due[place:], error)  # shards of other ranks are out of date in these
                 self.is_pending = True
                 raise
         self.is_pending = bool(self._incomplete)
