@@ -1,6 +1,7 @@
 """Layer-wise: the first bucket of updated parameters is sent while later ones are updated."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.threads import ThreadComm
+from opt_kernels.quantized import quantize_linears_
 from opt_stack import Optimizer, get_optimizer
 
 CONFIG = OptimizerConfig(
@@ -199,3 +201,33 @@ def test_no_bucket_is_read_after_a_gather_that_did_not_start() -> None:
                 layers.get_parameter(name)
 
     run_threads(2, train)
+
+
+class Mixed(nn.Module):
+    """Two matrices in fp8, one of each rank, and three in bf16: one rank has none in their second bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(0)
+        self.in_fp8 = nn.Sequential(*[nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(2)])
+        for linear in self.in_fp8:
+            nn.init.normal_(linear.get_parameter("weight"), generator=numbers)
+        quantize_linears_(self.in_fp8, "delayed")
+        made = (torch.randn(8, 8, generator=numbers, dtype=torch.bfloat16) for _ in range(3))
+        self.in_bf16 = nn.ParameterList(map(nn.Parameter, made))
+
+
+def test_buckets_are_sent_before_fp8_weights_on_every_rank() -> None:
+    """A rank without early buckets reduced the scales first, while the other one gathered: a deadlock."""
+
+    def train(comm: ThreadComm) -> list[Tensor]:
+        net = Mixed()
+        config = replace(CONFIG, bf16=True, fp8_recipe="delayed")
+        optimizer = get_optimizer(config, [net], {}, pg_collection=roles_over(comm))
+        for param in net.parameters():
+            param.grad = torch.ones(param.shape, dtype=torch.bfloat16)
+        assert optimizer.step().success
+        return [param.detach().to(torch.float32) for param in net.parameters()]
+
+    first, second = run_threads(2, train)
+    assert all(map(torch.equal, first, second))

@@ -152,7 +152,7 @@ class ParamSync:
         return [bucket for index in self.order if id((bucket := self.buckets[index]).memory) in memories]
 
     def _start(self, due: Sequence[ParamBucket], *, number: int | None = None) -> None:
-        """Start the gathers of `due`, or the first `number` of them. One that fails leaves all later ones incomplete."""
+        """Start the gathers of `due`, or the first `number`. If one fails, all later buckets are incomplete, too."""
         for place, bucket in enumerate(due[:number]):
             with suppress(CollectiveError):  # what failed is gathered again
                 self._wait_for(bucket)

@@ -48,7 +48,8 @@ class Unit:
     name: str
     rule: Rule
     pieces: Sequence[OwnedPiece]
-    completes: Sequence[Publisher] = ()  # sources to which no later unit of the step writes, on any rank
+    # Sources to which no later unit of the step writes, on any rank. The first may send buckets during the update.
+    completes: Sequence[Publisher] = ()
     stages: Sequence[ComputeStage] = ()  # of pieces that are parts of matrices; in the same order on all ranks
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, if hooks read norms
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
@@ -154,9 +155,9 @@ class Unit:
         with self._where_state_is(update) as here:
             if begun is not None:
                 begun.finish_(skip=here.skip)
-            sender = next((one for one in self.completes if isinstance(one, BucketPublisher)), None)
+            sender = next((one for one in self.completes[:1] if isinstance(one, BucketPublisher)), None)
             gathers = None
-            # Of one buffer: gathers have one order on all ranks, whatever they own. A look-ahead is written later.
+            # The first: collectives have one order on all ranks, whatever they own. A look-ahead is written later.
             sends = sends and self.host is None and not self.averages.looks_ahead
             if sends and sender is not None and any(piece.bucket for piece in self.pieces):
                 gathers = sender.begin_gathers_([piece.id for piece in here.ready.pieces])

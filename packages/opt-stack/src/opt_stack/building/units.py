@@ -16,6 +16,7 @@ from opt_distributed.pieces import (
     HostMain,
     HostSide,
     OwnedPiece,
+    QuantizedSource,
     Streamed,
     init_state,
     is_first_replica,
@@ -67,12 +68,15 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
             placed = place_matrices(
                 planned.compute, splits, design.model.params, design.model.metas, tensor_parallel, over=over
             )
+        completes = [sources.fp8.get(name, sources.of_buffers[name]) for name, at in last.items() if at == number]
         norms, rows = cut.get(planned.name, ((), ()))
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
             pieces=list(_pieces(planned, design, sources, placed, slots, on_host=on_host, away=away)),
-            completes=[sources.fp8.get(name, sources.of_buffers[name]) for name, at in last.items() if at == number],
+            completes=sorted(
+                completes, key=lambda source: isinstance(source, QuantizedSource)
+            ),  # others may send early
             averages=planned.averages,
             stages=list(dict.fromkeys(matrix.stage for matrix in placed.values() if matrix.stage is not None)),
             cut=norms,
