@@ -20,6 +20,7 @@ from opt_distributed.comm.device import Device, Event, Stream
 from opt_distributed.pieces.exchange import ComputeStage
 from opt_distributed.pieces.offload import HostMain, HostSide
 from opt_distributed.pieces.piece import OwnedPiece
+from opt_kernels.dtensor import first_number
 from opt_kernels.matrices import stacks
 from opt_kernels.params import CodedMain, Main
 from opt_kernels.rules import Needs, Rule
@@ -133,6 +134,7 @@ class _Run:
                 out=tensors.out,
                 remainder=tensors.remainder,
                 matrix=piece.matrix,
+                first=first_number(piece.param) + piece.of_param.start,
             )
             works = found.setdefault(id(hyper), Batch(hyper, [])).works
             assert isinstance(works, list)
