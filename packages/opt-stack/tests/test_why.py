@@ -192,6 +192,19 @@ def test_a_stale_checkpoint(tmp_path: Path) -> None:
     assert "First: the second run begins after 12 updates with the weights that the first had after 6" in text
 
 
+def test_a_model_whose_weights_begin_at_zero_is_read(tmp_path: Path) -> None:
+    """Raised that the ratios of large parameters were an empty sequence."""
+    model = nn.Linear(6, 3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+    optimizer.stats_every(1, directory=tmp_path)
+    train(model, optimizer, range(1, 6))
+    optimizer.recorder.write("end")
+    assert "Nothing unusual was found." in said(tmp_path)
+
+
 # --- where recordings go, and who reads them --------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from opt_stack.diagnosis.tensor_stats import StepStats, TensorStats
+from opt_stack.diagnosis.tensor_stats import StepStats
 
 Run = Sequence[StepStats]
 JUMP = 5.0  # factor over the norms before, from which a norm has jumped
@@ -34,29 +34,39 @@ class History:
         """The parameters that all records have."""
         return [name for name in self.run[-1].params if all(name in stats.params for stats in self.run)]
 
-    def of(self, read: Callable[[TensorStats], float | None]) -> ndarray:
-        """Return a number of each parameter."""
-        return np.array([[read(stats.params[name]) for name in self.names] for stats in self.run], float)
+    def of_params(self, field: str) -> ndarray:
+        """Return a field of `TensorStats`, by parameter."""
+        rows = [[getattr(stats.params[name], field) for name in self.names] for stats in self.run]
+        return np.array(rows, float)
+
+    def of_steps(self, field: str) -> ndarray:
+        """Return a field of `StepStats`."""
+        return np.array([getattr(stats, field) for stats in self.run], float)
 
     @cached_property
     def losses(self) -> ndarray:
-        return np.array([stats.loss for stats in self.run], float)
+        return self.of_steps("loss")
 
     @cached_property
     def grads(self) -> ndarray:
         """The logarithms of gradient norms, by parameter."""
-        return logs(self.of(lambda stats: stats.grad_norm))
+        return logs(self.of_params("grad_norm"))
 
     @cached_property
     def common_grads(self) -> ndarray:
         """The logarithm of the gradient norm that parameters have in common, their median."""
-        common: ndarray = np.median(self.grads[:, ~np.isnan(self.grads).any(0)], 1)
+        is_known = ~np.isnan(self.grads).any(0)
+        common: ndarray = np.median(self.grads[:, is_known], 1)
         return common
 
     def at(self, record: int) -> str:
         """Return `at step 61`, and whether that is the first of a resumed run."""
         stats = self.run[record]
-        return f"at step {stats.step}" + (", the first of the resumed run," if stats is self.resumed else "")
+        suffix = ", the first of the resumed run," if stats is self.resumed else ""
+        return f"at step {stats.step}{suffix}"
+
+    def since(self, record: int) -> str:
+        return f"from step {self.run[record].step} on"
 
 
 def logs(values: ndarray) -> ndarray:
@@ -76,9 +86,10 @@ def shifts(values: ndarray, floor: float) -> Iterator[tuple[int, float]]:
             yield at, float(np.median(after) - np.median(before))
 
 
-def change(values: ndarray, at: int, num: int = 1) -> ndarray:
-    """Return the median of `num` values from `at` on, less that of the three before."""
-    size: ndarray = np.median(values[at : at + num], 0) - np.median(values[max(at - 3, 0) : at], 0)
+def change(values: ndarray, at: int) -> ndarray:
+    """Return the values at a record, less the median of the three before."""
+    before = values[max(at - 3, 0) : at]
+    size: ndarray = values[at] - np.median(before, 0)
     return size
 
 
@@ -90,7 +101,9 @@ def place(name: str) -> str:
 
 def places(names: Sequence[str]) -> str:
     """Return the first of some parameters, and how many there are."""
-    return place(names[0]) + (f", and of {len(names) - 1} other parameters," if len(names) > 1 else "")
+    others = f", and of {len(names) - 1} other parameters," if len(names) > 1 else ""
+    return f"{place(names[0])}{others}"
 
 
-Detector = Callable[[History], Iterator[Finding]]
+Sentences = Iterator[tuple[int, str]]  # each with the number of its record
+Detector = Callable[[History], Sentences]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from statistics import median
 
-from opt_stack.diagnosis.history import JUMP, NUM_BEFORE, Finding, History, Run, place
+from opt_stack.diagnosis.history import JUMP, NUM_BEFORE, Finding, History, Run, Sentences, place
 from opt_stack.diagnosis.recorder import ranks_text
 from opt_stack.diagnosis.tensor_stats import OVERFLOW, StepStats, non_finite
 
@@ -20,7 +20,7 @@ def refused_steps(refused: Sequence[tuple[int, str]], run: Run) -> Iterator[Find
         yield Finding(later, f"step {step} was refused with an error{end}: {error[:300].removesuffix('.')}.")
 
 
-def skipped_steps(history: History) -> Iterator[Finding]:
+def skipped_steps(history: History) -> Sentences:
     """Find the first skipped steps, except where a dynamic loss scale finds its level."""
     run = history.run
     at = 0
@@ -28,14 +28,11 @@ def skipped_steps(history: History) -> Iterator[Finding]:
         stats = run[at]
         skipped = list(takewhile(lambda later: not later.success, run[at:]))
         if stats.reason == OVERFLOW and not _finds_its_scale(run, at, skipped):
-            yield Finding(stats, _sentence(run, at, skipped))
+            yield at, _sentence(run, at, skipped)
         elif stats.reason not in ("", OVERFLOW) and stats.grad_norms:
             where = place(max(stats.grad_norms, key=stats.grad_norms.__getitem__))
-            text = (
-                f"step {stats.step} was skipped for a {stats.reason}: the gradient norm was {stats.grad_norm:.4g}, "
-                f"most in {where}; look at its batch of data."
-            )
-            yield Finding(stats, text)
+            text = f"step {stats.step} was skipped for a {stats.reason}: the gradient norm was {stats.grad_norm:.4g}, "
+            yield at, f"{text}most in {where}; look at its batch of data."
         at += max(len(skipped), 1)
 
 

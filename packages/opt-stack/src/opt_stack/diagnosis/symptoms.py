@@ -5,12 +5,11 @@ Each compares a series with its own past, or with those of other parameters.
 
 import math
 import re
-from collections.abc import Iterator
 from statistics import median
 
 import numpy as np
 
-from opt_stack.diagnosis.history import JUMP, NUM_BEFORE, Finding, History, Run, change, logs, place, places, shifts
+from opt_stack.diagnosis.history import JUMP, NUM_BEFORE, History, Run, Sentences, change, logs, place, places, shifts
 from opt_stack.diagnosis.tensor_stats import StepStats
 
 ALONE = 3.0  # factor over other parameters
@@ -19,62 +18,58 @@ LARGE_RATIO = 0.1  # update / weight
 SILENT = 0.999  # share of zeros
 
 
-def silent_gradients(history: History) -> Iterator[Finding]:
+def silent_gradients(history: History) -> Sentences:
     """Find parameters whose gradient is missing or zero from one record to the end, and was not before."""
-    run = history.run
-    norms = history.of(lambda stats: stats.grad_norm)
-    is_alive = (norms > 0) & (history.of(lambda stats: stats.zeros) < SILENT)
+    zeros = history.of_params("zeros")
+    is_alive = (history.of_params("grad_norm") > 0) & (zeros < SILENT)
     begun: dict[int, list[str]] = {}
     for name, alive in zip(history.names, is_alive.T, strict=True):
         at = int(np.flatnonzero(alive).max(initial=-1)) + 1
-        if 0 < at <= len(run) - 3 - 3 * (at - alive.sum()):
+        num_silent_before = at - alive.sum()
+        if 0 < at <= len(alive) - 3 - 3 * num_silent_before:
             begun.setdefault(at, []).append(name)
     for at, names in begun.items():
-        text = (
-            f"from step {run[at].step} on the gradient of {places(names)} was zero or missing: frozen, or cut off from "
-        )
-        yield Finding(run[at], f"{text}the loss.")
+        text = f"{history.since(at)} the gradient of {places(names)} was zero or missing: frozen, or cut off from "
+        yield at, f"{text}the loss."
 
 
-def scaled_gradients(history: History) -> Iterator[Finding]:
+def scaled_gradients(history: History) -> Sentences:
     """Find where all gradients changed by one factor, and the loss by the same or not at all."""
-    run = history.run
     losses = np.nan_to_num(logs(history.losses))
     found = list(shifts(history.common_grads, 0.3))
-    for at in range(3, len(run)):
-        if change(losses, at) > math.log(GROWN):  # then one record is enough
-            found.append((at, float(change(losses, at))))
+    for at in range(3, len(losses)):
+        rise = float(change(losses, at))
+        if rise > math.log(GROWN):  # then one record is enough
+            found.append((at, rise))
     for at, size in found:
         of_loss = change(losses, at)
-        is_near = abs(change(history.grads, at) - size) < 0.3 * abs(size) + 0.1
-        if is_near.mean() > 0.7 and min(abs(of_loss), abs(of_loss - size)) < 0.1 * abs(size) + 0.05:
+        rest_of_loss = min(abs(of_loss), abs(of_loss - size))
+        rest_of_grads = abs(change(history.grads, at) - size)
+        is_near = rest_of_grads < 0.3 * abs(size) + 0.1
+        if is_near.mean() > 0.7 and rest_of_loss < 0.1 * abs(size) + 0.05:
             what = "the loss and all gradients" if abs(of_loss) > abs(size) / 2 else "all gradients"
-            text = (
-                f"{history.at(at)} {what} became {math.exp(size):.3g} times as large by one factor: a sum in "
-                "place of a mean, another scale of the loss or of its data, or gradients that add up."
-            )
-            yield Finding(run[at], text)
+            text = f"{history.at(at)} {what} became {math.exp(size):.3g} times as large by one factor: a sum in place "
+            yield at, f"{text}of a mean, another scale of the loss or of its data, or gradients that add up."
 
 
-def other_data(history: History) -> Iterator[Finding]:
+def other_data(history: History) -> Sentences:
     """Find where the loss changed at once, in a forward pass before which no update was unusual."""
-    run = history.run
     losses = history.losses
-    updates = np.linalg.norm(np.nan_to_num(history.of(lambda stats: stats.update_norm)), axis=1)
-    for at, size in shifts(losses, 0.1 * abs(float(np.median(losses)))):
+    updates = np.linalg.norm(np.nan_to_num(history.of_params("update_norm")), axis=1)
+    floor = 0.1 * abs(float(np.median(losses)))
+    for at, size in shifts(losses, floor):
         before = float(np.median(losses[at - 8 : at]))
-        is_usual = updates[at - 4 : at].max() <= 2 * np.median(updates[max(at - NUM_BEFORE, 0) : at - 4])
-        if is_usual and not before / 2 < before + size < before:
-            text = (
-                f"{history.at(at)} the loss went from {before:.4g} to {before + size:.4g} and stayed "
-                "there, without an unusual update before: the data, its labels or the forward pass changed."
-            )
-            yield Finding(run[at], text)
+        after = before + size
+        usual_update = np.median(updates[max(at - NUM_BEFORE, 0) : at - 4])
+        is_usual = updates[at - 4 : at].max() <= 2 * usual_update
+        is_progress = before / 2 < after < before
+        if is_usual and not is_progress:
+            text = f"{history.at(at)} the loss went from {before:.4g} to {after:.4g} and stayed there, without an "
+            yield at, f"{text}unusual update before: the data, its labels or the forward pass changed."
 
 
-def one_gradient(history: History) -> Iterator[Finding]:
+def one_gradient(history: History) -> Sentences:
     """Find a parameter whose gradient changed at once while those of most others did not."""
-    run = history.run
     relative = history.grads - history.common_grads[:, None]
     found: dict[int, list[tuple[float, str]]] = {}
     for name, values in zip(history.names, relative.T, strict=True):
@@ -82,56 +77,52 @@ def one_gradient(history: History) -> Iterator[Finding]:
             found.setdefault(at, []).append((size, name))
     for at, sizes in found.items():
         sizes.sort(key=lambda entry: -abs(entry[0]))
-        if abs(sizes[0][0]) > math.log(ALONE) and len(sizes) <= 1 + relative.shape[1] / 4:
-            text = f"{history.at(at)} the gradient of {places([name for _, name in sizes])} became "
-            yield Finding(
-                run[at], f"{text}{math.exp(sizes[0][0]):.3g} times as large as those of the others, and stayed so."
-            )
+        largest = sizes[0][0]
+        if abs(largest) > math.log(ALONE) and len(sizes) <= 1 + len(history.names) / 4:
+            names = [name for _, name in sizes]
+            text = f"{history.at(at)} the gradient of {places(names)} became {math.exp(largest):.3g} times as large "
+            yield at, f"{text}as those of the others, and stayed so."
 
 
-def added_gradients(history: History) -> Iterator[Finding]:
+def added_gradients(history: History) -> Sentences:
     """Find gradients that are never cleared: k that add up have a norm of sqrt(k) to k times that of one."""
     values = history.common_grads
     for at in range(8, len(values) - 8):
         before = values[at - 8 : at]
-        # From one to two, four and eight of them.
-        powers = np.diff([np.median(before), values[at + 1], values[at + 3], values[at + 7]]) / math.log(2.0)
         is_new = values[at + 7] > before.max() + np.ptp(before) / 2
         is_smooth = np.median(abs(np.diff(values[at + 2 : at + 8]))) < 0.15
+        # From one to two, four and eight of them.
+        doublings = np.diff([np.median(before), values[at + 1], values[at + 3], values[at + 7]])
+        powers = doublings / math.log(2.0)
         if is_new and is_smooth and powers.min() > 0.2 and powers.max() < 1.5:
-            text = (
-                f"{history.at(at)} all gradients began to grow with the number of steps: they add up, so "
-                "zero_grad is not called, or does not clear them."
-            )
-            yield Finding(history.run[at], text)
+            text = f"{history.at(at)} all gradients began to grow with the number of steps: they add up, so zero_grad "
+            yield at, f"{text}is not called, or does not clear them."
 
 
-def repeated_data(history: History) -> Iterator[Finding]:
+def repeated_data(history: History) -> Sentences:
     """Find where the loss and all gradients stopped to fluctuate, and the loss fell from one record to the next."""
     losses = history.losses
     # How much a value differs from the line between its neighbours; at i that of record i + 1.
     of_loss = abs(np.diff(losses, 2))
     of_grads = np.nanmedian(abs(np.diff(history.grads, 2, axis=0)), 1)
     for at in range(8, len(losses) - 8):
-        after = losses[at : at + 8]
-        before = np.median(of_loss[at - 8 : at - 1]), np.median(of_grads[at - 8 : at - 1])
-        is_calm = (
-            np.median(of_loss[at : at + 6]) < 0.25 * before[0] and np.median(of_grads[at : at + 6]) < 0.5 * before[1]
-        )
+        falling = losses[at : at + 8]
+        usual_grads = np.median(of_grads[at - 8 : at - 1])
+        is_calm_loss = np.median(of_loss[at : at + 6]) < 0.25 * np.median(of_loss[at - 8 : at - 1])
+        is_calm = is_calm_loss and np.median(of_grads[at : at + 6]) < 0.5 * usual_grads
+        falls = (np.diff(falling) < 0).all() and falling[-1] < 0.9 * falling[0]
         # One batch from the beginning is smooth all along.
-        if is_calm and before[1] > 0.1 and (np.diff(after) < 0).all() and after[-1] < 0.9 * after[0]:
-            text = (
-                f"{history.at(at)} the loss began to fall without fluctuating, from {after[0]:.4g} to {after[-1]:.4g}, "
-                "and the gradients did not fluctuate either: the same data in every step."
-            )
-            yield Finding(history.run[at], text)
+        if is_calm and falls and usual_grads > 0.1:
+            text = f"{history.at(at)} the loss began to fall without fluctuating, from {falling[0]:.4g} to "
+            text += f"{falling[-1]:.4g}, and the gradients did not fluctuate either: the same data in every step."
+            yield at, text
 
 
-def growing_weights(history: History) -> Iterator[Finding]:
+def growing_weights(history: History) -> Sentences:
     """Find a weight whose norm changed, over 10, 30 or 100 records, by a factor that those of its kind in other layers,
     or of most others if it has none, did not."""
     run = history.run
-    norms = history.of(lambda stats: stats.weight_norm)
+    norms = history.of_params("weight_norm")
     weights = logs(norms)
     rms = norms / np.sqrt([run[-1].params[name].numel for name in history.names])
     kinds = np.array([re.sub(r"\d+", "*", name) for name in history.names])
@@ -153,72 +144,73 @@ def growing_weights(history: History) -> Iterator[Finding]:
                     f"from step {run[at].step} on the norm of {place(name)} went from {norms[at, column]:.3g} to "
                     f"{norms[last, column]:.3g} at step {run[last].step}, unlike those of its peers."
                 )
-                yield Finding(run[at], text)
+                yield at, text
 
 
-def steep_updates(history: History) -> Iterator[Finding]:
+def steep_updates(history: History) -> Sentences:
     """Find a large parameter that the first updates of a run change by a large part of it, unlike the others."""
     run = history.run[:5]
-    ratios = _ratios(run)
-    steepest = max(ratios, key=ratios.__getitem__)
-    if len(run) > 2 and run[0].updates < 3 and ratios[steepest] > max(LARGE_RATIO, JUMP * median(ratios.values())):
-        text = (
-            f"from step {run[0].step} on an update changed {place(steepest)} by {ratios[steepest]:.0%} of its "
-            f"norm, and most others by {median(ratios.values()):.1%}: its learning rate is too high."
-        )
-        yield Finding(run[0], text)
+    name, ratio, usual = _steepest(run)
+    if len(run) > 2 and run[0].updates < 3 and ratio > max(LARGE_RATIO, JUMP * usual):
+        text = f"{history.since(0)} an update changed {place(name)} by {ratio:.0%} of its norm, and most others by "
+        yield 0, f"{text}{usual:.1%}: its learning rate is too high."
 
 
-def _ratios(run: Run) -> dict[str, float]:
-    """Return update / weight of the largest parameters. Small ones, which may begin at zero, have large ratios."""
-    most = max(of.numel for of in run[-1].params.values())
-    found = {}
+def _steepest(run: Run) -> tuple[str, float, float]:
+    """Return the largest update / weight of large parameters, with its name, and the median of all of them. Small
+    parameters, which may begin at zero, have large ratios."""
+    params = run[-1].params
+    most = max(of.numel for of in params.values())
+    ratios = {}
     for name in History(run).names:
-        ratios = [stats.params[name].ratio or 0.0 for stats in run]
-        if run[-1].params[name].numel * 10 >= most and run[0].params[name].weight_norm:
-            found[name] = median(ratios)
-    return found
+        if params[name].numel * 10 >= most and run[0].params[name].weight_norm:
+            ratios[name] = median(stats.params[name].ratio or 0.0 for stats in run)
+    if not ratios:
+        return "", 0.0, 0.0  # all of them begin at zero
+    steepest = max(ratios, key=ratios.__getitem__)
+    return steepest, ratios[steepest], median(ratios.values())
 
 
-def jump(history: History) -> Iterator[Finding]:
-    """Find the first gradient norm far above those before it, and whether it and the loss came back."""
+def jump(history: History) -> Sentences:
+    """Find gradient norms far above those before them, and whether they and the loss came back."""
     run = history.run
+    norms = history.of_steps("grad_norm")
+    losses = history.losses
     for at, stats in enumerate(run):
-        window = run[max(at - NUM_BEFORE, 0) : at]
-        before = [earlier for earlier in window if math.isfinite(earlier.grad_norm)]
-        norms = [earlier.grad_norm for earlier in before]
-        usual = median(norms) if len(norms) >= 3 else 0.0
-        if not usual or not JUMP * usual < stats.grad_norm < math.inf:
+        before = [near for near in range(max(at - NUM_BEFORE, 0), at) if math.isfinite(norms[near])]
+        usual = float(np.median(norms[before])) if len(before) >= 3 else 0.0
+        if not usual or not JUMP * usual < norms[at] < math.inf:
             continue
-        after = run[at + 1 :]
-        recovers = any(later.grad_norm < JUMP / 2 * usual for later in after[:3])
-        losses = [earlier.loss for earlier in before if earlier.loss is not None]
-        is_in_loss = bool(losses) and stats.loss is not None and stats.loss > max(losses)
-        if recovers and stats.grad_norm < (ALONE if is_in_loss else GROWN) * max(norms):
+        recovers = bool((norms[at + 1 : at + 4] < JUMP / 2 * usual).any())
+        is_in_loss = losses[at] > np.nanmax(losses[before])
+        noise = (ALONE if is_in_loss else GROWN) * norms[before].max()
+        if recovers and norms[at] < noise:
             continue  # small batches are noisy
-        where = place(max(stats.params, key=lambda name: _growth(name, before, stats)))
-        text = f"at step {stats.step} the gradient norm was {stats.grad_norm:.3g}, {stats.grad_norm / usual:.3g} times"
-        text += f" the usual; it grew most in {where}"
-        ratios = _ratios([near for near in run[max(at - 2, 0) : at + 3] if near.params.keys() == stats.params.keys()])
-        steepest = max(ratios, key=ratios.__getitem__)
-        later_losses = [later.loss for later in after[3:13] if later.loss is not None]
-        if not after:
+        growth = {name: _growth(name, [run[near] for near in before], stats) for name in stats.params}
+        where = place(max(growth, key=growth.__getitem__))
+        text = f"at step {stats.step} the gradient norm was {norms[at]:.3g}, {norms[at] / usual:.3g} times the usual; "
+        text += f"it grew most in {where}"
+        around = [near for near in run[max(at - 2, 0) : at + 3] if near.params.keys() == stats.params.keys()]
+        steepest, ratio, _ = _steepest(around)
+        old_loss = np.nanmedian(losses[before])
+        new_loss = np.nanmedian(losses[at + 4 : at + 14])
+        if at + 1 == len(run):
             text += ", in the last recorded step."
-        elif recovers and losses and later_losses and median(later_losses) > 1.2 * median(losses):
-            text += f"; it came back, but the loss went from {median(losses):.3g} to {median(later_losses):.3g}."
+        elif recovers and new_loss > 1.2 * old_loss:
+            text += f"; it came back, but the loss went from {old_loss:.3g} to {new_loss:.3g}."
         elif recovers:
             text += ", and it came back in the next steps: a bad batch of data."
-        elif ratios[steepest] > LARGE_RATIO:
-            text += f", and it did not come back; around it, an update changed {place(steepest)} by "
-            text += f"{ratios[steepest]:.0%} of its norm: the learning rate is too high."
+        elif ratio > LARGE_RATIO:
+            text += f", and it did not come back; around it, an update changed {place(steepest)} by {ratio:.0%} of "
+            text += "its norm: the learning rate is too high."
         else:
             text += ", and it did not come back."
-        yield Finding(stats, text)
+        yield at, text
 
 
 def _growth(name: str, before: Run, stats: StepStats) -> float:
-    present = (earlier.params[name].grad_norm for earlier in before if name in earlier.params)
-    norms = [norm for norm in present if norm]
-    usual = median(norms) if norms else 0.0
+    """Return by how much the square of a gradient norm exceeds the usual one."""
+    norms = [earlier.params[name].grad_norm for earlier in before if name in earlier.params]
+    usual = median([norm for norm in norms if norm] or [0.0])
     now = stats.params[name].grad_norm or 0.0
     return now**2 - usual**2

@@ -171,14 +171,16 @@ def find(history: History, given: Iterable[Finding] = ()) -> list[Finding]:
     """Return the first cause, and at most two later findings. Those `given` come before those of the detectors."""
     order = {id(stats): at for at, stats in enumerate(history.run)}
     start = order.get(id(history.resumed), 0)
-    found = list(given)
     applied = History([stats for stats in history.run if stats.success], history.resumed)
+    found = list(given)
     for detector in (*PROOFS, *SYMPTOMS):
         seen = history if detector in OF_ALL_STEPS else applied
-        if seen.run and seen.names:
-            with catch_warnings(action="ignore", category=RuntimeWarning), np.errstate(all="ignore"):  # of NaN
-                new = [finding for finding in detector(seen) if order[id(finding.record)] >= start]
-            found += sorted(new, key=lambda finding: order[id(finding.record)])[:1]
+        if not seen.run or not seen.names:
+            continue
+        with catch_warnings(action="ignore", category=RuntimeWarning), np.errstate(all="ignore"):  # of NaN
+            sentences = sorted(detector(seen), key=lambda sentence: sentence[0])
+        new = [Finding(seen.run[at], text) for at, text in sentences]
+        found += [finding for finding in new if order[id(finding.record)] >= start][:1]
     found.sort(key=lambda finding: order.get(id(finding.record), len(order)))  # keeps the order of one record
     return found[:MAX_FINDINGS]
 
