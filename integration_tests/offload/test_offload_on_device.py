@@ -195,7 +195,7 @@ def test_state_that_the_device_updates_has_bits_of_no_offload(case: Case) -> Non
 
 @pytest.mark.parametrize("number", ["main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"])
 def test_narrow_mains_and_moments_are_streamed_as_codes(number: str) -> None:
-    """The last is rounded by the noise of its elements: that of others was taken where a shard begins in a parameter."""
+    """The last is rounded by the noise of its elements: a shard that begins in a parameter took others'."""
     narrow = {"use_precision_aware_optimizer": True, number: torch.float16}
     assert_bits_of_a_cpu(replace(FLAT, numbers=Numbers.BF16), on_device=STREAMS, num_orders=3, **narrow)
 
