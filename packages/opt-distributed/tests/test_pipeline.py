@@ -22,6 +22,7 @@ from opt_distributed.comm.threads import ThreadComm, World
 from opt_distributed.layout import Computes, SplitMatrix, compute_layout, whole
 from opt_distributed.pieces import ComputeStage
 from opt_distributed.pieces.exchange import updating_
+from opt_distributed.step import Unit
 from opt_kernels.matrices import MatmulPrecision
 from opt_kernels.rules import AdaptiveMuonRule, MatrixRule, MuonRule, Needs, SecondMoment
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixPart, MatrixSpec, StateSpec, Task, Work
@@ -89,12 +90,15 @@ class Parts:
             parts[id] = matrix.clone()
         return parts
 
-    def updating_(self, grads: dict[ParamId, Tensor], skip: Tensor | None) -> Iterator[None]:
+    def batches(self, grads: dict[ParamId, Tensor]) -> list[Batch]:
         works = []
         for id, grad in grads.items():
             spec = MatrixSpec(part=MatrixPart(id, SHAPES[id], self.stage.part(id).offset[0]))
             works.append(Work(grad=grad, main=self.weights[id], state=self.states[id], matrix=spec))
-        return updating_(self.rule, [Batch(HYPER, works)], grad_scale=1.0, stages=[self.stage], skip=skip)
+        return [Batch(HYPER, works)]
+
+    def updating_(self, grads: dict[ParamId, Tensor], skip: Tensor | None) -> Iterator[None]:
+        return updating_(self.rule, self.batches(grads), grad_scale=1.0, stages=[self.stage], skip=skip)
 
 
 def comms_of(one: DeferredRank, sizes: Sequence[int]) -> list[Comm]:
@@ -241,3 +245,23 @@ def test_a_gather_is_queued_before_the_products_that_hide_it() -> None:
         return [event for event, _ in itertools.groupby(noting.events[num_before:])], num_before
 
     assert run_threads(2, events) == [([*[NS, S, G] * 3, NS, S, NS, S], 2)] * 2
+
+
+def test_a_run_from_host_memory_is_not_divided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrices were exchanged, and stacked for the products, in smaller runs than without offload."""
+    monkeypatch.setattr(whole, "MANY_RUNS", 2)
+    world = World(2)
+
+    def events(comm: ThreadComm) -> tuple[int, list[str]]:
+        noting = Noting(world, comm.rank)
+        parts = Parts(MUON, [noting], (0,))
+        unit = Unit(name="muon", rule=MUON, pieces=[], stages=[parts.stage])
+        grads = parts.of(drawn(1))
+        runs = parts.stage.layout.runs(SHAPES)
+        for run in runs:
+            unit._update_batches_(parts.batches({id: grads[id] for id in run}), scale=1.0, skip=None)
+        return len(runs), noting.events
+
+    for num_runs, found in run_threads(2, events):
+        assert num_runs < len(SHAPES) // 2
+        assert found == [G, S] * num_runs

@@ -263,11 +263,12 @@ def updating_(
     grad_scale: float | Tensor,
     stages: Sequence[ComputeStage],
     skip: Tensor | None = None,
+    is_one_run: bool = False,
 ) -> Iterator[None]:
     """Call `rule.update_`, and the phases of the rule on the matrices of `stages`, which are gathered in between.
 
     Pauses once, if there are stages: while the first matrices are gathered. The order of exchanges is the same on every
-    rank: the next gather is queued before the products that hide it.
+    rank: the next gather is queued before the products that hide it. The works of a stage may be `is_one_run` already.
     """
     if not stages:
         rule.update_(batches, grad_scale=grad_scale, skip=skip)
@@ -279,7 +280,8 @@ def updating_(
         for stage, tasks in ((stage, tasks) for stage, tasks in staged.items() if tasks):
             scaled = ((matrix_of(task.work), scaled_grads([task], grad_scale)[0]) for task in tasks)
             squares |= stage.summed({name: squares_in_float64(grad) for name, grad in scaled})
-    all_runs = [(stage, run) for stage, tasks in staged.items() for run in stage.runs(tasks)]
+    of_stage = {stage: [tasks] if is_one_run else stage.runs(tasks) for stage, tasks in staged.items() if tasks}
+    all_runs = [(stage, run) for stage, runs in of_stage.items() for run in runs]
     waiting = (_exchanged(rule, stage, run, squares, grad_scale, skip) for stage, run in all_runs)
     started = (run for run in waiting if next(run) is None)
     gathered = deque(islice(started, AHEAD))

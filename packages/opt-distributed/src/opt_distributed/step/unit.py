@@ -212,7 +212,7 @@ class Unit:
                 run.count.advance(update.skip)
 
     def _update_batches_(self, batches: Sequence[Batch], *, scale: float | Tensor, skip: Tensor | None) -> None:
-        for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip):
+        for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip, is_one_run=True):
             pass
 
     @contextmanager
