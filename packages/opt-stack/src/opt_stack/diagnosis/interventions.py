@@ -113,15 +113,20 @@ def _is_new_rate(history: History, at: int, group: str) -> bool:
 def rate_left_behind(history: History) -> Sentences:
     """Find the only group whose rate is constant, while those of all others changed by a factor."""
     run = history.run
-    rates = {group: np.array([stats.lr.get(group, math.nan) for stats in run]) for group in run[-1].lr}
-    still = [group for group, values in rates.items() if np.ptp(values) == 0]
-    others = [values for group, values in rates.items() if group not in still]
-    if len(still) == 1 and others and all(values.max() > 2 * values.min() for values in others):
-        other = others[0]
-        at = int(np.argmax(other != other[0]))
-        rate = run[at].lr[still[0]]
-        text = f"{history.since(at)} the learning rate of group {still[0]!r} stayed at {rate:g}, while those of "
-        yield at, f"{text}the others went from {other[0]:g} to {other[-1]:g}."
+    still = []
+    others = []
+    for group in run[-1].lr:
+        rates = np.array([stats.lr.get(group, math.nan) for stats in run])
+        if np.ptp(rates) == 0:
+            still.append(group)
+        elif rates.max() > 2 * rates.min():
+            others.append(rates)
+    if len(still) == 1 and 0 < len(others) == len(run[-1].lr) - 1:
+        group = still[0]
+        first, *_, last = others[0]
+        at = int(np.argmax(others[0] != first))
+        text = f"{history.since(at)} the learning rate of group {group!r} stayed at {run[at].lr[group]:g}, while "
+        yield at, f"{text}those of the others went from {first:g} to {last:g}."
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -131,20 +136,23 @@ def lost_state(history: History) -> Sentences:
     """Find where the count of updates fell, or all updates changed at once while rates and gradients did not."""
     run = history.run
     for at in range(1, len(run)):
-        before = run[at - 1]
+        then = run[at - 1]
         num_updates = run[at].updates
-        if num_updates < before.updates:
-            text = f"{history.at(at)} after step {before.step}, the optimizer had made {num_updates} updates, and "
-            yield at, f"{text}{before.updates} before: its state was lost or not loaded."
-    rates = logs(np.array([max(stats.lr.values(), default=1.0) for stats in run]))
-    common_updates = np.nanmedian(logs(history.of_params("update_norm")), 1)
+        if num_updates < then.updates:
+            text = f"{history.at(at)} after step {then.step}, the optimizer had made {num_updates} updates, and "
+            yield at, f"{text}{then.updates} before: its state was lost or not loaded."
+    largest_rates = [max(stats.lr.values(), default=1.0) for stats in run]
+    rates = logs(np.array(largest_rates))
+    updates = logs(history.of_params("update_norm"))
+    updates_over_rates = np.nanmedian(updates, 1) - rates
     norms = logs(history.of_steps("grad_norm"))
     grads = np.stack([norms, history.common_grads], 1)
-    for at, size in shifts(common_updates - rates, math.log(CHANGED) / 2):
+    for at, size in shifts(updates_over_rates, math.log(CHANGED) / 2):
         # A gradient or a rate that had changed would explain it.
-        spike = max(abs(change(grads, near)).max() for near in range(at - 5, at))
+        *before, now = [abs(change(grads, near)).max() for near in range(at - 5, at + 1)]
         rate_range = np.ptp(rates[at - 8 : at + 5])
-        moved = max(abs(change(grads, at)).max(), rate_range)
-        if spike < math.log(FAR) and moved < abs(size) / 2:
-            text = f"{history.at(at)} the updates of all parameters became {math.exp(size):.3g} times as large, at "
+        is_unexplained = max(now, rate_range) < abs(size) / 2
+        if is_unexplained and max(before) < math.log(FAR):
+            factor = math.exp(size)
+            text = f"{history.at(at)} the updates of all parameters became {factor:.3g} times as large, at "
             yield at, f"{text}the same learning rates and gradients: the optimizer's state was changed."

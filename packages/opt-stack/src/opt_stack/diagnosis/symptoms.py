@@ -1,10 +1,9 @@
-"""Detectors of what a run shows from inside: gradients, the loss, weights that grow.
+"""Detectors of what a run shows from inside: gradients, the loss, large updates.
 
 Each compares a series with its own past, or with those of other parameters.
 """
 
 import math
-import re
 from statistics import median
 
 import numpy as np
@@ -13,7 +12,7 @@ from opt_stack.diagnosis.history import JUMP, NUM_BEFORE, History, Run, Sentence
 from opt_stack.diagnosis.tensor_stats import StepStats
 
 ALONE = 3.0  # factor over other parameters
-GROWN = 10.0  # factor of a weight norm over those of its peers, or of a loss
+GROWN = 10.0  # factor of a loss, or of a gradient norm over the largest before
 LARGE_RATIO = 0.1  # update / weight
 SILENT = 0.999  # share of zeros
 
@@ -47,8 +46,9 @@ def scaled_gradients(history: History) -> Sentences:
         rest_of_grads = abs(change(history.grads, at) - size)
         is_near = rest_of_grads < 0.3 * abs(size) + 0.1
         if is_near.mean() > 0.7 and rest_of_loss < 0.1 * abs(size) + 0.05:
+            factor = math.exp(size)
             what = "the loss and all gradients" if abs(of_loss) > abs(size) / 2 else "all gradients"
-            text = f"{history.at(at)} {what} became {math.exp(size):.3g} times as large by one factor: a sum in place "
+            text = f"{history.at(at)} {what} became {factor:.3g} times as large by one factor: a sum in place "
             yield at, f"{text}of a mean, another scale of the loss or of its data, or gradients that add up."
 
 
@@ -71,16 +71,17 @@ def other_data(history: History) -> Sentences:
 def one_gradient(history: History) -> Sentences:
     """Find a parameter whose gradient changed at once while those of most others did not."""
     relative = history.grads - history.common_grads[:, None]
-    found: dict[int, list[tuple[float, str]]] = {}
+    found: dict[int, dict[str, float]] = {}
     for name, values in zip(history.names, relative.T, strict=True):
         for at, size in shifts(values, math.log(ALONE) / 2):
-            found.setdefault(at, []).append((size, name))
+            found.setdefault(at, {})[name] = size
     for at, sizes in found.items():
-        sizes.sort(key=lambda entry: -abs(entry[0]))
-        largest = sizes[0][0]
-        if abs(largest) > math.log(ALONE) and len(sizes) <= 1 + len(history.names) / 4:
-            names = [name for _, name in sizes]
-            text = f"{history.at(at)} the gradient of {places(names)} became {math.exp(largest):.3g} times as large "
+        names = sorted(sizes, key=lambda name: -abs(sizes[name]))
+        largest = sizes[names[0]]
+        is_alone = len(names) <= 1 + len(history.names) / 4
+        if is_alone and abs(largest) > math.log(ALONE):
+            factor = math.exp(largest)
+            text = f"{history.at(at)} the gradient of {places(names)} became {factor:.3g} times as large "
             yield at, f"{text}as those of the others, and stayed so."
 
 
@@ -89,11 +90,13 @@ def added_gradients(history: History) -> Sentences:
     values = history.common_grads
     for at in range(8, len(values) - 8):
         before = values[at - 8 : at]
-        is_new = values[at + 7] > before.max() + np.ptp(before) / 2
-        is_smooth = np.median(abs(np.diff(values[at + 2 : at + 8]))) < 0.15
+        room = np.ptp(before) / 2
+        is_new = values[at + 7] > before.max() + room
+        steps = abs(np.diff(values[at + 2 : at + 8]))
+        is_smooth = np.median(steps) < 0.15
         # From one to two, four and eight of them.
-        doublings = np.diff([np.median(before), values[at + 1], values[at + 3], values[at + 7]])
-        powers = doublings / math.log(2.0)
+        doubled = [np.median(before), *values[[at + 1, at + 3, at + 7]]]
+        powers = np.diff(doubled) / math.log(2.0)
         if is_new and is_smooth and powers.min() > 0.2 and powers.max() < 1.5:
             text = f"{history.at(at)} all gradients began to grow with the number of steps: they add up, so zero_grad "
             yield at, f"{text}is not called, or does not clear them."
@@ -107,44 +110,18 @@ def repeated_data(history: History) -> Sentences:
     of_grads = np.nanmedian(abs(np.diff(history.grads, 2, axis=0)), 1)
     for at in range(8, len(losses) - 8):
         falling = losses[at : at + 8]
-        usual_grads = np.median(of_grads[at - 8 : at - 1])
-        is_calm_loss = np.median(of_loss[at : at + 6]) < 0.25 * np.median(of_loss[at - 8 : at - 1])
-        is_calm = is_calm_loss and np.median(of_grads[at : at + 6]) < 0.5 * usual_grads
-        falls = (np.diff(falling) < 0).all() and falling[-1] < 0.9 * falling[0]
+        first = falling[0]
+        last = falling[-1]
+        earlier = slice(at - 8, at - 1)
+        later = slice(at, at + 6)
+        usual_grads = np.median(of_grads[earlier])
+        is_calm = np.median(of_loss[later]) < 0.25 * np.median(of_loss[earlier])
+        are_calm = np.median(of_grads[later]) < 0.5 * usual_grads
+        falls = (np.diff(falling) < 0).all() and last < 0.9 * first
         # One batch from the beginning is smooth all along.
-        if is_calm and falls and usual_grads > 0.1:
-            text = f"{history.at(at)} the loss began to fall without fluctuating, from {falling[0]:.4g} to "
-            text += f"{falling[-1]:.4g}, and the gradients did not fluctuate either: the same data in every step."
-            yield at, text
-
-
-def growing_weights(history: History) -> Sentences:
-    """Find a weight whose norm changed, over 10, 30 or 100 records, by a factor that those of its kind in other layers,
-    or of most others if it has none, did not."""
-    run = history.run
-    norms = history.of_params("weight_norm")
-    weights = logs(norms)
-    rms = norms / np.sqrt([run[-1].params[name].numel for name in history.names])
-    kinds = np.array([re.sub(r"\d+", "*", name) for name in history.names])
-    for column, name in enumerate(history.names):
-        kind = kinds == kinds[column]
-        peers = kind if kind.sum() > 2 else kinds == kinds
-        for num in {min(num, len(run) - 1) for num in (10, 30, 99)}:
-            sizes = weights[num:] - weights[:-num]
-            own = abs(sizes[:, column])
-            apart = abs(sizes[:, column] - np.median(sizes[:, peers], 1))
-            # Biases, which begin near zero, grow in healthy runs.
-            was_large = rms[:-num, column] > np.median(rms[-1]) / 3
-            is_huge = rms[num:, column] > JUMP * np.median(rms[-1])
-            hits = np.flatnonzero((was_large | is_huge) & (np.minimum(own, apart) > math.log(GROWN)))
-            if len(hits):
-                last = hits[0] + num
-                at = hits[0] + int(np.argmax(abs(np.diff(norms[hits[0] : last + 1, column]))))
-                text = (
-                    f"from step {run[at].step} on the norm of {place(name)} went from {norms[at, column]:.3g} to "
-                    f"{norms[last, column]:.3g} at step {run[last].step}, unlike those of its peers."
-                )
-                yield at, text
+        if is_calm and are_calm and falls and usual_grads > 0.1:
+            text = f"{history.at(at)} the loss began to fall without fluctuating, from {first:.4g} to {last:.4g}, "
+            yield at, f"{text}and the gradients did not fluctuate either: the same data in every step."
 
 
 def steep_updates(history: History) -> Sentences:
@@ -177,24 +154,31 @@ def jump(history: History) -> Sentences:
     norms = history.of_steps("grad_norm")
     losses = history.losses
     for at, stats in enumerate(run):
-        before = [near for near in range(max(at - NUM_BEFORE, 0), at) if math.isfinite(norms[near])]
-        usual = float(np.median(norms[before])) if len(before) >= 3 else 0.0
-        if not usual or not JUMP * usual < norms[at] < math.inf:
+        window = np.arange(max(at - NUM_BEFORE, 0), at)
+        before = window[np.isfinite(norms[window])]
+        if len(before) < 3:
             continue
-        recovers = bool((norms[at + 1 : at + 4] < JUMP / 2 * usual).any())
+        usual = np.median(norms[before])
+        if not 0 < JUMP * usual < norms[at] < math.inf:
+            continue
+        after = norms[at + 1 : at + 4]
+        recovers = (after < JUMP / 2 * usual).any()
         is_in_loss = losses[at] > np.nanmax(losses[before])
-        noise = (ALONE if is_in_loss else GROWN) * norms[before].max()
-        if recovers and norms[at] < noise:
+        factor = ALONE if is_in_loss else GROWN
+        if recovers and norms[at] < factor * norms[before].max():
             continue  # small batches are noisy
-        growth = {name: _growth(name, [run[near] for near in before], stats) for name in stats.params}
+        earlier = [run[near] for near in before]
+        growth = {name: _growth(name, earlier, stats) for name in stats.params}
         where = place(max(growth, key=growth.__getitem__))
-        text = f"at step {stats.step} the gradient norm was {norms[at]:.3g}, {norms[at] / usual:.3g} times the usual; "
+        ratio_to_usual = norms[at] / usual
+        text = f"at step {stats.step} the gradient norm was {norms[at]:.3g}, {ratio_to_usual:.3g} times the usual; "
         text += f"it grew most in {where}"
-        around = [near for near in run[max(at - 2, 0) : at + 3] if near.params.keys() == stats.params.keys()]
+        near = run[max(at - 2, 0) : at + 3]
+        around = [other for other in near if other.params.keys() == stats.params.keys()]
         steepest, ratio, _ = _steepest(around)
         old_loss = np.nanmedian(losses[before])
         new_loss = np.nanmedian(losses[at + 4 : at + 14])
-        if at + 1 == len(run):
+        if not len(after):
             text += ", in the last recorded step."
         elif recovers and new_loss > 1.2 * old_loss:
             text += f"; it came back, but the loss went from {old_loss:.3g} to {new_loss:.3g}."

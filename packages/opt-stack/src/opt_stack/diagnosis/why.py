@@ -155,7 +155,6 @@ SYMPTOMS: Sequence[Detector] = (
     symptoms.added_gradients,
     symptoms.repeated_data,
     symptoms.steep_updates,
-    symptoms.growing_weights,
     symptoms.jump,
 )
 """All detectors, in the order of precedence: the earliest finding is the cause; of several in one record, the first
@@ -193,9 +192,11 @@ def _joined(first: Run, second: Run) -> History:
     without them, from its weights."""
     before = [stats for stats in first if second and stats.updates < second[0].updates]
     if first and second and second[0].updates == 0 and first[-1].params.keys() == second[0].params.keys():
-        is_next = unexplained(History([first[-1], second[0]])) < WRITTEN
-        before = list(first) if is_next.all() else []
-    return History([*before, *second], second[0] if before else None)
+        moved = unexplained(History([first[-1], second[0]]))
+        continues = (moved < WRITTEN).all()
+        before = list(first) if continues else []
+    resumed = second[0] if before else None
+    return History([*before, *second], resumed)
 
 
 def _between(first: Run, second: Run) -> Iterator[Finding]:
