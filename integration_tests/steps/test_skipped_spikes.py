@@ -196,6 +196,25 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
         optimizer.note_loss(torch.ones(3))
 
 
+def test_a_load_forgets_the_losses_that_were_noted() -> None:
+    """The step after a return to the last checkpoint was skipped for the NaN that had led to it."""
+    net, optimizer = make()
+    saved = optimizer.state_dict()
+    optimizer.note_loss(math.nan)
+    optimizer.load_state_dict(saved)
+    net(torch.ones(3, 4)).square().mean().backward()
+    assert optimizer.step().success
+
+
+@pytest.mark.parametrize("series", [[1.0], {"values": [math.nan]}, {"values": "no"}])
+def test_a_window_of_another_form_is_refused_by_name(series: Any) -> None:
+    _, optimizer = make()
+    saved = optimizer.state_dict()
+    saved["spikes"] = {"grad_norms": series}
+    with pytest.raises(ValueError, match="spikes: grad_norms="):
+        optimizer.load_state_dict(saved)
+
+
 def test_released_gradients_exclude_spikes_and_losses() -> None:
     _, optimizer = make(clip_grad=0.0)
     with pytest.raises(ConfigError, match=r"skip_sigma=6\.0 needs the norm of all gradients"):

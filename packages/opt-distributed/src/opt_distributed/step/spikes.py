@@ -118,11 +118,11 @@ def check_spikes(state: Mapping[str, Any]) -> None:
 
 
 def _series(saved: Mapping[str, Any], name: str) -> tuple[list[float], int]:
-    values: Sequence[Any] = saved.get("values", ())
     try:
+        values: Sequence[Any] = saved.get("values", ())
         numbers = [float(value) for value in values]
         num_above = int(saved.get("num_above", 0))
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         raise ValueError(f"spikes: {name}={saved!r} is not a list of finite numbers with a count") from None
     if not all(map(math.isfinite, numbers)) or num_above < 0:
         raise ValueError(f"spikes: {name}={saved!r} is not a list of finite numbers with a count")

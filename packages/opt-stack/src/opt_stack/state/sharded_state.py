@@ -255,7 +255,11 @@ class ShardedStates(torch.optim.Optimizer):
         self._load_decisions(decisions)
 
     def _load_decisions(self, saved: Decisions) -> None:
-        """Load what verdicts of later steps depend on. Without saved values, spikes are found anew."""
+        """Load what verdicts of later steps depend on. Without saved values, spikes are found anew.
+
+        Losses that were noted before belong to a step that is not taken.
+        """
+        self.stepper.losses.take_()
         if saved.scaler:
             self.stepper.scaler.load_state_dict(saved.scaler)
         if self.stepper.spikes is not None:
