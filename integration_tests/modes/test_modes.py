@@ -46,8 +46,9 @@ from opt_distributed.comm import Alone, Comm
 from opt_kernels.quantized import quantized
 from opt_stack import get_optimizer
 
-# How far an update is from that of fp32 moments, as a fraction of it; and a main value, which is rounded in each step.
-MOMENTS = {"fp32": 0.0, "bf16": 2.0**-8, "scaled fp16": 2.0**-10, "scaled fp8": 2.0**-4}
+# How far an update is from that of fp32 moments, as a fraction of it (fp8 is rounded stochastically, by up to a whole
+# step); and a main value, which is rounded in each step.
+MOMENTS = {"fp32": 0.0, "bf16": 2.0**-8, "scaled fp16": 2.0**-10, "scaled fp8": 2.0**-3}
 MAINS = {"bf16, fp16 mains": 2.0**-11, "bf16, 24-bit mains": 2.0**-16}
 STEPS = 3
 # One more rounding of a stored weight, relative to it; 0 for fp32.
@@ -181,9 +182,6 @@ def test_ranks_have_the_weights_and_fp32_mains_of_one_process(case: Values) -> N
 BEFORE = 3  # steps until the save
 AFTER = 6  # steps in all
 REFUSED = sampled([mode for mode in every_mode() if refused(mode)], dict.items)
-# How far a loaded moment may be from the saved one, as a fraction of its tensor's largest value: half a step of the
-# dtype, and twice that where the root of a second moment is kept.
-LOADED = MOMENTS | {"scaled fp8": 2.0**-3}
 # Every value of both axes occurs, so that each is loaded into each; by default, each mode is loaded into one other.
 MODES = [
     {"rule": "adam", "numbers": numbers, "moments": moments, "sharding": "replicated", "placement": "device"}
@@ -214,7 +212,8 @@ def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, 
     strict = "return_missing" if into["numbers"] == "fp16" else "raise_missing"
     loaded = load(sharded_state(other, resumed), tmp_path / "saved", dtype="cast", strict=strict).state
     resumed.load_state_dict(loaded["optimizer"])
-    errors = dict.fromkeys(("exp_avg", "exp_avg_sq"), LOADED[into["moments"]])
+    # Of a tensor's largest value; of an fp8 moment that is kept as its root, twice half a step.
+    errors = dict.fromkeys(("exp_avg", "exp_avg_sq"), MOMENTS[into["moments"]])
     errors |= {"fp32_param": MAINS.get(into["numbers"], 0.0), "step": 0.0}
     for name, state in state_of(other, resumed).items():
         for key, error in errors.items():
@@ -225,4 +224,4 @@ def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, 
     found = state_of(other, resumed)
     for name, state in last.items():
         moved = (state["fp32_param"] - saved[name]["fp32_param"]).abs().max()
-        assert (found[name]["fp32_param"] - state["fp32_param"]).abs().max() <= 0.1 * moved, name  # of fp8 moments
+        assert (found[name]["fp32_param"] - state["fp32_param"]).abs().max() <= 0.15 * moved, name  # of fp8 moments

@@ -18,8 +18,7 @@ from opt_checkpoint import load, save, sharded_model
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles
-from opt_stack import Optimizer, StepStats, get_optimizer, why
-from opt_stack.gradient_release import release_gradients
+from opt_stack import Optimizer, StepStats, get_optimizer, release_gradients, why
 
 WINDOW = 8
 SPIKES: dict[str, Any] = {"skip_sigma": 6.0, "skip_window": WINDOW}

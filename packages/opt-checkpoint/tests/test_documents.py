@@ -25,7 +25,7 @@ def test_the_readmes_programs_run_and_its_commands_too(tmp_path: Path, monkeypat
             continue  # tests/test_object_stores.py needs the extra too
         exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
     commands = re.findall(r"^optckpt (.*)$", README, re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 10
     codes = {command: main(shlex.split(command)) for command in commands}
     assert codes.pop("diff run/step-000000004 run/step-000000005") == 1
     assert set(codes.values()) == {0}

@@ -14,7 +14,7 @@ from tiers import NIGHT
 import opt_kernels
 from opt_kernels import optim
 from opt_kernels.codecs import codecs_of, scale_name
-from opt_kernels.formulas import FORMULAS, Formula
+from opt_kernels.formulas import FORMULAS, Formula, State
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD
@@ -119,10 +119,14 @@ def test_narrow_states_stay_close(formula):
         # Three steps of about lr, with states rounded to a few bits. Gradients far below the largest of their block
         # have its smallest 8-bit codes. The z of schedule-free is a copy of the weights: a step is less than a code.
         is_large = values(8).abs() > 1e-3
-        bound = 0.01 / (6 if (formula.name, narrow) == ("schedule_free", "8-bit") else 30)
+        # Averages are rounded stochastically: by up to a whole step of their format.
+        bound = 0.01 / (6 if (formula.name, narrow) == ("schedule_free", "8-bit") else 20)
         assert (found.main - expected)[is_large].abs().median() < bound, narrow
         has_effect = not torch.equal(found.main, expected)
         assert has_effect or formula.name in OF_SIGNS, f"{narrow} states change nothing; is it a rule for OF_SIGNS?"
+
+
+STATES = (State("exp_avg"), State("exp_avg_sq", signed=False))
 
 
 def plain(p, g, exp_avg, exp_avg_sq, *, lr):
@@ -131,7 +135,7 @@ def plain(p, g, exp_avg, exp_avg_sq, *, lr):
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_a_rule_of_the_caller_may_have_the_name_of_ours(backend):
-    rule = elementwise(Formula(name="adam", states=ADAM.states, scalars=only_lr, update=plain), backend=backend)
+    rule = elementwise(Formula(name="adam", states=STATES, scalars=only_lr, update=plain), backend=backend)
     main = torch.zeros(4)
     rule.update_([Batch(Hyper(lr=1e-2), [Work(grad=torch.ones(4), main=main, state=rule.init_state(main))])])
     assert torch.equal(main, torch.full((4,), -1e-2))
