@@ -28,6 +28,7 @@ def test_the_readmes_programs_run_and_its_commands_too(tmp_path: Path, monkeypat
     assert len(commands) == 10
     codes = {command: main(shlex.split(command)) for command in commands}
     assert codes.pop("diff run/step-000000004 run/step-000000005") == 1
+    assert codes.pop("convert checkpoint averaged --to safetensors --weights ema") == 2  # this run keeps no averages
     assert set(codes.values()) == {0}
 
 

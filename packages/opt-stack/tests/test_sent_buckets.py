@@ -12,9 +12,8 @@ from recording_comm import Call, RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed import run_threads
+from opt_distributed import CollectiveError, run_threads
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.quantized import quantize_linears_
 from opt_stack import Optimizer, get_optimizer
