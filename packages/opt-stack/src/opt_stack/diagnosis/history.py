@@ -82,8 +82,11 @@ def shifts(values: ndarray, floor: float) -> Iterator[tuple[int, float]]:
         before = values[at - 8 : at]
         after = values[at : at + 5]
         room = floor + np.ptp(before) / 2
-        if after.min() > before.max() + room or after.max() < before.min() - room:
-            yield at, float(np.median(after) - np.median(before))
+        is_above = after.min() > before.max() + room
+        is_below = after.max() < before.min() - room
+        if is_above or is_below:
+            size = np.median(after) - np.median(before)
+            yield at, float(size)
 
 
 def change(values: ndarray, at: int) -> ndarray:

@@ -52,7 +52,8 @@ def unexplained(history: History) -> ndarray:
     of_norms = abs(np.diff(norms, axis=0)) - reach - ROUNDING * scale
     # By sums of elements.
     moved = np.diff(sums, axis=0) - history.of_params("update_sum")[:-1]
-    rounding = ROUNDING * (abs(sums[1:]) + abs(sums[:-1]) + scale)
+    sizes = abs(sums)
+    rounding = ROUNDING * (sizes[1:] + sizes[:-1] + scale)
     of_sums = abs(moved) - rounding
     farthest = np.where(has_gap, of_norms, np.fmax(of_norms, of_sums))
     known: ndarray = np.nan_to_num(farthest / scale)
@@ -78,7 +79,8 @@ def changed_settings(history: History) -> Sentences:
         if is_schedule and not _is_new_rate(history, at, groups[0]):
             continue  # it restarts
         what = "the learning rate" if key == "lr" else key
-        where = f" in group {' and '.join(map(repr, groups))}" if any(groups) else ""
+        quoted = " and ".join(map(repr, groups))
+        where = f" in group {quoted}" if any(groups) else ""
         yield at, f"{history.at(at)} {what} went {change}{where}."
 
 
@@ -104,8 +106,9 @@ def _is_new_rate(history: History, at: int, group: str) -> bool:
     """Return whether a rate of all groups is above the largest of its schedule, or rose or began anew at a resume."""
     stats = history.run[at]
     *earlier, new = [stats.lr[group] for stats in history.run[: at + 1]]
+    last = earlier[-1]
     if stats is history.resumed:
-        return new > earlier[-1] or new < earlier[-1] / FAR
+        return new > last or new < last / FAR
     largest = stats.settings[group].get("max_lr", 0.0)
     return new > FAR * max(earlier) and new > 1.01 * largest
 

@@ -19,11 +19,14 @@ def to_line(stats: StepStats) -> str:
     """Return the numbers of a step as one line of JSON. NaN and infinity are strings, since JSON has neither."""
     line: dict[str, Any] = {name: getattr(stats, name) for name in _PLAIN}
     line |= {name: _plain(getattr(stats, name)) for name in (*_FLOATS, *_OPTIONAL)}
-    line["ranks"] = {rank: [_plain(norm), stats.replicas_of[rank]] for rank, norm in stats.rank_norms.items()}
+    line["ranks"] = {}
+    for rank, norm in stats.rank_norms.items():
+        line["ranks"][rank] = [_plain(norm), stats.replicas_of[rank]]
     line["settings"] = stats.settings
     line["columns"] = TensorStats._fields
     for kind in _TABLES:
-        line[kind] = {name: [_plain(value) for value in row] for name, row in getattr(stats, kind).items()}
+        rows = getattr(stats, kind)
+        line[kind] = {name: [*map(_plain, row)] for name, row in rows.items()}
     return json.dumps(line) + "\n"
 
 
@@ -93,15 +96,15 @@ class WeightsAndBiases:
 
 def scalars(stats: StepStats) -> dict[str, float]:
     """Return the numbers of a step under the names that dashboards show: `update_norm/0.weight`, ..."""
-    found: dict[str, float | None] = {
-        "optimizer/grad_norm": stats.grad_norm,
-        "optimizer/clip": stats.clip,
-        "optimizer/loss_scale": stats.loss_scale,
-        "optimizer/success": float(stats.success),
-        "optimizer/loss": stats.loss,
-    }
+    found: dict[str, float | None] = {}
+    for kind in (*_FLOATS, "success", *_OPTIONAL):
+        found[f"optimizer/{kind}"] = getattr(stats, kind)
     for name, of in {**stats.params, **stats.groups}.items():
-        numbers = {**of._asdict(), "update_over_weight": of.ratio}
-        found |= {f"{kind}/{name}": value for kind, value in numbers.items() if kind not in _NOT_SHOWN}
-    found |= {f"rank_norm/{rank}": norm for rank, norm in stats.rank_norms.items()}
-    return {name: value for name, value in found.items() if value is not None}
+        numbers = of._asdict()
+        numbers["update_over_weight"] = of.ratio
+        for kind, value in numbers.items():
+            if kind not in _NOT_SHOWN:
+                found[f"{kind}/{name}"] = value
+    for rank, norm in stats.rank_norms.items():
+        found[f"rank_norm/{rank}"] = norm
+    return {name: float(value) for name, value in found.items() if value is not None}

@@ -169,14 +169,18 @@ class Recorder:
     def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """Name the ranks at fault, with their guard. Collective. On a single rank the error itself names the cause."""
         local = (self._everyone.rank, found[:1], str(error))
-        per_instance = self._roles.dense.inter.gather_objects(self._roles.totals.gather_objects(local))
+        here = self._roles.totals.gather_objects(local)
+        per_instance = self._roles.dense.inter.gather_objects(here)
         per_rank = [of_rank for of_instance in per_instance for of_rank in of_instance]
-        at_fault = {rank: found for rank, found, _ in per_rank if found}
+        at_fault = [of_rank for of_rank in per_rank if of_rank[1]]
         what = per_rank[0][2]  # such as groups that differ: no rank is at fault
+        text = str(error)
         if at_fault:
-            what = f"{ranks_text(at_fault)}, guard {next(iter(at_fault.values()))[0]}"
-        text = next((text for _, found, text in per_rank if found), str(error))
-        self._note_refusal(step, f"{what}: {text}" if at_fault else text)
+            _, guards, first_error = at_fault[0]
+            ranks = ranks_text(rank for rank, _, _ in at_fault)
+            what = f"{ranks}, guard {guards[0]}"
+            text = f"{what}: {first_error}"
+        self._note_refusal(step, text)
         self._count(what, step, f"was refused on every rank by {what}", warns=len(per_rank) > 1)
 
     def _settle(self, *, within: float | None) -> None:
@@ -346,7 +350,9 @@ def _write_records(file: Path, head: dict[str, Any], records: deque[StepStats], 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a group that the host knows; those of `betas` as `beta1` and `beta2`."""
-    values = {**group, **{f"beta{at}": beta for at, beta in enumerate(group.get("betas", ()), 1)}}
+    values = dict(group)
+    for at, beta in enumerate(group.get("betas", ()), 1):
+        values[f"beta{at}"] = beta
     return {key: float(value) for key, value in values.items() if type(value) in (int, float)}
 
 

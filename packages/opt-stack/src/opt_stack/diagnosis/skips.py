@@ -40,13 +40,17 @@ def _finds_its_scale(run: Run, at: int, skipped: Sequence[StepStats]) -> bool:
     """Return whether only the scaled loss overflowed from record `at` on: the loss was finite, and the next step was
     applied, with a scale not far below the last one that fitted."""
     first = skipped[0]
-    numbers = [stats.loss or 0.0 for stats in skipped] + [of.weight_norm for of in first.params.values()]
+    losses = [stats.loss or 0.0 for stats in skipped]
+    weights = [of.weight_norm for of in first.params.values()]
+    are_finite = all(map(math.isfinite, losses + weights))
     fitted = [stats.loss_scale for stats in run[:at] if stats.success]
-    scales = [stats.loss_scale for stats in run[at + len(skipped) :][:1]]
-    if not scales and not fitted:
-        scales = [skipped[-1].loss_scale]  # the recording ends before the first applied step
     lowest = fitted[-1] / FITS if fitted else 1.0
-    return first.loss_scale > 1 and all(map(math.isfinite, numbers)) and bool(scales) and scales[0] > lowest
+    end = at + len(skipped)
+    # The recording may end before the first applied step.
+    scale = 0.0 if fitted else skipped[-1].loss_scale
+    if end < len(run):
+        scale = run[end].loss_scale
+    return first.loss_scale > 1 and are_finite and scale > lowest
 
 
 def _sentence(run: Run, at: int, skipped: Sequence[StepStats]) -> str:

@@ -139,7 +139,8 @@ class TensorSums:
         first_replica = rank
         for family in reversed(families):  # dense parameters last
             axes = family.axes
-            first_replica = min(axes.inter.gather_objects(min(axes.dp.gather_objects(rank))))
+            first_shard = min(axes.dp.gather_objects(rank))
+            first_replica = min(axes.inter.gather_objects(first_shard))
             first = min(axes.tp.gather_objects(first_replica))
             for source in family.sources:
                 first_of |= dict.fromkeys(source.params, first)
@@ -154,25 +155,29 @@ class TensorSums:
             if mesh is not None:
                 first = min(first, int(mesh.mesh.min()))
             rows[piece.id] = row = Row(str(piece.id), first)
-            local.append((row, group_names[piece.group], piece.main.shape.numel()))
+            group = group_names[piece.group]
+            local.append((row, group, piece.main.shape.numel()))
         self.numels: dict[Row, int] = {}
         self.group_of: dict[Row, str] = {}
-        for row, group, numel in (entry for of_rank in everyone.gather_objects(local) for entry in of_rank):
-            self.numels[row] = self.numels.get(row, 0) + numel
-            self.group_of[row] = group
+        for of_rank in everyone.gather_objects(local):
+            for row, group, numel in of_rank:
+                self.numels[row] = self.numels.get(row, 0) + numel
+                self.group_of[row] = group
         index_of = {row: at for at, row in enumerate(self.numels)}
         self._row_of = {id: index_of[row] for id, row in rows.items()}
         holders = Counter(row.name for row in self.numels)
         self.names = []
-        for name, rank_of_name in self.numels:
-            self.names.append(name if holders[name] == 1 else f"{name} (rank {rank_of_name})")
+        for name, holder in self.numels:
+            is_unique = holders[name] == 1
+            self.names.append(name if is_unique else f"{name} (rank {holder})")
         here = everyone.gather_objects((rank, first_replica))
         # By rank: the first of the ranks that hold the same dense parameters.
         self.replicas_of: dict[int, int] = {}
         for of_instance in instances.gather_objects(here):
             self.replicas_of |= dict(of_instance)
         self._has_ranks_elsewhere = len(self.replicas_of) > len(here)  # in other instances
-        self._rank_at = NUM_COLUMNS * len(self.names) + 2 * list(self.replicas_of).index(rank)
+        num_before = list(self.replicas_of).index(rank)
+        self._rank_at = NUM_COLUMNS * len(self.names) + 2 * num_before
         # Of a step that has begun: an index, and what is added there; a number if the host knows it.
         self._entries: list[tuple[int, Tensor | float]] = []
         self._before: list[tuple[OwnedPiece, Tensor]] = []  # its main weights
@@ -246,13 +251,16 @@ class TensorSums:
         device = self._device
         on_device = [(at, value) for at, value in self._entries if isinstance(value, Tensor)]
         on_host = [(at, value) for at, value in self._entries if not isinstance(value, Tensor)]
-        numbers = torch.tensor([value for _, value in on_host], dtype=torch.float64, device="cpu")
+        known = [value for _, value in on_host]
+        numbers = torch.tensor(known, dtype=torch.float64, device="cpu")
         added = self._queues.upload(numbers)
         if on_device:
-            stacked = torch.stack([value.to(device, torch.float64) for _, value in on_device])
-            added = torch.cat([stacked, added])
-        places = [at % size for at, _ in (*on_device, *on_host)]
-        index = self._queues.upload(torch.tensor(places, dtype=torch.int64, device="cpu"))
+            measured = [value.to(device, torch.float64) for _, value in on_device]
+            added = torch.cat([torch.stack(measured), added])
+        entries = on_device + on_host
+        places = [at % size for at, _ in entries]
+        places_on_host = torch.tensor(places, dtype=torch.int64, device="cpu")
+        index = self._queues.upload(places_on_host)
         sums = torch.zeros(size, dtype=torch.float64, device=device)
         sums.index_add_(0, index, added)
         with naming("sum of recorded statistics"):

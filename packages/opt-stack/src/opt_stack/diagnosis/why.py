@@ -54,7 +54,9 @@ class Diagnosis:
     def _repr_html_(self) -> str:
         from html import escape  # takes long to import
 
-        return "".join(f"<p>{escape(text)}</p>" for text in (self.head, *self._sentences())) + self.svg()
+        lines = [self.head, *self._sentences()]
+        paragraphs = [f"<p>{escape(line)}</p>" for line in lines]
+        return "".join([*paragraphs, self.svg()])
 
     def _sentences(self) -> list[str]:
         if not self.findings:
@@ -170,6 +172,10 @@ def find(history: History, given: Iterable[Finding] = ()) -> list[Finding]:
     """Return the first cause, and at most two later findings. Those `given` come before those of the detectors."""
     order = {id(stats): at for at, stats in enumerate(history.run)}
     start = order.get(id(history.resumed), 0)
+
+    def position(finding: Finding) -> int:
+        return order.get(id(finding.record), len(order))
+
     applied = History([stats for stats in history.run if stats.success], history.resumed)
     found = list(given)
     for detector in (*PROOFS, *SYMPTOMS):
@@ -177,10 +183,11 @@ def find(history: History, given: Iterable[Finding] = ()) -> list[Finding]:
         if not seen.run or not seen.names:
             continue
         with catch_warnings(action="ignore", category=RuntimeWarning), np.errstate(all="ignore"):  # of NaN
-            sentences = sorted(detector(seen), key=lambda sentence: sentence[0])
-        new = [Finding(seen.run[at], text) for at, text in sentences]
-        found += [finding for finding in new if order[id(finding.record)] >= start][:1]
-    found.sort(key=lambda finding: order.get(id(finding.record), len(order)))  # keeps the order of one record
+            findings = [Finding(seen.run[at], text) for at, text in detector(seen)]
+        new = [finding for finding in findings if position(finding) >= start]
+        new.sort(key=position)
+        found += new[:1]
+    found.sort(key=position)  # keeps the order of one record
     return found[:MAX_FINDINGS]
 
 
@@ -190,13 +197,16 @@ def find(history: History, given: Iterable[Finding] = ()) -> list[Finding]:
 def _joined(first: Run, second: Run) -> History:
     """Return the records of a run after those of the run before it, if it continues that one: from its updates, or
     without them, from its weights."""
-    before = [stats for stats in first if second and stats.updates < second[0].updates]
-    if first and second and second[0].updates == 0 and first[-1].params.keys() == second[0].params.keys():
-        moved = unexplained(History([first[-1], second[0]]))
-        continues = (moved < WRITTEN).all()
-        before = list(first) if continues else []
-    resumed = second[0] if before else None
-    return History([*before, *second], resumed)
+    if not first or not second:
+        return History(second)
+    last = first[-1]
+    start = second[0]
+    before = [stats for stats in first if stats.updates < start.updates]
+    if start.updates == 0 and last.params.keys() == start.params.keys():
+        moved = unexplained(History([last, start]))
+        if (moved < WRITTEN).all():
+            before = list(first)
+    return History([*before, *second], start if before else None)
 
 
 def _between(first: Run, second: Run) -> Iterator[Finding]:
@@ -234,8 +244,12 @@ def _difference(then: StepStats, now: StepStats) -> str | None:
 
 def _weights_match(one: StepStats, other: StepStats) -> bool:
     shared = one.params.keys() & other.params.keys()
-    norms = ((one.params[name].weight_norm, other.params[name].weight_norm) for name in shared)
-    return bool(shared) and all(math.isclose(ours, theirs, rel_tol=SAME) for ours, theirs in norms)
+    for name in shared:
+        ours = one.params[name].weight_norm
+        theirs = other.params[name].weight_norm
+        if not math.isclose(ours, theirs, rel_tol=SAME):
+            return False
+    return bool(shared)
 
 
 def _between_checkpoints(first: str | Path, second: str | Path) -> Diagnosis:
