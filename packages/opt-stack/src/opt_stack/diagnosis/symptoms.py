@@ -9,7 +9,6 @@ from statistics import median
 import numpy as np
 
 from opt_stack.diagnosis.history import JUMP, NUM_BEFORE, History, Run, Sentences, change, logs, place, places, shifts
-from opt_stack.diagnosis.tensor_stats import StepStats
 
 ALONE = 3.0  # factor over other parameters
 GROWN = 10.0  # factor of a loss, or of a gradient norm over the largest before
@@ -167,9 +166,10 @@ def jump(history: History) -> Sentences:
         factor = ALONE if is_in_loss else GROWN
         if recovers and norms[at] < factor * norms[before].max():
             continue  # small batches are noisy
-        earlier = [run[near] for near in before]
-        growth = {name: _growth(name, earlier, stats) for name in stats.params}
-        where = place(max(growth, key=growth.__getitem__))
+        squares = np.exp(2 * history.grads[at])
+        usual_squares = np.exp(2 * np.nanmedian(history.grads[before], 0))
+        growth = np.nan_to_num(squares) - np.nan_to_num(usual_squares)
+        where = place(history.names[np.argmax(growth)])
         ratio_to_usual = norms[at] / usual
         text = f"at step {stats.step} the gradient norm was {norms[at]:.3g}, {ratio_to_usual:.3g} times the usual; "
         text += f"it grew most in {where}"
@@ -190,11 +190,3 @@ def jump(history: History) -> Sentences:
         else:
             text += ", and it did not come back."
         yield at, text
-
-
-def _growth(name: str, before: Run, stats: StepStats) -> float:
-    """Return by how much the square of a gradient norm exceeds the usual one."""
-    norms = [earlier.params[name].grad_norm for earlier in before if name in earlier.params]
-    usual = median([norm for norm in norms if norm] or [0.0])
-    now = stats.params[name].grad_norm or 0.0
-    return now**2 - usual**2
