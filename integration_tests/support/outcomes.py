@@ -25,6 +25,8 @@ ELSEWHERE = {
     r"could not import '(jax|optax|keras)'|the adapter needs keras": "nox -s jax",
     r"could not import '(lightning|accelerate|transformers|torchtitan)": "nox -s trainers",
     r"could not import 'megatron": "nox -s megatron",
+    r"could not import 'emerging_optimizers": "nox -s megatron_newest",
+    r"could not import 'ray'": "nox -s engines",
     r"drawn by another version of matplotlib": "the version of matplotlib that drew the committed picture",
     r"this processor does not run code for|multiply bfloat16 itself": "processors with AVX2, AVX-512 or bf16 products",
     r"this device has no TMA": "GPUs of Hopper and newer",
