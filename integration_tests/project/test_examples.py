@@ -89,6 +89,7 @@ def test_tensor_parallel_runs_resume_on_other_sizes(tmp_path: Path) -> None:
     assert after == pytest.approx(loss(2, 12, "uninterrupted"), rel=1e-4)
 
 
+@nightly
 def test_a_run_restarted_by_torchrun_ends_like_the_whole_one(tmp_path: Path) -> None:
     """A worker is killed with SIGKILL. With gloo, the second attempt found the addresses of the first one's ranks."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
