@@ -3,18 +3,22 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from data_parallel_net import over
+from processes import world_of_one
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opt_distributed import ProcessGroupError, run_threads
-from opt_distributed.comm import Alone, Comm, ProcessGroups, find_roles, group_of
+from opt_distributed.comm import Alone, Comm, ProcessGroups, TorchComm, find_roles, group_of
 from opt_distributed.comm import groups as process_groups
+from opt_distributed.comm.collectives import is_torchs_own, zeros
 from opt_distributed.comm.roles import PEERS, peers_of, roles_of
 
 
@@ -198,3 +202,24 @@ def test_the_groups_of_megatron_cores_parallel_state_are_taken(monkeypatch: pyte
         assert ranks(roles.dense.tp) == ranks(roles.expert.tp) == [0, 1]
         assert isinstance(roles.dense.inter, Alone)
         assert ranks(roles.totals) == list(range(8))
+
+
+def test_a_part_of_a_group_keeps_its_backend_and_timeout() -> None:
+    """One of a group that gives up after seconds waited half an hour for a lost peer."""
+    with world_of_one():
+        group = dist.new_group([0], timeout=timedelta(seconds=33), backend="cpu:gloo")
+        part = group_of(TorchComm(group).part([0]))
+        assert part is not None
+        backend: Any = part._get_backend(torch.device("cpu"))
+        assert (backend.options._timeout, dist.get_backend_config(part)) == (timedelta(seconds=33), "cpu:gloo")
+
+
+def test_only_memory_of_torchs_allocator_may_be_freed() -> None:
+    class Registered(Alone):
+        def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return zeros(numel, dtype=dtype, device=device)
+
+    with world_of_one() as group:
+        pooled = TorchComm(group, allocate=Registered().allocate)
+        freed = [zeros, Alone().allocate, TorchComm(group).allocate]
+        assert list(map(is_torchs_own, [*freed, pooled.allocate, Registered().allocate])) == [True] * 3 + [False] * 2

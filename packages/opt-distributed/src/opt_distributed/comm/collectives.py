@@ -5,9 +5,10 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from enum import Enum, auto
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -42,8 +43,8 @@ def zeros(numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def is_torchs_own(allocate: Allocate) -> bool:
     """Whether `zeros` allocates, itself or for a group. Other memory may be registered, and must not be freed."""
-    group = getattr(allocate, "__self__", None)
-    return allocate is zeros or (group is not None and getattr(group, "allocates", zeros) is zeros)
+    of_group = getattr(getattr(allocate, "__self__", None), "allocates", None)
+    return zeros in (allocate, of_group) or getattr(allocate, "__func__", None) is Comm.allocate
 
 
 # Let gloo's threads finish before the interpreter shuts down, so that scripts end with their exit status. When a gloo
@@ -164,8 +165,8 @@ class Comm(Protocol):
         return zeros(numel, dtype=dtype, device=device)
 
     def part(self, ranks: Sequence[int]) -> "Comm":
-        """Create the group of these ranks of this one, in ascending order, to which this rank belongs. They all make
-        the same calls in one order. Raises ProcessGroupError if it has no such groups."""
+        """Create the group of these ranks of this one, in ascending order, to which this rank belongs, with its backend
+        and timeout. They all make the same calls in one order. Raises ProcessGroupError if it has no such groups."""
         raise ProcessGroupError(f"a {type(self).__name__} cannot be divided")
 
 
@@ -275,8 +276,12 @@ class TorchComm(Comm, Tells):
         return self.allocates(numel, dtype=dtype, device=device)
 
     def part(self, ranks: Sequence[int]) -> Comm:
-        members = [self._members[rank] for rank in ranks]
-        group = dist.new_group(members, use_local_synchronization=True)  # only its members wait for each other
+        group = dist.new_group(
+            [self._members[rank] for rank in ranks],
+            timeout=_timeout(self.group),
+            backend=dist.get_backend_config(self.group),
+            use_local_synchronization=True,  # only its members wait for each other
+        )
         return TorchComm(group, allocate=self.allocates)
 
     def _is_gloo(self, x: Tensor) -> bool:
@@ -302,6 +307,14 @@ class TorchComm(Comm, Tells):
             return started
         started.wait()
         return DONE
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group's collectives; None if its backend has no options."""
+    backend: Any = group._get_backend(group._device_types[0])
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    options = getattr(backend, "options", None)
+    return None if options is None else cast(timedelta, options._timeout)
 
 
 def _wait(work: Any) -> object:
