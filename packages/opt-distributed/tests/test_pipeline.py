@@ -217,6 +217,7 @@ class NotingRule(MuonRule):
     """Notes when a matrix is orthogonalised."""
 
     events: list[str]
+    update_dtype = MuonRule.update_dtype
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         self.events.append("NS")

@@ -1,6 +1,7 @@
 """Muon against the SVD and a float64 reference, for every way its parameters, gradients and options come; and
 AdaMuon, NorMuon and NAMO against their formulas."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,8 @@ from opt_kernels import MatrixError
 from opt_kernels.hooks import ClipUpdateRms, hooked
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, PostNorm, PreNorm, ScaleMode
 from opt_kernels.matrices.orthogonalization import reference_newton_schulz as newton_schulz
-from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment
-from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Work
+from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment, update_dtype
+from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
 
 # Ten steps that leave singular values from 0.999 to 1.001: the polar factor, but for matrices with tiny ones.
 POLAR = MuonRule(coefficient_type=CoefficientType.DEEPSEEKV4, num_ns_steps=10, fp32_matmul_prec=MatmulPrecision.HIGHEST)
@@ -135,8 +136,20 @@ def test_rows_of_zeros_and_huge_rows_stay_finite():
 
 def test_updates_that_are_scaled_after_products_travel_unrounded():
     rules = [MuonRule(post_norm=PostNorm.ROWS), MuonRule(nuclear_scale=True), MuonRule(pre_norm=PreNorm.ROWS)]
-    found = [rule.update_dtype(torch.float32, torch.device("cpu")) for rule in rules]
+    found = [update_dtype(rule, torch.float32, torch.device("cpu")) for rule in rules]
     assert found == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_updates_of_a_class_with_other_directions_travel_unrounded():
+    class Scaled(MuonRule):
+        def transform_(self, tasks: Sequence[Task], inputs: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
+            return super().transform_(tasks, inputs, skip) / 3
+
+    class Declared(Scaled):
+        update_dtype = MuonRule.update_dtype
+
+    found = [update_dtype(rule, torch.float32, torch.device("cpu")) for rule in (Scaled(), Declared())]
+    assert found == [torch.float32, torch.bfloat16]
 
 
 def test_a_nuclear_scale_beside_other_norms_is_refused():

@@ -126,10 +126,14 @@ def sums_gradients(rule: Rule) -> bool:
 def update_dtype(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the narrowest dtype that holds what `transform_` of a matrix rule returns, in `dtype`, without rounding.
 
-    A rule whose last products are in 16 bits has a method of this name.
+    A rule whose last products are in 16 bits has a method of this name. A class that overrides `transform_` without it
+    returns `dtype`: its directions may not fit what the base class declares.
     """
-    of_rule = getattr(rule, "update_dtype", None)
-    return dtype if of_rule is None else cast(torch.dtype, of_rule(dtype, device))
+    declaring = next((cls for cls in type(rule).__mro__ if {"transform_", "update_dtype"} & vars(cls).keys()), None)
+    if declaring is None or "update_dtype" not in vars(declaring):
+        return dtype
+    narrow: torch.dtype = cast(Any, rule).update_dtype(dtype, device)
+    return narrow
 
 
 def sums_over_blocks(rule: Rule) -> bool:
