@@ -225,6 +225,56 @@ def test_at_most_two_runs_are_on_the_device() -> None:
     run_deferred(1, rank_main, seed=0)
 
 
+def test_runs_before_an_error_have_returned_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host read main values while they were on their way back."""
+    open_ = streamed._Run.open_
+
+    def first_main(one: DeferredRank, *, fails: bool) -> Tensor:
+        model, optimizer = built(replace(FLAT, numbers=Numbers.BF16, size=1), one.comm, **STREAMED, **OVERLAPS)
+        launch_rules_(optimizer)
+        runs: list[Any] = []
+
+        def opened(run: Any) -> list[Batch]:
+            runs.append(run)
+            if fails and len(runs) == 2:
+                raise RuntimeError("the second run")
+            return open_(run)
+
+        monkeypatch.setattr(streamed._Run, "open_", opened)
+        with pytest.raises(RuntimeError, match="the second run") if fails else nullcontext():
+            iterate(model, optimizer, 0, one.comm)
+        return runs[0]._due[0].piece.main.value().clone()
+
+    [expected] = run_deferred(1, partial(first_main, fails=False), seed=0, eagerness=0.0)
+    [found] = run_deferred(1, partial(first_main, fails=True), seed=0, eagerness=0.0)
+    assert torch.equal(found, expected)
+
+
+def test_memory_that_an_error_frees_waits_for_the_side_stream() -> None:
+    """Exchanges that were under way sent what the next owner of their memory had written."""
+
+    def copied(one: DeferredRank) -> Tensor:
+        arrived = torch.zeros(4)
+
+        def failing() -> None:
+            sent = torch.ones(4)
+            side = one.device.side_stream()
+            side.wait_event(one.device.current_stream().record_event())
+            with one.device.on(side):
+                arrived.copy_(sent)
+            raise ValueError("a later run")
+
+        with pytest.raises(ValueError, match="a later run"), one.device.joining_side_stream():
+            failing()
+        torch.ones(4)  # in the memory of `sent`
+        one.device.synchronize()
+        return arrived
+
+    for seed in range(8):
+        [found] = run_deferred(1, copied, seed=seed, eagerness=0.0)
+        assert found.eq(1).all(), seed
+
+
 def test_hooks_are_refused_where_the_device_streams_the_state() -> None:
     with pytest.raises(ConfigError, match="optimizer_offload_compute='device': hooks of 'adam' read norms"):
         built(replace(FLAT, size=1), Alone(), hooks=(ClipUpdateRms(1.0),), **STREAMED)

@@ -97,6 +97,16 @@ class Device:
         """The one stream for work that must not delay the compute stream."""
         return _DONE
 
+    @contextmanager
+    def joining_side_stream(self) -> Iterator[None]:
+        """After an error inside, let the current stream wait for the side stream, whose work the error may leave with
+        memory that is freed."""
+        try:
+            yield
+        except BaseException:
+            self.current_stream().wait_event(self.side_stream().record_event())
+            raise
+
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Queue the operations inside to `stream`."""
         return nullcontext()

@@ -71,21 +71,23 @@ class Streamed(HostSide):
         side.wait_event(current.record_event())
         coming = _Run(runs[0], memories[0])
         coming.fetch_(self.device, side)
-        for number in range(len(runs)):
-            run = coming
-            if number + 1 < len(runs):
-                coming = _Run(runs[number + 1], memories[(number + 1) % 2])
-                coming.fetch_(self.device, side)
-            current.wait_event(run.arrived)
-            update_(run.open_())
-            run.close_(skip)
-            side.wait_event(current.record_event())
-            run.return_(self.device, side)
-        self._returned = side.record_event()
-        current.wait_event(self._returned)
-        for due in (due for run in runs for due in run):
-            assert isinstance(due.piece.main, HostMain)
-            due.piece.main.returned = self._returned
+        try:
+            for number in range(len(runs)):
+                run = coming
+                if number + 1 < len(runs):
+                    coming = _Run(runs[number + 1], memories[(number + 1) % 2])
+                    coming.fetch_(self.device, side)
+                current.wait_event(run.arrived)
+                update_(run.open_())
+                run.close_(skip)
+                side.wait_event(current.record_event())
+                run.return_(self.device, side)
+        finally:  # after an error, earlier runs return, too
+            self._returned = side.record_event()
+            current.wait_event(self._returned)
+            for due in (due for run in runs for due in run):
+                assert isinstance(due.piece.main, HostMain)
+                due.piece.main.returned = self._returned
 
 
 class _Run:
@@ -177,11 +179,14 @@ def runs_of_due(rule: Rule, due: Sequence[Due], stages: Sequence[ComputeStage]) 
 def _joined(parts: Iterable[list[Due]]) -> Iterator[list[Due]]:
     """Join parts until they have enough elements."""
     run: list[Due] = []
+    numel = 0
     for part in parts:
         run += part
-        if sum(one.grad.numel() for one in run) >= RUN_NUMEL:
+        numel += sum(one.grad.numel() for one in part)
+        if numel >= RUN_NUMEL:
             yield run
             run = []
+            numel = 0
     if run:
         yield run
 

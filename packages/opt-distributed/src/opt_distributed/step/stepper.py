@@ -284,7 +284,8 @@ class Stepper:
         inverse = prepared.verdict.inv_scale
         with self._watched(prepared.ready, groups, inverse, prepared.max_norm, skipped=not success):
             if success:
-                self._update_(prepared, groups, then=self._publish)
+                with self._accelerator.joining_side_stream():
+                    self._update_(prepared, groups, then=self._publish)
 
     def _update_(self, prepared: Prepared, groups: Groups, *, then: Callable[[Unit], None] | None = None) -> None:
         """Clip, and update each unit; then call `then` with it."""
