@@ -192,6 +192,18 @@ def test_a_stale_checkpoint(tmp_path: Path) -> None:
     assert "First: the second run begins after 12 updates with the weights that the first had after 6" in text
 
 
+def test_a_run_of_another_model_in_the_directory_is_left_out(tmp_path: Path) -> None:
+    """Said that nothing unusual was found: the two had no parameter in common."""
+    recorded(tmp_path)
+    model = nn.Linear(6, 3)
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+    train(model, optimizer, range(1, 4))
+    optimizer.stats_every(1, directory=tmp_path)
+    train(model, optimizer, range(4, 20), poisoned)
+    optimizer.recorder.write("end")
+    assert "First: at step 12 all gradients were NaN" in said(tmp_path)
+
+
 def test_a_model_whose_weights_begin_at_zero_is_read(tmp_path: Path) -> None:
     """Raised that the ratios of large parameters were an empty sequence."""
     model = nn.Linear(6, 3)

@@ -195,9 +195,9 @@ def find(history: History, given: Iterable[Finding] = ()) -> list[Finding]:
 
 
 def _joined(first: Run, second: Run) -> History:
-    """Return the records of a run after those of the run before it, if it continues that one: from its updates, or
-    without them, from its weights."""
-    if not first or not second:
+    """Return the records of a run after those of the run before it, if it continues that one: with parameters of the
+    same names, from its updates, or without them, from its weights."""
+    if not first or not second or first[-1].params.keys().isdisjoint(second[0].params):
         return History(second)
     last = first[-1]
     start = second[0]
