@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from opt_checkpoint import load, save, sharded_model
 from opt_checkpoint.__main__ import main
 from opt_config import OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer
 
 AVERAGED = {"ema_decay": 0.8, "ema_nesterov_beta": 0.4, "ema_nesterov_gamma": 0.7}
@@ -263,13 +265,55 @@ def test_another_decay_is_that_of_the_present_run(caplog: pytest.LogCaptureFixtu
             assert torch.equal(average, torch.lerp(before[name], other.get_parameter(name).detach(), 1 - 0.9))
 
 
-def test_a_run_without_averages_says_that_it_leaves_them(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Its weights are ahead of those that the saved run would have shown."""
-    model, optimizer = built(**AVERAGED)
+@pytest.mark.parametrize(("beta", "text"), [(0.4, "0.4"), (lambda step: 0.4, "function")], ids=["number", "function"])
+def test_a_run_without_averages_says_that_it_leaves_them(
+    beta: object, text: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Its weights are ahead of those that the saved run would have shown. A function left no record. The other form
+    refuses such a state."""
+    fields = {**AVERAGED, "ema_nesterov_beta": beta}
+    model, optimizer = built(**fields)
     step(model, optimizer, 0, 1)
-    other, resumed = built()
-    by_a_directory(model, optimizer, other, resumed, tmp_path / "saved")
-    assert "continues with ema_nesterov_beta=None, but was saved with ema_nesterov_beta=0.4" in caplog.text
+    by_a_directory(model, optimizer, *built(**fields), tmp_path / "same")
+    assert "continues with" not in caplog.text
+    by_a_directory(model, optimizer, *built(), tmp_path / "without")
+    assert f"continues with ema_nesterov_beta=None, but was saved with ema_nesterov_beta={text}" in caplog.text
+
+
+def test_a_chunk_without_averages_is_named_beside_one_with_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Parameters of two chunks have the same names."""
+
+    def of_chunks() -> Optimizer:
+        optimizer = get_optimizer(config(), [Model(), Model()])
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        optimizer.step()
+        return optimizer
+
+    state = of_chunks().state_dict()
+    for name in STATES:
+        del state["state"][2][name]
+    of_chunks().load_state_dict(state)
+    assert "1 parameters ('chunk 1: first') were saved without averages" in caplog.text
+
+
+def test_a_rank_without_parameters_takes_part_in_the_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It left the others waiting for it in the exchange of what is lacking."""
+    save(sharded_state(*built()), tmp_path / "saved")
+
+    def load_on(everyone: Comm) -> int:
+        model = Model()
+        for param in (model.first, model.second):
+            param.requires_grad_(everyone.rank == 0)
+        axes = Axes(dp=Alone(), tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=everyone)
+        optimizer = get_optimizer(config(), [model], {}, pg_collection=roles)
+        optimizer.load_state_dict(load(sharded_state(model, optimizer), tmp_path / "saved").state["optimizer"])
+        return len(everyone.gather_objects(everyone.rank))
+
+    assert run_threads(2, load_on) == [2, 2]
+    assert "2 parameters ('first', 'second') were saved without averages" in caplog.text
 
 
 @pytest.mark.parametrize("weights", ["ema", "nesterov_base"])

@@ -195,7 +195,9 @@ def make_rules(
             except NumberError as error:
                 named = f"{error}".replace("weight_decay=", f"{key}=", 1)
                 raise ConfigError(f"group {group['name']!r}: {named}") from None
-        group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
+        texts = {name: repr(value) for name, value in choices_of(rule).items()}
+        texts |= {name: "function" for name in NUMBERS if callable(getattr(config, name)) and name not in group}
+        group[CHOICES] = tuple(f"{name}={text}" for name, text in sorted(texts.items()))
         if of_rule := hooks_of(rule):
             group[HOOKS] = described(of_rule)
     return groups, rules
@@ -365,8 +367,9 @@ def warn_of_other_choices(group: Group, saved: Group) -> None:
             "group %r continues with hooks %s, but was saved with %s",
             group["name"], ", ".join(after) or "none", ", ".join(before) or "none",
         )  # fmt: skip
-    numbers = [(name, saved[name], group.get(name)) for name in NUMBERS if name in saved]
-    changed = [(name, was, now) for name, was, now in numbers if not is_on_device((was, now)) and was != now]
+    numbers = zip(NUMBERS, _average_numbers(saved), _average_numbers(group), strict=True)
+    known = [(name, was, now) for name, was, now in numbers if was is not None and not is_on_device((was, now))]
+    changed = [(name, was, now) for name, was, now in known if was != now]
     for name, was, now in (*_differences(group, saved), *changed):
         logger.warning("group %r continues with %s=%s, but was saved with %s=%s", group["name"], name, now, name, was)
 
@@ -381,6 +384,12 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
     for name in before.keys() & after.keys():
         if before[name] != after[name]:
             yield name, before[name], after[name]
+
+
+def _average_numbers(group: Group) -> list[Any]:
+    """Return the value of each of `NUMBERS`: "function" for a function of the step, None if it was not configured."""
+    texts = _choice_texts(group)
+    return [group.get(name, texts.get(name)) for name in NUMBERS]
 
 
 def _choice_texts(group: Group) -> dict[str, str]:

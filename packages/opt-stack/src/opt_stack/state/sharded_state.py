@@ -20,7 +20,7 @@ from opt_checkpoint import (
 from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, from_megatron, place_
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
-from opt_distributed.pieces import FullySharded
+from opt_distributed.pieces import FullySharded, WeightAverages
 from opt_distributed.saving import (
     check_loaded,
     rows_of_part,
@@ -244,7 +244,7 @@ class ShardedStates(torch.optim.Optimizer):
 
         decisions = agreed(self._everyone, checked)
         self._warn_of_regrouped(regrouped)
-        self._warn_of_averages({ref.piece.id.name: values for ref, values in loads}, self._everyone)
+        self._warn_of_averages({ref.piece.id: values for ref, values in loads}, self._everyone)
         for (before, after), of_params in moved.items():
             logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
         for group, then in pairs:
@@ -269,13 +269,13 @@ class ShardedStates(torch.optim.Optimizer):
         if names and self.roles.dense.dp.rank == 0:
             logger.warning("%s", sentence(names))
 
-    def _warn_of_averages(self, loaded: Mapping[str, Collection[str]], peers: Comm) -> None:
-        """Log on the first of `peers` that averages begin anew, if those of a parameter, by name, were not loaded.
-        Collective."""
-        names = [spec.name for unit in self.stepper.units[:1] for spec in unit.averages.specs]
-        if not names:
+    def _warn_of_averages(self, loaded: Mapping[ParamId, Collection[str]], peers: Comm) -> None:
+        """Log on the first of `peers` that averages begin anew, if those of a parameter were not loaded. Collective."""
+        averages = self.plan.config.averages  # a rank may have no unit
+        if averages is None:
             return
-        lacking = [name for name, states in loaded.items() if not all(name in states for name in names)]
+        names = [spec.name for spec in WeightAverages(averages).specs]
+        lacking = [str(id) for id, states in loaded.items() if not all(name in states for name in names)]
         lacking = sorted({name for of_rank in peers.gather_objects(lacking) for name in of_rank})
         if lacking and peers.rank == 0:
             logger.warning(

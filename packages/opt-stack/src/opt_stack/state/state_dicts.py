@@ -218,7 +218,7 @@ class StateDicts(ShardedStates):
         matched, decisions = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
         groups, by_id, moved = matched
         restarted = {name for name, has_same_rule in moved.items() if not has_same_rule}
-        self._warn_of_averages({id.name: by_id.get(id, {}) for id in self._held}, self._load_peers)
+        self._warn_of_averages({id: by_id.get(id, {}) for id in self._held}, self._load_peers)
         for id, (unit, piece) in self._held.items():
             load = restart_ if param_name(id) in restarted else load_state_
             load(unit, piece, by_id.get(id, {}))
