@@ -25,7 +25,7 @@ from opt_distributed.buffers import (
 )
 from opt_distributed.comm import Axes, Comm, GraphError, group_of
 from opt_distributed.comm import device as devices
-from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_problem
+from opt_kernels.hooks import CentralizeGradient, Hook, HookedUpdate, bare, hooks_of, shape_problem
 from opt_kernels.params import MainFormat
 from opt_kernels.quantized import FP8
 from opt_kernels.rules import ElementwiseRule, Needs
@@ -100,8 +100,17 @@ def _check_params(design: Design) -> Iterator[str]:
 def _check_groups(design: Design) -> Iterator[str]:
     """Refuse a group's `clip_grad` that is a number, and a narrow dtype of a moment that rules keep in fp32 or lack.
 
+    Refuses hooks that need all updates where the device has two runs at a time.
+
     Reads the rules, which are the same on all ranks, and not the units: a rank may hold no parameter of Adam's.
     """
+    config = design.request.config
+    hooked = [name for name, rule in design.groups.rules.items() if isinstance(rule, HookedUpdate)]
+    if hooked and config.optimizer_offload_compute == "device":
+        yield (
+            f"optimizer_offload_compute='device': hooks of {hooked[0]!r} read norms of all updates before one is made, "
+            "but only two runs are on the device; set it to 'host', or leave out the hooks"
+        )
     source = "param_groups" if design.request.has_given_groups else "config_overrides"
     for group in design.groups.groups:
         if not isinstance(clips := group.get("clip_grad", True), bool):
@@ -109,7 +118,7 @@ def _check_groups(design: Design) -> Iterator[str]:
                 f"{source}: group {group['name']!r} has clip_grad={clips!r}; allowed are True (clip to "
                 "OptimizerConfig.clip_grad) and False (do not clip; the group has a separate norm)"
             )
-    precision = design.request.config.precision
+    precision = config.precision
     for state, dtype in (("exp_avg", precision.exp_avg), ("exp_avg_sq", precision.exp_avg_sq)):
         if dtype is torch.float32:
             continue

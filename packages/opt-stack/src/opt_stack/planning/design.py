@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opt_config import ConfigError, OnDevice, OptimizerConfig, ParamKey, WholeParams
+from opt_config import OnDevice, OptimizerConfig, ParamKey, WholeParams
 from opt_distributed.buffers import (
     CODED_MULTIPLE,
     PRE_SHARDED,
@@ -29,7 +29,7 @@ from opt_distributed.buffers import (
 )
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.pieces import NO_AVERAGES, WeightAverages
-from opt_kernels.hooks import GivenHooks, HookedUpdate, bare
+from opt_kernels.hooks import GivenHooks, bare
 from opt_kernels.params import MainFormat
 from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
@@ -217,11 +217,6 @@ def _plan_units(
     for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
         rule = groups.rules[name]
         dtypes = {metas[id].stored_dtype for id in ids}
-        if config.optimizer_offload_compute == "device" and isinstance(rule, HookedUpdate):
-            raise ConfigError(
-                f"optimizer_offload_compute='device': hooks of {name!r} read norms of all updates before one is made, "
-                "but only two runs are on the device; set it to 'host', or leave out the hooks"
-            )
         host_rule = torch_host_rule(rule, config) if config.use_torch_optimizer_for_cpu_offload else None
         unit_name = f"{name}{'/later chunks' * is_later}{'/experts' * is_expert}"
         unit = UnitPlan(
