@@ -112,8 +112,8 @@ class WeightAverages:
         given = (DECAY, self.chosen.decay, 1), (BETA, self.chosen.beta, 2)
         for number, value, later in given:
             if callable(value):
-                for step in {int(piece.averages[STEPS]) + later for piece in pieces}:
-                    number.check(value(step))
+                for step in set(_steps(pieces)):
+                    number.check(value(step + later))
 
     @torch.no_grad()
     def begin_(self, pieces: Sequence[OwnedPiece]) -> None:
@@ -143,28 +143,21 @@ class WeightAverages:
             torch._foreach_add_(steps, 1)
         else:
             torch._foreach_add_(steps, [(~skip).to(torch.int64)] * len(steps))
-        for piece in ready if self.looks_ahead else ():
-            self._look_ahead_(piece, self._number(BETA, self.chosen.beta, piece, groups, later=1), skip)
+        if self.looks_ahead:
+            for piece, beta in zip(ready, _numbers(BETA, self.chosen.beta, ready, groups, later=1), strict=True):
+                self._look_ahead_(piece, beta, skip)
         for piece, weight in zip(pieces, self._shares(pieces, groups, skip) if self.has_ema else ()):
             piece.averages[EMA].lerp_(_weights(piece, piece.main.updated.value()), weight)
 
-    def _number(
-        self, number: Number, chosen: object, piece: OwnedPiece, groups: Groups, *, later: int = 0
-    ) -> float | Tensor:
-        """Return the number of the piece's group, or that of the configured function."""
-        found = groups[piece.group].get(number.name, chosen)
-        value: float | Tensor = found(int(piece.averages[STEPS]) + later) if callable(found) else found
-        return value
-
     def _shares(self, pieces: Sequence[OwnedPiece], groups: Groups, skip: Tensor | None) -> Sequence[float | Tensor]:
         """Return the share of the weights in the new average of each piece: 1 - decay, and 1 until it begins."""
-        decays = [self._number(DECAY, self.chosen.decay, piece, groups) for piece in pieces]
-        steps = [piece.averages[STEPS] for piece in pieces]
+        decays = _numbers(DECAY, self.chosen.decay, pieces, groups)
         from_step = self.chosen.from_step
         if skip is None:
-            return [1.0 if int(step) <= from_step else 1.0 - float(decay) for step, decay in zip(steps, decays)]
+            numbers = zip(_steps(pieces), decays, strict=True)
+            return [1.0 if step <= from_step else 1.0 - float(decay) for step, decay in numbers]
         shares = [_on_device(1.0 - decay, skip.device) for decay in decays]
-        has_begun = torch.stack(steps) > from_step
+        has_begun = torch.stack([piece.averages[STEPS] for piece in pieces]) > from_step
         return torch.where(has_begun, torch.stack(shares), 1.0).masked_fill(skip, 0.0).unbind()
 
     def _look_ahead_(self, piece: OwnedPiece, beta: float | Tensor, skip: Tensor | None) -> None:
@@ -198,6 +191,21 @@ def _where_kept(piece: OwnedPiece) -> Iterator[Tensor]:
             yield here
     else:
         yield value
+
+
+def _steps(pieces: Sequence[OwnedPiece]) -> list[int]:
+    """The number of steps that each piece's averages contain. The host waits for them, once."""
+    return torch.stack([piece.averages[STEPS] for piece in pieces]).tolist() if pieces else []
+
+
+def _numbers(
+    number: Number, chosen: object, pieces: Sequence[OwnedPiece], groups: Groups, *, later: int = 0
+) -> list[float | Tensor]:
+    """Return the number of each piece's group, or that of the configured function, `later` steps from now."""
+    found = [groups[piece.group].get(number.name, chosen) for piece in pieces]
+    if not any(map(callable, found)):
+        return found
+    return [value(step + later) if callable(value) else value for value, step in zip(found, _steps(pieces))]
 
 
 def _weights(piece: OwnedPiece, main: Tensor) -> Tensor:

@@ -77,8 +77,9 @@ class Unit:
             UnusableGradientError: a gradient is in ``main_grad`` of a plain parameter.
             NumberError: a function of the step gives a number that averages do not allow.
         """
-        self.averages.begin_(self.pieces)
-        self.averages.check(self.pieces)
+        if self.averages.specs:
+            self.averages.begin_(self.pieces)
+            self.averages.check(self.pieces)
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
@@ -194,7 +195,7 @@ class Unit:
 
     def note_averaged(self) -> None:
         """Note that a step, which may be a replay of a graph, wrote the averages of all pieces."""
-        for piece in self.pieces:
+        for piece in self.pieces if self.averages.specs else ():
             piece.following.clear()
 
     def _stream_(self, host: Streamed, update: Update) -> None:
