@@ -337,6 +337,42 @@ def test_averages_are_exported_as_a_model(weights: str, tmp_path: Path, capsys: 
     assert "pass the prefix of one of them: model., other." in capsys.readouterr().err
 
 
+def test_the_states_of_another_optimizer_are_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Moments of parameters without average were exported beside the weights."""
+    model, optimizer = built(ema_decay=0.8)
+    critic = nn.Linear(3, 2)
+    plain = get_optimizer(OptimizerConfig(**PLAIN), [critic], {})
+    critic(torch.ones(1, 3)).sum().backward()
+    step(model, optimizer, 0)
+    plain.step()
+    save(sharded_state(model, optimizer) | {"critic": sharded_state(critic, plain)}, tmp_path / "saved")
+    arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors", "--weights", "ema"]
+    assert main(arguments) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    averaged = {f"model.{name}" for name in model.state_dict()}
+    assert found.keys() == {*averaged, "critic.model.bias", "critic.model.weight"}
+    assert torch.equal(found["model.first"], kept(model, optimizer, "ema")["first"])
+    said = capsys.readouterr().err
+    assert "as they were saved: critic.model.bias, critic.model.weight, model.count, model.frozen\n" in said
+    assert "states of parameters without average: critic.optimizer.state.exp_avg.bias, " in said
+    arguments[2] = str(tmp_path / "alone")
+    assert main([*arguments, "--prefix", "model."]) == 0
+    assert "as they were saved: model.count, model.frozen\n" in capsys.readouterr().err
+
+
+def test_two_averages_of_one_key_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the optimizer that was saved last were exported, whichever model was asked for."""
+    saved = {}
+    for name in ("one", "two"):
+        model, optimizer = built(ema_decay=0.8)
+        step(model, optimizer, 0)
+        saved[name] = sharded_state(model, optimizer)
+    save(saved, tmp_path / "saved")
+    arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors", "--weights", "ema"]
+    assert main([*arguments, "--prefix", "one.model."]) == 2
+    assert "holds two averages of first: one.optimizer.state.ema.first and two." in capsys.readouterr().err
+
+
 def test_an_export_without_averages_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(sharded_state(*built()), tmp_path / "saved")
     arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors", "--weights", "ema"]

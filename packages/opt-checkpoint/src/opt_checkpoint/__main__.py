@@ -238,17 +238,28 @@ def _convert(options: argparse.Namespace) -> int:
     else:
         dtype = dtype_from_name(options.dtype) if options.dtype else None
         chosen: dict[str, Any] = {"select": "*" if options.tensor is None else options.tensor, "prefix": prefix}
-        averages = options.weights
         written = safetensors.checkpoint_to_safetensors(
-            source, target, names=rules, dtype=dtype, weights=averages, **chosen
+            source, target, names=rules, dtype=dtype, weights=options.weights, **chosen
         )
-        if averages and (plain := with_averages(read_index(source), averages, prefix)[1]):
-            print(f"without average, so as they were saved: {', '.join(plain)}", file=sys.stderr)
-        if others := safetensors.left_out(source, **chosen):
-            print(f"left out, as safetensors files hold tensors only: {', '.join(others)}", file=sys.stderr)
+        notes = _about_averages(source, options.weights, **chosen) if options.weights else {}
+        notes["left out, as safetensors files hold tensors only"] = safetensors.left_out(source, **chosen)
+        for note, keys in notes.items():
+            if keys:
+                print(f"{note}: {', '.join(keys)}", file=sys.stderr)
     for path in written:
         print(path)
     return FINE
+
+
+def _about_averages(source: str, weights: str, *, select: str, prefix: str) -> dict[str, list[str]]:
+    """The selected keys that an export of averages copies or leaves out."""
+    _, plain, others = with_averages(read_index(source), weights, prefix)
+    return {
+        "without average, so as they were saved": [
+            key for key in plain if fnmatch.fnmatchcase(key, select) and key.startswith(prefix)
+        ],
+        "left out, as states of parameters without average": others,
+    }
 
 
 def _extract(options: argparse.Namespace) -> int:

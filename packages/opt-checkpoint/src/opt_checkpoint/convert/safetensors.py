@@ -353,11 +353,12 @@ def checkpoint_to_safetensors(
         The files.
 
     Raises:
-        CheckpointingException: as `save_safetensors` and `load`; or the checkpoint holds no such averages.
+        CheckpointingException: as `save_safetensors` and `load`; or the checkpoint holds no such averages, or two of
+            one key.
     """
     index = read_index(path)
     if weights is not None:
-        index, _ = with_averages(index, weights, prefix)
+        index = with_averages(index, weights, prefix).checkpoint
     target = local_path(folder, _FOLDER)
     stored = {k: t for k, t in index.tensors.items() if fnmatch.fnmatchcase(k, select) and k.startswith(prefix)}
     if not stored:
