@@ -65,6 +65,7 @@ MEGATRON = OptimizerParamScheduler(
     wd_incr_style="constant",
 )
 FALL = linear(1.0, 0.0, steps=4)
+WAVE = as_schedule(lambda n: math.cos(math.pi * n / 2))
 WSD = wsd(1.0, steps=10, warmup_steps=2, decay_steps=4, shape="linear")
 RISE = piecewise_constant([1.0, 2.0], at=[5])
 JUMP = cut(RISE, 5)
@@ -168,6 +169,8 @@ OF_CALLABLES: dict[str, tuple[Schedule, dict[float, float]]] = {  # as above, bu
     "callable-in-cooldown": (cooldown(triangle, at=2, steps=4), {3: 0.25}),
     "callable-in-rescale": (rescale(triangle, old_batch=1, new_batch=2), {1: 0.5}),
     "number-in-warmup": (warmup(2.0, steps=4), {2: 1.0}),
+    # Five periods of a cosine passed for a constant phase.
+    "extend-stretches-a-wave": (extend(cut(WAVE, 20), at=4, steps=36), {2: -1.0, 4: 1.0, 8: -1.0, 12: 1.0, 36: 1.0}),
 }
 
 

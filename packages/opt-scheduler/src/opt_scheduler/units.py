@@ -148,8 +148,9 @@ def extend(schedule: ScheduleLike, *, at: float, steps: float, stretch_decay: bo
 
 
 def _is_constant(schedule: Schedule, start: float, stop: float) -> bool:
-    """Whether a phase between two boundaries has one value."""
-    return len({schedule(start + part * (stop - start)) for part in (0.0, 0.4, 0.8)}) == 1
+    """Whether a phase between two boundaries has one value, at its start and at points that no period has in common."""
+    shares = (0.0, *(math.sqrt(prime) % 1.0 for prime in (2, 3, 5, 7, 11, 13)))
+    return len({schedule(start + share * (stop - start)) for share in shares}) == 1
 
 
 def _followed(schedule: ScheduleLike, rest: Schedule, *, at: float) -> Schedule:
