@@ -335,11 +335,11 @@ class ElementwiseRule:
     ) -> None:
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
         scale = -grad_scale if self.maximize else grad_scale
-        alike: dict[tuple[Formula, tuple[State, ...]], list[Batch]] = {}
+        by_sweep: dict[tuple[Formula, tuple[State, ...]], list[Batch]] = {}
         for batch in batches:
             formula = self.formula_at(batch.hyper)
-            alike.setdefault((formula, self._stalling(batch.hyper)), []).append(batch)
-        for (formula, stalling), same in alike.items():
+            by_sweep.setdefault((formula, self._stalling(batch.hyper)), []).append(batch)
+        for (formula, stalling), same in by_sweep.items():
             codecs = {state.name: self.codecs[state.name] for state in formula.states}
             codecs |= {state.name: self.narrow_averages[state] for state in stalling if state.name in codecs}
             sweep(same, formula, codecs, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)

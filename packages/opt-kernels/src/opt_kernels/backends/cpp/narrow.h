@@ -72,9 +72,21 @@ static inline void widen(const half *codes, float scale, float *values, int64_t 
 }
 
 #ifdef WIDE
+// Stores a block of codes with the signs of its values, and returns it. Signs are seen in words saturated to bytes, four
+// times as many at a time.
+template <class Float, bool SIGNED>
+static inline Words store_signed(Words bytes, const Words (&words)[4], uint8_t *codes) {
+    if (SIGNED) {
+        const Words first_signs = WIDE(packs_epi32)(words[0], words[1]), second_signs = WIDE(packs_epi32)(words[2], words[3]);
+        bytes |= WIDE(packs_epi16)(first_signs, second_signs) & WIDE(set1_epi8)(char(Float::SIGN));
+    }
+    store_bytes(codes, bytes);
+    return bytes;
+}
+
 // A block of codes, as `narrow` has them, of values that are rounded without being scaled: `normal` is the word of the
 // smallest value whose code is normal. A sum's exponent and units are halves of its word, which one product of integers
-// joins. Signs are seen in words saturated to bytes, four times as many at a time.
+// joins.
 template <class Float, bool SIGNED>
 static inline Words narrow_block(const float *values, uint32_t normal, uint8_t *codes) {
     constexpr int SHIFT = Float::SHIFT, ROOM = SHIFT - 16;
@@ -90,13 +102,8 @@ static inline Words narrow_block(const float *values, uint32_t normal, uint8_t *
     const Words least = WIDE(set1_epi16)(short((normal + (uint32_t(SHIFT) << 23)) >> 16));
     const Words first = WIDE(sub_epi16)(WIDE(packs_epi32)(code[0], code[1]), least);
     const Words second = WIDE(sub_epi16)(WIDE(packs_epi32)(code[2], code[3]), least);
-    Words bytes = WIDE(packus_epi16)(WIDE(srli_epi16)(first, ROOM), WIDE(srli_epi16)(second, ROOM));
-    if (SIGNED) {
-        const Words first_signs = WIDE(packs_epi32)(words[0], words[1]), second_signs = WIDE(packs_epi32)(words[2], words[3]);
-        bytes |= WIDE(packs_epi16)(first_signs, second_signs) & WIDE(set1_epi8)(char(Float::SIGN));
-    }
-    store_bytes(codes, bytes);
-    return bytes;
+    const Words bytes = WIDE(packus_epi16)(WIDE(srli_epi16)(first, ROOM), WIDE(srli_epi16)(second, ROOM));
+    return store_signed<Float, SIGNED>(bytes, words, codes);
 }
 #endif
 
@@ -204,13 +211,7 @@ static inline Words round_block(
     const Words least = WIDE(set1_epi16)(short(1 << (23 - SHIFT)));
     const Words first = WIDE(add_epi16)(WIDE(packs_epi32)(code[0], code[1]), least);
     const Words second = WIDE(add_epi16)(WIDE(packs_epi32)(code[2], code[3]), least);
-    Words bytes = WIDE(packus_epi16)(first, second);
-    if (SIGNED) {
-        const Words first_signs = WIDE(packs_epi32)(words[0], words[1]), second_signs = WIDE(packs_epi32)(words[2], words[3]);
-        bytes |= WIDE(packs_epi16)(first_signs, second_signs) & WIDE(set1_epi8)(char(Float::SIGN));
-    }
-    store_bytes(codes, bytes);
-    return bytes;
+    return store_signed<Float, SIGNED>(WIDE(packus_epi16)(first, second), words, codes);
 }
 #endif
 
