@@ -102,7 +102,7 @@ def added_gradients(history: History) -> Sentences:
 
 
 def repeated_data(history: History) -> Sentences:
-    """Find where the loss and all gradients stopped to fluctuate, and the loss fell from one record to the next."""
+    """Find where the loss and all gradients stopped fluctuating, and the loss fell from one record to the next."""
     losses = history.losses
     # How much a value differs from the line between its neighbours; at i that of record i + 1.
     of_loss = abs(np.diff(losses, 2))
