@@ -211,10 +211,11 @@ MANY = {
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_many_peers_are_reached_in_two_hops(name: str) -> None:
+def test_many_peers_are_reached_in_two_hops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank exchanges with the first of each node, and with its own node."""
     size, max_peers, expected = MANY[name]
-    (found,) = plan(DUPLICATED, meta((12 * size, 8), MeshPlacement("dp", size, 0)), max_peers=max_peers)
+    monkeypatch.setattr("opt_stack.planning.matrices.MAX_PEERS", max_peers)
+    (found,) = plan(DUPLICATED, meta((12 * size, 8), MeshPlacement("dp", size, 0)))
     peers = [(axis.name, axis.size, axis.hop[0] if axis.hop else None) for axis in found.axes]
     assert peers == expected
     (slot,) = found.layout.slots
@@ -223,16 +224,17 @@ def test_many_peers_are_reached_in_two_hops(name: str) -> None:
         assert found.layout.block(slot, at) == ((12 * rank, 0), (12, 8))
 
 
-def test_uneven_parts_and_kept_axes_stay_in_one_hop() -> None:
+def test_uneven_parts_and_kept_axes_stay_in_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opt_stack.planning.matrices.MAX_PEERS", 2)
     for rows in (5, 4 * 3 + 1):
-        (found,) = plan(DUPLICATED, meta((rows, 8), FSDP), max_peers=2)
+        (found,) = plan(DUPLICATED, meta((rows, 8), FSDP))
         assert [axis.name for axis in found.axes] == ["dp"]
-    (found,) = plan(BLOCKWISE, meta((64, 8), MeshPlacement("tp", 4, 0)), max_peers=2)
+    (found,) = plan(BLOCKWISE, meta((64, 8), MeshPlacement("tp", 4, 0)))
     assert [axis.name for axis in found.axes] == ["tp"]
     both = (MeshPlacement("dp", 4, 0, True), MeshPlacement("tp", 4, 0))
-    (found,) = plan(BLOCKWISE, meta((64, 8), *both), max_peers=2)
+    (found,) = plan(BLOCKWISE, meta((64, 8), *both))
     assert [axis.name for axis in found.axes] == ["tp", "dp nodes", "dp local"]
-    (found,) = plan(BLOCKWISE, meta((8, 8), *both), max_peers=2)
+    (found,) = plan(BLOCKWISE, meta((8, 8), *both))
     assert [axis.name for axis in found.axes] == ["tp", "dp"]
 
 

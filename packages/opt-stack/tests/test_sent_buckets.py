@@ -124,7 +124,7 @@ def test_training_has_the_bits_of_one_rank_that_sends_nothing(kind: str) -> None
     (expected,) = run_threads(1, train)
     for found in run_threads(2, lambda comm: train(LateComm(comm))):
         for weight, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(weight, other, rtol=0, atol=0)
 
 
 def test_a_read_within_the_update_starts_no_gather() -> None:

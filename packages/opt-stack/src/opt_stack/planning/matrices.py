@@ -21,8 +21,9 @@ from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, ParamMeta
 
 TENSOR_PARALLEL = "tensor parallel"
 MAX_PEERS = 256
-"""Ranks along an axis that exchange matrices directly. Libraries need memory and connections for each peer, and an
-all-to-all of a thousand ranks may fail: https://github.com/NVIDIA/nccl/issues/1191."""
+"""Ranks along an axis that exchange matrices directly; more are reached in two hops. Libraries need memory and
+connections for each peer, and an all-to-all of a thousand ranks may fail: https://github.com/NVIDIA/nccl/issues/1191.
+"""
 NODE_RANKS = 8
 """Successive ranks of an axis that are likely to be connected closely."""
 
@@ -78,7 +79,6 @@ def plan_compute(
     tensor_parallel: int,  # ranks that hold the parts of a matrix that is marked as tensor parallel
     team_of: Mapping[ParamId, int],  # the shard that a parameter is in: only its ranks compute together
     splits: Mapping[ParamId, MatrixSpec],  # of parameters with rows that are matrices of their own
-    max_peers: int | None = None,  # along an axis; more are reached in two hops, if parts are equal. None: `MAX_PEERS`
 ) -> tuple[ComputePlan, ...]:
     """Plan which ranks compute the parameters of a matrix rule. Parameters that are whole on their ranks are left out.
 
@@ -91,10 +91,9 @@ def plan_compute(
         LayoutError: parts are unequal, but the mode needs equal ones.
     """
     found: dict[_Arranged, list[SplitMatrix]] = {}
-    most = MAX_PEERS if max_peers is None else max_peers
     for meta in metas:
         if cuts := _cuts(meta, tensor_parallel):
-            arranged, matrix = _in_hops(*_arrange(rule, meta, cuts, team_of.get(meta.id, 0)), most)
+            arranged, matrix = _in_hops(*_arrange(rule, meta, cuts, team_of.get(meta.id, 0)))
             found.setdefault(arranged, []).append(matrix)
             if meta.id in splits:
                 _check_groups(meta, sum(splits[meta.id].split_rows), arranged, matrix)
@@ -158,8 +157,8 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     return _Arranged(tuple(cut.axis for cut in ordered), len(kept), computes, team, in_effect), matrix
 
 
-def _in_hops(arranged: _Arranged, matrix: SplitMatrix, max_peers: int) -> tuple[_Arranged, SplitMatrix]:
-    """Divide each axis along which more than `max_peers` ranks would exchange into two.
+def _in_hops(arranged: _Arranged, matrix: SplitMatrix) -> tuple[_Arranged, SplitMatrix]:
+    """Divide each axis along which more than `MAX_PEERS` ranks would exchange into two.
 
     Only where the ranks along all axes that cut a dim have equal parts, which are then those of two cuts, too.
     """
@@ -167,8 +166,8 @@ def _in_hops(arranged: _Arranged, matrix: SplitMatrix, max_peers: int) -> tuple[
     for number, (axis, dim) in enumerate(zip(arranged.axes, matrix.dims, strict=True)):
         of_dim = prod(other.size for other, cut in zip(arranged.axes, matrix.dims, strict=True) if cut == dim)
         size = axis.size
-        is_long = number >= arranged.kept and size > max_peers and matrix.shape[dim] % of_dim == 0
-        divisors = [n for n in range(2, max_peers + 1) if size % n == 0 and size // n <= max_peers] if is_long else []
+        is_long = number >= arranged.kept and size > MAX_PEERS and matrix.shape[dim] % of_dim == 0
+        divisors = [n for n in range(2, MAX_PEERS + 1) if size % n == 0 and size // n <= MAX_PEERS] if is_long else []
         if not divisors:
             cuts.append(_Cut(axis, dim))
             continue
