@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.main_grad import SparseGradientError
+from opt_distributed.buffers.param_wires import InOrder
 from opt_distributed.pieces.averages import NO_AVERAGES, WeightAverages
 from opt_distributed.pieces.exchange import ComputeStage, updating_
 from opt_distributed.pieces.offload import HostSide
@@ -35,7 +36,7 @@ from opt_paramgroups import ParamId
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
 NO_MEANS: Mapping[ParamId, Tensor] = MappingProxyType({})
-NO_ORDER: Mapping[tuple[object, int], int] = MappingProxyType({})
+NOT_SENT = InOrder((), (), lambda place: None)
 _COUNT = attrgetter("count")
 _LAYOUT = attrgetter("layout")
 _SOURCE = attrgetter("source")
@@ -56,11 +57,17 @@ class Unit:
     averages: WeightAverages = NO_AVERAGES  # of its weights
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
     _readers: list[ReadGrads] = field(init=False)  # of all pieces, in order
+    _sender: BucketPublisher | None = field(init=False, default=None)  # sends matrices bucket by bucket
     _kinds: Kinds = field(init=False)  # of all pieces
     _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
     _counts: list[Count] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
 
     def __post_init__(self) -> None:
+        # The first: collectives have one order on all ranks, whatever they own. A look-ahead is written later.
+        first = next(iter(self.completes), None)
+        can_send = self.host is None and not self.averages.looks_ahead and any(piece.bucket for piece in self.pieces)
+        if can_send and isinstance(first, BucketPublisher):
+            self._sender = first
         self._kinds = kinds_of(self.pieces)
         self._readers = []
         for source, pieces in groupby(self.pieces, key=_SOURCE):
@@ -153,34 +160,32 @@ class Unit:
     def _updating_(self, update: Update, begun: HookedStep | None, *, sends: bool) -> Iterator[None]:
         if begun is not None and self.host is not None and self.cut:
             begun.sums = self.host.device.to_host(begun.sums)
-        with self._where_state_is(update) as here:
+        with self._where_state_is(update) as here, self._sending(here.ready.pieces if sends else ()) as gathers:
             if begun is not None:
                 begun.finish_(skip=here.skip)
-            sender = next((one for one in self.completes[:1] if isinstance(one, BucketPublisher)), None)
-            gathers = None
-            # The first: collectives have one order on all ranks, whatever they own. A look-ahead is written later.
-            sends = sends and self.host is None and not self.averages.looks_ahead
-            if sends and sender is not None and any(piece.bucket for piece in self.pieces):
-                gathers = sender.begin_gathers_([piece.id for piece in here.ready.pieces])
-            order: dict[tuple[object, int], int] = {}
-            if gathers is not None:
-                order = {(sender, bucket): place for place, bucket in enumerate(gathers.buckets)}
-            try:
-                for scale, runs in self._calls(here, order):
-                    if begun is None:
-                        batches = self._batches(runs, here)
-                        yield from updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=here.skip)
-                    for run in runs:
-                        run.close_(skip=here.skip)
-                    if gathers is not None:
-                        gathers.updated([piece.id for run in runs for piece in run.pieces])
-            except (Exception, KeyboardInterrupt):
-                if sender is not None and gathers is not None:
-                    sender.begin_gathers_(())  # nothing of this step counts as sent
-                raise
+            for scale, runs in self._calls(here, gathers.buckets):
+                if begun is None:
+                    batches = self._batches(runs, here)
+                    yield from updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=here.skip)
+                for run in runs:
+                    run.close_(skip=here.skip)
+                if gathers is not NOT_SENT:
+                    gathers.updated([piece.id for run in runs for piece in run.pieces])
             self._average_(here)
         if self.host is not None and here.ready.pieces:
             self.host.return_(here.ready.pieces)
+
+    @contextmanager
+    def _sending(self, pieces: Sequence[OwnedPiece]) -> Iterator[InOrder]:
+        """Give what sends the buckets of `pieces` while they are updated. After an error, nothing counts as sent."""
+        if self._sender is None or not pieces:
+            yield NOT_SENT
+            return
+        try:
+            yield self._sender.begin_gathers_([piece.id for piece in pieces]) or NOT_SENT
+        except (Exception, KeyboardInterrupt):
+            self._sender.begin_gathers_(())
+            raise
 
     def _average_(self, update: Update) -> None:
         """Write the averages of all pieces, also of those without a gradient in this step."""
@@ -227,18 +232,17 @@ class Unit:
             with self.host.device.on_host():
                 yield here
 
-    def _calls(
-        self, update: Update, order: Mapping[tuple[object, int], int] = NO_ORDER
-    ) -> "Iterator[tuple[float | Tensor, list[PieceRun]]]":
-        """The runs that each call of the rule updates, with the scale of their gradients. Sources with their buckets
-        may have an `order`.
+    def _calls(self, update: Update, order: Sequence[int] = ()) -> "Iterator[tuple[float | Tensor, list[PieceRun]]]":
+        """The runs that each call of the rule updates, with the scale of their gradients. `order` is that of the
+        sender's buckets.
 
         Coded mains are decoded during a call, so each of their runs has its own call to save memory. Not if ranks
         compute matrices together: their collectives must not depend on the coded mains of one rank.
         """
         by_scale: dict[tuple[int, int, float], list[PieceRun]] = {}
+        places: dict[object, int] = {(self._sender, bucket): place for place, bucket in enumerate(order)}
         for run in self.runs(update.ready):
-            place = order.get((run.first.source, run.first.bucket), len(order))
+            place = places.get((run.first.source, run.first.bucket), len(order))
             by_scale.setdefault((place, run.first.norm_slot, run.first.source.grad_scale), []).append(run)
         for (_, slot, by), runs in sorted(by_scale.items(), key=lambda item: item[0][0]):
             scale = times(update.scale_of_slot[slot], by)
