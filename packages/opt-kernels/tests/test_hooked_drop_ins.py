@@ -27,7 +27,7 @@ from opt_kernels.hooks import (
 )
 from opt_kernels.optim import AdamW, Muon
 from opt_kernels.rules import Adam as AdamRule
-from opt_kernels.rules import SOAPRule, elementwise
+from opt_kernels.rules import MuonRule, SOAPRule, elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 
@@ -140,6 +140,9 @@ OF_RULES = [
     (AdamRule(), [RowFloor(0.5), ClipUpdateRms()], "which changes the update's norm"),
     (AdamRule(), [Hyperball(), RowFloor(0.5)], "which changes the update's norm"),
     (AdamRule(), [RelativeUpdate(), Hyperball()], "sets the update's norm itself"),
+    # The hooks would undo it.
+    (MuonRule(nuclear_scale=True), [Hyperball()], "nuclear_scale=True with Hyperball(radius=None), which sets"),
+    (MuonRule(nuclear_scale=True), [RelativeUpdate()], "nuclear_scale=True with RelativeUpdate(), which sets"),
     (SOAPRule(), [ClipUpdateRms()], "whose first step changes no weights, not even by weight decay"),
     (elementwise(FORMULAS["adan"]), [RelativeUpdate()], "whose weight decay is neither"),
     (hooked(AdamRule(), [CautiousDecay()]), [ClipUpdateRms()], "already has (CautiousDecay(),)"),

@@ -140,7 +140,7 @@ def test_updates_that_are_scaled_after_products_travel_unrounded():
     assert found == [torch.float32, torch.float32, torch.bfloat16]
 
 
-def test_updates_of_a_class_with_other_directions_travel_unrounded():
+def test_updates_of_a_class_with_other_directions_are_unrounded():
     class Scaled(MuonRule):
         def transform_(self, tasks: Sequence[Task], inputs: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
             return super().transform_(tasks, inputs, skip) / 3

@@ -78,6 +78,11 @@ def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
         raise HookError(
             f"hooks {hooks!r} for rule {rule.name!r}, which already has {hooks_of(rule)!r}; pass all of them at once"
         )
+    sizing = [hook for hook in hooks if isinstance(hook, Hyperball | RelativeUpdate)]
+    if sizing and getattr(rule, "nuclear_scale", False):
+        raise HookError(
+            f"nuclear_scale=True with {sizing[0]!r}, which sets the update's norm itself; set only one of them"
+        )
     of_gradients = all(isinstance(hook, CentralizeGradient | CoupledDecay) for hook in hooks)
     if isinstance(rule, ElementwiseRule) and all(hook.is_elementwise for hook in hooks):
         if not of_gradients:

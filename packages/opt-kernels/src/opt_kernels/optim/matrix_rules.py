@@ -86,7 +86,8 @@ class MuonH(Muon):
     """Muon with weights on a sphere (Hyperball, arXiv 2606.16899): a step rotates each matrix by about lr and keeps its
     norm.
 
-    `hooks` default to `{"muon": (Hyperball(),)}`. The weight decay of matrices must be 0. Scales have no effect.
+    `hooks` default to `{"muon": (Hyperball(),)}`. The weight decay of matrices must be 0. Scales have no effect;
+    `nuclear_scale` is refused.
     """
 
     numbers: ClassVar[Mapping[str, Any]] = {**Muon.numbers, "weight_decay": 0.0}
