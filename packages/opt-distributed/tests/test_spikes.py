@@ -121,8 +121,18 @@ def test_a_saved_window_continues_in_others_of_any_length() -> None:
         assert other.state_dict()["grad_norms"]["values"] == state["grad_norms"]["values"][-window:]
 
 
-@pytest.mark.parametrize("saved", [{"values": [1.0, math.nan]}, {"values": 3}, {"values": [1.0], "num_above": "x"}])
-def test_a_state_that_is_no_window_is_refused_unchanged(saved: object) -> None:
+MALFORMED = [
+    {"values": [1.0, math.nan]},
+    {"values": 3},
+    {"values": [1.0], "num_above": "x"},
+    {"values": [10**400]},
+    {"num_above": math.inf},
+    {"num_above": -1},
+]
+
+
+@pytest.mark.parametrize("saved", MALFORMED)
+def test_a_malformed_state_is_refused_and_changes_nothing(saved: object) -> None:
     spikes = Spikes(6.0, 8, CPU)
     entered(spikes, 1.0, 2.0)
     before = spikes.state_dict()

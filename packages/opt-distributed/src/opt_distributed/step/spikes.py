@@ -8,7 +8,7 @@ every refusal, so that it follows norms that have grown for good.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class NotedLosses:
 class Spikes:
     """The gradient norms and losses of the last steps, and the limits that follow from them.
 
-    Values that are not finite do not enter. There is no limit before half a window is full, while all values are zero,
-    and after half a window of values in a row above it: a level that has stayed for so long is no spike.
+    Only finite values enter. A limit needs half a window of values that are not all zero. It is lifted after half a
+    window of values in a row above it, which are a new level.
     """
 
     def __init__(self, sigma: float, window: int, device: torch.device):
@@ -119,11 +119,11 @@ def check_spikes(state: Mapping[str, Any]) -> None:
 
 def _series(saved: Mapping[str, Any], name: str) -> tuple[list[float], int]:
     try:
-        values: Sequence[Any] = saved.get("values", ())
-        numbers = [float(value) for value in values]
+        values = [float(value) for value in saved.get("values", ())]
         num_above = int(saved.get("num_above", 0))
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"spikes: {name}={saved!r} is not a list of finite numbers with a count") from None
-    if not all(map(math.isfinite, numbers)) or num_above < 0:
-        raise ValueError(f"spikes: {name}={saved!r} is not a list of finite numbers with a count")
-    return numbers, num_above
+        is_valid = num_above >= 0 and all(map(math.isfinite, values))
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"spikes: {name}={saved!r}; values must be finite numbers, and num_above a count")
+    return values, num_above
