@@ -223,9 +223,9 @@ class ParamMeta:
     @property
     def head_group(self) -> tuple[int, ...]:
         """Rows of the matrices of one head; () without heads."""
-        if isinstance(self.head_rows, int):
-            return (self.head_rows,) if self.head_rows else ()
-        return self.head_rows
+        if not self.head_rows:
+            return ()
+        return self.head_rows if isinstance(self.head_rows, tuple) else (self.head_rows,)
 
     @property
     def numel(self) -> int:
@@ -365,7 +365,7 @@ def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset:
 
 def _divide(group: Sequence[Any], rows: int) -> bool:
     """Whether these are positive numbers, the sum of which divides a number of rows that is not zero."""
-    are_numbers = all(isinstance(count, int) and count > 0 for count in group)
+    are_numbers = all(type(count) is int and count > 0 for count in group)  # True is no number of rows
     return are_numbers and rows > 0 and rows % sum(group) == 0
 
 
