@@ -35,8 +35,8 @@ struct Noise {
 
     Noise(int64_t first, uint32_t step) : base(uint32_t(first)) {
         const uint32_t upper = uint32_t(uint64_t(first) >> 32);
-        key = mix(step + upper * 0x9E3779B9u);
-        next = mix(step + (upper + 1) * 0x9E3779B9u);
+        key = mix(step + upper * GOLDEN);
+        next = mix(step + (upper + 1) * GOLDEN);
     }
 
     inline uint32_t operator[](int64_t i) const {
