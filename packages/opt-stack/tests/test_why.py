@@ -350,6 +350,19 @@ def test_writers_pass_the_numbers_on(tmp_path: Path) -> None:
     assert "1 recorded steps, 3 to 3" in str(why(tmp_path / "run.jsonl"))
 
 
+def test_a_line_with_an_infinite_setting_is_json(tmp_path: Path) -> None:
+    """Programs measure the norm by a clip at infinity, for which JSON has no number."""
+    file = tmp_path / "run.jsonl"
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3, clip_grad=0.0), [make()])
+    optimizer.stats_every(1, JsonLines(file))
+    optimizer.clip_grad_norm_(math.inf)
+    optimizer.step()
+    line = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert line["settings"][""] == {"clip_grad": "inf"}
+    (stats,) = why(file).run
+    assert stats.settings == optimizer.stats().settings
+
+
 def test_what_cannot_be_is_refused() -> None:
     optimizer = get_optimizer(OptimizerConfig(lr=3e-3, clip_grad=0.0), [make()])
     with pytest.raises(RuntimeError, match=r"no step was recorded; call optimizer.stats_every\(1\)"):

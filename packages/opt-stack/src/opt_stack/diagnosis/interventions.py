@@ -143,7 +143,7 @@ def lost_state(history: History) -> Sentences:
         num_updates = run[at].updates
         if num_updates < then.updates:
             text = f"{history.at(at)} after step {then.step}, the optimizer had made {num_updates} updates, and "
-            yield at, f"{text}{then.updates} before: its state was lost or not loaded."
+            yield at, f"{text}{then.updates} before: its state was lost, reset or not loaded."
     largest_rates = [max(stats.lr.values(), default=1.0) for stats in run]
     rates = logs(np.array(largest_rates))
     updates = logs(history.of_params("update_norm"))

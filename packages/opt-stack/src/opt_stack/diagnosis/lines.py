@@ -22,7 +22,9 @@ def to_line(stats: StepStats) -> str:
     line["ranks"] = {}
     for rank, norm in stats.rank_norms.items():
         line["ranks"][rank] = [_plain(norm), stats.replicas_of[rank]]
-    line["settings"] = stats.settings
+    line["settings"] = {}
+    for group, numbers in stats.settings.items():  # in full: small changes of a schedule count
+        line["settings"][group] = {key: value if math.isfinite(value) else str(value) for key, value in numbers.items()}
     line["columns"] = TensorStats._fields
     for kind in _TABLES:
         rows = getattr(stats, kind)
@@ -38,7 +40,9 @@ def from_line(text: str) -> StepStats | None:
     stats: dict[str, Any] = {name: line[name] for name in _PLAIN}
     stats |= {name: float(line[name]) for name in _FLOATS}
     stats |= {name: _number(line.get(name)) for name in _OPTIONAL}
-    stats["settings"] = line.get("settings", {})
+    stats["settings"] = {}
+    for group, numbers in line.get("settings", {}).items():
+        stats["settings"][group] = {key: float(value) for key, value in numbers.items()}
     for kind in _TABLES:
         stats[kind] = {name: TensorStats(*map(_number, row)) for name, row in line[kind].items()}  # type: ignore[arg-type]
     ranks = line["ranks"].items()
