@@ -175,16 +175,9 @@ def _problems(optimizer: Optimizer) -> Iterator[str]:
     config = optimizer.config
     if config.clip_grad > 0 and "" in optimizer.plan.norms:
         yield f"clip_grad={config.clip_grad} needs the norm of all gradients before the first update; set clip_grad=0.0"
-    if config.grad_norm_skip_threshold != float("inf"):
-        yield (
-            f"grad_norm_skip_threshold={config.grad_norm_skip_threshold} needs the norm of all gradients before the "
-            "first update; leave it at infinity"
-        )
-    if config.skip_sigma != float("inf"):
-        yield (
-            f"skip_sigma={config.skip_sigma} needs the norm of all gradients before the first update; leave it at "
-            "infinity"
-        )
+    for name in ("grad_norm_skip_threshold", "skip_sigma"):
+        if (limit := getattr(config, name)) != float("inf"):
+            yield f"{name}={limit} needs the norm of all gradients before the first update; leave it at infinity"
     if not isinstance(config.loss_scaling, NoScale):
         yield "a loss scale skips whole steps that overflow; use bf16 or fp32, without loss_scale"
     if config.log_num_zeros_in_grad:

@@ -69,14 +69,13 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
                 planned.compute, splits, design.model.params, design.model.metas, tensor_parallel, over=over
             )
         completes = [sources.fp8.get(name, sources.of_buffers[name]) for name, at in last.items() if at == number]
+        completes.sort(key=lambda source: isinstance(source, QuantizedSource))  # the others may send early
         norms, rows = cut.get(planned.name, ((), ()))
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
             pieces=list(_pieces(planned, design, sources, placed, slots, on_host=on_host, away=away)),
-            completes=sorted(
-                completes, key=lambda source: isinstance(source, QuantizedSource)
-            ),  # others may send early
+            completes=completes,
             averages=planned.averages,
             stages=list(dict.fromkeys(matrix.stage for matrix in placed.values() if matrix.stage is not None)),
             cut=norms,
