@@ -472,6 +472,7 @@ def test_what_no_step_can_use_is_refused() -> None:
         ("betas", 0.9, "betas=0.9 was set where"),
         ("eps", "1e-8", "eps='1e-8' was set where the optimizer was built with 1e-08"),
         ("momentum", 0.5, "group 'default': momentum=0.5 was added, but its rule does not read it; it reads lr, "),
+        ("ema_decay", 0.9, "group 'default': ema_decay=0.9 was added, but its rule does not read it; it reads lr, "),
     ]:
         present = dict(group)
         group[entry] = value

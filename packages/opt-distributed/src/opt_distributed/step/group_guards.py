@@ -154,11 +154,11 @@ def _structure_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> I
 
 def _number_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
     """Numbers that were added, and those of another form."""
-    for name in HYPER_FIELDS:
+    for name in (*HYPER_FIELDS, *NUMBERS):
         if name not in group:
             continue
         if name not in built:
-            read = ", ".join(name for name in HYPER_FIELDS if name in built)
+            read = ", ".join(name for name in (*HYPER_FIELDS, *NUMBERS) if name in built)
             yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {read}"
         elif not _has_form_of(group[name], built[name]):
             form = f"{len(built[name])} numbers" if isinstance(built[name], tuple | list) else "a number"
