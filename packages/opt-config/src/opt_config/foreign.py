@@ -53,7 +53,7 @@ _EIGHT_BIT = {
     ),
     "is_paged paged": _OFFLOAD,
     "percentile_clipping": "set clip_grad, or grad_norm_skip_threshold to skip a step",
-    "bf16_stochastic_round": ("leave it out: main values are kept (only opt_kernels' drop-in optimizers round so)"),
+    "bf16_stochastic_round": "leave it out: main values are kept (only opt_kernels' drop-in optimizers round so)",
     "optimizer=adamw_bnb_8bit optimizer=adamw_8bit optimizer=adamw8bit optimizer=adam8bit": (
         f'set optimizer="adam" and {_CODES}'
     ),

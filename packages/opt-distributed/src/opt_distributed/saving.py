@@ -145,12 +145,13 @@ def _set_(
     piece.main.restore_(extra)
     if step is None:
         _reset_rule_(unit, piece)
+        state = {}
     else:
         piece.step = step
     for name, value in averages.items():
         piece.averages[name].copy_(value.view(piece.averages[name].shape))
     unit.averages.restart_(piece, piece.averages.keys() - averages.keys())
-    for name, value in state.items() if step is not None else ():
+    for name, value in state.items():
         target = piece.state[name]
         codec = _codec(unit, name) if is_decoded else None
         if codec is None:

@@ -281,18 +281,18 @@ class ComputeLayout:
             share = sum(numels.values()) // (MANY_RUNS * self.num_ranks)
             run_numel = min(max(share, LEAST_RUN_NUMEL), RUN_NUMEL)
         limit = max(run_numel, LARGEST_IN_RUN * max(numels.values(), default=0))
-        growth = self.num_ranks
         runs: list[list[ParamId]] = []
         held: Counter[Coordinate | None] = Counter()  # elements of the last run by owner
-        for start in range(0, len(slots), growth):
+        for start in range(0, len(slots), self.num_ranks):
+            grown_by = slots[start : start + self.num_ranks]
             added: Counter[Coordinate | None] = Counter()
-            for slot in slots[start : start + growth]:
+            for slot in grown_by:
                 added[slot.owner] += numels[slot.matrix.id]
             held += added
             if not runs or max(held.values(), default=0) > limit:
                 runs.append([])
                 held = added
-            runs[-1] += [slot.matrix.id for slot in slots[start : start + growth]]
+            runs[-1] += [slot.matrix.id for slot in grown_by]
         return runs
 
 
