@@ -365,7 +365,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     "ramp: shape='cosin' is not known: use one of 'cosine', 'exponential', 'linear', 'log'": (
         lambda: get_schedule("torchtitan", peak=1.0, steps=9, warmup_steps=2, decay_type="cosin")
     ),
-    "wsd: decay_steps=-191 must be more than 0": (lambda: get_schedule("torchtitan", peak=1.0, steps=9)),
+    "torchtitan: steps=9 must be more than 200": (lambda: get_schedule("torchtitan", peak=1.0, steps=9)),
+    "torchtitan: warmup_steps=-2 must be at least 0": (
+        lambda: get_schedule("torchtitan", peak=1.0, steps=9, warmup_steps=-2, decay_ratio=0.5)
+    ),
     "kind='rampp' is not known: use one of '": lambda: Schedule.from_dict({"kind": "rampp"}),
     "schedule 'constant': field='valu' is not known: use one of 'steps', 'value'; did you mean 'value'?": (
         lambda: Schedule.from_dict({"kind": "constant", "valu": 1.0})

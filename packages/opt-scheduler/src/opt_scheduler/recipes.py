@@ -211,6 +211,8 @@ def _torchtitan(
 
     As there, a decay that does not fit after the warmup is shortened.
     """
+    check_number("torchtitan", low=0, warmup_steps=warmup_steps)
+    check_number("torchtitan", above=warmup_steps, steps=steps)
     left = steps - warmup_steps
     decay_steps = left if decay_ratio is None else min(round(steps * decay_ratio), left)
     shape = "minus_sqrt" if decay_type == "sqrt" else decay_type
