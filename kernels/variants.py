@@ -1,6 +1,6 @@
 """Every kernel variant that is compiled ahead of time, with the gates it must pass."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from opt_kernels.backends.triton.grad_stats import SUM_BLOCK, stats_sweep, stats
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import fill_scalars
 from opt_kernels.backends.triton.update import kernels_of, state_options
-from opt_kernels.codecs import codec_for
+from opt_kernels.codecs import codec_for, stochastic
 from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
@@ -37,26 +37,28 @@ FOR_ARITHMETIC = ("sm_90", "gfx942")
 
 
 def update(
-    name: str, formula: Formula, dtypes: tuple[torch.dtype, ...], *, stochastic_rounding: bool = False, **of: Any
+    name: str,
+    formula: Formula,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    stochastic_rounding: bool = False,
+    slow: Collection[str] = (),
+    **of: Any,
 ) -> Variant:
-    """Variant of a formula's sweep with states of these dtypes."""
-    codecs = {
-        state.name: codec_for(state.name, dtype, signed=state.signed)
-        for state, dtype in zip(formula.states, dtypes, strict=True)
-    }
+    """Variant of a formula's sweep with states of these dtypes, those named in `slow` rounded stochastically."""
+    codecs = {}
+    for state, dtype in zip(formula.states, dtypes, strict=True):
+        codec = codec_for(state.name, dtype, signed=state.signed)
+        codecs[state.name] = stochastic(codec) if state.name in slow else codec
     kept = formats(states=dtypes, **of)
     extra = state_options(kept, codecs) | {"STOCHASTIC_ROUNDING": stochastic_rounding}
     one = sweep(name, kernels_of(formula).sweep, kept, codecs, extra)
     return one if formula.name == ADAM.name else replace(one, targets=FOR_ARITHMETIC)
 
 
-def adam(
-    name: str, m: torch.dtype, v: torch.dtype, *, order: str = "torch", stochastic_rounding: bool = False, **of: Any
-) -> Variant:
+def adam(name: str, m: torch.dtype, v: torch.dtype, *, order: str = "torch", **of: Any) -> Variant:
     """Adam with these moments."""
-    return update(
-        f"adam/{name}", ADAM.with_constants(order=order), (m, v), stochastic_rounding=stochastic_rounding, **of
-    )
+    return update(f"adam/{name}", ADAM.with_constants(order=order), (m, v), **of)
 
 
 def lion(name: str, m: torch.dtype, **of: Any) -> Variant:
@@ -276,14 +278,20 @@ def all_variants() -> list[Variant]:
         adam("bf16-out", F32, F32, out=BF16),
         adam("fp16-out", F32, F32, grad=F16, out=F16),
         adam("bf16-state", BF16, BF16),
+        adam("bf16-slow-state", BF16, BF16, slow=("exp_avg", "exp_avg_sq")),
         adam("remainder", F32, F32, **remainder),
         adam("remainder-g16", F32, F32, grad=BF16, **remainder),
         adam("remainder-g16-bf16-state", BF16, BF16, grad=BF16, **remainder),
         adam("short-remainder", F32, F32, **short),
         adam("short-remainder-g16-bf16-state", BF16, BF16, grad=BF16, **short),
         adam("bf16-stochastic", BF16, BF16, grad=BF16, main=BF16, stochastic_rounding=True),
-        # Triton 3.9 takes 100 registers on Blackwell, whose 41 kB in flight are enough.
+        # Triton 3.9 takes 100 and 104 registers on Blackwell, whose 41 kB in flight are enough.
         replace(adam("remainder-g16-fp16-state", F16, F16, grad=BF16, **remainder), max_registers=104),
+        # With the default betas only the second moment is slow.
+        replace(
+            adam("remainder-g16-bf16-slow-state", BF16, BF16, grad=BF16, slow=("exp_avg_sq",), **remainder),
+            max_registers=104,
+        ),
         adam("remainder-g16-e4m3-state", E4M3, E4M3, grad=BF16, **remainder),
         adam("remainder-g16-e5m2-state", E5M2, E5M2, grad=BF16, **remainder),
         adam("remainder-g16-8-bit-state", I8, U8, grad=BF16, **remainder),
