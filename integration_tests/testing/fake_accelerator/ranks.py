@@ -15,9 +15,9 @@ from fake_accelerator.graphs import CaptureError, DeferredGraph
 from fake_accelerator.memory import AtOnce, Memory, poison_
 from fake_accelerator.operations import Deferring
 from fake_accelerator.queues import Event, Meeting, Queue, Rates, Stopped, World
-from opt_distributed.comm import Op
+from opt_distributed.comm import Comm, Op
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Pending, Sizes, zeros
+from opt_distributed.comm.collectives import Pending, Sizes
 from opt_distributed.comm.device import Graph
 
 _rank = threading.local()  # the device of this thread's rank
@@ -212,8 +212,7 @@ class DeferredComm:
         self.device.world.block_until(lambda: len(values) == self.size, self.device.rank)
         return [values[rank] for rank in range(self.size)]
 
-    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return zeros(numel, dtype=dtype, device=device)
+    allocate = Comm.allocate  # torch's own memory, which may be freed
 
     def _start(self, kind: str, run: Callable[[list[Any]], None], given: tuple[Any, ...], async_op: bool) -> Pending:
         """Queue this rank's part. All parts run together once each is at the head of its stream."""
