@@ -87,7 +87,7 @@ def test_groups_with_stacks_of_vectors_have_the_names_they_had():
         groups = get_param_groups([with_shapes(fc=(4, 3), A_log=(4, 3), scale=(3,))], config, overrides)
         assert [group["name"] for group in groups] == [
             "default",
-            "(*.bias or 1-D) and (embedding or output or not 2-D or use_muon=False)",
+            "(bias or vector) and (embedding or output or not for Muon)",
         ]
 
 

@@ -83,7 +83,7 @@ def test_groups_are_a_table(config: Any, capsys: Any) -> None:
     heading, default, vectors = capsys.readouterr().out.splitlines()
     assert heading.split()[:4] == ["name", "optimizer", "params", "numel"]
     assert default.split()[:4] == ["default", "adam", "2", "56"]
-    assert vectors.split()[:6] == ["*.bias", "or", "1-D", "adam", "2", "10"]
+    assert vectors.split()[:6] == ["bias", "or", "vector", "adam", "2", "10"]
 
 
 REFUSED: list[tuple[dict[str, Any], list[str], str]] = [

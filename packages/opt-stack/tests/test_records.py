@@ -28,7 +28,7 @@ def test_the_map_is_a_checkpoint_and_a_page(tmp_path: Path) -> None:
     assert page["group_of"] == GROUP_OF
     assert [(group["index"], group["name"], group["optimizer"]) for group in page["groups"]] == [
         (0, "default", "adam"),
-        (1, "*.bias or 1-D", "adam"),
+        (1, "bias or vector", "adam"),
     ]
     stored: dict[str, Any] = dict.fromkeys(GROUP_OF, -1)
     load(stored, checkpoint_id=str(path))

@@ -17,7 +17,6 @@ from opt_config import (
     Interval,
     OptimizerConfig,
     ParamKey,
-    ParamPredicate,
     ParamWithNamePredicate,
     did_you_mean,
 )
@@ -240,14 +239,15 @@ def get_matrix_rule_overrides(
     stacks of vectors are not matrices; False: all 2-D parameters are, as in Megatron-Core.
     """
 
-    def is_no_matrix(param: Parameter, name: str) -> bool:
-        return param.dim() != 2 or (by_name and is_vector(param, name))
+    honours_mark = config.optimizer in MUON_FAMILY
 
-    not_muon = ParamPredicate(name="use_muon=False", fn=lambda param: not getattr(param, "use_muon", True))
+    def is_left_out(param: Parameter, name: str) -> bool:
+        is_marked = honours_mark and not getattr(param, "use_muon", True)
+        return is_marked or param.dim() != 2 or (by_name and is_vector(param, name))
+
     key = ParamKey(
         attr="is_embedding_or_output_parameter",
-        predicate=not_muon if config.optimizer in MUON_FAMILY else (),
-        with_name_predicate=ParamWithNamePredicate("not 2-D", is_no_matrix),
+        with_name_predicate=ParamWithNamePredicate("not for Muon" if honours_mark else "not a matrix", is_left_out),
     )
     return {key: DefaultEntries(optimizer=scalar_optimizer or _left_to(config))}
 
@@ -312,16 +312,14 @@ def is_qk_norm(param: Tensor, name: str) -> bool:
 
 
 def _undecayed(config: OptimizerConfig, *, by_name: bool) -> ParamKey:
-    """The key of parameters without weight decay. Its label, of which names of saved groups consist, is that of earlier
-    releases, which did not look at names."""
-
-    def is_one_dim(param: Parameter, name: str) -> bool:
-        return is_vector(param, name) if by_name else param.dim() == 1
+    """The key of parameters without weight decay."""
+    kept = None
+    if config.apply_wd_to_qk_layernorm:
+        kept = _QK_NORM if by_name else _QK_NORM_OF_MEGATRON
 
     def is_undecayed(param: Parameter, name: str) -> bool:
-        qk_norm = _QK_NORM if by_name else _QK_NORM_OF_MEGATRON
-        return (is_one_dim(param, name) or name.endswith(".bias")) and not qk_norm.search(name)
+        is_one_dim = is_vector(param, name) if by_name else param.dim() == 1 or name.endswith(".bias")
+        return is_one_dim and not (kept and kept.search(name))
 
-    if not config.apply_wd_to_qk_layernorm:
-        return ParamKey(name="*.bias", with_name_predicate=ParamWithNamePredicate("1-D", is_one_dim))
-    return ParamKey(with_name_predicate=ParamWithNamePredicate("bias or 1-D, no qk layernorm", is_undecayed))
+    label = "bias or vector, no QK norm" if kept else "bias or vector"
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(label, is_undecayed))

@@ -1,6 +1,7 @@
 """Saved groups and their parameters, matched with the present groups.
 
-An earlier release may have saved a parameter in another group: `opt_paramgroups` recognises more names now.
+An earlier release may have saved a parameter in another group, because `opt_paramgroups` recognises more names now, and
+groups under other names.
 """
 
 from collections import defaultdict
@@ -15,6 +16,12 @@ from opt_stack.rules.entries import HYPER_KEYS, NOT_LOADED, RULE_RECORDS, Group,
 from opt_stack.state.described import Description
 from opt_stack.wording import listed
 
+_FORMER_WORDS = {  # in names of groups
+    "*.bias or 1-D": "bias or vector",
+    "bias or 1-D, no qk layernorm": "bias or vector, no QK norm",
+    "not 2-D or use_muon=False": "not for Muon",
+    "not 2-D": "not a matrix",
+}
 _IDENTITY = (RULE, "wd_mult", "lr_mult")  # entries that overrides set and training does not change
 
 
@@ -48,6 +55,20 @@ def continued(group: Group, saved: Group) -> dict[str, Any]:
     if saved.get(RULE) == group.get(RULE):
         numbers |= {key: saved[key] for key in HYPER_KEYS if key in saved}
     return numbers
+
+
+def renamed(saved: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
+    """Return saved groups under their present names."""
+    present = {group["name"] for group in groups}
+    found = []
+    for group in saved:
+        name = group.get("name")
+        if isinstance(name, str) and name not in present:
+            for former, word in _FORMER_WORDS.items():
+                name = name.replace(former, word)
+            group = {**group, "name": name}
+        found.append(group)
+    return found
 
 
 def regroup(saved: Sequence[Group], groups: Sequence[Group], names: Sequence[Sequence[str]]) -> Regrouped:

@@ -24,7 +24,7 @@ from opt_stack.state.megatron_state import (
     has_distributed_form,
     own_values,
 )
-from opt_stack.state.regrouped import regroup
+from opt_stack.state.regrouped import regroup, renamed
 from opt_stack.state.sharded_state import Decisions, ShardedStates, saved_decisions
 
 VERSION = 1  # of `state_dict`
@@ -313,7 +313,7 @@ def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
     its saved group, or a state dict of this class has state of some parameters but not of this one.
     """
     names_of = [[param_name(id) for id in group["param_ids"]] for group in groups]
-    saved, moved = regroup(state_dict["param_groups"], groups, names_of)
+    saved, moved = regroup(renamed(state_dict["param_groups"], groups), groups, names_of)
     state = state_dict["state"]
     if len(saved) != len(groups):
         raise ValueError(f"state_dict has {len(saved)} parameter groups, but this optimizer has {len(groups)}")
