@@ -8,6 +8,7 @@ import fnmatch
 import json
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from opt_checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointValueError,
 )
-from opt_checkpoint.state.tensors import DTYPE_NAMES
+from opt_checkpoint.state.tensors import DTYPE_NAMES, dtype_from_name
 from opt_checkpoint.store import Location, location_of, store_at
 from opt_checkpoint.store.directory import is_leftover
 
@@ -31,13 +32,20 @@ FINE = 0
 FOUND = 1
 WRONG_USE = 2
 _UNROUNDED = "they have no 16-bit weights, to which main weights would round"
-# Formats that `convert` reads and writes, and the options of each.
-_FROM = {"torch": ("names",), "safetensors": ("map", "prefix"), "megatron": ("slots", "step", "moments")}
+# Formats that `convert` reads and writes: the function of each, in `opt_checkpoint.convert`, and its options.
+_FROM = {
+    "torch": ("torch_files.torch_file_to_checkpoint", ("names",)),
+    "safetensors": ("safetensors.safetensors_to_checkpoint", ("map", "prefix")),
+    "megatron": ("megatron.megatron_to_checkpoint", ("slots", "step", "moments")),
+}
 _TO = {
-    "torch": ("at", "force"),
-    "safetensors": ("map", "prefix", "tensor", "dtype", "weights"),
-    "dcp": ("at", "name"),
-    "megatron": ("replicated", "moments"),
+    "torch": ("torch_files.checkpoint_to_torch_file", ("at", "force")),
+    "safetensors": (
+        "safetensors.checkpoint_to_safetensors",
+        ("map", "prefix", "tensor", "dtype", "weights"),
+    ),
+    "dcp": ("torch_files.checkpoint_to_dcp", ("at", "name")),
+    "megatron": ("to_megatron.checkpoint_to_megatron", ("replicated", "moments")),
 }
 
 
@@ -203,55 +211,61 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
-    from opt_checkpoint.convert import megatron, name_rules, reading, safetensors, to_megatron, torch_files
-    from opt_checkpoint.state.tensors import dtype_from_name
-
-    own = _FROM[options.from_] if options.from_ else _TO[options.to]
-    for name in dict.fromkeys(name for names in (*_FROM.values(), *_TO.values()) for name in names):
-        if name not in own and getattr(options, name) is not None:
-            form = f"--from {options.from_}" if options.from_ else f"--to {options.to}"
-            raise CheckpointValueError(f"--{name} does nothing with {form}, which takes --{', --'.join(own)}")
-    source = options.source
-    target = options.target
-    prefix = options.prefix or ""
-    at = ("optimizer",) if options.at is None else tuple(options.at.split("."))
-    rules = name_rules.SAME_NAMES if options.map is None else name_rules.read_name_rules(options.map)
-    written = [target]
-    if options.from_ == "torch":
-        of_params = reading.read_list(options.names, str, "names") if options.names else None
-        torch_files.torch_file_to_checkpoint(source, target, names=of_params)
-    elif options.from_ == "safetensors":
-        safetensors.safetensors_to_checkpoint(source, target, names=rules, prefix=prefix)
-    elif options.from_ == "megatron":
-        slots = reading.read_rows(options.slots, megatron.BucketSlot) if options.slots else None
-        megatron.megatron_to_checkpoint(
-            source, target, slots=slots, step=options.step, moments=options.moments or "saved"
-        )
-    elif options.to == "megatron":
-        to_megatron.checkpoint_to_megatron(
-            source, target, is_distributed=not options.replicated, moments=options.moments or "saved"
-        )
-    elif options.to == "torch":
-        torch_files.checkpoint_to_torch_file(source, target, at=at, force=bool(options.force))
-    elif options.to == "dcp":
-        torch_files.checkpoint_to_dcp(source, target, at=at, name=options.name or "")
+    if options.from_:
+        form = f"--from {options.from_}"
+        function, allowed = _FROM[options.from_]
     else:
-        dtype = dtype_from_name(options.dtype) if options.dtype else None
-        chosen: dict[str, Any] = {"select": "*" if options.tensor is None else options.tensor, "prefix": prefix}
-        written = safetensors.checkpoint_to_safetensors(
-            source, target, names=rules, dtype=dtype, weights=options.weights, **chosen
-        )
-        notes = _about_averages(source, options.weights, **chosen) if options.weights else {}
-        notes["left out, as safetensors files hold tensors only"] = safetensors.left_out(source, **chosen)
+        form = f"--to {options.to}"
+        function, allowed = _TO[options.to]
+    arguments: dict[str, Any] = {}
+    for name in dict.fromkeys(name for _, names in (*_FROM.values(), *_TO.values()) for name in names):
+        given = getattr(options, name)
+        if given is None:
+            continue
+        if name not in allowed:
+            raise CheckpointValueError(f"--{name} does nothing with {form}, which takes --{', --'.join(allowed)}")
+        argument, value = _argument(name, given)
+        arguments[argument] = value
+    module, _, name = function.partition(".")
+    convert = getattr(import_module(f"opt_checkpoint.convert.{module}"), name)
+    written = convert(options.source, options.target, **arguments)
+    if options.to == "safetensors":
+        from opt_checkpoint.convert.safetensors import left_out
+
+        chosen = {name: arguments[name] for name in ("select", "prefix") if name in arguments}
+        notes = _about_averages(options.source, options.weights, **chosen) if options.weights else {}
+        notes["left out, as safetensors files hold tensors only"] = left_out(options.source, **chosen)
         for note, keys in notes.items():
             if keys:
                 print(f"{note}: {', '.join(keys)}", file=sys.stderr)
-    for path in written:
+    for path in written or [options.target]:
         print(path)
     return FINE
 
 
-def _about_averages(source: str, weights: str, *, select: str, prefix: str) -> dict[str, list[str]]:
+def _argument(option: str, given: Any) -> tuple[str, Any]:
+    """The argument of a conversion that an option of the command line stands for."""
+    from opt_checkpoint.convert import megatron, name_rules, reading
+
+    match option:
+        case "names":
+            return option, reading.read_list(given, str, "names")
+        case "slots":
+            return option, reading.read_rows(given, megatron.BucketSlot)
+        case "map":
+            return "names", name_rules.read_name_rules(given)
+        case "tensor":
+            return "select", given
+        case "dtype":
+            return option, dtype_from_name(given)
+        case "at":
+            return option, tuple(given.split("."))
+        case "replicated":
+            return "is_distributed", not given
+    return option, given
+
+
+def _about_averages(source: str, weights: str, *, select: str = "*", prefix: str = "") -> dict[str, list[str]]:
     """The selected keys that an export of averages copies or leaves out."""
     _, plain, others = with_averages(read_index(source), weights, prefix)
     return {
