@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner, TensorRead
 from opt_checkpoint.disk.archives import find_values, load_object
-from opt_checkpoint.disk.data_file import CheckedValues, DataFiles, crc32, damage_of, has_right_sums, read_region
+from opt_checkpoint.disk.data_file import CheckedValues, DataFiles, Run, damage_of, has_right_sums, read_region
 from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, CheckpointIndex, StoredChunk
 from opt_checkpoint.errors import CheckpointCorruptError
 
@@ -29,7 +29,7 @@ class _Read(NamedTuple):
         file: the data file.
         start: first byte.
         nbytes: number of bytes.
-        chunk: start of the values of the chunk, if the chunk has several pieces with separate checksums.
+        chunk: start of the chunk, if it has several pieces with separate checksums, or is loaded whole.
     """
 
     item: TensorRead
@@ -110,7 +110,7 @@ class CheckpointReader:
         place = item.chunk.place
         values = self._values_of(item)
         if values is None:
-            return _Read(item, place.file, place.start, place.nbytes)
+            return _Read(item, place.file, place.start, place.nbytes, place.start)
         is_checked = self._verify != "none" and len(values.sums) > 0
         if is_checked and values.nbytes <= PIECE_BYTES:
             return _Read(item, place.file, values.start, values.nbytes)
@@ -137,41 +137,33 @@ class CheckpointReader:
     @torch.inference_mode()  # there, memory made in inference mode can be written, too
     def _read_batch(self, batch: list[_Read]) -> None:
         """Read one run of a file, which several small items may share, and copy each item's values to its memory."""
-        first = batch[0].item
-        start = batch[0].start
-        place = self._values_of(first)
-        if place is not None and (len(batch) == 1 or batch[0].chunk is not None):  # one chunk, into its memory
-            place = place.part(0, place.nbytes) if self._verify == "none" else place
-            values = CheckedValues(self._files, place, first.key)
-            for item in (read.item for read in batch):
-                read_region(item.chunk.as_stored(item.target), item.region, item.dtype, values)
-            return
-        stop = max(read.start + read.nbytes for read in batch)
-        raw = memoryview(bytearray(stop - start))
-        self._files.read_into(batch[0].file, start, raw)
-        for read in batch:
-            self._take(raw[read.start - start :][: read.nbytes], read.item)
+        ahead: Run | None = None
+        if len(batch) > 1 and batch[0].chunk is None:
+            start = batch[0].start
+            stop = max(read.start + read.nbytes for read in batch)
+            ahead = Run(start, memoryview(self._files.read(batch[0].file, start, stop - start)))
+        values: CheckedValues | None = None
+        for item in (read.item for read in batch):
+            place = self._values_of(item)
+            if place is None:
+                self._read_archive(item)
+                continue
+            if values is None or values.place.start != place.start:
+                place = place.part(0, place.nbytes) if self._verify == "none" else place
+                values = CheckedValues(self._files, place, item.key, ahead)
+            read_region(item.chunk.as_stored(item.target), item.region, item.dtype, values)
 
-    def _take(self, raw: memoryview, item: TensorRead) -> None:
-        """Copy values from bytes that are already in memory."""
-        place = item.chunk.place
-        is_checked = self._verify != "none" and len(raw) == place.nbytes and len(place.sums) == 1
-        if is_checked and crc32(raw) != place.sums[0]:
-            raise damage_of(self._files, place, item.key)
+    def _read_archive(self, item: TensorRead) -> None:
+        """Load a whole archive, in which the values are not one run, and copy an item's from it."""
         chunk = item.chunk
-        if place.archive and self._values[chunk] is None:
-            tensor = load_object(bytes(raw))
-            shape = chunk.archived or chunk.box.sizes
-            is_described = isinstance(tensor, Tensor) and tensor.dtype == item.dtype
-            if not is_described or tuple(tensor.shape) != shape:
-                raise CheckpointCorruptError(f"the archive at {place} does not hold {item.dtype} of shape {shape}")
-            values = tensor.reshape(-1)[chunk.first :][: chunk.box.numel]
-            item.target.copy_(item.region.of_tensor(values.view(chunk.box.sizes)))
-        else:
-            size = item.dtype.itemsize
-            is_complete = chunk.within is None and len(raw) == chunk.box.numel * size
-            of_region = raw[item.region.span[0] * size :] if is_complete else raw
-            chunk.as_stored(item.target).copy_(item.region.of_bytes(of_region, item.dtype))
+        place = chunk.place
+        tensor = load_object(self._files.read(place.file, place.start, place.nbytes))
+        shape = chunk.archived or chunk.box.sizes
+        is_described = isinstance(tensor, Tensor) and tensor.dtype == item.dtype
+        if not is_described or tuple(tensor.shape) != shape:
+            raise CheckpointCorruptError(f"the archive at {place} does not hold {item.dtype} of shape {shape}")
+        values = tensor.reshape(-1)[chunk.first :][: chunk.box.numel]
+        item.target.copy_(item.region.of_tensor(values.view(chunk.box.sizes)))
 
 
 def _batches(reads: list[_Read], near_bytes: int) -> Iterator[list[_Read]]:

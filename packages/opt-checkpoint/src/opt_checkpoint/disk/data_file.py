@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from queue import SimpleQueue
 from threading import Lock, Thread
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -239,6 +240,13 @@ class DataFiles:
         return CheckpointCorruptError(f"data file {self.path / name} {problem}")
 
 
+class Run(NamedTuple):
+    """A run of bytes of a data file in memory, and its start in the file."""
+
+    start: int
+    raw: memoryview
+
+
 class CheckedValues:
     """The bytes of one stored chunk, readable at any position and compared with their checksums.
 
@@ -249,10 +257,12 @@ class CheckedValues:
         files: the data files.
         place: the bare values of the chunk; without checksums, they are not compared.
         key: name for error messages.
+        ahead: what is already read; None to read the file.
     """
 
-    def __init__(self, files: DataFiles, place: ByteRange, key: str) -> None:
+    def __init__(self, files: DataFiles, place: ByteRange, key: str, ahead: Run | None) -> None:
         self._files = files
+        self._ahead = ahead
         self.place = place
         self._key = key
         self.near_bytes = files.near_bytes
@@ -265,24 +275,22 @@ class CheckedValues:
             CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
             OSError: it cannot be read.
         """
-        file = self.place.file
-        start = self.place.start
         if not self.place.sums:
-            self._files.read_into(file, start + offset, view)
+            self._read(offset, view)
             return
         while len(view):
             number, skipped = divmod(offset, PIECE_BYTES)
             count = min(len(view), self._files.read_bytes)
             count -= count % PIECE_BYTES if offset + count < self.place.nbytes else 0
             if skipped == 0 and count:  # whole pieces, directly
-                self._files.read_into(file, start + offset, view[:count])
+                self._read(offset, view[:count])
                 for first in range(0, count, PIECE_BYTES):
                     self._check(number + first // PIECE_BYTES, view[first:count][:PIECE_BYTES])
             else:
                 if self._kept is None or self._kept[0] != number:
                     begin = number * PIECE_BYTES
                     piece = memoryview(bytearray(min(PIECE_BYTES, self.place.nbytes - begin)))
-                    self._files.read_into(file, start + begin, piece)
+                    self._read(begin, piece)
                     self._check(number, piece)
                     self._kept = number, piece
                 kept = self._kept[1][skipped:][: len(view)]
@@ -290,6 +298,13 @@ class CheckedValues:
                 view[:count] = kept
             offset = offset + count
             view = view[count:]
+
+    def _read(self, offset: int, view: memoryview) -> None:
+        start = self.place.start + offset
+        if self._ahead is None:
+            self._files.read_into(self.place.file, start, view)
+        else:
+            view[:] = self._ahead.raw[start - self._ahead.start :][: len(view)]
 
     def _check(self, number: int, piece: memoryview) -> None:
         if crc32(piece) != self.place.sums[number]:
