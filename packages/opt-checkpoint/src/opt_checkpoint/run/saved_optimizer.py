@@ -38,7 +38,6 @@ class SavedOptimizer(NamedTuple):
     Args:
         groups: hyper-parameters of each group.
         names: names of each group's parameters.
-        state_names: names of each parameter's states; empty for one without.
         plain_state: states that are not tensors, by parameter.
         param_shapes: shapes of the parameters, where they were recorded.
         keys: the stored key of each tensor of state, by parameter and state.
@@ -46,26 +45,31 @@ class SavedOptimizer(NamedTuple):
 
     groups: Sequence[Mapping[str, Any]]
     names: Sequence[Sequence[str]]
-    state_names: Mapping[str, Sequence[str]]
     plain_state: Mapping[str, Mapping[str, Any]]
     param_shapes: Mapping[str, Sequence[int]]
     keys: Mapping[str, Mapping[str, str]]
+
+    @property
+    def params(self) -> list[str]:
+        """The names of all parameters, in the order of the groups."""
+        in_groups = (name for own in self.names for name in own)
+        return list(dict.fromkeys((*in_groups, *self.keys, *self.plain_state)))
+
+    def states_of(self, name: str) -> set[str]:
+        """Return the names of the states of a parameter; empty for one without."""
+        return {*self.keys.get(name, ()), *self.plain_state.get(name, ())}
 
 
 def with_current_names(saved: SavedOptimizer, names: Iterable[str]) -> SavedOptimizer:
     """Return the optimizer with the current names of parameters where it was saved under former ones, see
     `former_names`."""
-    known = {name for own in saved.names for name in own} | saved.state_names.keys()
-    now = {old: name for name, old in former_names(set(names), known.__contains__).items()}
+    now = {old: name for name, old in former_names(set(names), set(saved.params).__contains__).items()}
 
     def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
         return {now.get(name, name): value for name, value in by_name.items()}
 
-    names_now = [[now.get(name, name) for name in own] for own in saved.names]
-    return SavedOptimizer(
-        groups=saved.groups,
-        names=names_now,
-        state_names=renamed(saved.state_names),
+    return saved._replace(
+        names=[[now.get(name, name) for name in own] for own in saved.names],
         plain_state=renamed(saved.plain_state),
         param_shapes=renamed(saved.param_shapes),
         keys=renamed(saved.keys),
@@ -107,25 +111,17 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
             if isinstance(own, dict):
                 of_param |= own
     with_states = keys.keys() | plain.keys()
-    members = [name for own in saved_names for name in own] or sorted(with_states)
-    strange = _inside_states(with_states, set(members))
+    members = {name for own in saved_names for name in own} or with_states
+    strange = _inside_states(with_states, members)
     if strange:
         raise CheckpointKeyError(
             f"{index.path} holds states that are lists or dicts: {some_of(strange)}; they are read from checkpoints of "
             f"sharded_optimizer only"
         )
-    return SavedOptimizer(
-        groups=groups,
-        names=saved_names,
-        state_names={name: _state_names(keys, plain, name) for name in members},
-        plain_state=plain,
-        param_shapes={},
-        keys=keys,
-    )
-
-
-def _state_names(keys: Mapping[str, Mapping[str, str]], plain: Mapping[str, Any], name: str) -> list[str]:
-    return sorted({*keys.get(name, {}), *plain.get(name, {})})
+    # At the root, weights of a module that is called state look like states.
+    keys = {name: keys[name] for name in keys if name in members}
+    plain = {name: plain[name] for name in plain if name in members}
+    return SavedOptimizer(groups=groups, names=saved_names, plain_state=plain, param_shapes={}, keys=keys)
 
 
 def _found_nothing(index: CheckpointIndex, at: Sequence[str]) -> str:
@@ -178,14 +174,7 @@ def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: 
             plain[name] = {"step": steps[stored[name]].float()}
         elif step is not None:
             plain[name] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
-    return SavedOptimizer(
-        groups=(),
-        names=(),
-        state_names={name: _state_names(keys, plain, name) for name in keys},
-        plain_state=plain,
-        param_shapes={},
-        keys=keys,
-    )
+    return SavedOptimizer((), (), plain, {}, keys)
 
 
 def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
@@ -228,7 +217,6 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
     return SavedOptimizer(
         groups=groups,
         names=saved["names"],
-        state_names=saved["state_names"],
         plain_state=saved["plain_state"],
         param_shapes=saved.get("param_shapes", {}),  # older checkpoints lack them
         keys=keys,

@@ -271,11 +271,10 @@ def fill_optimizer(
             names.extend(find_members())
         own_names = [name for own in names for name in own]
         saved = with_current_names(find_optimizer(opened, at, own_names), own_names)
-        known = {name for own in saved.names for name in own} | saved.state_names.keys()
-        if own_names and not known.intersection(own_names):
+        if own_names and set(own_names).isdisjoint(saved.params):
             raise CheckpointKeyError(
                 f"{path} holds nothing of this optimizer's parameters {some_of(own_names)}; its optimizer has "
-                f"{some_of(sorted(known))}. Pass the model under the names that were saved"
+                f"{some_of(sorted(saved.params))}. Pass the model under the names that were saved"
             )
         fresh = {member.name: _fresh_state(member, opened.index, saved) for member in members}
         set_groups(saved, _copied(optimizer.param_groups))  # finds errors before changes
@@ -292,8 +291,8 @@ def fill_optimizer(
     state = {member.param: {**fresh[member.name], **_plain_state(member, saved)} for member in members}
     report = _replace_state(optimizer, state, partial(set_groups, saved), ranks=ranks, path=path)
     known = {name for own in names for name in own}
-    uninitialised = tuple(member.name for member in members if not saved.state_names.get(member.name))
-    gone = tuple(name for name, states in saved.state_names.items() if states and name not in known)
+    uninitialised = tuple(member.name for member in members if not saved.states_of(member.name))
+    gone = tuple(name for name in saved.params if saved.states_of(name) and name not in known)
     return OptimizerLoadReport(groups=report, uninitialised=uninitialised, gone=gone)
 
 
@@ -344,7 +343,7 @@ def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Lo
     known = {field for group in optimizer.param_groups for field in group}
     unknown = sorted({field for group in saved.groups for field in group} - known)
     if unknown:
-        states = sorted({name for own in saved.state_names.values() for name in own})
+        states = sorted(set().union(*map(saved.states_of, saved.params)))
         text = f"it has {', '.join(unknown)} in its groups, and the states {', '.join(states)}"
         logger.warning("%s was saved by a different optimizer than %s: %s", path, type(optimizer).__name__, text)
 
@@ -353,7 +352,7 @@ def _fresh_state(member: NamedParam, index: CheckpointIndex, saved: SavedOptimiz
     """New memory for the stored states of one parameter, in their stored dtypes, laid out like the parameter."""
     then = saved.param_shapes.get(member.name)
     now = list(member.shape)
-    if then is not None and saved.state_names.get(member.name) and list(then) != now:
+    if then is not None and saved.states_of(member.name) and list(then) != now:
         raise CheckpointMismatchError(f"{member.name} has shape {now}, but its state was saved for shape {list(then)}")
     fresh = {}
     for state_name, key in saved.keys.get(member.name, {}).items():
