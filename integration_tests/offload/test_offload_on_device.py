@@ -46,7 +46,8 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.comm import device as devices
-from opt_distributed.pieces import streamed
+from opt_distributed.pieces import Ready, streamed
+from opt_distributed.step import Unit
 from opt_kernels.hooks import ClipUpdateRms
 from opt_kernels.works import Batch, Works
 from opt_stack import Optimizer, QKClip, get_optimizer
@@ -179,8 +180,8 @@ def test_factors_of_soap_are_streamed_where_they_are_owned(monkeypatch: pytest.M
     fields = {**SOAP, "soap_split_qkv": True}
     expected = run_threads(2, partial(train_parts, fields))
     monkeypatch.setattr(devices, "device_of", lambda device: AtOnce(device))
-    streamed_ = Mock(wraps=streamed.runs_of_due)
-    monkeypatch.setattr("opt_distributed.step.unit.runs_of_due", streamed_)
+    streamed_ = Mock(wraps=streamed.runs_of_ready)
+    monkeypatch.setattr("opt_distributed.step.unit.runs_of_ready", streamed_)
     assert_equal(run_threads(2, partial(train_parts, {**fields, **STREAMED})), expected)
     assert streamed_.call_count >= 2 * STEPS
 
@@ -209,14 +210,14 @@ def test_at_most_two_runs_are_on_the_device() -> None:
         blocks: dict[int, int] = {}
         lengths = []
         with pytest.MonkeyPatch.context() as patch:
-            make = streamed._Run.__init__
+            fetched = streamed.Streamed._fetched
 
-            def noted(run: Any, due: Any, memory: Tensor) -> None:
+            def noted(host: Any, ready: Ready, memory: Tensor, stream: Any) -> Any:
                 blocks[memory.data_ptr()] = memory.nbytes
-                lengths.append(streamed._num_bytes(streamed._kept(piece for _, piece, _ in due)))
-                make(run, due, memory)
+                lengths.append(sum(map(streamed._num_bytes, streamed._kept(ready.pieces))))
+                return fetched(host, ready, memory, stream)
 
-            patch.setattr(streamed._Run, "__init__", noted)
+            patch.setattr(streamed.Streamed, "_fetched", noted)
             iterate(model, optimizer, 0, one.comm)
         assert len(lengths) == len(list(model.parameters()))
         assert list(blocks.values()) == [max(lengths)] * 2
@@ -227,23 +228,24 @@ def test_at_most_two_runs_are_on_the_device() -> None:
 
 def test_runs_before_an_error_have_returned_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host read main values while they were on their way back."""
-    open_ = streamed._Run.open_
+    update_ = Unit._update_fetched_
 
     def first_main(one: DeferredRank, *, fails: bool) -> Tensor:
         model, optimizer = built(replace(FLAT, numbers=Numbers.BF16, size=1), one.comm, **STREAMED, **OVERLAPS)
         launch_rules_(optimizer)
-        runs: list[Any] = []
+        runs: list[Ready] = []
 
-        def opened(run: Any) -> list[Batch]:
-            runs.append(run)
+        def updated(unit: Unit, ready: Ready, **given: Any) -> None:
+            runs.append(ready)
             if fails and len(runs) == 2:
                 raise RuntimeError("the second run")
-            return open_(run)
+            update_(unit, ready, **given)
 
-        monkeypatch.setattr(streamed._Run, "open_", opened)
+        monkeypatch.setattr(Unit, "_update_fetched_", updated)
         with pytest.raises(RuntimeError, match="the second run") if fails else nullcontext():
             iterate(model, optimizer, 0, one.comm)
-        return runs[0]._due[0].piece.main.value().clone()
+        pieces = (piece for unit in optimizer.stepper.units for piece in unit.pieces)
+        return next(piece for piece in pieces if piece.id == runs[0].pieces[0].id).main.value().clone()
 
     [expected] = run_deferred(1, partial(first_main, fails=False), seed=0, eagerness=0.0)
     [found] = run_deferred(1, partial(first_main, fails=True), seed=0, eagerness=0.0)

@@ -8,22 +8,24 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
 from tiers import NIGHT
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_distributed import run_threads
 from opt_distributed.comm import Comm
 from opt_distributed.comm.collectives import Pending, Sizes
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_distributed.layout import Computes, SplitMatrix, compute_layout, whole
-from opt_distributed.pieces import ComputeStage
+from opt_distributed.pieces import ComputeStage, OwnedPiece, Ready, Update
 from opt_distributed.pieces.exchange import updating_
 from opt_distributed.step import Unit
 from opt_kernels.matrices import MatmulPrecision
+from opt_kernels.params import Main
 from opt_kernels.rules import AdaptiveMuonRule, MatrixRule, MuonRule, Needs, SecondMoment
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixPart, MatrixSpec, StateSpec, Task, Work
 from opt_paramgroups import ParamId
@@ -96,6 +98,22 @@ class Parts:
             spec = MatrixSpec(part=MatrixPart(id, SHAPES[id], self.stage.part(id).offset[0]))
             works.append(Work(grad=grad, main=self.weights[id], state=self.states[id], matrix=spec))
         return [Batch(HYPER, works)]
+
+    def ready(self, grads: dict[ParamId, Tensor]) -> Ready:
+        pieces = []
+        for id, grad in grads.items():
+            piece = OwnedPiece(
+                id=id,
+                param=nn.Parameter(grad),
+                of_param=slice(0, grad.numel()),
+                group=0,
+                source=Mock(),
+                main=Main(self.weights[id]),
+                state=self.states[id],
+                matrix=MatrixSpec(part=MatrixPart(id, SHAPES[id], self.stage.part(id).offset[0])),
+            )
+            pieces.append(piece)
+        return Ready(pieces, list(grads.values()))
 
     def updating_(self, grads: dict[ParamId, Tensor], skip: Tensor | None) -> Iterator[None]:
         return updating_(self.rule, self.batches(grads), grad_scale=1.0, stages=[self.stage], skip=skip)
@@ -257,10 +275,10 @@ def test_a_run_from_host_memory_is_not_divided_again(monkeypatch: pytest.MonkeyP
         noting = Noting(world, comm.rank)
         parts = Parts(MUON, [noting], (0,))
         unit = Unit(name="muon", rule=MUON, pieces=[], stages=[parts.stage])
-        grads = parts.of(drawn(1))
         runs = parts.stage.layout.runs(SHAPES)
         for run in runs:
-            unit._update_batches_(parts.batches({id: grads[id] for id in run}), scale=1.0, skip=None)
+            ready = parts.ready({id: grad for id, grad in parts.of(drawn(1)).items() if id in run})
+            unit._update_fetched_(ready, update=Update(ready, [{"lr": 0.1, "weight_decay": 0.0}], [1.0]), scale=1.0)
         return len(runs), noting.events
 
     for num_runs, found in run_threads(2, events):

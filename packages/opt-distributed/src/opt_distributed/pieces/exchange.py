@@ -274,7 +274,7 @@ def updating_(
         rule.update_(batches, grad_scale=grad_scale, skip=skip)
         return
     assert isinstance(rule, MatrixRule)
-    here, staged = _staged(batches, stages)
+    here, staged = by_stage(batches, stages)
     squares: dict[ParamId, Tensor] = {}  # ‖g‖² of each matrix, for a rule that reads it
     if sums_gradients(rule):
         for stage, tasks in ((stage, tasks) for stage, tasks in staged.items() if tasks):
@@ -297,7 +297,7 @@ def updating_(
     next(returning, None)
 
 
-def _staged(
+def by_stage(
     batches: Sequence[Batch], stages: Sequence[ComputeStage]
 ) -> tuple[list[Batch], dict[ComputeStage, list[Task]]]:
     """Divide works into those of matrices that are whole here, and the tasks of each stage."""

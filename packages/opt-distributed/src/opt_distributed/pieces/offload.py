@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from opt_config import OnHost
-from opt_distributed.comm.device import Device, Event, HostCopy
+from opt_distributed.comm.device import Device, Event, HostCopy, Stream
 from opt_distributed.pieces.piece import Groups, OwnedPiece, Ready, Update
 from opt_kernels.params import Main, MainFormat, make_main
 from opt_paramgroups import ParamId
@@ -72,7 +72,7 @@ class HostMain(Main):
     def value(self) -> Tensor:
         if not self.kept:
             return self.target
-        self._settle()
+        self.settle()
         if self.reads_param:
             self.staged.copy_(self.target)
         with self.device.on_host():
@@ -80,7 +80,7 @@ class HostMain(Main):
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
-        self._settle()
+        self.settle()
         here = self.device.to_host(value)
         with self.device.on_host():
             self.on_host.set_(here)
@@ -88,12 +88,13 @@ class HostMain(Main):
 
     @torch.no_grad()
     def reload_(self) -> None:
-        self._settle()
+        self.settle()
         self.staged.copy_(self.target)
         with self.device.on_host():
             self.on_host.reload_()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait until host memory has the main values and states of the last step."""
         if self.returned is not None:
             self.returned.synchronize()
             self.returned = None
@@ -110,8 +111,12 @@ class HostSide:
         self._arrived: Event | None = None
         self._grads: dict[tuple[ParamId, torch.dtype], Tensor] = {}  # allocated when they are first fetched
         staged = self._views([(piece, piece.main.target.dtype) for piece in pieces], pinned=placement.pin_params)
-        for main, memory in zip(_mains(pieces), staged, strict=True):
+        for main, memory in zip(mains_on_host(pieces), staged, strict=True):
             main.on_host.target = memory
+
+    def copying_stream(self) -> Stream:
+        """The stream of copies between host and device."""
+        return self.device.side_stream() if self._placement.overlap else self.device.current_stream()
 
     def fetch_numbers(self, skip: Tensor, scales: Sequence[float | Tensor]) -> HostCopy:
         """Queue the copy of the verdict and the gradient scales of a step to the current stream: once for all units."""
@@ -126,12 +131,10 @@ class HostSide:
         new = [(piece, grad.dtype) for piece, grad in found if (piece.id, grad.dtype) not in self._grads]
         for (piece, dtype), memory in zip(new, self._views(new, pinned=self._placement.pin_grads), strict=True):
             self._grads[piece.id, dtype] = memory
-        stream = current = self.device.current_stream()
-        if self._placement.overlap:
-            stream = self.device.side_stream()
-            stream.wait_event(current.record_event())  # after what the compute stream has written so far
+        stream = self.copying_stream()
+        stream.wait_event(self.device.current_stream().record_event())  # after what was written so far
         with self.device.on(stream):
-            for piece, main, grad in zip(ready.pieces, _mains(ready.pieces), ready.grads, strict=True):
+            for piece, main, grad in zip(ready.pieces, mains_on_host(ready.pieces), ready.grads, strict=True):
                 self._grads[piece.id, grad.dtype].copy_(grad, non_blocking=self._placement.pin_grads)
                 if main.reads_param:
                     main.staged.copy_(main.target, non_blocking=self._placement.pin_params)
@@ -156,16 +159,16 @@ class HostSide:
     @torch.no_grad()
     def refresh_(self, pieces: Sequence[OwnedPiece]) -> None:
         """Copy parameters whose bits are main values, or a half of them, to the host: of pieces without an update."""
-        for main in _mains(pieces):
+        for main in mains_on_host(pieces):
             if main.reads_param:
                 main.staged.copy_(main.target)
 
     @torch.no_grad()
     def return_(self, pieces: Sequence[OwnedPiece]) -> None:
         """Queue copies of the updated values to the parameters. The compute stream waits for them."""
-        stream = self.device.side_stream() if self._placement.overlap else self.device.current_stream()
+        stream = self.copying_stream()
         with self.device.on(stream):
-            for main in _mains(pieces):
+            for main in mains_on_host(pieces):
                 main.target.copy_(main.staged, non_blocking=self._placement.pin_params)
             done = stream.record_event()
         self.device.current_stream().wait_event(done)
@@ -193,7 +196,7 @@ class HostSide:
         return views
 
 
-def _mains(pieces: Iterable[OwnedPiece]) -> list[HostMain]:
+def mains_on_host(pieces: Iterable[OwnedPiece]) -> list[HostMain]:
     mains = [piece.main for piece in pieces]
     assert all(isinstance(main, HostMain) for main in mains)
     return mains  # type: ignore[return-value]

@@ -10,6 +10,8 @@ Newton-Schulz on the processor takes minutes.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -17,25 +19,16 @@ from torch import Tensor
 
 from opt_config import OnHost
 from opt_distributed.comm.device import Device, Event, Stream
-from opt_distributed.pieces.exchange import ComputeStage
-from opt_distributed.pieces.offload import HostMain, HostSide
-from opt_distributed.pieces.piece import OwnedPiece
-from opt_kernels.dtensor import first_number
+from opt_distributed.pieces.exchange import ComputeStage, by_stage
+from opt_distributed.pieces.offload import HostSide, mains_on_host
+from opt_distributed.pieces.piece import OwnedPiece, Ready
 from opt_kernels.matrices import stacks
-from opt_kernels.params import CodedMain, Main
 from opt_kernels.rules import Needs, Rule
 from opt_kernels.works import Batch, Hyper, Task, Work
 
 RUN_NUMEL = 1 << 24  # elements at which a run of whole matrices, or of elements, is complete
 APART = 512  # tensors begin at multiples of this number of bytes
-
-
-class Due(NamedTuple):
-    """A piece that is to be updated."""
-
-    hyper: Hyper
-    piece: OwnedPiece
-    grad: Tensor
+_ANY = Hyper(lr=0.0)  # how pieces are divided does not depend on it
 
 
 class Streamed(HostSide):
@@ -45,160 +38,104 @@ class Streamed(HostSide):
 
     def __init__(self, pieces: Sequence[OwnedPiece], device: Device, placement: OnHost):
         super().__init__(pieces, device, placement)
-        self._returned: Event | None = None
         with device.on_host():
             for tensor in _kept(pieces):
                 memory = device.host_empty(tensor.numel(), tensor.dtype, pinned=placement.pin_params)
                 tensor.data = memory.as_strided(tensor.size(), tensor.stride()).copy_(tensor)
 
-    def settle(self) -> None:
-        """Wait until the host has the state of the last step."""
-        if self._returned is not None:
-            self._returned.synchronize()
-            self._returned = None
-
-    def stream_(
-        self, runs: Sequence[Sequence[Due]], update_: Callable[[Sequence[Batch]], None], *, skip: Tensor | None
-    ) -> None:
-        """Update the pieces of each run by `update_`, on the device. The compute stream waits for the last return."""
+    def stream_(self, runs: Sequence[Ready], update_: Callable[[Ready], None]) -> None:
+        """Call `update_` with each run, whose main values and states are on the device. The compute stream waits for
+        the last return."""
         if not runs:
             return
         current = self.device.current_stream()
-        side = self.device.side_stream() if self._placement.overlap else current
-        where = runs[0][0].piece.main.target.device
-        num_bytes = max(_num_bytes(_kept(due.piece for due in run)) for run in runs)
-        memories = [torch.empty(num_bytes, dtype=torch.uint8, device=where) for _ in runs[:2]]
+        side = self.copying_stream()
+        device = runs[0].grads[0].device
+        num_bytes = max(sum(map(_num_bytes, _kept(run.pieces))) for run in runs)
+        memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in runs[:2]]
         side.wait_event(current.record_event())
-        coming = _Run(runs[0], memories[0])
-        coming.fetch_(self.device, side)
+        fetched = (self._fetched(run, memory, side) for run, memory in zip(runs, cycle(memories)))
+        coming = next(fetched, None)
         try:
-            for number in range(len(runs)):
+            while coming is not None:
                 run = coming
-                if number + 1 < len(runs):
-                    coming = _Run(runs[number + 1], memories[(number + 1) % 2])
-                    coming.fetch_(self.device, side)
+                coming = next(fetched, None)
                 current.wait_event(run.arrived)
-                update_(run.open_())
-                run.close_(skip)
+                update_(run.ready)
                 side.wait_event(current.record_event())
-                run.return_(self.device, side)
+                with self.device.on(side):
+                    for on_host, on_device in run.copies:
+                        on_host.copy_(on_device, non_blocking=True)
         finally:  # after an error, earlier runs return, too
-            self._returned = side.record_event()
-            current.wait_event(self._returned)
-            for due in (due for run in runs for due in run):
-                assert isinstance(due.piece.main, HostMain)
-                due.piece.main.returned = self._returned
+            returned = side.record_event()
+            current.wait_event(returned)
+            for main in mains_on_host(piece for ready in runs for piece in ready.pieces):
+                main.returned = returned
+
+    def _fetched(self, ready: Ready, memory: Tensor, stream: Stream) -> "_Fetched":
+        """Queue the copies of a run to device memory."""
+        lengths = [_num_bytes(tensor) for tensor in _kept(ready.pieces)]
+        copies = []
+        for tensor, part in zip(_kept(ready.pieces), torch.split(memory[: sum(lengths)], lengths), strict=True):
+            on_device = part[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+            copies.append((tensor, on_device))
+        with self.device.on(stream):
+            for tensor, on_device in copies:
+                on_device.copy_(tensor, non_blocking=True)
+            arrived = stream.record_event()
+        left = (on_device for _, on_device in copies)
+        pieces = []
+        for piece in ready.pieces:
+            state = dict(zip(piece.state, left))
+            main = type(piece.main.updated)(piece.main.target, dict(zip(piece.main.kept, left)))
+            pieces.append(replace(piece, state=state, main=main))
+        return _Fetched(Ready(pieces, ready.grads), copies, arrived)
 
 
-class _Run:
-    """The pieces of one run, with main values and states in device memory."""
+class _Fetched(NamedTuple):
+    """A run with main values and states in device memory."""
 
+    ready: Ready
+    copies: Sequence[tuple[Tensor, Tensor]]  # in host memory, and on the device
     arrived: Event
 
-    def __init__(self, due: Sequence[Due], memory: Tensor):
-        self._due = due
-        self._copies: list[tuple[Tensor, Tensor]] = []  # in host memory, and on the device
-        self._mains: list[Main] = []
-        self._states: list[dict[str, Tensor]] = []
-        start = 0
-        for piece in (of_run.piece for of_run in due):
-            on_host = piece.main.updated
-            found = []
-            for kept in (piece.state, on_host.kept):
-                views = {}
-                for name, tensor in kept.items():
-                    stop = start + tensor.numel() * tensor.element_size()
-                    views[name] = memory[start:stop].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-                    self._copies.append((tensor, views[name]))
-                    start = _aligned(stop)
-                found.append(views)
-            self._states.append(found[0])
-            self._mains.append(type(on_host)(piece.main.target, found[1]))
 
-    def fetch_(self, device: Device, stream: Stream) -> None:
-        """Queue the copies from the host to `stream`."""
-        with device.on(stream):
-            for on_host, on_device in self._copies:
-                on_device.copy_(on_host, non_blocking=True)
-            self.arrived = stream.record_event()
-
-    def open_(self) -> list[Batch]:
-        """The works of the run, by hyper-parameters. Decodes main values until `close_`."""
-        found: dict[int, Batch] = {}
-        for (hyper, piece, grad), main, state in zip(self._due, self._mains, self._states, strict=True):
-            if isinstance(main, CodedMain):
-                main.open_()
-            tensors = main.columns()
-            work = Work(
-                grad=grad,
-                main=tensors.main,
-                state=state,
-                out=tensors.out,
-                remainder=tensors.remainder,
-                matrix=piece.matrix,
-                first=first_number(piece.param) + piece.of_param.start,
-            )
-            works = found.setdefault(id(hyper), Batch(hyper, [])).works
-            assert isinstance(works, list)
-            works.append(work)
-        return list(found.values())
-
-    def close_(self, skip: Tensor | None) -> None:
-        """Encode main values that `open_` decoded."""
-        for main in self._mains:
-            if isinstance(main, CodedMain):
-                main.close_(skip=skip)
-
-    def return_(self, device: Device, stream: Stream) -> None:
-        """Queue the copies to the host to `stream`."""
-        with device.on(stream):
-            for on_host, on_device in self._copies:
-                on_host.copy_(on_device, non_blocking=True)
-
-
-def runs_of_due(rule: Rule, due: Sequence[Due], stages: Sequence[ComputeStage]) -> list[list[Due]]:
+def runs_of_ready(rule: Rule, ready: Ready, stages: Sequence[ComputeStage]) -> list[Ready]:
     """Divide pieces into runs, in the order in which they are updated: the same on ranks that compute together."""
-    if rule.needs is not Needs.MATRICES:
-        return list(_joined([one] for one in due))
-    of_work: dict[int, Due] = {}
-    here: list[Batch] = []
-    staged: dict[ComputeStage, list[Task]] = {stage: [] for stage in stages}
-    for one in due:
-        work = Work(grad=one.grad, main=one.piece.main.target, state=one.piece.state, matrix=one.piece.matrix)
-        of_work[id(work)] = one
-        if one.piece.stage is None:
-            here.append(Batch(one.hyper, [work]))
-        else:
-            staged[one.piece.stage].append(Task(one.hyper, work))
-    runs = list(_joined([of_work[id(task.work)] for task in stack] for stack in stacks(here)))
-    for stage, tasks in staged.items():
-        runs += [[of_work[id(task.work)] for task in run] for run in stage.runs(tasks)]
+    of_work = {}
+    tasks = []
+    for piece, grad in zip(ready.pieces, ready.grads, strict=True):
+        work = Work(grad=grad, main=piece.main.target, state=piece.state, matrix=piece.matrix)
+        of_work[id(work)] = piece
+        tasks.append(Task(_ANY, work))
+    if rule.needs is Needs.MATRICES:
+        here, staged = by_stage([Batch(_ANY, [task.work for task in tasks])], stages)
+        runs = _joined(stacks(here))
+        for stage, of_stage in staged.items():
+            runs += stage.runs(of_stage)
+    else:
+        runs = _joined([task] for task in tasks)
+    return [Ready([of_work[id(work)] for _, work in run], [work.grad for _, work in run]) for run in runs]
+
+
+def _joined(parts: Iterable[list[Task]]) -> list[list[Task]]:
+    """Join parts until they have enough elements."""
+    runs: list[list[Task]] = []
+    left = 0
+    for part in parts:
+        if left <= 0:
+            runs.append([])
+            left = RUN_NUMEL
+        runs[-1] += part
+        left -= sum(task.work.grad.numel() for task in part)
     return runs
 
 
-def _joined(parts: Iterable[list[Due]]) -> Iterator[list[Due]]:
-    """Join parts until they have enough elements."""
-    run: list[Due] = []
-    numel = 0
-    for part in parts:
-        run += part
-        numel += sum(one.grad.numel() for one in part)
-        if numel >= RUN_NUMEL:
-            yield run
-            run = []
-            numel = 0
-    if run:
-        yield run
-
-
-def _kept(pieces: Iterable[OwnedPiece]) -> list[Tensor]:
+def _kept(pieces: Iterable[OwnedPiece]) -> Iterator[Tensor]:
     """The tensors in host memory of these pieces."""
-    return [tensor for piece in pieces for tensor in (*piece.state.values(), *piece.main.kept.values())]
+    return (tensor for piece in pieces for tensor in (*piece.state.values(), *piece.main.kept.values()))
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // APART) * APART
+def _num_bytes(tensor: Tensor) -> int:
+    """The device memory of a tensor."""
+    return -(-tensor.nbytes // APART) * APART

@@ -19,11 +19,11 @@ from opt_distributed.buffers.main_grad import SparseGradientError
 from opt_distributed.buffers.param_wires import InOrder
 from opt_distributed.pieces.averages import NO_AVERAGES, WeightAverages
 from opt_distributed.pieces.exchange import ComputeStage, updating_
-from opt_distributed.pieces.offload import HostSide
+from opt_distributed.pieces.offload import HostSide, mains_on_host
 from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, Update, kinds_of
 from opt_distributed.pieces.quantized import QuantizedMain
 from opt_distributed.pieces.sources import BucketPublisher, Publisher, ReadGrads, check_unfused, is_sparse
-from opt_distributed.pieces.streamed import Due, Streamed, runs_of_due
+from opt_distributed.pieces.streamed import Streamed, runs_of_ready
 from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
 from opt_kernels.dtensor import first_number
@@ -205,21 +205,21 @@ class Unit:
 
     def _stream_(self, host: Streamed, update: Update) -> None:
         """Update the ready pieces, whose state is fetched from host memory, on the device."""
-        own = getattr(self.rule, "hyper_names", ())
         for scale, runs in self._calls(update):
-            due = []
-            for run in runs:
-                hyper = read_hyper(update.groups[run.first.group], step=run.count.next(), own=own)
-                grads = [update.ready.grads[index] for index in run.indices]
-                due += [Due(hyper, piece, grad) for piece, grad in zip(run.pieces, grads, strict=True)]
-            of_run = partial(self._update_batches_, scale=scale, skip=update.skip)
-            host.stream_(runs_of_due(self.rule, due, self.stages), of_run, skip=update.skip)
+            pieces = [piece for run in runs for piece in run.pieces]
+            grads = [update.ready.grads[index] for run in runs for index in run.indices]
+            of_run = partial(self._update_fetched_, update=update, scale=scale)
+            host.stream_(runs_of_ready(self.rule, Ready(pieces, grads), self.stages), of_run)
             for run in runs:
                 run.count.advance(update.skip)
 
-    def _update_batches_(self, batches: Sequence[Batch], *, scale: float | Tensor, skip: Tensor | None) -> None:
-        for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip, is_one_run=True):
+    def _update_fetched_(self, ready: Ready, *, update: Update, scale: float | Tensor) -> None:
+        runs = runs_of(ready.pieces)
+        batches = self._batches(runs, update._replace(ready=ready))
+        for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=update.skip, is_one_run=True):
             pass
+        for run in runs:
+            run.close_(skip=update.skip)
 
     @contextmanager
     def _where_state_is(self, update: Update) -> Iterator[Update]:
@@ -273,8 +273,8 @@ class Unit:
 
     def settle(self) -> None:
         """Wait until host memory has the state of the last step."""
-        if isinstance(self.host, Streamed):
-            self.host.settle()
+        for main in mains_on_host(self.pieces if self.host is not None else ()):
+            main.settle()
 
     # --- its memory -------------------------------------------------------------------------------------------------
 
