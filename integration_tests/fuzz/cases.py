@@ -154,6 +154,14 @@ class Case:
     looks_each_step: bool = True  # weights are compared after every step; else after the last one
     habits: tuple[str, ...] = ()  # of the training loop, see HABITS
 
+    @property
+    def is_averaged(self) -> bool:
+        return "ema_decay" in self.fields or self.looks_ahead
+
+    @property
+    def looks_ahead(self) -> bool:
+        return "ema_nesterov_beta" in self.fields
+
     def numbers_of(self, setup: Setup) -> str:
         """In which the part of the case with this setup computes."""
         return self.resume_numbers if setup is self.resume and self.resume_numbers else self.numbers

@@ -50,6 +50,14 @@ OF_SETUPS: dict[str, Sequence[Any]] = {
     "late": (*HALF, True), "processes": SOMETIMES, "groups_none": HALF, "wrapped": (*HALF, True),
     "per_token": SOMETIMES, "gathers_with_step": HALF,
 }  # fmt: skip
+OF_AVERAGES: dict[str, Sequence[Any]] = {
+    "ema_decay": (0.5, 0.9), "ema_from_step": (1, 1, 2, 3), "ema_share": (1.0, 1.0, 0.5),
+}  # fmt: skip
+OF_LOOK_AHEADS: dict[str, Sequence[Any]] = {"ema_nesterov_beta": (0.5, 0.9), "ema_nesterov_gamma": (0.5, 0.9)}
+OF_NORMS: dict[str, Sequence[Any]] = {
+    "muon_pre_norm": ("none", "rows"),
+    "muon_post_norm": ("none", "frobenius", "rows", "cols", "rows_cols", "cols_rows"),
+}
 SUM_IN_FP32 = "reduce_scatter_with_fp32_accumulation"
 SUMS_LOCALLY = "param_name_patterns_for_fp32_local_accumulation"
 OF_WRAPPERS: dict[str, Sequence[Any]] = {
@@ -123,7 +131,17 @@ def draw(seed: int) -> Case:
         case = replace(case, reload_at=rng.randrange(1, case.steps))
     case = replace(case, skips=tuple(_skips(rng, case)) if rng.random() < 0.5 else ())
     case = replace(case, bad=tuple(_bad(rng, case)) if rng.random() < 0.35 else ())
-    return _with_mistake(rng, case) if rng.random() < 0.06 else case
+    case = _with_mistake(rng, case) if rng.random() < 0.06 else case
+    if rng.random() < 0.3:
+        case = _with_fields(rng, case, OF_AVERAGES)
+    # A look-ahead would round mains that share a scale with blocks of other values.
+    if rng.random() < 0.2 and "bf16_scaled" not in (case.numbers, case.resume_numbers):
+        case = _with_fields(rng, case, OF_LOOK_AHEADS)
+    return _with_fields(rng, case, OF_NORMS) if case.rule in MATRIX_RULES and rng.random() < 0.4 else case
+
+
+def _with_fields(rng: random.Random, case: Case, choices: Mapping[str, Sequence[Any]]) -> Case:
+    return replace(case, fields=case.fields | _chosen(rng, choices))
 
 
 def _chosen(rng: random.Random, choices: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

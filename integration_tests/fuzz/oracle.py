@@ -32,6 +32,7 @@ NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )  # fmt: skip
+EPS = 1e-7  # lower bound of a norm that is divided by
 NEWTON_SCHULZ_SLACK = 5e-4  # the five maps together raise a small singular value, and its fp32 rounding, 500 times
 Weights = dict[str, tuple[Tensor, Tensor]]
 """By parameter: main value, and by how much a correct result may miss it, element by element."""
@@ -46,9 +47,29 @@ class Expected:
     step: int = 0
     has_grad: bool = False  # left from an earlier step, where gradients are set to zero and not to None
     state: dict[str, Tensor] = field(default_factory=dict)
+    average: "Average | None" = None
+    ahead: "Ahead | None" = None
 
     def kept(self, name: str) -> Tensor:
         return self.state.setdefault(name, torch.zeros_like(self.main))
+
+
+@dataclass(slots=True)
+class Average:
+    """The average of a parameter's weights, and by how much a correct one may miss it."""
+
+    value: Tensor
+    slack: Tensor
+
+
+@dataclass(slots=True)
+class Ahead:
+    """EMA-Nesterov: the weights of the algorithm and the average of their changes; the model holds them ahead."""
+
+    base: Tensor
+    changes: Tensor
+    base_slack: Tensor
+    slack: Tensor  # of the changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +82,7 @@ class ExpectedStep:
     zeros: int | None
     scale: float  # after the step
     weights: Weights
+    evaluated: Weights  # what evaluation mode shows
     steps: dict[str, int]  # updates that each trained parameter has had
 
 
@@ -101,10 +123,15 @@ def expect(case: Case) -> list[ExpectedStep]:
     if "initial_loss_scale" in case.fields:
         numbers = [case.fields[name] for name in ("initial_loss_scale", "loss_scale_window", "hysteresis")]
         scale = LossScale(*numbers, is_dynamic=True)
-    return [_step(case, held, scale, step) for step in range(case.steps)]
+    found: list[ExpectedStep] = []
+    for step in range(case.steps):
+        num_made = 1 + sum(earlier.success for earlier in found)
+        found.append(_step(case, held, scale, step, num_made))
+    return found
 
 
-def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) -> ExpectedStep:
+def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int, num_made: int) -> ExpectedStep:
+    """`num_made`: of steps that were not skipped, with this one if it is not."""
     trained = [param for param in case.params if param.is_trained]
     grads: dict[str, Tensor] = {}
     for param in trained:
@@ -123,6 +150,8 @@ def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) ->
             limit = case.fields["clip_grad"]
             clip = 1.0 if limit == 0 or math.isinf(norm) else min(limit / (norm + 1e-6), 1.0)
             _update_(case, param, held[param.name], step, grad * clip)
+        if "ema_decay" in case.fields:
+            _average_(case, held[param.name], num_made)
     scale.update(overflows)
     return ExpectedStep(
         success=not (overflows or is_refused),
@@ -131,6 +160,7 @@ def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) ->
         zeros=sum(int((grad == 0).sum()) for grad in grads.values()) if case.fields["log_num_zeros_in_grad"] else None,
         scale=scale.scale,
         weights={name: (of.main.clone(), of.slack.clone()) for name, of in held.items()},
+        evaluated={name: _evaluated(case, of) for name, of in held.items()},
         steps={param.name: held[param.name].step for param in trained},
     )
 
@@ -205,6 +235,50 @@ def _norms(case: Case, grads: dict[str, Tensor]) -> dict[str, float]:
     return {slot: math.inf if slot.startswith("not clipped") else math.sqrt(of) for slot, of in squares.items()}
 
 
+# --- averages of weights ----------------------------------------------------------------------------------------------
+
+
+def _average_(case: Case, held: Expected, num_made: int) -> None:
+    """Average the weights after a step that was made, the first of which is 1."""
+    value, slack = _of_algorithm(held)
+    if held.average is None or num_made <= case.fields["ema_from_step"]:
+        held.average = Average(value, slack)
+        return
+    average = held.average
+    decay = case.fields["ema_decay"]
+    rounding = 2.0**-22 * torch.maximum(average.value.abs(), value.abs())
+    average.value = decay * average.value + (1 - decay) * value
+    average.slack = decay * average.slack + (1 - decay) * slack + rounding
+
+
+def _of_algorithm(held: Expected) -> tuple[Tensor, Tensor]:
+    """The weights without their look-ahead."""
+    return (held.main, held.slack) if held.ahead is None else (held.ahead.base, held.ahead.base_slack)
+
+
+def _evaluated(case: Case, held: Expected) -> tuple[Tensor, Tensor]:
+    value, slack = _of_algorithm(held)
+    if held.average is None:
+        return value.clone(), slack.clone()
+    share = case.fields["ema_share"]
+    shown = (1 - share) * value + share * held.average.value
+    return shown, (1 - share) * slack + share * held.average.slack + 2.0**-22 * value.abs()
+
+
+def _look_ahead_(case: Case, held: Expected, before: Tensor, before_slack: Tensor) -> None:
+    """EMA-Nesterov after an update of the weights ahead, which `held.main` has; `before`, those of the algorithm."""
+    gamma = case.fields["ema_nesterov_gamma"]
+    beta = case.fields["ema_nesterov_beta"]
+    ahead = held.ahead or Ahead(before, torch.zeros_like(before), before_slack, torch.zeros_like(before))
+    ahead.changes = gamma * ahead.changes + (1 - gamma) * (held.main - before)
+    ahead.slack = gamma * ahead.slack + (1 - gamma) * (held.slack + before_slack)
+    ahead.base = held.main
+    ahead.base_slack = held.slack
+    held.main = ahead.base + beta * ahead.changes
+    held.slack = ahead.base_slack + beta * ahead.slack + 2.0**-22 * held.main.abs()
+    held.ahead = ahead
+
+
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +289,7 @@ def _update_(case: Case, param: Param, held: Expected, step: int, grad: Tensor) 
     decay = 0.0 if undecayed else HYPER["weight_decay"] * own.get("wd_mult", 1.0)
     held.step += 1
     before = held.main
+    of_algorithm = _of_algorithm(held)
     match case.rule_of(param):
         case "adam" | "adam_l2":
             slack = _adam_(case, held, grad, lr, decay, decoupled=case.rule != "adam_l2")
@@ -225,6 +300,8 @@ def _update_(case: Case, param: Param, held: Expected, step: int, grad: Tensor) 
         case _:
             slack = _muon_(case, num_parts(param, case.setup_at(step).grid), param, held, grad, lr, decay)
     held.slack = held.slack + slack + _rounding(case, param, torch.maximum(before.abs(), held.main.abs()))
+    if case.looks_ahead:
+        _look_ahead_(case, held, *of_algorithm)
 
 
 def _rounding(case: Case, param: Param, largest: Tensor) -> Tensor:
@@ -283,10 +360,13 @@ def _muon_(case: Case, parts: int, param: Param, held: Expected, grad: Tensor, l
     direction = grad + momentum * (m - grad) if case.fields["muon_nesterov"] else m
     if case.fields["muon_tp_mode"] == "blockwise" and parts > 1:
         assert param.cut is not None
-        update = torch.cat([_directions(param, block) for block in direction.chunk(parts, param.cut)], param.cut)
+        blocks = [_directions(case, param, block) for block in direction.chunk(parts, param.cut)]
+        found = torch.cat(blocks, param.cut)
     else:
-        update = _directions(param, direction)
-    slack = torch.full_like(update, NEWTON_SCHULZ_SLACK * float(update.abs().max()) if update.numel() else 0.0)
+        found = _directions(case, param, direction)
+    update, slack = found.unbind(-1)
+    if update.numel():
+        slack = slack.clamp_min(NEWTON_SCHULZ_SLACK * float(update.abs().max()))
     if case.rule_of(param) == "adaptive_muon":
         update, slack = _adapted(case, held, update, slack)
     scale = _scales(case, param)
@@ -321,22 +401,44 @@ def _scales(case: Case, param: Param) -> Tensor:
     return torch.tensor(of_group, dtype=torch.float64).repeat(rows // sum(sizes)).unsqueeze(-1)
 
 
-def _directions(param: Param, x: Tensor) -> Tensor:
-    """The orthogonalised matrix; each of several that are fused by itself."""
+def _directions(case: Case, param: Param, x: Tensor) -> Tensor:
+    """The orthogonalised matrix, each of several that are fused by itself, and its slack: (rows, cols, 2)."""
+
+    def of_one(matrix: Tensor) -> Tensor:
+        if case.fields.get("muon_pre_norm") == "rows":
+            matrix = matrix / matrix.norm(dim=1, keepdim=True).clamp_min(EPS)
+        update = _orthogonal(matrix)
+        slack = torch.full_like(update, NEWTON_SCHULZ_SLACK * float(update.abs().max()) if update.numel() else 0.0)
+        return torch.stack(_post_normed(update, slack, case.fields.get("muon_post_norm", "none")), -1)
+
     if not param.qkv:
-        return _orthogonal(x)
+        return of_one(x)
     by, sizes = param.fused
     if by == "head_rows":
-        return torch.cat([_orthogonal(part) for part in x.split(sizes * (len(x) // sum(sizes)))])
+        return torch.cat([of_one(part) for part in x.split(sizes * (len(x) // sum(sizes)))])
     groups = x.unflatten(0, (-1, sum(sizes)))
-    parts = [_orthogonal(part.flatten(0, 1)).unflatten(0, (len(groups), -1)) for part in groups.split(sizes, 1)]
+    parts = [of_one(part.flatten(0, 1)).unflatten(0, (len(groups), -1)) for part in groups.split(sizes, 1)]
     return torch.cat(parts, 1).flatten(0, 1)
+
+
+def _post_normed(update: Tensor, slack: Tensor, post_norm: str) -> tuple[Tensor, Tensor]:
+    """Rows and columns divided by their norms, one after the other, or the whole matrix by its Frobenius norm."""
+    if post_norm == "frobenius":
+        factor = min(update.shape) ** 0.5 / update.norm().clamp_min(EPS)
+        return update * factor, 2 * slack * factor
+    for word in post_norm.split("_") if post_norm != "none" else ():
+        norms = update.norm(dim=1 if word == "rows" else 0, keepdim=True).clamp_min(EPS)
+        update = update / norms
+        slack = 2 * slack / norms
+        if slack.numel() and slack.max() > 0.1:  # a row of rounding errors has become one of length 1
+            slack = torch.full_like(slack, 4.0)
+    return update, slack
 
 
 def _orthogonal(x: Tensor) -> Tensor:
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
-    x = x / x.norm().clamp_min(1e-7)
+    x = x / x.norm().clamp_min(EPS)
     for a, b, c in NEWTON_SCHULZ:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x

@@ -212,12 +212,14 @@ def _of_rank(case: Case, wanted: ExpectedStep, before: Weights, seen: SeenStep, 
         loss, tolerance = expected_loss(case, rank, before, step)
         if not abs(seen.loss - loss) <= tolerance:
             yield f"the loss is {seen.loss}, should be {loss}: the forward did not read the present weights"
-    for name, value in (seen.weights or {}).items():
-        main, slack = wanted.weights[name]
-        if setup.layout == "plain":  # else they are gathered
-            main, slack = (cut(of, case.param(name), setup.grid.place(rank), setup.grid) for of in (main, slack))
-        if worst := _worst(value, main, slack):
-            yield f"{name} {tuple(value.shape)} {worst}"
+    shown = [("", seen.weights, wanted.weights), (" in evaluation", seen.evaluated, wanted.evaluated)]
+    for where, found, expected in shown:
+        for name, value in (found or {}).items():
+            main, slack = expected[name]
+            if setup.layout == "plain":  # else they are gathered
+                main, slack = (cut(of, case.param(name), setup.grid.place(rank), setup.grid) for of in (main, slack))
+            if worst := _worst(value, main, slack):
+                yield f"{name} {tuple(value.shape)}{where} {worst}"
 
 
 def _worst(value: Tensor, main: Tensor, slack: Tensor) -> str:

@@ -33,6 +33,7 @@ class SeenStep:
     zeros: int | None
     scale: float
     weights: dict[str, Tensor] | None  # this rank's parts; None where the case does not look
+    evaluated: dict[str, Tensor] | None  # what evaluation mode shows, where weights are averaged
     loss: float  # summed over microbatches and chunks, before scaling
     steps: dict[str, int]  # of the parameters that this rank keeps state of
 
@@ -230,12 +231,14 @@ class Run:
             group["lr"] = group["max_lr"] / (1 + step)
         result = self._stepped()
         self._begin_again()
+        weights = self.weights() if looks else None
         return SeenStep(
             success=result.success,
             norm=result.grad_norm,
             zeros=result.num_zeros_in_grad,
             scale=self.optimizer.get_loss_scale().item(),
-            weights=self.weights() if looks else None,
+            weights=weights,
+            evaluated=None if weights is None or not self.case.is_averaged else self._evaluated(weights),
             loss=loss,
             steps=self._steps(),
         )
@@ -300,6 +303,15 @@ class Run:
         self.complete()
         found = {name: module.weight.detach() for net in self.nets for name, module in net.named_children()}
         return {name: (w.full_tensor() if isinstance(w, DTensor) else w).clone() for name, w in found.items()}
+
+    def _evaluated(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What evaluation mode shows. Training mode must show `weights` again, bit for bit."""
+        self.optimizer.eval()
+        found = self.weights()
+        self.optimizer.train()
+        for name, value in self.weights().items():
+            assert torch.equal(value.nan_to_num(), weights[name].nan_to_num()), f"{name} after eval() and train()"
+        return found
 
     def _steps(self) -> dict[str, int]:
         """Updates that each parameter had, as far as this rank keeps its state."""
