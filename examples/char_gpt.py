@@ -1,7 +1,10 @@
 """The examples' model and data: a character-level GPT, on the source text of Python's standard library."""
 
 import math
+import os
+import platform
 import sysconfig
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -27,6 +30,15 @@ def stdlib_text(num_bytes: int = 6_000_000) -> Tensor:
             break
     codes = torch.frombuffer(bytearray(b"".join(text)[:num_bytes]), dtype=torch.uint8).long()
     return codes.clamp(max=VOCAB - 1)
+
+
+def measured_on() -> dict[str, str]:
+    """The date and the machine, for files of results."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
+    return {"date": datetime.now(UTC).date().isoformat(), "machine": f"{model}, {os.cpu_count()} cores"}
 
 
 def bigram_bits(train: Tensor, held_out: Tensor) -> float:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from char_gpt import CONTEXT, CharGPT, batch_at, stdlib_text
+from char_gpt import CONTEXT, CharGPT, batch_at, measured_on, stdlib_text
 from leaderboard_table import draw, table
 
 from opt_kernels import optim
@@ -166,7 +166,7 @@ class Results:
         return next((found for found in self._found if found["run"] == settings), None)
 
     def add(self, run: Run, result: dict[str, Any]) -> dict[str, Any]:
-        found = {"run": run.settings, **result}
+        found = {"run": run.settings, **result, **measured_on()}
         with self.path.open("a") as file:
             file.write(json.dumps(found) + "\n")
         self._found.append(found)
@@ -324,7 +324,7 @@ def row(contender: Contender, directory: Path, target: float) -> dict[str, Any] 
     bits = [final(run) for run in runs]
     reached = [next((step for step, loss in run["curve"] if loss <= target), None) for run in runs]
     times = directory / "times.json"
-    seconds = json.loads(times.read_text()) if times.exists() else {}
+    seconds = json.loads(times.read_text())["seconds"] if times.exists() else {}
     rates = runs[0]["run"]["rates"]
     limits = [(grid(contender)[0][i], grid(contender)[-1][i]) for i in (0, 1)]
     return {
@@ -338,6 +338,8 @@ def row(contender: Contender, directory: Path, target: float) -> dict[str, Any] 
         "steps_to_target": None if None in reached else statistics.mean(reached),
         "update_ms": 1e3 * seconds[contender.name] if contender.name in seconds else None,
         "state_bytes": runs[0]["state_bytes"],
+        "finished": max(run["date"] for run in runs),
+        "machine": runs[-1]["machine"],
         "curves": [run["curve"] for run in runs],
     }
 
@@ -378,7 +380,8 @@ def main() -> None:
         report(args.dir, args.report)
     elif args.times:
         seconds = {contender.name: update_seconds(contender) for contender in chosen}
-        (args.dir / "times.json").write_text(json.dumps(seconds, indent=1) + "\n")
+        times = {**measured_on(), "seconds": seconds}
+        (args.dir / "times.json").write_text(json.dumps(times, indent=1) + "\n")
     else:
         with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
             pool.map(work, [(contender, args.dir, SEEDS) for contender in chosen], chunksize=1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from char_gpt import CONTEXT, CharGPT, batch_at, stdlib_text
+from char_gpt import CONTEXT, CharGPT, batch_at, measured_on, stdlib_text
 
 from opt_config import OptimizerConfig
 from opt_kernels.quantized import RECIPES, quantize_linears_, quantized
@@ -137,7 +137,8 @@ def report(directory: Path, folder: Path) -> None:
     baseline = [bits(found[BASELINE, seed]) for seed in SEEDS]
     spread = max(baseline) - min(baseline)
     rows = [found[mode, SEEDS[0]] for mode in MODES]
-    about = {"torch": torch.__version__, "steps": STEPS, "batch": BATCH, "lr": LR, "model": MODEL, "spread": spread}
+    settings = {"steps": STEPS, "batch": BATCH, "lr": LR, "model": MODEL}
+    about = {**measured_on(), "torch": torch.__version__, **settings, "spread": spread}
     (folder / "numbers.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     (folder / "numbers.md").write_text(table(rows, baseline[0], spread))
     draw(rows, baseline[0], spread, folder / "numbers.svg")

@@ -14,6 +14,7 @@ KERNELS = "kernels/results/cpu-amd-epyc-2-threads.json"
 IO = "packages/opt-checkpoint/benchmarks/results/io-2-cpus-isal.json"
 PLANNING = "packages/opt-checkpoint/benchmarks/results/planning-2-cpus-isal.json"
 TRAINERS = "packages/opt-stack/benchmarks/results/trainer-losses.json"
+NUMBERS = "kernels/results/numbers.json"
 
 
 def read(path: str) -> Any:
@@ -61,7 +62,7 @@ def claims() -> Iterator[tuple[str, str, list[float]]]:
     board = {row["rule"]: row for row in read("kernels/results/leaderboard.json")["rows"]}
     updates = [board["Muon"]["update_ms"], board["AdamW"]["update_ms"]]
     yield "README.md", r"an update takes (\d+) ms,\s+AdamW's ([\d.]+) ms", updates
-    sizes = [row["state_bytes"] for row in read("kernels/results/numbers.json")["rows"]]
+    sizes = [row["state_bytes"] for row in read(NUMBERS)["rows"]]
     narrow = [size for size in sizes if size < 8]
     yield "README.md", r"\*\*(\d) to (\d) bytes\*\*", [min(narrow), max(narrow)]
 
@@ -82,8 +83,15 @@ def test_muon_reaches_adamws_loss_after_two_thirds_of_the_steps() -> None:
     assert "Two thirds of the steps" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("path", [KERNELS, IO, PLANNING, TRAINERS])
+@pytest.mark.parametrize("path", [KERNELS, IO, PLANNING, TRAINERS, NUMBERS])
 def test_results_name_their_date_and_machine(path: str) -> None:
     result = read(path)
+    result = result.get("about", result)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
     assert result.get("processor") or result["machine"]
+
+
+def test_each_row_of_the_leaderboard_names_its_date_and_machine() -> None:
+    for row in read("kernels/results/leaderboard.json")["rows"]:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["finished"]), row["rule"]
+        assert row["machine"], row["rule"]
