@@ -53,6 +53,16 @@ def test_padding_may_differ_where_that_is_allowed(tmp_path: Path, rows: int, exp
     assert torch.cat(targets).tolist() == expected
 
 
+@pytest.mark.parametrize("sizes", [[8], [8, 9], [1 << 17], [1 << 17, 8]], ids=str)
+def test_a_load_counts_as_a_write_of_each_tensor(tmp_path: Path, sizes: list[int]) -> None:
+    """Of a tensor alone, or of more than 256 KiB, it did not, so that main values could overwrite loaded weights."""
+    save({str(size): torch.ones(size) for size in sizes}, tmp_path / "x")
+    targets = {str(size): torch.zeros(size) for size in sizes}
+    before = [tensor._version for tensor in targets.values()]
+    load(targets, tmp_path / "x")
+    assert all(tensor._version > count for tensor, count in zip(targets.values(), before))
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(9, 14), (3000, 3001)], ids=["small", "streamed"])
 def test_noncontiguous_blocks_and_views_are_saved_and_loaded(tmp_path: Path, rows: int, columns: int) -> None:
     whole = torch.randn(rows, columns)

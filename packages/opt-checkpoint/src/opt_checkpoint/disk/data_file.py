@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from opt_checkpoint.boxes import row_major_strides
 from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, CheckpointIndex, Kind, Region
@@ -351,6 +352,7 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: Chec
     is_run = last - first == math.prod(region.sizes)
     if is_run and target.dtype == dtype and is_plain_memory(target):
         values.read_into(position, bytes_view(target))
+        increment_version(target)  # autograd does not see the write, which others look for
         return
     axis = next((d for d, n in enumerate(region.sizes) if n > 1), 0)  # one value alone is a run, and small
     row_bytes = row_major_strides(region.chunk)[axis] * dtype.itemsize if region.chunk else dtype.itemsize
