@@ -121,9 +121,15 @@ REFUSED = [
     (WHOLE | WITH_STEP | {"overlap_param_gather": True}, "overlap_param_gather_with_optimizer_step=True: needs use_di"),
     ({"bf16": True, "params_dtype": torch.float16}, "params_dtype=torch.float16: contradicts bf16=True; leave it out"),
     ({"params_dtype": torch.float16}, "params_dtype=torch.float16: needs loss scaling; set fp16=True"),
-    ({"bf16": True, "hysteresis": 4}, "hysteresis=4: has no effect: the loss scale is dynamic only with fp16=True; se"),
+    (
+        {"bf16": True, "hysteresis": 4},
+        "hysteresis=4: has no effect without fp16; set that too, or leave this at its de",
+    ),
     ({"optimizer": "AdamW", "decoupled_weight_decay": False}, "decoupled_weight_decay=False: contradicts optimizer='a"),
-    ({"initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "min_loss_scale=2.0: must not be above initial_loss_scale=1"),
+    (
+        {"fp16": True, "initial_loss_scale": 1.0, "min_loss_scale": 2.0},
+        "min_loss_scale=2.0: must not be above initial_loss_scale=1",
+    ),
     ({"optimizer": ""}, "optimizer='': must be the name of a rule, such as adam, sgd or muon"),
     ({"optimizer": torch.optim.Adam}, f"optimizer={torch.optim.Adam!r}: must be a string"),
     ({"timers": "on"}, "timers='on': must be a callable or None"),

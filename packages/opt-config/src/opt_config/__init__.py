@@ -16,29 +16,25 @@ from opt_config.choices import (
     WholeParams,
     resolved,
 )
+from opt_config.conflicts import AVERAGED
 from opt_config.data_parallel_config import DistributedDataParallelConfig
-from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
+from opt_config.errors import ConfigError, Interval, Problem, UnknownFieldError, changed_fields, did_you_mean
 from opt_config.files import Configuration
 from opt_config.foreign import FOREIGN_WORDS, foreign_value
 from opt_config.optimizer_config import (
     AdamOptimizerConfig,
     OptimizerConfig,
-    ParamKey,
-    ParamPredicate,
-    ParamWithNamePredicate,
     SGDOptimizerConfig,
-    has_attribute,
     load_config,
-    many,
 )
-from opt_config.validate import AVERAGED, Interval
+from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate, has_attribute, many
 
 __all__ = [
     "AVERAGED", "FOREIGN_WORDS", "AdamOptimizerConfig", "Averages", "ConfigError", "Configuration", "ConstantScale",
     "DistributedDataParallelConfig", "DynamicScale", "FlatShards", "Interval", "LossScaling", "NoScale", "OnDevice",
     "OnHost", "OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "Placement", "Precision",
-    "Problem", "Replicated", "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "did_you_mean",
-    "foreign_value", "has_attribute", "load_config", "many", "resolved",
+    "Problem", "Replicated", "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "changed_fields",
+    "did_you_mean", "foreign_value", "has_attribute", "load_config", "many", "resolved",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -1,15 +1,13 @@
 """DistributedDataParallelConfig: how gradients are reduced and parameters gathered over data-parallel ranks."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
-from opt_config.errors import Problem
+from opt_config.errors import AT_LEAST_ONE, Finding, changed_fields, check, interval_problems
 from opt_config.files import Configuration
-from opt_config.validate import AT_LEAST_ONE, Dataclass, check, field_default, interval_problems
 
 
 @dataclass
@@ -89,49 +87,35 @@ class DistributedDataParallelConfig(Configuration):
 
     def validate(self) -> None:
         """Check the current values of all fields. Raises `ConfigError` with every problem."""
-        check(self, lambda: _field_problems(self), lambda: _conflicts(self))
+        check(self, _field_problems, _conflicts)
 
 
-_INTERVALS = MappingProxyType(
-    {"num_distributed_optimizer_instances": AT_LEAST_ONE, "bucket_size": AT_LEAST_ONE, "num_buckets": AT_LEAST_ONE}
-)
+_INTERVALS = dict.fromkeys(("num_distributed_optimizer_instances", "bucket_size", "num_buckets"), AT_LEAST_ONE)
 
 
-def _field_problems(config: DistributedDataParallelConfig) -> Iterator[Problem]:
+def _field_problems(config: DistributedDataParallelConfig) -> Iterator[Finding]:
     yield from interval_problems(config, _INTERVALS)
-    yield from unsupported_problems(config, UNSUPPORTED_DATA_PARALLEL_FIELDS)
+    for name in changed_fields(config, UNSUPPORTED_DATA_PARALLEL_FIELDS):
+        yield name, UNSUPPORTED_DATA_PARALLEL_FIELDS[name]
 
 
-def _conflicts(config: DistributedDataParallelConfig) -> Iterator[Problem]:
+def _conflicts(config: DistributedDataParallelConfig) -> Iterator[Finding]:
     if config.bucket_size is not None and config.num_buckets is not None:
-        yield Problem(
-            "num_buckets", config.num_buckets, f"excludes bucket_size={config.bucket_size}; set only one of them"
-        )
+        yield "num_buckets", f"excludes bucket_size={config.bucket_size}; set only one of them"
     if config.num_distributed_optimizer_instances > 1 and not config.use_distributed_optimizer:
         reason = "must be 1 unless use_distributed_optimizer=True: only shards are divided into instances"
-        yield Problem("num_distributed_optimizer_instances", config.num_distributed_optimizer_instances, reason)
+        yield "num_distributed_optimizer_instances", reason
     if config.align_param_gather and not config.overlap_param_gather:
-        yield Problem("align_param_gather", True, "has no effect without overlap_param_gather=True; set that too")
+        yield "align_param_gather", "has no effect without overlap_param_gather=True; set that too"
     if config.fp8_param_gather and not config.use_distributed_optimizer:
-        yield Problem(
-            "fp8_param_gather", True, "needs use_distributed_optimizer=True: without shards no parameters are gathered"
-        )
+        yield "fp8_param_gather", "needs use_distributed_optimizer=True: without shards no parameters are gathered"
     if config.reuse_grad_buf_for_mxfp8_param_ag and not config.fp8_param_gather:
-        yield Problem(
-            "reuse_grad_buf_for_mxfp8_param_ag", True, "has no effect without fp8_param_gather=True; set that too"
-        )
+        yield "reuse_grad_buf_for_mxfp8_param_ag", "has no effect without fp8_param_gather=True; set that too"
     if config.disable_symmetric_registration and not config.nccl_ub:
-        yield Problem("disable_symmetric_registration", True, "has no effect without nccl_ub=True; set that too")
+        yield "disable_symmetric_registration", "has no effect without nccl_ub=True; set that too"
     if config.param_name_patterns_for_fp32_local_accumulation and config.grad_reduce_in_fp32:
-        value = config.param_name_patterns_for_fp32_local_accumulation
         reason = "gradients are accumulated in fp32 already; leave it out, or set grad_reduce_in_fp32=False"
-        yield Problem("param_name_patterns_for_fp32_local_accumulation", value, reason)
-    yield from _fp32_accumulation(config)
-
-
-def _fp32_accumulation(config: DistributedDataParallelConfig) -> Iterator[Problem]:
-    if not config.reduce_scatter_with_fp32_accumulation:
-        return
+        yield "param_name_patterns_for_fp32_local_accumulation", reason
     obstacles = {
         "grad_reduce_in_fp32=True, which already sends fp32": config.grad_reduce_in_fp32,
         "average_in_collective=True, because it can only sum": config.average_in_collective,
@@ -139,8 +123,8 @@ def _fp32_accumulation(config: DistributedDataParallelConfig) -> Iterator[Proble
         "more than one distributed optimizer instance": config.num_distributed_optimizer_instances > 1,
     }
     for obstacle, present in obstacles.items():
-        if present:
-            yield Problem("reduce_scatter_with_fp32_accumulation", True, f"excludes {obstacle}; set only one of them")
+        if config.reduce_scatter_with_fp32_accumulation and present:
+            yield "reduce_scatter_with_fp32_accumulation", f"excludes {obstacle}; set only one of them"
 
 
 _FSDP = (
@@ -173,11 +157,3 @@ _REASONS = dict.fromkeys(_OPTIONS_OF_FSDP.split(), _OF_FSDP) | _OTHERS
 _REASONS |= {name: f"{_OF_FSDP}; {counterpart}" for name, counterpart in _OPTIONS_WITH_A_COUNTERPART.items()}
 UNSUPPORTED_DATA_PARALLEL_FIELDS: Mapping[str, str] = MappingProxyType(_REASONS)
 """By field: why a value other than its default is refused, and what to write instead."""
-
-
-def unsupported_problems(config: Dataclass, reasons: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each field of `reasons` that does not have its default."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in reasons and value != field_default(field):
-            yield Problem(field.name, value, reasons[field.name])

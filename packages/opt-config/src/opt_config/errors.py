@@ -1,8 +1,15 @@
-"""ConfigError: reports every problem of a configuration at once, each with what is allowed and what to do."""
+"""ConfigError reports every problem of a configuration at once, each with what is allowed and what to do; `check` finds
+them: values of other types, outside their intervals, or in conflict."""
 
+import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+import math
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, Union, get_args, get_origin, get_type_hints
+
+import torch
 
 from opt_config.foreign import FOREIGN_WORDS, foreign_value
 
@@ -93,3 +100,151 @@ def unknown_field(name: str, value: object, known: Iterable[str]) -> str:
     if answer == "set optimizer" and (rule := foreign_value("optimizer", value)):
         answer = rule
     return f"unknown field; {answer}."
+
+
+# --- the checks that all configurations share -------------------------------------------------------------------------
+
+
+class Dataclass(Protocol):
+    """Any instance of a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+class Interval(NamedTuple):
+    """The numbers from `low` to `high`. Either end may be excluded."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = True  # with the default `high`, excludes infinity
+
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float) or is_too_large(value):
+            return False
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        return f"{'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+
+    @property
+    def sentence(self) -> str:
+        """The allowed values in words, for messages."""
+        if not math.isinf(self.high):
+            return f"must be in {self}"
+        bound = f"must be {'greater than' if self.low_open else 'at least'} {self.low:g}"
+        return f"{bound} and finite" if self.high_open else bound
+
+
+INT8_CODES = "for int8 codes with a scale per block, pass optimizer_options={'exp_avg_dtype': torch.int8}"
+
+AT_LEAST_ONE = Interval(1)
+
+
+@cache
+def field_types(cls: type) -> Mapping[str, Any]:
+    """Return the annotated types of the fields of a dataclass, in order."""
+    hints = get_type_hints(cls)
+    return types.MappingProxyType({field.name: hints[field.name] for field in dataclasses.fields(cls)})
+
+
+Finding = tuple[str, str]
+"""A field, and what is allowed and what to do."""
+
+
+def check(
+    config: Dataclass,
+    singly: Callable[[Any], Iterable[Finding]],
+    together: Callable[[Any], Iterable[Finding]],
+) -> None:
+    """Raise `ConfigError` with every problem of `config`.
+
+    `singly` finds problems of single fields, of which those of a wrong type are left out; `together`, called once
+    every field is valid, finds conflicts between fields.
+    """
+    reasons = dict(_type_problems(config))
+    for name, reason in singly(config):
+        reasons.setdefault(name, reason)
+    if found := [*reasons.items()] or [*together(config)]:
+        problems = [Problem(name, getattr(config, name), reason) for name, reason in found]
+        raise ConfigError.of(type(config).__name__, problems)
+
+
+def changed_fields(config: Dataclass, names: Collection[str]) -> list[str]:
+    """Return the fields among `names` that do not have their defaults, in the order of the configuration."""
+    fields = [field for field in dataclasses.fields(config) if field.name in names]
+    return [field.name for field in fields if getattr(config, field.name) != field.default]
+
+
+def _type_problems(config: Dataclass) -> Iterator[Finding]:
+    """Find values that are not of the annotated type, NaN, and integers that no type of tensors and files holds."""
+    for name, hint in field_types(type(config)).items():
+        value = getattr(config, name)
+        if not accepts(hint, value):
+            yield name, f"must be {type_words(hint)}{_hint_at_dtype(hint, value)}"
+        elif int in options(hint) and isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield name, "must be an integer of at most 64 bits"
+
+
+def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> Iterator[Finding]:
+    """Find numbers outside their intervals. None passes: whether it is allowed is a question of the type."""
+    for name in field_types(type(config)):
+        value = getattr(config, name)
+        if name in intervals and value is not None and value not in intervals[name]:
+            yield name, intervals[name].sentence
+
+
+def options(hint: Any) -> tuple[Any, ...]:
+    """Return the types that an annotation allows: the members of a union, or the annotation itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def accepts(hint: Any, value: object) -> bool:
+    """Whether a field annotated `hint` may hold `value`."""
+    if len(options(hint)) > 1:
+        return any(accepts(option, value) for option in options(hint))
+    if hint is types.NoneType:
+        return value is None
+    if get_origin(hint) is tuple:
+        (item, _) = get_args(hint)
+        return isinstance(value, tuple) and all(accepts(item, each) for each in value)
+    if get_origin(hint) is Callable:
+        return callable(value)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def type_words(hint: Any) -> str:
+    """Return a type in words, for messages."""
+    if len(options(hint)) > 1:
+        return " or ".join(type_words(option) for option in options(hint))
+    if get_origin(hint) is tuple:
+        return f"a tuple, each item {type_words(get_args(hint)[0])}"
+    if get_origin(hint) is Callable:
+        return "a callable"
+    if get_origin(hint) is Mapping:
+        return "a table of options by name"
+    words = {
+        bool: "True or False",
+        int: "an int",
+        float: "a number",
+        str: "a string",
+        torch.dtype: "a torch.dtype",
+        types.NoneType: "None",
+    }
+    return words[hint]
+
+
+def _hint_at_dtype(hint: Any, value: object) -> str:
+    if hint is not torch.dtype or not isinstance(value, str):
+        return ""
+    if value in ("int8", "torch.int8"):
+        return f"; {INT8_CODES}"
+    return "; from_dict and load_config read dtypes from strings"

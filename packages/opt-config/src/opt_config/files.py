@@ -9,12 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self, get_origin
+from typing import Any, Self, get_origin
 
 import torch
 
-from opt_config.errors import ConfigError, Problem, UnknownFieldError, unknown_field
-from opt_config.validate import accepts, field_types, options, type_words
+from opt_config.errors import (
+    ConfigError,
+    Problem,
+    UnknownFieldError,
+    accepts,
+    field_types,
+    options,
+    type_words,
+    unknown_field,
+)
 
 _NAMES_OF_DTYPES = {
     torch.float32: ("float32", "fp32"),
@@ -82,17 +90,17 @@ class Configuration(ABC):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return a configuration from a JSON object. Raises `ConfigError`."""
-        return cls.from_dict(_table(_parse(_KINDS[".json"], text)))
+        return cls.from_dict(_table(".json", text))
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
         """Return a configuration from a TOML document. Raises `ConfigError`."""
-        return cls.from_dict(_table(_parse(_KINDS[".toml"], text)))
+        return cls.from_dict(_table(".toml", text))
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
         """Return a configuration from a YAML mapping; needs the `yaml` extra. Raises `ConfigError`."""
-        return cls.from_dict(_table(_parse(_KINDS[".yaml"], text)))
+        return cls.from_dict(_table(".yaml", text))
 
     @classmethod
     def load(cls, path: str | Path, *, section: str = "") -> Self:
@@ -103,10 +111,10 @@ class Configuration(ABC):
         """
         path = Path(path)
         try:
-            kind = _KINDS.get(path.suffix.lower())
-            if kind is None:
-                raise ConfigError(f"unknown suffix {path.suffix!r}; allowed are {', '.join(_KINDS)}")
-            return cls.from_dict(_table(_parse(kind, path.read_text(encoding="utf-8")), section))
+            suffix = path.suffix.lower()
+            if suffix not in _PARSERS:
+                raise ConfigError(f"unknown suffix {path.suffix!r}; allowed are {', '.join(_PARSERS)}")
+            return cls.from_dict(_table(suffix, path.read_text(encoding="utf-8"), section))
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}: not UTF-8 text: {error}; save the file as UTF-8") from error
         except ConfigError as error:
@@ -119,13 +127,6 @@ class Configuration(ABC):
     def to_json(self) -> str:
         """Return a JSON object that `from_json` reads back. Infinity is the string "inf": JSON has no such number."""
         return json.dumps(self.to_dict(), indent=2)
-
-
-class _Kind(NamedTuple):
-    """A file format."""
-
-    name: str
-    parse: Callable[[str], object]
 
 
 def _parse_yaml(text: str) -> object:
@@ -184,29 +185,19 @@ def _finite(text: str, value: float) -> float:
     return value
 
 
-_YAML = _Kind("YAML", _parse_yaml)
-_KINDS: Mapping[str, _Kind] = MappingProxyType(
-    {
-        ".json": _Kind("JSON", _parse_json),
-        ".toml": _Kind("TOML", _parse_toml),
-        ".yaml": _YAML,
-        ".yml": _YAML,
-    }
+_PARSERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
+    {".json": _parse_json, ".toml": _parse_toml, ".yaml": _parse_yaml, ".yml": _parse_yaml}
 )
 
 
-def _parse(kind: _Kind, text: str) -> object:
+def _table(suffix: str, text: str, section: str = "") -> Mapping[str, object]:
+    """The table named `section` in the text of a file with this suffix."""
     try:
-        return kind.parse(text)
+        table = _PARSERS[suffix](text)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"not valid {kind.name}: {error}") from error
-
-
-def _table(document: object, section: str = "") -> Mapping[str, object]:
-    """The table named `section` in a parsed file."""
-    table = document
+        raise ConfigError(f"not valid {suffix[1:].upper()}: {error}") from error
     for step in filter(None, section.split(".")):
         if not isinstance(table, Mapping) or step not in table:
             raise ConfigError(f"the file has no table {section!r}")
