@@ -28,8 +28,7 @@ from opt_distributed.step import (
 )
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId
-from opt_stack.building.sources import build_sources
-from opt_stack.building.units import build_units
+from opt_stack.building.units import build_sources, build_units
 from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, refuse
 from opt_stack.planning.design import Design
 from opt_stack.rules.entries import Group
