@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from opt_config import ConfigError, NoScale
+from opt_config import ConfigError, NoScale, changed_fields
 from opt_distributed.buffers import StorageError
 from opt_distributed.pieces import OwnedPiece, ParamGrads, Ready, Update, check_dense, check_unfused
 from opt_distributed.step import StepResult, Unit
@@ -170,26 +170,30 @@ class GradientRelease:
         param.grad = None
 
 
+_ALL_GRADS = "needs the norm of all gradients before the first update"
+_AT_END = "averages all weights at the end of a step"
+_REFUSED = {
+    "grad_norm_skip_threshold": _ALL_GRADS,
+    "skip_sigma": _ALL_GRADS,
+    "log_num_zeros_in_grad": "needs gradients that are already freed",
+    "optimizer_cuda_graph": "captures a whole step",
+    "optimizer_cpu_offload": "copies gradients to the host in parts of a step",
+    "fp8_recipe": "quantises parameters in step()",
+    "ema_decay": _AT_END,
+    "ema_nesterov_beta": _AT_END,
+}
+"""Fields of the configuration that gradient release does not allow, and why."""
+
+
 def _problems(optimizer: Optimizer) -> Iterator[str]:
     """Yield the reasons why gradients of this optimizer cannot be released."""
     config = optimizer.config
     if config.clip_grad > 0 and "" in optimizer.plan.norms:
-        yield f"clip_grad={config.clip_grad} needs the norm of all gradients before the first update; set clip_grad=0.0"
-    for name in ("grad_norm_skip_threshold", "skip_sigma"):
-        if (limit := getattr(config, name)) != float("inf"):
-            yield f"{name}={limit} needs the norm of all gradients before the first update; leave it at infinity"
+        yield f"clip_grad={config.clip_grad} {_ALL_GRADS}; set clip_grad=0.0"
+    for name in changed_fields(config, _REFUSED):
+        yield f"{name}={getattr(config, name)!r} {_REFUSED[name]}; leave it at its default"
     if not isinstance(config.loss_scaling, NoScale):
         yield "a loss scale skips whole steps that overflow; use bf16 or fp32, without loss_scale"
-    if config.log_num_zeros_in_grad:
-        yield "log_num_zeros_in_grad=True needs gradients that are already freed; set it to False"
-    if config.optimizer_cuda_graph:
-        yield "optimizer_cuda_graph=True captures a whole step; set it to False"
-    if config.optimizer_cpu_offload:
-        yield "optimizer_cpu_offload=True copies gradients to the host in parts of a step; set it to False"
-    if config.fp8_recipe is not None:
-        yield f"fp8_recipe={config.fp8_recipe!r}: parameters in fp8 are quantised in step(); use bf16 or fp32"
-    if any(unit.averages.specs for unit in optimizer.stepper.units):
-        yield "ema_decay and ema_nesterov_beta average all weights at the end of a step; leave them at None"
     if optimizer.recorder.every:
         yield "statistics are recorded in a step, from gradients that are already freed; call stats_every(0)"
     roles = optimizer.roles
