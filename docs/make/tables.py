@@ -11,10 +11,9 @@ from torch import nn
 from opt_config import OptimizerConfig
 from opt_config.foreign import words_by_library
 from opt_distributed.buffers import WorldSizes
-from opt_paramgroups import get_param_groups
 from opt_stack import Registry
-from opt_stack.factory import make_design, with_matrix_rule
-from opt_stack.planning.design import Request, read_model
+from opt_stack.factory import make_design, read_groups
+from opt_stack.planning.design import Request
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8
@@ -70,10 +69,9 @@ def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
         {f"w{i}": nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for i in range(RANKS)}
     )
     rules = Registry()
-    groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
     sizes = WorldSizes(dense=ranks, expert=ranks)
     request = Request(config=config, chunks=(model,), registry=rules)
-    plan = make_design(request, read_model(request), groups, sizes).plan
+    plan = make_design(request, *read_groups(request), sizes).plan
     return plan.state_bytes(0) / (RANKS * 1024 * 1024)
 
 

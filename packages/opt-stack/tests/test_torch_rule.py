@@ -151,7 +151,7 @@ UNSERVED: list[tuple[Any, dict[str, Any], str]] = [
     (NAdam, {"use_distributed_optimizer": True}, "use_distributed_optimizer=True: optimizer='theirs' wraps torch's"),
     (NAdam, {"use_layer_wise_distributed_optimizer": True}, "layer_wise_distributed_optimizer=True: optimizer='theirs"),
     (torch.optim.Rprop, {}, "weight_decay=0.1: optimizer='theirs' is Rprop, which has none; set 0.0"),
-    (NAdam, NARROW, "exp_avg_dtype=torch.bfloat16: optimizer='theirs' is torch's NAdam, which keeps its"),
+    (NAdam, NARROW, "exp_avg_dtype=torch.bfloat16: optimizer='theirs' keeps it in fp32; leave it at"),
 ]
 
 

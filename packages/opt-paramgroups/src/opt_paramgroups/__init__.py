@@ -1,6 +1,13 @@
 """Parameter groups by key, the same on every rank."""
 
-from opt_paramgroups.groups import GroupsAndBuffers, ParamGroup, get_param_groups, get_param_groups_and_buffers, matches
+from opt_paramgroups.groups import (
+    GroupsAndBuffers,
+    ParamGroup,
+    completed_group,
+    get_param_groups,
+    get_param_groups_and_buffers,
+    matches,
+)
 from opt_paramgroups.meta import (
     TENSOR_PARALLEL_AXES,
     MeshPlacement,
@@ -23,7 +30,7 @@ from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_text, group
 
 __all__ = [
     "TENSOR_PARALLEL_AXES", "GroupRow", "GroupsAndBuffers", "MeshPlacement", "ParamGroup", "ParamId", "ParamMeta",
-    "as_json", "as_markdown", "as_text", "describe", "describe_untrained", "dtensor_layout",
+    "as_json", "as_markdown", "as_text", "completed_group", "describe", "describe_untrained", "dtensor_layout",
     "get_layer_decay_overrides", "get_matrix_rule_overrides", "get_mup_config_overrides",
     "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
     "get_standard_config_overrides", "group_rows", "is_dtensor", "matches", "model_chunks_of", "parameters_by_id",

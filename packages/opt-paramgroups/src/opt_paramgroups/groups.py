@@ -298,14 +298,12 @@ def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], con
     """One group with all its entries. Raises `ConfigError` if lr_mult is set without a learning rate."""
     override = dict(key.entries or ())
     lr_mult = override.get("lr_mult", 1.0)
-    max_lr = _times(override.get("max_lr", config.lr), lr_mult)
-    if max_lr is None and lr_mult != 1.0:
+    if lr_mult != 1.0 and override.get("max_lr", config.lr) is None:
         raise ConfigError(
             f"config_overrides: group {name!r} has lr_mult={lr_mult!r} but no learning rate; set lr in the "
             "OptimizerConfig, or max_lr in the override"
         )
-    wd_mult = override.get("wd_mult", 1.0)
-    given = {"wd_mult": wd_mult, "lr_mult": lr_mult, "is_decoupled_lr": False, "optimizer": config.optimizer}
+    rates = {rate: _times(override[rate], lr_mult) for rate in ("max_lr", "min_lr") if rate in override}
     membership = {
         "params": list(params.values()),
         "param_ids": list(params),
@@ -313,10 +311,29 @@ def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], con
         "is_expert_parallel": key.is_expert,
         "default_config": key.entries is None,
     }
-    min_lr = _times(override.get("min_lr", config.min_lr), lr_mult)
-    weight_decay = _times(override.get("start_wd", config.weight_decay), wd_mult)
-    values = {"max_lr": max_lr, "min_lr": min_lr, "lr": max_lr, "weight_decay": weight_decay}
-    return {**given, **override, **membership, **values}
+    return completed_group({**override, **rates, **membership}, config)
+
+
+def completed_group(given: Mapping[str, Any], config: OptimizerConfig) -> ParamGroup:
+    """Return a group with the entries that it lacks. Unset rates are those of `config`, times the group's `lr_mult`."""
+    wd_mult = given.get("wd_mult", 1.0)
+    lr_mult = given.get("lr_mult", 1.0)
+    rates = (given.get("max_lr"), given.get("lr"), _times(config.lr, lr_mult))
+    max_lr = next((rate for rate in rates if rate is not None), None)
+    group = {
+        "wd_mult": wd_mult,
+        "lr_mult": lr_mult,
+        "is_decoupled_lr": False,
+        "default_config": False,
+        "optimizer": config.optimizer,
+        "min_lr": _times(config.min_lr, lr_mult),
+        "weight_decay": _times(given.get("start_wd", config.weight_decay), wd_mult),
+        **given,
+        "max_lr": max_lr,
+    }
+    if group.get("lr") is None:
+        group["lr"] = max_lr
+    return group
 
 
 def _times(value: Any, factor: Any) -> Any:

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -26,8 +27,8 @@ from opt_paramgroups.vocabulary import is_vector
 from opt_scheduler import ParamGroupOverride
 
 __all__ = [
-    "MUON_FAMILY", "OVERRIDE_KEYS", "DefaultEntries", "elementwise_optimizer", "read_overrides", "unknown_entry",
-    "value_problem",
+    "MUON_FAMILY", "OVERRIDE_KEYS", "ConfigOverrides", "DefaultEntries", "elementwise_optimizer", "entries_of_rule",
+    "read_overrides", "unknown_entry", "value_problem",
 ]  # fmt: skip
 
 logger = logging.getLogger("opt_paramgroups")
@@ -144,22 +145,30 @@ def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKe
     return entries
 
 
+_FIELDS_OF_ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "adam": {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)},
+    "lion": {"betas": ("lion_beta1", "lion_beta2")},
+    "sgd": {"momentum": ("sgd_momentum",)},
+    "muon": {"momentum": ("muon_momentum",)},
+    "adaptive_muon": {"momentum": ("muon_momentum",)},
+}
+"""By rule: entries of its groups, and the fields that hold them. Fields have a prefix for each rule, entries do not."""
+
+
+def entries_of_rule(config: OptimizerConfig, rule: str) -> dict[str, Any]:
+    """Return the entries of groups that fields of `config` set for a rule, in addition to rates and decay."""
+    return {entry: attrgetter(*names)(config) for entry, names in _FIELDS_OF_ENTRIES.get(rule, {}).items()}
+
+
 def _entries(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
     """The fields that an override may change, with the group entries that each of them sets."""
     weight_decay = {"start_wd": override.weight_decay, "end_wd": override.weight_decay}
-    common: dict[str, dict[str, Any]] = {"lr": {"max_lr": override.lr}, "min_lr": {"min_lr": override.min_lr}}
-    common |= {"weight_decay": weight_decay, "optimizer": {"optimizer": override.optimizer}}
-    match override.optimizer:  # fields have a prefix for each rule, group entries do not
-        case "sgd":
-            return common | {"sgd_momentum": {"momentum": override.sgd_momentum}}
-        case "muon" | "adaptive_muon":
-            return common | {"muon_momentum": {"momentum": override.muon_momentum}}
-        case "lion":
-            betas = {"betas": (override.lion_beta1, override.lion_beta2)}
-            return common | {"lion_beta1": betas, "lion_beta2": betas}
-        case _:
-            betas = {"betas": (override.adam_beta1, override.adam_beta2)}
-            return common | {"adam_beta1": betas, "adam_beta2": betas, "adam_eps": {"eps": override.adam_eps}}
+    per_field: dict[str, dict[str, Any]] = {"lr": {"max_lr": override.lr}, "min_lr": {"min_lr": override.min_lr}}
+    per_field |= {"weight_decay": weight_decay, "optimizer": {"optimizer": override.optimizer}}
+    rule = override.optimizer if override.optimizer in _FIELDS_OF_ENTRIES else "adam"
+    for entry, value in entries_of_rule(override, rule).items():
+        per_field |= {name: {entry: value} for name in _FIELDS_OF_ENTRIES[rule][entry]}
+    return per_field
 
 
 def unknown_entry(entry: str, known: Collection[str] = OVERRIDE_KEYS) -> str:

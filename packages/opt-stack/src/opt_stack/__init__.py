@@ -17,18 +17,12 @@ from opt_scheduler import OptimizerParamScheduler
 from opt_stack.diagnosis.recorder import SkippedStepWarning
 from opt_stack.diagnosis.tensor_stats import StepStats, TensorStats
 from opt_stack.diagnosis.why import why
-from opt_stack.factory import (
-    describe_optimizer,
-    get_megatron_optimizer,
-    get_optimizer,
-    get_optimizer_based_on_param_groups,
-    list_optimizers,
-)
+from opt_stack.factory import get_megatron_optimizer, get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.gradient_release import release_gradients
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.planning.plan import Plan
 from opt_stack.qk_clip import QKClip
-from opt_stack.rules.registry import Registry, RuleEntry
+from opt_stack.rules.registry import Registry, RuleEntry, describe_optimizer, list_optimizers
 from opt_stack.rules.torch_rule import torch_rule
 
 describe = describe_optimizer

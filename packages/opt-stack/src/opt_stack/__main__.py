@@ -11,10 +11,10 @@ from torch import nn
 from opt_checkpoint import CheckpointingException
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams, load_config
 from opt_distributed.buffers import WorldSizes, short
-from opt_paramgroups import as_text, describe, get_param_groups, group_rows, model_chunks_of
+from opt_paramgroups import as_text, group_rows, model_chunks_of
 from opt_stack.diagnosis.why import why
-from opt_stack.factory import make_design, warn_of_guesses, with_matrix_rule
-from opt_stack.planning.design import Request, read_model
+from opt_stack.factory import make_design, read_groups, warn_of_guesses
+from opt_stack.planning.design import Request
 from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, spec_bytes, state_text
 from opt_stack.planning.ranks import check_effects, check_ranks
 from opt_stack.rules.entries import warn_of_unread_fields
@@ -38,13 +38,12 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
         model.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # Megatron-Core's mark
         if config.apply_wd_to_qk_layernorm:
             model.q_layernorm = nn.RMSNorm(WIDTH, dtype=dtype, device="meta")
-        groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
         request = Request(config=config, chunks=(model,), registry=rules)
-        plan = make_design(request, read_model(request), groups, WorldSizes()).plan
-        group_of = {id: group for group in groups for id in group["param_ids"]}
-        unit_of = {id: unit for unit in plan.units for id in unit.ids}
-        for id, meta in describe([model]).items():
-            group = group_of[id]
+        of_model, groups = read_groups(request)
+        design = make_design(request, of_model, groups, WorldSizes())
+        unit_of = {id: unit for unit in design.plan.units for id in unit.ids}
+        for id, meta in of_model.metas.items():
+            group = groups[design.groups.index_of[id]]
             unit = unit_of[id]
             kept = kept_bytes(unit.rule, meta.shape)
             kept |= {spec: spec_bytes(spec, meta.shape, meta.numel) for spec in unit.averages.specs}
@@ -120,18 +119,18 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     """Return the text for a model. On the meta device, a model of any size needs no memory."""
     with torch.device(options.device):
         chunks = model_chunks_of(options.model)
-    groups = get_param_groups(chunks, config, with_matrix_rule(config, None, rules))
+    request = Request(config=config, chunks=tuple(chunks), registry=rules)
+    model, groups = read_groups(request)
     if options.command == "groups":
         return as_text(group_rows(groups))
     rank = options.rank
     if rank is not None and not 0 <= rank < options.world:
         raise ConfigError(f"--rank {rank}: a world of {options.world} has ranks 0 to {options.world - 1}")
     sizes = WorldSizes(dense=options.world, expert=options.world)
-    request = Request(config=config, chunks=tuple(chunks), registry=rules)
-    design = make_design(request, read_model(request), groups, sizes)
+    design = make_design(request, model, groups, sizes)
     plan = design.plan
     check_ranks(design, [check_effects])
-    warn_of_guesses(plan, design.model.metas)
+    warn_of_guesses(plan, model.metas)
     warn_of_unread_fields(groups, rules, config)
     if rank is None:
         return str(plan)

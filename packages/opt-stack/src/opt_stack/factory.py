@@ -26,11 +26,9 @@ from opt_kernels.rules import Needs
 from opt_paramgroups import (
     ParamId,
     ParamMeta,
-    get_matrix_rule_overrides,
     get_param_groups,
-    get_standard_config_overrides,
 )
-from opt_paramgroups.overrides import read_overrides
+from opt_paramgroups.overrides import ConfigOverrides
 from opt_paramgroups.vocabulary import is_vector
 from opt_stack.building.parts import build_parts, build_stepper
 from opt_stack.building.units import holds_parts
@@ -38,7 +36,7 @@ from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.diagnosis.tensor_stats import TensorSums
 from opt_stack.optimizer import Optimizer
 from opt_stack.planning.checks import CHECKS, CHECKS_HERE, SHARED_FIELDS, refuse
-from opt_stack.planning.design import Design, Groups, Model, Overrides, Request, make_plan, read_model
+from opt_stack.planning.design import Design, Groups, Model, Request, make_plan, read_model
 from opt_stack.planning.plan import Plan
 from opt_stack.planning.ranks import (
     RANK_CHECKS,
@@ -52,7 +50,7 @@ from opt_stack.planning.ranks import (
 )
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.entries import complete_groups, make_rules, warn_of_unread_fields
-from opt_stack.rules.registry import Registry
+from opt_stack.rules.registry import Registry, with_matrix_rule
 from opt_stack.state.live import SharedCopies
 from opt_stack.unreduced_grads import UnreducedGrads
 
@@ -62,7 +60,7 @@ logger = logging.getLogger("opt_stack")
 def get_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
-    config_overrides: Overrides | None = None,
+    config_overrides: ConfigOverrides | None = None,
     use_gloo_process_groups: bool = True,
     pg_collection: Given = None,
     dump_param_to_param_group_map: str | None = None,
@@ -206,7 +204,7 @@ def read_groups(request: Request, *, dumps_groups: bool = False) -> tuple[Model,
     config = request.config
     everyone = request.roles.everyone
 
-    def described() -> tuple[Overrides, Model]:
+    def described() -> tuple[ConfigOverrides, Model]:
         read = with_matrix_rule(config, request.overrides, request.registry, by_name=request.by_name)
         return read, read_model(request)
 
@@ -222,42 +220,6 @@ def read_groups(request: Request, *, dumps_groups: bool = False) -> tuple[Model,
         extra_group_keys=None,  # `make_rules` knows the rules, and so which entries they read
     )
     return model, groups
-
-
-def with_matrix_rule(
-    config: OptimizerConfig, overrides: Overrides | None, rules: Registry, *, by_name: bool = True
-) -> Overrides:
-    """Return `overrides`, or the standard ones for None, and for a matrix rule those that give non-matrix parameters to
-    an elementwise rule.
-
-    Entries that the caller gives under the same key are kept. `by_name`: as for `get_standard_config_overrides`. Raises
-    ConfigError if the rule is unknown or cannot be made from `config`, and for overrides that are not allowed.
-    """
-    given = get_standard_config_overrides(config, by_name=by_name) if overrides is None else overrides
-    if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
-        return given
-    read = read_overrides(config, given, extra_group_keys=None)
-    for key, entries in get_matrix_rule_overrides(config, by_name=by_name).items():
-        of_key = read.get(key, entries)
-        read[key] = of_key if "optimizer" in of_key else {**entries, **of_key}
-    return read
-
-
-def list_optimizers(rules: Registry | None = None) -> list[str]:
-    """Return the names that `OptimizerConfig.optimizer` accepts."""
-    return list((rules or Registry().with_installed()).entries)
-
-
-def describe_optimizer(name: str, rules: Registry | None = None) -> str:
-    """Describe an optimizer in one line: its summary, its state, and whether it needs whole matrices.
-
-    Raises:
-        ConfigError: no optimizer has this name.
-    """
-    entry = (rules or Registry().with_installed())[name]
-    rule = entry.make(OptimizerConfig(optimizer=name))
-    state = ", ".join(spec.name for spec in rule.state_specs) or "nothing"
-    return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."
 
 
 def make_request(

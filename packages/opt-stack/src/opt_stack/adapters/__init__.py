@@ -19,9 +19,9 @@ from opt_distributed.comm import agreed
 from opt_distributed.step import StepResult
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.params import HOOKS
+from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import get_optimizer_based_on_param_groups, make_design, make_request, read_groups
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.design import Overrides
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import LiveState
 from opt_stack.state.state_dicts import match, packed_groups, set_group_
@@ -57,7 +57,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         self,
         config: OptimizerConfig,
         model: nn.Module,
-        config_overrides: Overrides | None = None,
+        config_overrides: ConfigOverrides | None = None,
         *,
         mesh: DeviceMesh | None = None,
         broadcast_params: bool = False,

@@ -11,8 +11,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.params import HELD, HOOKS
+from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import get_optimizer
-from opt_stack.planning.design import Overrides
 from opt_stack.rules.entries import Group
 from opt_stack.rules.registry import Registry
 
@@ -39,7 +39,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         defaults."""
 
         stack: OptimizerConfig
-        config_overrides: Overrides | None = None
+        config_overrides: ConfigOverrides | None = None
         hooks: GivenHooks = ()
         rules: Registry | None = None
 

@@ -41,6 +41,7 @@ from opt_paramgroups import (
     matches,
 )
 from opt_paramgroups import get_standard_config_overrides as overrides_by_name
+from opt_paramgroups.overrides import ConfigOverrides
 from opt_scheduler import (
     OptimizerParamScheduler,
     ParamGroupOverride,
@@ -48,7 +49,7 @@ from opt_scheduler import (
     get_canonical_lr_for_logging,
     param_group_override_to_tuple,
 )
-from opt_stack.factory import get_optimizer_based_on_param_groups, logger, with_matrix_rule
+from opt_stack.factory import get_optimizer_based_on_param_groups, logger
 from opt_stack.megatron.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 from opt_stack.megatron.configs import (
     AdamOptimizerConfig,
@@ -79,8 +80,7 @@ from opt_stack.megatron.script import (
     tag_params_for_buffer_routing,
 )
 from opt_stack.optimizer import MegatronOptimizer
-from opt_stack.planning.design import Overrides
-from opt_stack.rules.registry import Registry
+from opt_stack.rules.registry import Registry, with_matrix_rule
 
 __all__ = [
     "KEEP_VARS_HINT", "AdamOptimizerConfig", "ChainedOptimizer", "DistributedDataParallel",
@@ -105,7 +105,7 @@ add_modules_(sys.modules[__name__])
 sys.modules[f"{__name__}.dist_checkpointing"] = dist_checkpointing
 
 
-def get_standard_config_overrides(config: AnyConfig) -> Overrides:
+def get_standard_config_overrides(config: AnyConfig) -> ConfigOverrides:
     """Return Megatron-Core's default overrides: no weight decay of `*.bias` and 1-D parameters, and decoupled rates.
 
     `opt_paramgroups.get_standard_config_overrides` recognises more parameters without decay.
@@ -115,15 +115,15 @@ def get_standard_config_overrides(config: AnyConfig) -> Overrides:
 
 def _routed(
     config: AnyConfig,
-    overrides: Overrides | None,
+    overrides: ConfigOverrides | None,
     rules: Registry | None,
     model_chunks: Sequence[nn.Module],
     *,
     offset: int = 0,
-) -> tuple[Overrides, Mapping[ParamId, ParamMeta]]:
+) -> tuple[ConfigOverrides, Mapping[ParamId, ParamMeta]]:
     """Return the overrides and roles of parameters that `get_megatron_optimizer` uses, or raise on every rank."""
 
-    def read() -> tuple[Overrides, Mapping[ParamId, ParamMeta]]:
+    def read() -> tuple[ConfigOverrides, Mapping[ParamId, ParamMeta]]:
         routed = with_matrix_rule(config, overrides, rules or Registry().with_installed(), by_name=False)
         return routed, describe(model_chunks, model_chunk_offset=offset, by_name=False)
 
@@ -133,7 +133,7 @@ def _routed(
 def _get_param_groups(
     model_chunks: Sequence[nn.Module],
     config: AnyConfig,
-    config_overrides: Overrides | None,
+    config_overrides: ConfigOverrides | None,
     *,
     rules: Registry | None = None,
 ) -> list[ParamGroup]:
@@ -150,7 +150,7 @@ def _get_param_groups_and_buffers(
     model_chunks: Sequence[nn.Module],
     model_chunk_offset: int,
     config: AnyConfig,
-    config_overrides: Overrides | None,
+    config_overrides: ConfigOverrides | None,
     filter_fn: Callable[[ParamGroup], bool],
     buffer_name: str,
     *,

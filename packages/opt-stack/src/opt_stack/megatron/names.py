@@ -21,11 +21,11 @@ from opt_distributed.comm import Given, ProcessGroups
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
 from opt_kernels.rules import Needs
 from opt_paramgroups import get_standard_config_overrides
+from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import build_optimizer, get_optimizer
 from opt_stack.megatron.kinds import LAYER_WISE
 from opt_stack.megatron.script import ScriptOptimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
-from opt_stack.planning.design import Overrides
 from opt_stack.rules.registry import Registry
 
 
@@ -54,7 +54,9 @@ _NOT_A_MATRIX = ParamPredicate(
 )
 
 
-def _of_matrices(config: OptimizerConfig, overrides: Overrides | None) -> tuple[OptimizerConfig, Overrides | None]:
+def _of_matrices(
+    config: OptimizerConfig, overrides: ConfigOverrides | None
+) -> tuple[OptimizerConfig, ConfigOverrides | None]:
     """Return the configuration and overrides of a rule that Megatron-Core uses for matrices only, or as they are."""
     if config.optimizer not in ("lion", "laprop"):
         return config, overrides

@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm, prod
-from typing import Any
 
 import torch
 from torch import nn
 
-from opt_config import OnDevice, OptimizerConfig, ParamKey, WholeParams
+from opt_config import OnDevice, OptimizerConfig, WholeParams
 from opt_distributed.buffers import (
     CODED_MULTIPLE,
     PRE_SHARDED,
@@ -33,14 +32,13 @@ from opt_kernels.hooks import GivenHooks, bare
 from opt_kernels.params import MainFormat
 from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
-from opt_scheduler import ParamGroupOverride
+from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.planning.matrices import plan_compute, split_rows
 from opt_stack.planning.plan import Hosted, Plan, UnitPlan
 from opt_stack.rules.entries import Group
 from opt_stack.rules.registry import Registry
 from opt_stack.rules.torch_rule import torch_host_rule
 
-Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Mapping[str, Any]]
 ALONE = Roles(dense=Axes(dp=Alone(), tp=Alone()), expert=Axes(dp=Alone(), tp=Alone()), everyone=Alone())
 
 
@@ -52,7 +50,7 @@ class Request:
     chunks: tuple[nn.Module, ...]
     registry: Registry
     roles: Roles = ALONE
-    overrides: Overrides | None = None  # None: only the standard ones
+    overrides: ConfigOverrides | None = None  # None: only the standard ones
     hooks: GivenHooks = ()
     extra_group_keys: Collection[str] = ()
     allow_unmatched: bool = False

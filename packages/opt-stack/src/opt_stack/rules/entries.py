@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_config import ConfigError, OptimizerConfig, did_you_mean
+from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mean
 from opt_distributed.buffers import Metas, Params
 from opt_distributed.pieces import NUMBERS, WeightAverages
 from opt_kernels.formulas import NumberError
@@ -26,7 +26,7 @@ from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_kernels.works import is_on_device
-from opt_paramgroups import ParamId
+from opt_paramgroups import ParamId, completed_group
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import RULE_FIELDS, Registry
 
@@ -110,35 +110,8 @@ def complete_groups(
                 f"param_groups: two groups have name={name!r}; names must be unique: checkpoints find groups by name"
             )
         of_group = {"name": name, "params": held, "param_ids": param_ids, "is_expert_parallel": is_expert}
-        groups.append({**_completed(given, config), **of_group})
+        groups.append(completed_group({**given, **of_group}, config))
     return groups
-
-
-def _completed(given: Group, config: OptimizerConfig) -> dict[str, Any]:
-    """Add the missing entries to `given`. Unset rates are the configuration's, times the group's `lr_mult`."""
-    wd_mult = given.get("wd_mult", 1.0)
-    lr_mult = given.get("lr_mult", 1.0)
-    rates = (given.get("max_lr"), given.get("lr"), _times(config.lr, lr_mult))
-    max_lr = next((rate for rate in rates if rate is not None), None)
-    weight_decay = _times(given.get("start_wd", config.weight_decay), wd_mult)
-    group = {
-        "wd_mult": wd_mult,
-        "lr_mult": lr_mult,
-        "is_decoupled_lr": False,
-        "default_config": False,
-        "optimizer": config.optimizer,
-        "min_lr": _times(config.min_lr, lr_mult),
-        "weight_decay": weight_decay,
-        **given,
-        "max_lr": max_lr,
-    }
-    if group.get("lr") is None:
-        group["lr"] = max_lr
-    return group
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return value if value is None or factor == 1.0 else value * factor
 
 
 # --- the rules of groups ----------------------------------------------------------------------------------------------
@@ -211,11 +184,7 @@ def warn_of_unread_fields(groups: Sequence[Group], registry: Registry, config: O
     """
     rules = sorted({group[RULE] for group in groups})
     read = frozenset[str]().union(*(registry.fields_read(name, config) for name in rules))
-    unread = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in RULE_FIELDS - read and value != field.default:
-            unread.append(f"{field.name}={value!r}")
+    unread = [f"{name}={getattr(config, name)!r}" for name in changed_fields(config, RULE_FIELDS - read)]
     if unread:
         logger.warning(
             "%s: without effect, because only other rules read such fields and all parameter groups are updated by %s",

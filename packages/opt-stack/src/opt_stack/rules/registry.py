@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from opt_config import ConfigError, OptimizerConfig, did_you_mean, foreign_value
-from opt_kernels.codecs import join, split_
-from opt_kernels.formulas import FORMULAS, Formula, NumberError
+from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mean, foreign_value
+from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.hooks import bare
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, PostNorm, PreNorm, ScaleMode, TpMode
 from opt_kernels.rules import (
@@ -27,8 +26,15 @@ from opt_kernels.rules import (
     SOAPRule,
     elementwise,
 )
-from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
-from opt_paramgroups.overrides import MUON_FAMILY, elementwise_optimizer
+from opt_paramgroups import get_matrix_rule_overrides, get_standard_config_overrides
+from opt_paramgroups.overrides import (
+    MUON_FAMILY,
+    ConfigOverrides,
+    elementwise_optimizer,
+    entries_of_rule,
+    read_overrides,
+)
+from opt_stack.rules.trial import check_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +48,24 @@ class RuleEntry:
     reads_fields: bool = True  # False: no number of the rule comes from a field such as adam_beta1
 
 
-ReadFields = Callable[[OptimizerConfig], Mapping[str, Any]]
 _REFUSED = {
     "backend": "the stack chooses the fastest backend",
     "stochastic_rounding": "the stack keeps main values; only the drop-in optimizers of opt-kernels round so",
 }
 
 
-def _no_fields(config: OptimizerConfig) -> Mapping[str, Any]:
-    return {}
-
-
-def formula_entry(formula: Formula, *, fields: ReadFields = _no_fields, reads_fields: bool = False) -> RuleEntry:
+def formula_entry(formula: Formula) -> RuleEntry:
     """Return the entry of a formula.
 
-    Initial values of its numbers come from `fields` (values of configuration fields), else from `optimizer_options`,
-    else from the formula's defaults. Its choices and the dtypes of its states, `<state>_dtype`, come from
-    `optimizer_options`. States named exp_avg... use `exp_avg_dtype` and `exp_avg_sq_dtype` unless given there.
+    Initial values of its numbers come from fields of the configuration, else from `optimizer_options`, else from the
+    formula's defaults. Its choices and the dtypes of its states, `<state>_dtype`, come from `optimizer_options`. States
+    named exp_avg... use `exp_avg_dtype` and `exp_avg_sq_dtype` unless given there.
     """
     numbers = {name: default for name, default in formula.defaults.items() if name not in ("lr", "weight_decay")}
 
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
-        of_fields = fields(config)
-        options = _options(formula, config, of_fields)
+        of_fields = entries_of_rule(config, formula.name)
+        options = _options(formula, config)
         given = {name: value for name, value in options.items() if name in numbers}
         return {**numbers, **given, **of_fields}
 
@@ -75,7 +76,7 @@ def formula_entry(formula: Formula, *, fields: ReadFields = _no_fields, reads_fi
                 "eval() gathers them at once; leave it at False"
             )
         initial = hyper(config)
-        options = _options(formula, config, fields(config))
+        options = _options(formula, config)
         chosen: dict[str, Any] = {}
         for choice in formula.choices:
             if choice.name == "decoupled_weight_decay":
@@ -93,18 +94,15 @@ def formula_entry(formula: Formula, *, fields: ReadFields = _no_fields, reads_fi
             if name not in numbers:  # files name dtypes
                 named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
                 chosen[name] = named if isinstance(named, torch.dtype) else value
-        try:
-            rule = elementwise(formula, **chosen)
-            rule.check_numbers(options)  # fields are checked by the configuration
-        except NumberError as error:
-            raise ConfigError(f"optimizer={formula.name!r}: {error}") from None
+        rule = elementwise(formula, **chosen)
+        rule.check_numbers(options)  # fields are checked by the configuration
         return rule
 
     summary = formula.description.splitlines()[0].rstrip(".")
-    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=reads_fields)
+    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=False)
 
 
-def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _options(formula: Formula, config: OptimizerConfig) -> Mapping[str, Any]:
     """Return `optimizer_options` if they are for this formula, else nothing.
 
     Raises ConfigError for an option that does not exist, or that is a field of the configuration.
@@ -112,6 +110,7 @@ def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, 
     if not config.optimizer_options or elementwise_optimizer(config) != formula.name:
         return {}
     options = config.optimizer_options
+    of_fields = entries_of_rule(config, formula.name)
     set_by_field = "a field of the configuration sets it"
     refused = dict.fromkeys(("lr", "weight_decay", "decoupled_weight_decay", *of_fields), set_by_field) | _REFUSED
     known = [name for name in formula.defaults if name not in ("lr", "weight_decay", *of_fields)]
@@ -143,12 +142,11 @@ def _soap(config: OptimizerConfig) -> SOAPRule:
 
 def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
     _check_decoupled(config, "soap_muon")
-    for name, only in (("soap_order", "paper"), ("soap_precondition_frequency", 1)):
-        value = getattr(config, name)
-        if value != only:
-            raise ConfigError(
-                f"{name}={value!r}: optimizer='soap_muon' updates its bases after every step; leave it at {only!r}"
-            )
+    for name in changed_fields(config, ("soap_order", "soap_precondition_frequency")):
+        raise ConfigError(
+            f"{name}={getattr(config, name)!r}: optimizer='soap_muon' updates its bases after every step; leave it at "
+            "its default"
+        )
     return SOAPMuonRule(
         shampoo_beta=config.soap_shampoo_beta,
         max_precond_dim=config.soap_max_precond_dim,
@@ -182,20 +180,12 @@ def _muon(config: OptimizerConfig) -> MuonRule:
         raise ConfigError(
             f"decoupled_weight_decay=False with muon_weight_decay_method={method!r}: leave one of them at its default"
         )
-    decay = Decay(method) if is_decoupled else Decay.L2
-    pre_norm = PreNorm(config.muon_pre_norm)
-    post_norm = PostNorm(config.muon_post_norm)
-    if config.muon_nuclear_scale and (pre_norm is not PreNorm.NONE or post_norm is not PostNorm.NONE):
-        raise ConfigError(
-            f"muon_nuclear_scale=True with muon_pre_norm={pre_norm.value!r}, muon_post_norm={post_norm.value!r}: the "
-            "nuclear norm is that of an update which nothing else normalises; leave the norms at 'none'"
-        )
     return MuonRule(
         nesterov=config.muon_nesterov,
-        weight_decay_method=decay,
+        weight_decay_method=Decay(method) if is_decoupled else Decay.L2,
         tp_mode=TpMode(config.muon_tp_mode),
-        pre_norm=pre_norm,
-        post_norm=post_norm,
+        pre_norm=PreNorm(config.muon_pre_norm),
+        post_norm=PostNorm(config.muon_post_norm),
         nuclear_scale=config.muon_nuclear_scale,
         **_orthogonalization(config),
     )
@@ -207,81 +197,53 @@ def _muown(config: OptimizerConfig) -> MuownRule:
 
 
 def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
-    muon = _muon(config)
-    method = config.adaptive_muon_moment2_method
-    if config.muon_nuclear_scale:
-        raise ConfigError(
-            "muon_nuclear_scale=True: optimizer='adaptive_muon' divides by the scale of updates; leave it at False"
-        )
-    lines = config.adaptive_muon_lines
-    if method != "normuon" and lines != "rows":
-        raise ConfigError(
-            f"adaptive_muon_lines={lines!r} with adaptive_muon_moment2_method={method!r}: only 'normuon' has lines; "
-            "leave it at 'rows'"
-        )
-    if method == "namo" and not config.decoupled_weight_decay:
-        raise ConfigError(
-            "decoupled_weight_decay=False with adaptive_muon_moment2_method='namo': its scale is of the gradient "
-            "alone; leave it at True"
-        )
-    return AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=Lines(lines))
+    return AdaptiveMuonRule(
+        muon=_muon(config),
+        second_moment=SecondMoment(config.adaptive_muon_moment2_method),
+        lines=Lines(config.adaptive_muon_lines),
+    )
 
 
-def _adam_fields(config: OptimizerConfig) -> Mapping[str, Any]:
-    return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+def _adam_entries(config: OptimizerConfig) -> Mapping[str, Any]:
+    return entries_of_rule(config, "adam")
 
 
-def _lion_fields(config: OptimizerConfig) -> Mapping[str, Any]:
-    return {"betas": (config.lion_beta1, config.lion_beta2)}
-
-
-def _sgd_fields(config: OptimizerConfig) -> Mapping[str, Any]:
-    return {"momentum": config.sgd_momentum}
-
-
-_FIELDS: Mapping[str, ReadFields] = {"adam": _adam_fields, "sgd": _sgd_fields, "lion": _lion_fields}
-_FORMULA_ENTRIES = {
-    name: formula_entry(formula, fields=_FIELDS.get(name, _no_fields), reads_fields=name in _FIELDS)
-    for name, formula in FORMULAS.items()
-}
-ADAM = _FORMULA_ENTRIES["adam"]
-_MUON_ENTRY = RuleEntry(
-    name="muon",
-    summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",
-    make=_muon,
-    hyper=lambda config: {"momentum": config.muon_momentum},
-)
-_ADAPTIVE_MUON_ENTRY = RuleEntry(
-    name="adaptive_muon",
-    summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)",
-    make=_adaptive_muon,
-    hyper=lambda config: {
-        "momentum": config.muon_momentum,
-        "betas": (0.0, config.adaptive_muon_beta2),
-        "eps": config.adaptive_muon_eps,
-    },
-)
-_MUOWN_ENTRY = RuleEntry(
-    name="muown",
-    summary="Muon of the directions of rows, Adam of their lengths; Adam updates other parameters",
-    make=_muown,
-    hyper=lambda config: {**ADAM.hyper(config), "momentum": config.muon_momentum},
-)
-_SOAP_ENTRY = RuleEntry(
-    name="soap",
-    summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
-    make=_soap,
-    hyper=ADAM.hyper,
-)
-_SOAP_MUON_ENTRY = RuleEntry(
-    name="soap_muon",
-    summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
-    make=_soap_muon,
-    hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
-)
 BUILT_IN = (
-    *_FORMULA_ENTRIES.values(),
-    *(_MUON_ENTRY, _ADAPTIVE_MUON_ENTRY, _MUOWN_ENTRY, _SOAP_ENTRY, _SOAP_MUON_ENTRY),
+    *map(formula_entry, FORMULAS.values()),
+    RuleEntry(
+        name="muon",
+        summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",
+        make=_muon,
+        hyper=lambda config: {"momentum": config.muon_momentum},
+    ),
+    RuleEntry(
+        name="adaptive_muon",
+        summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)",
+        make=_adaptive_muon,
+        hyper=lambda config: {
+            "momentum": config.muon_momentum,
+            "betas": (0.0, config.adaptive_muon_beta2),
+            "eps": config.adaptive_muon_eps,
+        },
+    ),
+    RuleEntry(
+        name="muown",
+        summary="Muon of the directions of rows, Adam of their lengths; Adam updates other parameters",
+        make=_muown,
+        hyper=lambda config: {**_adam_entries(config), "momentum": config.muon_momentum},
+    ),
+    RuleEntry(
+        name="soap",
+        summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
+        make=_soap,
+        hyper=_adam_entries,
+    ),
+    RuleEntry(
+        name="soap_muon",
+        summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
+        make=_soap_muon,
+        hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
+    ),
 )
 _ORTHOGONALISED = (
     *("muon_momentum", "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps"),
@@ -361,9 +323,14 @@ class Registry:
             ConfigError: no entry has this name, the rule does not support `config`, or it does not read
                 `optimizer_options`.
         """
-        rule = self[name].make(config)
+        try:
+            rule = self[name].make(config)
+        except ConfigError:
+            raise
+        except ValueError as error:  # the rule refuses its options
+            raise ConfigError(f"optimizer={name!r}: {error}") from None
         if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
-            _check_rule(name, rule, config)
+            check_rule(name, rule, config)
         if config.optimizer_options and name == elementwise_optimizer(config) and not isinstance(rule, ElementwiseRule):
             raise ConfigError(
                 f"optimizer_options={dict(config.optimizer_options)!r}: optimizer={name!r} does not read them; "
@@ -389,86 +356,37 @@ class Registry:
         return self.entries[name]
 
 
-# --- rules of other packages, which are tried before they are used ----------------------------------------------------
+def with_matrix_rule(
+    config: OptimizerConfig, overrides: ConfigOverrides | None, rules: Registry, *, by_name: bool = True
+) -> ConfigOverrides:
+    """Return `overrides`, or the standard ones for None, and for a matrix rule those that give non-matrix parameters to
+    an elementwise rule.
 
-_MEMBERS = ("name", "needs", "state_specs", "codecs", "init_state", "update_")
-_SHAPES = {Needs.ELEMENTS: (64,), Needs.MATRICES: (4, 6)}
+    Entries that the caller gives under the same key are kept. `by_name`: as for `get_standard_config_overrides`. Raises
+    ConfigError if the rule is unknown or cannot be made from `config`, and for overrides that are not allowed.
+    """
+    given = get_standard_config_overrides(config, by_name=by_name) if overrides is None else overrides
+    if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
+        return given
+    read = read_overrides(config, given, extra_group_keys=None)
+    for key, entries in get_matrix_rule_overrides(config, by_name=by_name).items():
+        of_key = read.get(key, entries)
+        read[key] = of_key if "optimizer" in of_key else {**entries, **of_key}
+    return read
 
 
-def _check_rule(name: str, rule: Any, config: OptimizerConfig) -> None:
-    """Check that `rule`, the rule of `optimizer=name`, declares its states, and that `config` can use it.
+def list_optimizers(rules: Registry | None = None) -> list[str]:
+    """Return the names that `OptimizerConfig.optimizer` accepts."""
+    return list((rules or Registry().with_installed()).entries)
 
-    The shapes and dtypes of states are compared with those declared when they are made: see `RuleStateError`.
+
+def describe_optimizer(name: str, rules: Registry | None = None) -> str:
+    """Describe an optimizer in one line: its summary, its state, and whether it needs whole matrices.
 
     Raises:
-        ConfigError: the rule lacks a member of `Rule`; its specs leave a shape undefined, or lack a state of its own,
-            which checkpoints would lose; or the configuration asks for remainders and the rule cannot update bf16
-            parameters with them.
+        ConfigError: no optimizer has this name.
     """
-    rule_of = f"optimizer={name!r}: its rule {type(bare(rule)).__name__}"
-    missing = [member for member in _MEMBERS if not hasattr(rule, member)]
-    if missing or not isinstance(rule.needs, Needs):
-        problem = f"lacks {', '.join(missing)}" if missing else f"has needs={rule.needs!r}, which is not a Needs"
-        raise ConfigError(f"{rule_of} {problem}; a rule is an opt_kernels.rules.base.Rule, with {', '.join(_MEMBERS)}")
-    main = torch.zeros(_SHAPES[rule.needs], dtype=torch.float32, device="cpu")
-    for spec in bare(rule).state_specs:
-        if problem := _problem_of_spec(spec, main.dim()):
-            raise ConfigError(f"{rule_of} declares the state {spec.name!r} with kind={spec.kind}, {problem}")
-    try:
-        states = bare(rule).init_state(main)
-    except Exception:  # the caller's code may raise anything, and may support some shapes only
-        states = {}
-    if undeclared := sorted(states.keys() - {spec.name for spec in bare(rule).state_specs}):
-        raise ConfigError(
-            f"{rule_of} keeps {', '.join(undeclared)}, which its state_specs do not declare, so that checkpoints would "
-            f"not have it; add StateSpec(name={undeclared[0]!r})"
-        )
-    if config.precision.remainder:
-        _check_remainder(name, rule, torch.int16, "store_param_remainders=True")
-    elif config.precision.mains is torch.int8:
-        _check_remainder(name, rule, torch.int8, "main_params_dtype=torch.int8")
-
-
-def _problem_of_spec(spec: StateSpec, num_dims: int) -> str:
-    """Return why no parameter of so many dims can have the state; empty if it can."""
-    are_dims = isinstance(spec.dims, tuple) and all(type(dim) is int for dim in spec.dims)
-    match spec.kind:
-        case StateKind.MATRIX if not (are_dims and len(spec.dims) == 1):
-            return f"dims={spec.dims!r}; allowed is a tuple of one int, as in dims=(0,)"
-        case StateKind.REDUCED if not (are_dims and spec.dims):
-            return f"dims={spec.dims!r}; allowed is a tuple of the dims that it lacks, as in dims=(-1,)"
-        case StateKind.BLOCK_SCALES if type(spec.block) is not int or spec.block < 1:
-            return f"block={spec.block!r}; allowed is the number of elements per scale, at least 1"
-        case StateKind.MATRIX | StateKind.REDUCED if not all(-num_dims <= dim < num_dims for dim in spec.dims):
-            return f"dims={spec.dims!r}; allowed are dims from {-num_dims} to {num_dims - 1}"
-    return ""
-
-
-def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> None:
-    """Raise ConfigError unless one step with a remainder of `dtype` is the step with fp32 main values."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    problem = ""
-    values = torch.rand(2, *_SHAPES[rule.needs], dtype=torch.float32, device="cpu", generator=generator) + 0.5
-    start, grad = values.unbind()
-    try:
-        out = torch.empty_like(start, dtype=torch.bfloat16)
-        remainder = torch.empty_like(start, dtype=dtype)
-        split_(out, remainder, start)
-        main = join(out, remainder)
-        split = Work(grad=grad.clone(), main=None, state=rule.init_state(main), out=out, remainder=remainder)
-        for work in (split, Work(grad=grad.clone(), main=main, state=rule.init_state(main))):
-            with torch.no_grad():
-                rule.update_([Batch(Hyper(lr=0.01, step=1), [work])])
-        joined = join(out, remainder)
-        if not torch.allclose(main, joined, rtol=1e-6 if dtype is torch.int16 else 2.0**-15, atol=1e-7):
-            problem = f"updates a parameter differently, by up to {float((main - joined).abs().max()):.1e}"
-    except ConfigError:
-        raise
-    except Exception as error:  # the caller's code may raise anything
-        problem = f"raised {type(error).__name__}: {error}"
-    if problem:
-        raise ConfigError(
-            f"{field}: optimizer={name!r} with a remainder {problem}; if a work has no main, a rule must join `out` "
-            "and `remainder`, and write both (opt_kernels.codecs); or keep fp32 mains: "
-            "store_param_remainders=False and main_params_dtype=torch.float32"
-        )
+    entry = (rules or Registry().with_installed())[name]
+    rule = entry.make(OptimizerConfig(optimizer=name))
+    state = ", ".join(spec.name for spec in rule.state_specs) or "nothing"
+    return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."

@@ -55,6 +55,15 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
     if of_vector != rule:
         raise ConfigError(f"torch_rule({name!r}): {cls.__name__} keeps different state for vectors and matrices")
 
+    def make(config: OptimizerConfig) -> TorchRule:
+        if not isinstance(config.sharding, Replicated):
+            flag = f"use_{'layer_wise_' * config.use_layer_wise_distributed_optimizer}distributed_optimizer"
+            raise ConfigError(
+                f"{flag}=True: optimizer={name!r} wraps torch's {cls.__name__}, which needs the whole state on every "
+                "rank; set it to False, or use a built-in rule"
+            )
+        return rule
+
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
         if config.weight_decay and "weight_decay" not in rule.numbers:
             raise ConfigError(
@@ -63,7 +72,7 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
         return {number: defaults[number] for number in GROUP_NUMBERS if number in defaults}
 
     summary = f"{cls.__module__}.{cls.__qualname__}"
-    return RuleEntry(name=name, summary=summary, make=lambda config: _checked(rule, config), hyper=hyper)
+    return RuleEntry(name=name, summary=summary, make=make, hyper=hyper)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +87,7 @@ class TorchRule:
     step_type: type[Any] | None  # type of the step count in the state of the class; None: it has no step count
     counts_in_group: bool = False  # whether it counts its steps in param_groups[0]["step"]
     hyper_names: tuple[str, ...] = ()  # of `numbers`, those that are in `Hyper.own`
-    needs: ClassVar[Needs] = Needs.ELEMENTS  # `_checked` refuses shards
+    needs: ClassVar[Needs] = Needs.ELEMENTS  # shards are refused
     codecs: ClassVar[Mapping[str, StateCodec]] = MappingProxyType({})
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
@@ -169,25 +178,6 @@ def _main(work: Work) -> Tensor:
     assert work.out is not None
     assert work.remainder is not None
     return join(work.out.detach(), work.remainder)
-
-
-def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
-    """Return the rule. Raise ConfigError if the configuration shards its parameters or narrows its state."""
-    if not isinstance(config.sharding, Replicated):
-        layer_wise = "layer_wise_" * config.use_layer_wise_distributed_optimizer
-        flag = f"use_{layer_wise}distributed_optimizer"
-        raise ConfigError(
-            f"{flag}=True: optimizer={rule.name!r} wraps torch's {rule.cls.__name__}, which needs the whole state on "
-            "every rank; set it to False, or use a built-in rule"
-        )
-    for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        dtype = getattr(config, field)
-        if dtype is not torch.float32:
-            raise ConfigError(
-                f"{field}={dtype}: optimizer={rule.name!r} is torch's {rule.cls.__name__}, which keeps its state in "
-                "torch.float32; leave it at torch.float32"
-            )
-    return rule
 
 
 # --- the state of a class ---------------------------------------------------------------------------------------------
