@@ -31,7 +31,6 @@ from opt_paramgroups import (
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_paramgroups.vocabulary import is_vector
 from opt_stack.building.parts import build_parts, build_stepper
-from opt_stack.building.units import holds_parts
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.diagnosis.tensor_stats import TensorSums
 from opt_stack.optimizer import Optimizer
@@ -342,7 +341,7 @@ def _build(
         stepper=stepper,
         groups=groups,
         layout_id=", ".join(filter(None, (part, layout_id, of_model.text))),
-        rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(design))),
+        rank_local=of_model.has_namesakes or any(everyone.gather_objects(parts.holds_parts)),
         roles=roles,
         copies=copies,
         recorder=recorder,
@@ -360,12 +359,12 @@ def _log_design(design: Design) -> None:
     everyone = request.roles.everyone
     if everyone.rank == 0:
         logger.info("%s", design.plan)
-        if request.by_name:  # Megatron-LM's command line sets fields of every rule
-            warn_of_unread_fields(design.groups.groups, request.registry, config)
     if request.roles.dense.dp.rank == 0:
         warn_of_guesses(design.plan, design.model.metas)
         if request.has_given_groups:
             warn_of_vocabulary(design.plan, design.model.params, design.model.metas)
+    if request.by_name and everyone.rank == 0:  # Megatron-LM's command line sets fields of every rule
+        warn_of_unread_fields(design.groups.groups, request.registry, config)
     writes = bool(config.config_logger_dir) and everyone.rank == 0
     agreed(everyone, lambda: write_plan(config.config_logger_dir, design.plan) if writes else None)
 

@@ -1,14 +1,16 @@
 """`build_parts` allocates what steps work on; `build_stepper` makes the step of it, with its guards."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 
 from opt_config import ConfigError
 from opt_distributed.buffers import copied_ids
+from opt_distributed.comm import GraphError, group_of
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import PeerSums
 from opt_distributed.step import (
@@ -26,15 +28,18 @@ from opt_distributed.step import (
     scaler_of,
     timer_spans,
 )
+from opt_kernels.hooks import bare, hooks_of
+from opt_kernels.params import MainFormat
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId
-from opt_stack.building.units import build_sources, build_units
-from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, refuse
+from opt_stack.building.units import build_sources, build_units, holds_parts
+from opt_stack.planning.checks import SEPARATE_NORMS
 from opt_stack.planning.design import Design
 from opt_stack.rules.entries import Group
 from opt_stack.state.live import PieceRef, SharedCopies
 from opt_stack.state.weights import Evaluation, LoadedWeights, OptimizerStateGuard
 
+_GRAPH = "optimizer_cuda_graph=True"
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatron-Core's separate ones
 
 
@@ -52,6 +57,7 @@ class Parts:
     held: Mapping[ParamId, PieceRef]  # the pieces of this rank
     evaluation: Evaluation
     loaded: LoadedWeights
+    holds_parts: bool  # whether this rank holds plain state tensors that other ranks of the model do not hold
 
 
 @torch.inference_mode(False)  # steps outside of inference mode must be able to write what is made here, too
@@ -60,7 +66,8 @@ def build_parts(design: Design, device: torch.device) -> Parts:
     plan = design.plan
     roles = design.request.roles
     config = design.request.config
-    refuse(design, [partial(check_graphs, device=device)])
+    if config.optimizer_cuda_graph:
+        _check_graphs(design, device)
     if config.barrier_with_L1_time and config.timers is None:
         raise ConfigError("barrier_with_L1_time=True has no effect without timers; set timers, or leave it at False")
     sources = build_sources(design, device)
@@ -95,6 +102,7 @@ def build_parts(design: Design, device: torch.device) -> Parts:
         held=held,
         evaluation=evaluation,
         loaded=loaded,
+        holds_parts=holds_parts(design),
     )
 
 
@@ -151,3 +159,45 @@ def build_stepper(design: Design, parts: Parts, groups: Sequence[Group], copies:
         watch=watch,
         spikes=parts.spikes,
     )
+
+
+def _check_graphs(design: Design, device: torch.device) -> None:
+    """Raise ConfigError if the device, a rule or a group does not support the capture of a step."""
+    try:
+        devices.device_of(device).graph()
+    except GraphError as error:
+        raise ConfigError(f"{_GRAPH}: {error}") from error
+    if problem := next(_graph_problems(design, on_gpu=device.type == "cuda"), None):
+        raise ConfigError(f"{_GRAPH} with {problem}")
+
+
+def _graph_problems(design: Design, *, on_gpu: bool) -> Iterator[str]:
+    plan = design.plan
+    roles = design.request.roles
+    for unit in plan.units:
+        rule = bare(unit.rule)
+        if not getattr(rule, "capturable", False):
+            yield (
+                f"optimizer={rule.name!r}: its update reads values on the host, or the rule does not declare "
+                "capturable=True; use another rule, or set it to False"
+            )
+        if rule is not unit.rule:
+            yield (
+                f"hooks {hooks_of(unit.rule)!r} of {rule.name!r}, which allocate memory in every step; use hooks that "
+                "are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an elementwise rule), or "
+                "set it to False"
+            )
+        if MainFormat.FP16_SCALED in unit.numbers.values():
+            yield (
+                f"main_params_dtype={plan.config.main_params_dtype}, whose values are decoded to new memory at every "
+                "step; use remainders or fp32 main values, or set it to False"
+            )
+        if (backend := getattr(rule, "backend", None)) not in (None, "triton"):
+            yield f"backend={backend!r} of {rule.name!r}: only 'triton' can be captured"
+    if on_gpu and find_spec("triton") is None:
+        yield "updates that read values on the host, without Triton kernels; install triton"
+    for comm in (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp):
+        group = group_of(comm)
+        backend = "nccl" if group is None or comm.size == 1 else dist.get_backend(group)
+        if on_gpu and "nccl" not in backend:
+            yield f"process groups over {backend}: only NCCL's can be captured"

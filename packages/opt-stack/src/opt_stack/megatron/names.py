@@ -19,7 +19,6 @@ from opt_distributed import finalize_model_grads as finalize
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
 from opt_distributed.comm import Given, ProcessGroups
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
-from opt_kernels.rules import Needs
 from opt_paramgroups import get_standard_config_overrides
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import build_optimizer, get_optimizer
@@ -40,10 +39,10 @@ def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> Optimi
         return config  # type: ignore[unreachable]  # `get_optimizer` refuses it
     name = config.optimizer.removeprefix("dist_")
     try:
-        needs = (rules or Registry().with_installed()).rule(name, OptimizerConfig(optimizer=name)).needs
+        is_of_matrices = (rules or Registry().with_installed()).needs_matrices(name, OptimizerConfig(optimizer=name))
     except ConfigError:
         return config
-    if needs is not Needs.MATRICES or not (config.use_distributed_optimizer or name != config.optimizer):
+    if not is_of_matrices or not (config.use_distributed_optimizer or name != config.optimizer):
         return config
     return replace(config, optimizer=name, use_distributed_optimizer=False, use_layer_wise_distributed_optimizer=True)
 
@@ -105,7 +104,7 @@ def get_megatron_muon_optimizer(
     """
     config = layer_wise(config, kwargs.get("rules"))
     rules = kwargs.get("rules") or Registry().with_installed()
-    if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
+    if not rules.needs_matrices(config.optimizer, config):
         raise ConfigError(
             f"optimizer={config.optimizer!r}: get_megatron_muon_optimizer builds rules of matrices, such as 'muon'; "
             "set optimizer='muon', or call get_megatron_optimizer"

@@ -5,7 +5,6 @@ To add a check, write a function of a `Design` that yields why it cannot be buil
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from importlib.util import find_spec
 from itertools import product
 from math import lcm
 
@@ -23,11 +22,9 @@ from opt_distributed.buffers import (
     is_bound,
     not_trained,
 )
-from opt_distributed.comm import Axes, Comm, GraphError, group_of
-from opt_distributed.comm import device as devices
+from opt_distributed.comm import Axes, Comm, group_of
 from opt_kernels.hooks import CentralizeGradient, Hook, HookedUpdate, bare, hooks_of, shape_problem
 from opt_kernels.params import MainFormat
-from opt_kernels.quantized import FP8
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.design import Design, has_main_grads, is_megatron_wrapper
@@ -299,7 +296,7 @@ def _check_megatron_wrapper(design: Design, index: int, chunk: nn.Module) -> Ite
             "every rank; set it to False, or use opt_stack.megatron.DistributedDataParallel"
         )
     if config.optimizer_cuda_graph:
-        yield f"{_GRAPH}: {wrapper}, whose gradients may be bound to other memory; set it to False"
+        yield f"optimizer_cuda_graph=True: {wrapper}, whose gradients may be bound to other memory; set it to False"
 
 
 def _check_buffers(design: Design) -> Iterator[str]:
@@ -396,50 +393,3 @@ CHECKS: tuple[Check, ...] = (
     _check_averages,
     _check_memory,
 )
-
-
-# --- once the device is known -----------------------------------------------------------------------------------------
-
-_GRAPH = "optimizer_cuda_graph=True"
-
-
-def check_graphs(design: Design, device: torch.device) -> Iterator[str]:
-    """Refuse `optimizer_cuda_graph` if the device, a rule or a group does not support capture."""
-    plan = design.plan
-    roles = design.request.roles
-    if not plan.config.optimizer_cuda_graph:
-        return
-    try:
-        devices.device_of(device).graph()
-    except GraphError as error:
-        raise ConfigError(f"{_GRAPH}: {error}") from error
-    if any(buffer.dtype is FP8 for buffer in plan.buffers):
-        yield f"{_GRAPH} with parameters in fp8, which are quantised after the update; set it to False"
-    for unit in plan.units:
-        rule = bare(unit.rule)
-        if not getattr(rule, "capturable", False):
-            yield (
-                f"{_GRAPH} with optimizer={rule.name!r}: its update reads values on the host, or the rule does not "
-                "declare capturable=True; use another rule, or set it to False"
-            )
-        if rule is not unit.rule:
-            yield (
-                f"{_GRAPH} with hooks {hooks_of(unit.rule)!r} of {rule.name!r}, which allocate memory in every "
-                "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
-                "elementwise rule), or set it to False"
-            )
-        if MainFormat.FP16_SCALED in unit.numbers.values():
-            yield (
-                f"{_GRAPH} with main_params_dtype={plan.config.main_params_dtype}, whose values are decoded to new "
-                "memory at every step; use remainders or fp32 main values, or set it to False"
-            )
-        if (backend := getattr(rule, "backend", None)) not in (None, "triton"):
-            yield f"{_GRAPH} with backend={backend!r} of {rule.name!r}: only 'triton' can be captured"
-    on_gpu = device.type == "cuda"
-    if on_gpu and find_spec("triton") is None:
-        yield f"{_GRAPH}: updates without Triton kernels read values on the host; install triton"
-    for comm in (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp):
-        group = group_of(comm)
-        backend = "nccl" if group is None or comm.size == 1 else dist.get_backend(group)
-        if on_gpu and "nccl" not in backend:
-            yield f"{_GRAPH} with process groups over {backend}: only NCCL's can be captured"

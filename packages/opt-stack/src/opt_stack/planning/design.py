@@ -215,7 +215,6 @@ def _plan_units(
     for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
         rule = groups.rules[name]
         dtypes = {metas[id].stored_dtype for id in ids}
-        host_rule = torch_host_rule(rule, config) if config.use_torch_optimizer_for_cpu_offload else None
         unit_name = f"{name}{'/later chunks' * is_later}{'/experts' * is_expert}"
         unit = UnitPlan(
             name=unit_name,
@@ -223,12 +222,14 @@ def _plan_units(
             is_expert=is_expert,
             ids=frozenset(ids),
             numbers={dtype: main_format(config, dtype) for dtype in dtypes},
-            host_rule=host_rule,
             averages=NO_AVERAGES if config.averages is None else WeightAverages(config.averages),
         )
         if rule.needs is Needs.MATRICES:
             tensor_parallel = sizes.expert_tp if is_expert else sizes.dense_tp
-            unit = _with_matrices(unit, config, metas, buffers, tensor_parallel=tensor_parallel, shard_of=shard_of)
+            placed = [metas[id] for _, id in unit.placed(buffers)]
+            unit = _with_matrices(unit, config, placed, tensor_parallel=tensor_parallel, shard_of=shard_of)
+        if config.use_torch_optimizer_for_cpu_offload:
+            unit = replace(unit, host_rule=torch_host_rule(rule, config))
         yield unit
 
 
@@ -243,27 +244,19 @@ def _shards_of_whole(buffers: Iterable[BufferPlan]) -> Iterator[tuple[ParamId, i
 def _with_matrices(
     unit: UnitPlan,
     config: OptimizerConfig,
-    metas: Metas,
-    buffers: Sequence[BufferPlan],
+    metas: Sequence[ParamMeta],  # of its parameters, in the order of the buffers
     *,
     tensor_parallel: int,
     shard_of: Mapping[ParamId, int],
 ) -> UnitPlan:
     """Return the unit of a matrix rule with the rows that form several matrices, and the ranks that compute each."""
-    of_unit = [metas[id] for id in metas if id in unit.ids]
     rule = bare(unit.rule)
     is_soap = isinstance(rule, SOAPRule | SOAPMuonRule)
     split_qkv = config.soap_split_qkv if is_soap else config.muon_split_qkv
-    splits = split_rows(of_unit, split_qkv=split_qkv)
-    compute = plan_compute(
-        rule,
-        [metas[id] for _, id in unit.placed(buffers)],
-        tensor_parallel=tensor_parallel,
-        team_of=shard_of,
-        splits=splits,
-    )
-    whole_qkv = len(split_rows(of_unit, split_qkv=True)) - len(splits) if is_soap else 0
-    has_qkv = any(meta.qkv_split_shapes for meta in of_unit)
+    splits = split_rows(metas, split_qkv=split_qkv)
+    compute = plan_compute(rule, metas, tensor_parallel=tensor_parallel, team_of=shard_of, splits=splits)
+    whole_qkv = len(split_rows(metas, split_qkv=True)) - len(splits) if is_soap else 0
+    has_qkv = any(meta.qkv_split_shapes for meta in metas)
     finds_no_qkv = split_qkv and not unit.is_expert and not has_qkv
     return replace(unit, splits=splits, compute=compute, whole_qkv=whole_qkv, finds_no_qkv=finds_no_qkv)
 

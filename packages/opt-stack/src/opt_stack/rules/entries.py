@@ -29,6 +29,7 @@ from opt_kernels.works import is_on_device
 from opt_paramgroups import ParamId, completed_group
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import RULE_FIELDS, Registry
+from opt_stack.rules.trial import check_rule
 
 logger = logging.getLogger("opt_stack")
 RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built
@@ -133,13 +134,7 @@ def make_rules(
             number that is out of bounds; a hook does not fit its rule.
     """
     groups = [dict(group) for group in given_groups]
-    names = list(dict.fromkeys(group["optimizer"] for group in groups))
-    made = {name: registry.rule(name, config) for name in names}
-    if made and config.optimizer_options and (reader := elementwise_optimizer(config)) not in made:
-        raise ConfigError(
-            f"optimizer_options={dict(config.optimizer_options)!r}: {reader} reads them, and updates no parameter of "
-            f"optimizer={config.optimizer!r}; leave them out"
-        )
+    made = _made(dict.fromkeys(group["optimizer"] for group in groups), registry, config)
     averaged = {} if config.averages is None else WeightAverages(config.averages).numbers()
     hyper = {name: {**_hyper(name, rule, registry, config), **averaged} for name, rule in made.items()}
     _check_entries(groups, hyper, config, extra_group_keys)
@@ -156,9 +151,10 @@ def make_rules(
         raise ConfigError(f"hooks: {error}") from error
     for group in groups:
         rule = rules[group["optimizer"]]
+        of_rule = hooks_of(rule)
         for key in _DECAYS:
             decay = group.get(key) or 0.0
-            if decay and any(isinstance(hook, Hyperball) for hook in hooks_of(rule)):
+            if decay and any(isinstance(hook, Hyperball) for hook in of_rule):
                 raise ConfigError(
                     f"group {group['name']!r} has {key}={decay}, but Hyperball() fixes the norm of the weights "
                     "instead of decaying them; set weight_decay=0.0"
@@ -171,9 +167,24 @@ def make_rules(
         texts = {name: repr(value) for name, value in choices_of(rule).items()}
         texts |= {name: "function" for name in NUMBERS if callable(getattr(config, name)) and name not in group}
         group[CHOICES] = tuple(f"{name}={text}" for name, text in sorted(texts.items()))
-        if of_rule := hooks_of(rule):
+        if of_rule:
             group[HOOKS] = described(of_rule)
     return groups, rules
+
+
+def _made(names: Iterable[str], registry: Registry, config: OptimizerConfig) -> dict[str, Rule]:
+    """Return the rules of these names. Raises ConfigError, also if none of them reads `optimizer_options`."""
+    made = {name: registry.rule(name, config) for name in names}
+    for name, rule in made.items():
+        if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
+            check_rule(name, rule, config)
+    reader = elementwise_optimizer(config)
+    if made and config.optimizer_options and not isinstance(made.get(reader), ElementwiseRule):
+        problem = "does not read them, since it is not elementwise"
+        if reader not in made:
+            problem = f"reads them, and updates no parameter of optimizer={config.optimizer!r}"
+        raise ConfigError(f"optimizer_options={dict(config.optimizer_options)!r}: {reader} {problem}; leave them out")
+    return made
 
 
 def warn_of_unread_fields(groups: Sequence[Group], registry: Registry, config: OptimizerConfig) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mean, foreign_value
 from opt_kernels.formulas import FORMULAS, Formula
-from opt_kernels.hooks import bare
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, PostNorm, PreNorm, ScaleMode, TpMode
 from opt_kernels.rules import (
     AdaptiveMuonRule,
@@ -34,7 +33,6 @@ from opt_paramgroups.overrides import (
     entries_of_rule,
     read_overrides,
 )
-from opt_stack.rules.trial import check_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,23 +318,18 @@ class Registry:
         """Return the rule of `optimizer=name` for `config`.
 
         Raises:
-            ConfigError: no entry has this name, the rule does not support `config`, or it does not read
-                `optimizer_options`.
+            ConfigError: no entry has this name, or the rule does not support `config`.
         """
         try:
-            rule = self[name].make(config)
+            return self[name].make(config)
         except ConfigError:
             raise
         except ValueError as error:  # the rule refuses its options
             raise ConfigError(f"optimizer={name!r}: {error}") from None
-        if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
-            check_rule(name, rule, config)
-        if config.optimizer_options and name == elementwise_optimizer(config) and not isinstance(rule, ElementwiseRule):
-            raise ConfigError(
-                f"optimizer_options={dict(config.optimizer_options)!r}: optimizer={name!r} does not read them; "
-                "only elementwise rules do. Leave them out"
-            )
-        return rule
+
+    def needs_matrices(self, name: str, config: OptimizerConfig) -> bool:
+        """Return whether the rule of `optimizer=name` updates whole matrices. Raises ConfigError as `rule`."""
+        return getattr(self.rule(name, config), "needs", None) is Needs.MATRICES
 
     def fields_read(self, name: str, config: OptimizerConfig) -> frozenset[str]:
         """Return the fields of `FIELDS_OF_RULES` that a rule reads. Any of them, for a rule that this package lacks."""
@@ -365,8 +358,9 @@ def with_matrix_rule(
     Entries that the caller gives under the same key are kept. `by_name`: as for `get_standard_config_overrides`. Raises
     ConfigError if the rule is unknown or cannot be made from `config`, and for overrides that are not allowed.
     """
+    is_of_matrices = rules.needs_matrices(config.optimizer, config)
     given = get_standard_config_overrides(config, by_name=by_name) if overrides is None else overrides
-    if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
+    if not is_of_matrices:
         return given
     read = read_overrides(config, given, extra_group_keys=None)
     for key, entries in get_matrix_rule_overrides(config, by_name=by_name).items():
