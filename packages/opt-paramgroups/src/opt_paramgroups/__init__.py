@@ -14,7 +14,6 @@ from opt_paramgroups.meta import (
     ParamId,
     ParamMeta,
     describe,
-    describe_untrained,
     dtensor_layout,
     is_dtensor,
     model_chunks_of,
@@ -26,12 +25,13 @@ from opt_paramgroups.overrides import (
     get_matrix_rule_overrides,
     get_standard_config_overrides,
 )
-from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_text, group_rows
+from opt_paramgroups.table import GroupRow, aligned, as_json, as_markdown, as_text, group_rows
+from opt_paramgroups.untrained import describe_untrained
 
 __all__ = [
     "TENSOR_PARALLEL_AXES", "GroupRow", "GroupsAndBuffers", "MeshPlacement", "ParamGroup", "ParamId", "ParamMeta",
-    "as_json", "as_markdown", "as_text", "completed_group", "describe", "describe_untrained", "dtensor_layout",
-    "get_layer_decay_overrides", "get_matrix_rule_overrides", "get_mup_config_overrides",
+    "aligned", "as_json", "as_markdown", "as_text", "completed_group", "describe", "describe_untrained",
+    "dtensor_layout", "get_layer_decay_overrides", "get_matrix_rule_overrides", "get_mup_config_overrides",
     "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
     "get_standard_config_overrides", "group_rows", "is_dtensor", "matches", "model_chunks_of", "parameters_by_id",
     "shapes_of",

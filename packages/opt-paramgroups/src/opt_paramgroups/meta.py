@@ -5,7 +5,7 @@ Other packages never read attributes of a parameter.
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -176,49 +176,34 @@ class ParamMeta:
     codes: torch.dtype | None = None  # dtype of stored codes with scales; None: values of `dtype` are stored
 
     def __post_init__(self) -> None:
-        dim = self.partition_dim
-        rows = sum(self.qkv_split_shapes)
-        self._check_split()
-        if dim is not None and not 0 <= dim < len(self.shape):
+        if self.partition_dim is not None and not 0 <= self.partition_dim < len(self.shape):
             raise ConfigError(
-                f"{self.id}: partition_dim={dim} of shape {self.shape}: must be in [0, {len(self.shape)})"
+                f"{self.id}: partition_dim={self.partition_dim} of shape {self.shape}: must be in "
+                f"[0, {len(self.shape)})"
             )
-        if self.qkv_split_shapes and (min(self.qkv_split_shapes) <= 0 or len(self.shape) != 2):
-            raise ConfigError(
-                f"{self.id}: qkv_split_shapes={self.qkv_split_shapes} of shape {self.shape}: "
-                "must be positive numbers of rows of a matrix"
-            )
-        if rows and self.shape[0] % rows:
-            raise ConfigError(
-                f"{self.id}: qkv_split_shapes={self.qkv_split_shapes}: {rows} rows per query group do not divide "
-                f"{self.shape[0]} rows"
-            )
-
-    def _check_split(self) -> None:
-        """Raise ConfigError if the rows of heads or of separate matrices do not fit the shape, and for two splits."""
         given = {name: getattr(self, name) for name in sorted(_SPLITS)}
         given = {name: value for name, value in given.items() if value}
         if len(given) > 1:
             raise ConfigError(f"{self.id}: {' and '.join(f'{n}={v}' for n, v in given.items())}: set only one of them")
         rows = self.shape[-2] if len(self.shape) in (2, 3) else 0
-        if self.head_rows and not _divide(self.head_group, rows):
-            raise ConfigError(
-                f"{self.id}: head_rows={self.head_rows} of shape {self.shape}: must divide the rows of a matrix or of "
-                "a stack of matrices"
-            )
-        is_part = self.tensor_parallel and not self.is_dtensor  # the whole has a multiple of these rows
-        if self.split_rows and not _divide(self.split_rows, rows):
-            raise ConfigError(
-                f"{self.id}: split_rows={self.split_rows} of shape {self.shape}: must be positive numbers whose sum "
-                "divides the rows of a matrix or of a stack of matrices"
-                + (", as each tensor-parallel rank has whole groups of rows" if is_part else "")
-            )
-        fits = rows and (sum(self.split_sizes) == rows or (is_part and sum(self.split_sizes) % rows == 0))
-        if self.split_sizes and (min(self.split_sizes) <= 0 or not fits):
-            raise ConfigError(
-                f"{self.id}: split_sizes={self.split_sizes} of shape {self.shape}: must be positive numbers of rows "
-                "that make up the whole matrix"
-            )
+        for name, value in given.items():
+            if problem := self._problem_of_rows(name, rows):
+                raise ConfigError(f"{self.id}: {name}={value} of shape {self.shape}: {problem}")
+
+    def _problem_of_rows(self, name: str, rows: int) -> str:
+        """Why separate matrices do not fit so many rows of each matrix on this rank; empty if they do."""
+        if name == "split_sizes":
+            is_part = self.tensor_parallel and not self.is_dtensor  # the whole has a multiple of these rows
+            num = sum(self.split_sizes)
+            fits = rows and (num == rows or (is_part and num % rows == 0))
+            is_wrong = min(self.split_sizes) <= 0 or not fits
+            return "must be positive numbers of rows that make up the whole matrix" if is_wrong else ""
+        group = self.head_group or self.split_rows or self.qkv_split_shapes
+        are_numbers = all(type(count) is int and count > 0 for count in group)  # True is no number of rows
+        is_stack_of_qkv = name == "qkv_split_shapes" and len(self.shape) == 3
+        if are_numbers and rows > 0 and rows % sum(group) == 0 and not is_stack_of_qkv:
+            return ""
+        return "must be positive numbers whose sum divides the rows of a matrix or of a stack of matrices"
 
     @property
     def head_group(self) -> tuple[int, ...]:
@@ -314,7 +299,7 @@ def describe(
     """
     params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
     axes = frozenset(tensor_parallel_axes)
-    roles = {param_id: _roles_read(param_id, param, axes) for param_id, param in params.items()}
+    roles = {param_id: read_roles(param_id, param, axes) for param_id, param in params.items()}
     models = [unwrapped(chunk) for chunk in model_chunks]
     known = vocabulary_roles(models) if by_name else {}
     qkv_rows = fused_qkv_rows(models)
@@ -330,46 +315,11 @@ def describe(
             roles[param_id] |= fields
             if "is_embedding_or_output" in fields:
                 roles[param_id].pop("guess", None)
-    return {param_id: _meta(param_id, param, roles[param_id]) for param_id, param in params.items()}
+    return {param_id: make_meta(param_id, param, roles[param_id]) for param_id, param in params.items()}
 
 
-class Untrained(NamedTuple):
-    """A frozen parameter or a persistent buffer."""
-
-    tensor: Tensor
-    meta: ParamMeta  # with the fields that say which ranks hold copies; others have their defaults
-
-
-def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, Untrained]:
-    """Return frozen parameters, then persistent buffers.
-
-    A buffer is an expert's, or cut, if a parameter of its module is.
-    """
-    found: dict[ParamId, Untrained] = {}
-
-    def add(id: ParamId, tensor: Tensor, marked: Iterable[Tensor]) -> None:
-        roles = [_roles_read(id, one, frozenset(TENSOR_PARALLEL_AXES)) for one in marked]
-        marks = {name: any(role.get(name, False) for role in roles) for name in ("is_expert", "tensor_parallel")}
-        found[id] = Untrained(tensor, _meta(id, tensor, marks))
-
-    for id, param in frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset).items():
-        add(id, param, [param])
-    for chunk, root in enumerate(model_chunks, start=model_chunk_offset):
-        for prefix, module in nn.Module.named_modules(unwrapped(root)):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not is_lazy(buffer) and name not in module._non_persistent_buffers_set:
-                    beside = (param for param in module._parameters.values() if param is not None)
-                    add(ParamId(chunk, f"{prefix}.{name}" if prefix else name), buffer, [buffer, *beside])
-    return found
-
-
-def _divide(group: Sequence[Any], rows: int) -> bool:
-    """Whether these are positive numbers, the sum of which divides a number of rows that is not zero."""
-    are_numbers = all(type(count) is int and count > 0 for count in group)  # True is no number of rows
-    return are_numbers and rows > 0 and rows % sum(group) == 0
-
-
-def _meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta:
+def make_meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta:
+    """Return the description of a tensor with these roles."""
     shape = tuple(param.shape)
     rows = {name: tuple(roles.get(name, ())) for name in _ROWS}
     if isinstance(roles.get("head_rows"), list):
@@ -380,8 +330,8 @@ def _meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta:
     )
 
 
-def _roles_read(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
-    """The roles read from the attributes and placements of a parameter. Others keep their defaults."""
+def read_roles(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
+    """Return the roles read from the attributes and placements of a parameter. Others keep their defaults."""
     roles = {
         field: getattr(param, attr)
         for field, attr in _ATTRIBUTE_OF_FIELD.items()

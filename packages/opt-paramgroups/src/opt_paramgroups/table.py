@@ -22,11 +22,9 @@ class GroupRow(NamedTuple):
 
 
 _COPIED = ("name", "optimizer", "lr", "min_lr", "weight_decay")  # columns that are entries of the group
-_SHOWN_ELSEWHERE = frozenset(
-    {
-        *("params", "param_ids", *_COPIED, "max_lr", "is_expert_parallel"),
-        *("default_config", "wd_mult", "lr_mult", "is_decoupled_lr"),
-    }
+_SHOWN_ELSEWHERE = (
+    *("params", "param_ids", *_COPIED, "max_lr", "is_expert_parallel"),
+    *("default_config", "wd_mult", "lr_mult", "is_decoupled_lr"),
 )
 
 
@@ -68,12 +66,15 @@ def headings() -> list[str]:
     return [field.replace("num_", "").replace("_", " ") for field in GroupRow._fields]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with columns aligned by spaces."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def as_text(rows: Sequence[GroupRow]) -> str:
     """Return columns aligned by spaces."""
-    lines = [headings(), *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return "\n".join(aligned)
+    return "\n".join(aligned([headings(), *map(cells, rows)]))
 
 
 def as_markdown(rows: Sequence[GroupRow]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from opt_checkpoint import CheckpointingException
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams, load_config
 from opt_distributed.buffers import WorldSizes, short
-from opt_paramgroups import as_text, group_rows, model_chunks_of
+from opt_paramgroups import aligned, as_text, group_rows, model_chunks_of
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import make_design, read_groups, warn_of_guesses
 from opt_stack.planning.design import Request
@@ -19,7 +19,6 @@ from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, sp
 from opt_stack.planning.ranks import check_effects, check_ranks
 from opt_stack.rules.entries import warn_of_unread_fields
 from opt_stack.rules.registry import Registry
-from opt_stack.wording import aligned
 
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
 

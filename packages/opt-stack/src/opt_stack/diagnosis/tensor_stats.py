@@ -22,8 +22,7 @@ from opt_distributed.pieces import BufferedGrads, HostMain, OwnedPiece, Ready, i
 from opt_distributed.step import Family, Outcome, Report, Unit
 from opt_kernels import backends
 from opt_kernels.rules import Needs
-from opt_paramgroups import ParamId
-from opt_stack.wording import aligned
+from opt_paramgroups import ParamId, aligned
 
 OVERFLOW = "overflow"
 ABOVE_LIMIT = "norm above the limit"
