@@ -54,7 +54,7 @@ RULE = torch_rule("theirs", torch.optim.Adamax)
 PACKAGES = {
     "RULE = 3": "entry point theirs = 'their_rules:RULE' of opt_stack.rules names a int; it must be an opt_kernels.",
     "raise OSError('no licence')": "cannot be loaded: OSError('no licence'); fix or uninstall the package",
-    "from opt_stack import Registry; RULE = Registry()['adam']": "optimizer 'adam' is already registered; give the new rule an",
+    "from opt_stack import Registry; RULE = Registry()['adam']": "optimizer 'adam' is already registered; give the new",
 }
 
 

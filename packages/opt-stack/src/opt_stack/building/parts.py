@@ -163,12 +163,12 @@ def build_stepper(design: Design, parts: Parts, groups: Sequence[Group], copies:
 
 def _check_graphs(design: Design, device: torch.device) -> None:
     """Raise ConfigError if the device, a rule or a group does not support the capture of a step."""
+    if problem := next(_graph_problems(design, on_gpu=device.type == "cuda"), None):
+        raise ConfigError(f"{_GRAPH} with {problem}")
     try:
         devices.device_of(device).graph()
     except GraphError as error:
         raise ConfigError(f"{_GRAPH}: {error}") from error
-    if problem := next(_graph_problems(design, on_gpu=device.type == "cuda"), None):
-        raise ConfigError(f"{_GRAPH} with {problem}")
 
 
 def _graph_problems(design: Design, *, on_gpu: bool) -> Iterator[str]:

@@ -226,7 +226,7 @@ def _plan_units(
         )
         if rule.needs is Needs.MATRICES:
             tensor_parallel = sizes.expert_tp if is_expert else sizes.dense_tp
-            placed = [metas[id] for _, id in unit.placed(buffers)]
+            placed = [metas[param.id] for buffer in buffers for param in buffer.params if param.id in unit.ids]
             unit = _with_matrices(unit, config, placed, tensor_parallel=tensor_parallel, shard_of=shard_of)
         if config.use_torch_optimizer_for_cpu_offload:
             unit = replace(unit, host_rule=torch_host_rule(rule, config))
