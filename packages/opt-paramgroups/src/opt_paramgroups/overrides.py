@@ -145,12 +145,13 @@ def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKe
     return entries
 
 
+_OF_MUON = {"momentum": ("muon_momentum",)}
 _FIELDS_OF_ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "adam": {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)},
     "lion": {"betas": ("lion_beta1", "lion_beta2")},
     "sgd": {"momentum": ("sgd_momentum",)},
-    "muon": {"momentum": ("muon_momentum",)},
-    "adaptive_muon": {"momentum": ("muon_momentum",)},
+    "muon": _OF_MUON,
+    "adaptive_muon": _OF_MUON,
 }
 """By rule: entries of its groups, and the fields that hold them. Fields have a prefix for each rule, entries do not."""
 

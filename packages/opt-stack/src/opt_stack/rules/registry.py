@@ -1,6 +1,6 @@
 """Rules by name: built in, made from fields of the configuration; from the caller; from installed packages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -206,15 +206,15 @@ def _adam_entries(config: OptimizerConfig) -> Mapping[str, Any]:
     return entries_of_rule(config, "adam")
 
 
-BUILT_IN = (
-    *map(formula_entry, FORMULAS.values()),
-    RuleEntry(
+def _built_in() -> Iterator[RuleEntry]:
+    yield from map(formula_entry, FORMULAS.values())
+    yield RuleEntry(
         name="muon",
         summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",
         make=_muon,
         hyper=lambda config: {"momentum": config.muon_momentum},
-    ),
-    RuleEntry(
+    )
+    yield RuleEntry(
         name="adaptive_muon",
         summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)",
         make=_adaptive_muon,
@@ -223,26 +223,28 @@ BUILT_IN = (
             "betas": (0.0, config.adaptive_muon_beta2),
             "eps": config.adaptive_muon_eps,
         },
-    ),
-    RuleEntry(
+    )
+    yield RuleEntry(
         name="muown",
         summary="Muon of the directions of rows, Adam of their lengths; Adam updates other parameters",
         make=_muown,
         hyper=lambda config: {**_adam_entries(config), "momentum": config.muon_momentum},
-    ),
-    RuleEntry(
+    )
+    yield RuleEntry(
         name="soap",
         summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
         make=_soap,
         hyper=_adam_entries,
-    ),
-    RuleEntry(
+    )
+    yield RuleEntry(
         name="soap_muon",
         summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
         make=_soap_muon,
         hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
-    ),
-)
+    )
+
+
+BUILT_IN = tuple(_built_in())
 _ORTHOGONALISED = (
     *("muon_momentum", "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps"),
     *("muon_fp32_matmul_prec", "muon_use_syrk"),
