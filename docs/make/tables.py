@@ -9,7 +9,7 @@ from modes import REFUSALS
 from torch import nn
 
 from opt_config import OptimizerConfig
-from opt_config.foreign import words_by_library
+from opt_config.foreign import WORDS_BY_LIBRARY
 from opt_distributed.buffers import WorldSizes
 from opt_stack import Registry
 from opt_stack.factory import make_design, read_groups
@@ -78,7 +78,7 @@ def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
 def foreign_words() -> str:
     """The tables of other libraries' words that configurations answer."""
     lines = []
-    for library, table in words_by_library().items():
+    for library, table in WORDS_BY_LIBRARY.items():
         lines += [f"### {library}", "", "| word there | here |", "|---|---|"]
         for words, answer in table.items():
             shown = ", ".join(f"`{word}`" for word in words.split())

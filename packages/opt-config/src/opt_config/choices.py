@@ -122,8 +122,6 @@ def resolved(config: "OptimizerConfig") -> dict[str, dict[str, object]]:
 
 
 def _plain_choice(choice: Precision | Sharding | LossScaling | Placement) -> dict[str, object]:
-    plain: dict[str, object] = {"is": type(choice).__name__}
-    for field in dataclasses.fields(choice):
-        value = getattr(choice, field.name)
-        plain[field.name] = value if isinstance(value, bool | int | float) else str(value)
-    return plain
+    values = dataclasses.asdict(choice).items()
+    plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values}
+    return {"is": type(choice).__name__, **plain}

@@ -101,7 +101,7 @@ _MEGATRON = {
     "lr_decay_style lr_warmup_steps lr_decay_steps start_wd end_wd": _SCHEDULE,
     "lr_warmup_iters lr_decay_iters lr_wsd_decay_iters": f"{_SCHEDULE} in steps",
 }
-_BY_LIBRARY: dict[str, dict[str, str]] = {
+WORDS_BY_LIBRARY: Mapping[str, Mapping[str, str]] = {
     "torch": _TORCH,
     "torchtitan": _TORCHTITAN,
     "Hugging Face": _HUGGING_FACE,
@@ -109,9 +109,10 @@ _BY_LIBRARY: dict[str, dict[str, str]] = {
     "DeepSpeed": _DEEPSPEED,
     "Megatron-LM": _MEGATRON,
 }
+"""The words that share an answer, separated by blanks, and the answer."""
 
 FOREIGN_WORDS: Mapping[str, str] = MappingProxyType(
-    {word: answer for table in _BY_LIBRARY.values() for words, answer in table.items() for word in words.split()}
+    {word: answer for table in WORDS_BY_LIBRARY.values() for words, answer in table.items() for word in words.split()}
 )
 
 
@@ -123,8 +124,3 @@ def foreign_value(field: str, value: object) -> str:
     """
     shown = "{}" if isinstance(value, Mapping) else str(value).lower().replace("-", "_")
     return FOREIGN_WORDS.get(f"{field}={shown}", "")
-
-
-def words_by_library() -> dict[str, dict[str, str]]:
-    """Return the table by library: the words that share an answer, separated by blanks, and the answer."""
-    return {library: dict(table) for library, table in _BY_LIBRARY.items()}

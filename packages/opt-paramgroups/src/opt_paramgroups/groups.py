@@ -91,30 +91,17 @@ def _hashable(entry: str, value: Any) -> Hashable:
     raise ConfigError(f"config_overrides: {entry} has {value!r}: must be a number, a string or a tuple of these")
 
 
-def check_all_matched(
-    overrides: Mapping[ParamKey, Override], matched: frozenset[str], params: Mapping[ParamId, Parameter]
-) -> None:
-    """Raise `ConfigError` for keys of names and attributes that match no parameter, with near misses on this rank.
-
-    Keys with a predicate are exempt: a condition may rightly match nothing, a misspelt name may not.
-    """
-    unmatched = [
-        key for key in overrides if key.label not in matched and not (key.predicate or key.with_name_predicate)
-    ]
-    if unmatched:
-        raise ConfigError(
-            "\n".join(
-                f"config_overrides[{key.label}]: matches no parameter.{_near_misses(key, params)}" for key in unmatched
-            )
-            + "\nCorrect or drop the key, or pass allow_unmatched=True."
-        )
+def check_all_matched(keys: Sequence[ParamKey], params: Mapping[ParamId, Parameter]) -> None:
+    """Raise `ConfigError` for these keys, which match no parameter, with near misses on this rank."""
+    if keys:
+        lines = [f"config_overrides[{key.label}]: matches no parameter.{_near_misses(key, params)}" for key in keys]
+        raise ConfigError("\n".join([*lines, "Correct or drop the key, or pass allow_unmatched=True."]))
 
 
-def warn_of_frozen(overrides: Mapping[ParamKey, Override], matched: frozenset[str], frozen: Mapping[str, str]) -> None:
-    """Log a warning for every key of names and attributes that matches frozen parameters only: it has no effect."""
-    for key in overrides:
-        name = frozen.get(key.label)
-        if name and key.label not in matched and not (key.predicate or key.with_name_predicate):
+def warn_of_frozen(unmatched: Sequence[ParamKey], frozen: Mapping[str, str]) -> None:
+    """Log a warning for every key that matches frozen parameters only: it has no effect."""
+    for key in unmatched:
+        if name := frozen.get(key.label):
             logger.warning(
                 "config_overrides[%s]: matches frozen parameters only, such as %r (requires_grad=False), so it has no "
                 "effect; unfreeze them before the optimizer is built, or drop the key",
@@ -237,8 +224,9 @@ def get_param_groups(
         seen = {id: seen_at(param, _known(known, id), overrides) for id, param in params.items()}
         frozen: dict[str, str] = {}
         for id, param in frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset).items():
-            for label in [key.label for key in overrides if key.label not in frozen and key.matches(param, id.name)]:
-                frozen[label] = str(id)
+            for key in overrides:
+                if key.matches(param, id.name):
+                    frozen.setdefault(key.label, str(id))
         of_qk_norms = [seen[id].key.entries for id, param in params.items() if is_qk_norm(param, id.name)]
         qk_norms = frozenset(dict(entries or ()).get("wd_mult", 1.0) != 0.0 for entries in of_qk_norms)
     except Exception as error:
@@ -252,10 +240,13 @@ def get_param_groups(
     names = group_names(seen_anywhere)
     labels = frozenset[str]().union(*(labels for labels, _ in seen_anywhere))
     frozen = {label: name for report in reversed(reports) for label, name in report.frozen.items()}
-    warn_of_frozen(overrides, labels, frozen)
+    # Keys with a predicate are exempt: a condition may rightly match nothing, a misspelt name may not.
+    named = [key for key in overrides if not (key.predicate or key.with_name_predicate)]
+    unmatched = [key for key in named if key.label not in labels]
+    warn_of_frozen(unmatched, frozen)
     check_qk_norms(config, frozenset[bool]().union(*(report.qk_norms for report in reports)))
     if not allow_unmatched:
-        check_all_matched(overrides, labels | frozen.keys(), params)
+        check_all_matched([key for key in unmatched if key.label not in frozen], params)
     members: dict[GroupKey, dict[ParamId, nn.Parameter]] = {key: {} for key in names}
     for id, param in params.items():
         members[seen[id].key][id] = param

@@ -195,8 +195,7 @@ class Restarts(Schedule):
 
     def __post_init__(self) -> None:
         if not 0 < self.schedule.length < math.inf:
-            verb = "restart" if self.kind == "restarts" else "begin again"
-            raise ScheduleError(f"{self.kind}: {self.schedule!r} has no end at which to {verb}; pass steps=")
+            raise ScheduleError(f"{self.kind}: {self.schedule!r} has no end at which to begin again; pass steps=")
         check_number(self.kind, low=1, times=self.times)
         check_number(self.kind, above=0, t_mult=self.t_mult, decay=self.decay)
         if self.times is not None and not isinstance(self.times, int):

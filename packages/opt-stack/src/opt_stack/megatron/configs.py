@@ -1,7 +1,6 @@
 """Configurations that accept what Megatron-LM's command line always passes, with or without effect."""
 
 import warnings
-from dataclasses import fields
 
 import opt_config
 from opt_distributed.comm import world
@@ -18,13 +17,10 @@ class _FromCommandLine:
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        names = self._without_effect()
         unset: list[str] = []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.name in names and value != field.default:
-                unset.append(f"{field.name}={value!r}")
-                setattr(self, field.name, field.default)
+        for name in opt_config.changed_fields(self, self._without_effect()):  # type: ignore[arg-type]
+            unset.append(f"{name}={getattr(self, name)!r}")
+            setattr(self, name, getattr(type(self), name))
         if unset and world().rank == 0:
             # Not of the logger: the script builds equal configurations, and Python shows equal warnings once.
             warnings.warn(f"without effect in this configuration: {', '.join(unset)}", stacklevel=3)

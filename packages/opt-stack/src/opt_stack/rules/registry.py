@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -337,16 +336,14 @@ class Registry:
         """Return the fields of `FIELDS_OF_RULES` that a rule reads. Any of them, for a rule that this package lacks."""
         entry = self[name]
         routed = ("muon_scalar_optimizer",) if config.optimizer in MUON_FAMILY else ()
-        if any(entry is built_in for built_in in BUILT_IN):
+        if entry in BUILT_IN:
             return frozenset((*FIELDS_OF_RULES.get(name, ()), *routed))
         return RULE_FIELDS if entry.reads_fields else frozenset(routed)
 
     def __getitem__(self, name: str) -> RuleEntry:
         if name not in self.entries:
-            near = sorted(get_close_matches(name, self.entries, n=2))
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            if answer := foreign_value("optimizer", name):
-                hint = f"; {answer}"
+            answer = foreign_value("optimizer", name)
+            hint = f"; {answer}" if answer else f".{did_you_mean(name, self.entries)}"
             raise ConfigError(f"optimizer={name!r} is unknown; allowed are {', '.join(self.entries)}{hint}")
         return self.entries[name]
 
