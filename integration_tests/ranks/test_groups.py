@@ -281,7 +281,7 @@ BUILDS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "wrapped over other pairs": (
         lambda: build(build(wrapped=True, groups=pairs(2)), pg_collection=pairs(3)),
-        "model chunk 0 was wrapped with data-parallel groups of 2 x 1 ranks",
+        "model chunk 0 was wrapped with dense data-parallel groups of 2 x 1 ranks",
     ),
     "wrapped over the same pairs": (
         lambda: build(build(wrapped=True, groups=pairs(2)), pg_collection=pairs(2)), "built",

@@ -30,7 +30,7 @@ from opt_paramgroups import (
 )
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_paramgroups.vocabulary import is_vector
-from opt_stack.building.parts import build_parts, build_stepper
+from opt_stack.building.parts import build_parts, build_stepper, model_part
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.diagnosis.tensor_stats import TensorSums
 from opt_stack.optimizer import Optimizer
@@ -43,7 +43,6 @@ from opt_stack.planning.ranks import (
     check_ranks,
     check_same_config,
     common_device,
-    model_part,
     record_tp_modes,
     tp_modes,
 )

@@ -4,14 +4,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from opt_config import ConfigError
-from opt_distributed.buffers import copied_ids
-from opt_distributed.comm import GraphError, group_of
+from opt_distributed.buffers import Metas, copied_ids
+from opt_distributed.comm import GraphError, Roles, group_of
 from opt_distributed.comm import device as devices
+from opt_distributed.layout import Computes
 from opt_distributed.pieces import PeerSums
 from opt_distributed.step import (
     EqualGroups,
@@ -32,7 +34,7 @@ from opt_kernels.hooks import bare, hooks_of
 from opt_kernels.params import MainFormat
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId
-from opt_stack.building.units import build_sources, build_units, holds_parts
+from opt_stack.building.units import build_sources, build_units, part_name
 from opt_stack.planning.checks import SEPARATE_NORMS
 from opt_stack.planning.design import Design
 from opt_stack.rules.entries import Group
@@ -201,3 +203,53 @@ def _graph_problems(design: Design, *, on_gpu: bool) -> Iterator[str]:
         backend = "nccl" if group is None or comm.size == 1 else dist.get_backend(group)
         if on_gpu and "nccl" not in backend:
             yield f"process groups over {backend}: only NCCL's can be captured"
+
+
+# --- parts of the model that ranks hold -------------------------------------------------------------------------------
+
+
+def holds_parts(design: Design) -> bool:
+    """Return whether this rank holds plain state tensors that other ranks of the same model do not hold."""
+    if any(buffer.layout.num_shards > 1 for buffer in design.plan.buffers):
+        return True
+    for unit in design.plan.units:
+        axes = design.request.roles.expert if unit.is_expert else design.request.roles.dense
+        if any(part_name(design.model.metas[id], axes) for id in unit.ids):
+            return True
+        # State of whole matrices may be distributed over the ranks that store their parts.
+        layouts = [compute.layout for compute in unit.compute if any(spec.whole for spec in unit.rule.state_specs)]
+        if any(layout.computes is Computes.OWNER or layout.kept for layout in layouts):
+            return True
+    return False
+
+
+class ModelPart(NamedTuple):
+    """Which part of the model a rank shares with its data-parallel replicas."""
+
+    text: str  # empty if all ranks hold the same parameters
+    has_namesakes: bool  # whether a rank with another part has a parameter of the same name
+
+
+def model_part(metas: Metas, roles: Roles) -> ModelPart:
+    """Compare the parts of the model that ranks hold: tensor-parallel parts, pipeline stages, experts. Collective."""
+    texts = []
+    has_namesakes = False
+    for axes, kind in ((roles.dense, "dense"), (roles.expert, "experts")):
+        is_expert = kind == "experts"
+        own = [meta for meta in metas.values() if meta.is_expert == is_expert and not meta.is_dtensor]
+        of_shards = axes.dp.gather_objects(roles.everyone.rank)
+        of_instances = axes.inter.gather_objects(min(of_shards))
+        first = min(of_instances)
+        among_peers = min(axes.tp.gather_objects(first))
+        if not any(meta.tensor_parallel for meta in own):
+            first = among_peers
+        is_first = first == roles.everyone.rank
+        reported = [str(meta.id) for meta in own if is_first]
+        part = first if own else -1
+        per_rank = roles.everyone.gather_objects((part, reported))
+        parts = sorted({rank for rank, _ in per_rank} - {-1})
+        names = [name for _, of_rank in per_rank for name in of_rank]
+        has_namesakes |= len(set(names)) < len(names)
+        if own and len(parts) > 1:
+            texts.append(f"{kind} part {parts.index(first)} of {len(parts)}")
+    return ModelPart(", ".join(texts), has_namesakes)

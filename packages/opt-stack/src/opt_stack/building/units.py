@@ -15,7 +15,6 @@ from opt_config import ConfigError, OnHost
 from opt_distributed.buffers import PRE_SHARDED, BufferPlan, ParamAndGradBuffer, ReducedGrads
 from opt_distributed.comm import Alone, Axes, Comm, HostComm, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
-from opt_distributed.layout import Computes
 from opt_distributed.pieces import (
     BufferedGrads,
     DTensorGrads,
@@ -316,7 +315,7 @@ def _pieces(
                 counted=inspected and _is_counted(design, buffer, id),
                 inspected=inspected,
                 replica=axes.inter.rank if is_sharded else None,
-                part=_part(meta, axes),
+                part=part_name(meta, axes),
                 matrix=at.spec,
                 stage=at.stage,
                 bucket=bucket if has_buckets else 0,
@@ -355,25 +354,7 @@ def _is_counted(design: Design, buffer: BufferPlan, id: ParamId) -> bool:
     return axes.tp.rank == 0 or meta.tensor_parallel
 
 
-def _part(meta: ParamMeta, axes: Axes) -> str:
+def part_name(meta: ParamMeta, axes: Axes) -> str:
     """Return the suffix that names this tensor-parallel part of a plain parameter; empty if it is whole."""
     is_part = meta.tensor_parallel and not meta.is_dtensor and axes.tp.size > 1
     return f"@{axes.tp.rank}of{axes.tp.size}" if is_part else ""
-
-
-# --- parts of the model that ranks hold -------------------------------------------------------------------------------
-
-
-def holds_parts(design: Design) -> bool:
-    """Return whether this rank holds plain state tensors that other ranks of the same model do not hold."""
-    if any(buffer.layout.num_shards > 1 for buffer in design.plan.buffers):
-        return True
-    for unit in design.plan.units:
-        axes = design.request.roles.expert if unit.is_expert else design.request.roles.dense
-        if any(_part(design.model.metas[id], axes) for id in unit.ids):
-            return True
-        # State of whole matrices may be distributed over the ranks that store their parts.
-        layouts = [compute.layout for compute in unit.compute if any(spec.whole for spec in unit.rule.state_specs)]
-        if any(layout.computes is Computes.OWNER or layout.kept for layout in layouts):
-            return True
-    return False

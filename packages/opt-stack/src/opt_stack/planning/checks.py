@@ -116,14 +116,19 @@ def _check_groups(design: Design) -> Iterator[str]:
                 "OptimizerConfig.clip_grad) and False (do not clip; the group has a separate norm)"
             )
     precision = config.precision
+    rules = design.groups.rules
     for state, dtype in (("exp_avg", precision.exp_avg), ("exp_avg_sq", precision.exp_avg_sq)):
         if dtype is torch.float32:
             continue
-        rules = design.groups.rules
-        kept = {name: spec.dtype for name, rule in rules.items() for spec in rule.state_specs if spec.name == state}
-        wide = next((name for name, kept_dtype in kept.items() if kept_dtype is torch.float32), None)
-        if wide is not None or not kept:
-            problem = f"optimizer={wide!r} keeps it in fp32" if kept else f"{', '.join(rules)} has no such state"
+        problem = f"{', '.join(rules)} has no such state"
+        for name, rule in rules.items():
+            of_state = [spec for spec in rule.state_specs if spec.name == state]
+            if any(spec.dtype is torch.float32 for spec in of_state):
+                problem = f"optimizer={name!r} keeps it in fp32"
+                break
+            if of_state:
+                problem = ""
+        if problem:
             yield f"{state}_dtype={dtype}: {problem}; leave it at torch.float32, or use optimizer='adam'"
 
 
@@ -212,15 +217,15 @@ def _check_chunks(design: Design) -> Iterator[str]:
 
 def check_same_groups(design: Design) -> Iterator[str]:
     """Refuse wrappers that reduce over other groups than the optimizer's: their sum would pass for the mean."""
-    families = {"data-parallel": "dense", "expert data-parallel": "expert"}
-    for (index, chunk), (family, name) in product(design.model.wrapped.items(), families.items()):
-        ours = getattr(design.request.roles, name)
-        theirs = getattr(chunk.roles, name)
-        if not (_is_same(ours.dp, theirs.dp) and _is_same(ours.inter, theirs.inter)):
-            yield (
-                f"model chunk {index} was wrapped with {family} groups of {_in_words(theirs)}, but the optimizer's "
-                f"are of {_in_words(ours)}; pass the same groups to both"
-            )
+    for index, chunk in design.model.wrapped.items():
+        for name in ("dense", "expert"):
+            ours = getattr(design.request.roles, name)
+            theirs = getattr(chunk.roles, name)
+            if not (_is_same(ours.dp, theirs.dp) and _is_same(ours.inter, theirs.inter)):
+                yield (
+                    f"model chunk {index} was wrapped with {name} data-parallel groups of {_in_words(theirs)}, but the "
+                    f"optimizer's are of {_in_words(ours)}; pass the same groups to both"
+                )
 
 
 def members(comm: Comm) -> list[int]:
@@ -239,7 +244,8 @@ def _is_same(one: Comm, other: Comm) -> bool:
 
 
 def _in_words(axes: Axes) -> str:
-    listed = f" of {members(axes.dp)}" if members(axes.dp) else ""
+    ranks = members(axes.dp)
+    listed = f" of {ranks}" if ranks else ""
     return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank}{listed})"
 
 

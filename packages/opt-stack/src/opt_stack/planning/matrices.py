@@ -93,7 +93,7 @@ def plan_compute(
     found: dict[_Arranged, list[SplitMatrix]] = {}
     for meta in metas:
         if cuts := _cuts(meta, tensor_parallel):
-            arranged, matrix = _in_hops(*_arrange(rule, meta, cuts, team_of.get(meta.id, 0)))
+            arranged, matrix = _arrange(rule, meta, cuts, team_of.get(meta.id, 0))
             found.setdefault(arranged, []).append(matrix)
             if meta.id in splits:
                 _check_groups(meta, sum(splits[meta.id].split_rows), arranged, matrix)
@@ -147,37 +147,37 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
                 f"muon_tp_mode='blockwise', but {meta.id} is cut {listed}: what one rank of {cut.axis.name!r} holds is "
                 "not a block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
             )
-    ordered = [*kept, *(cut for cut in cuts if cut not in kept)]
     # Under tensor parallelism by attributes, the shape in `meta` is that of the local part.
     shape = list(meta.shape)
     if not meta.is_dtensor:
         shape[cuts[0].dim] *= cuts[0].axis.size
+    ordered = list(kept)
+    for cut in (cut for cut in cuts if cut not in kept):
+        num_parts = prod(other.axis.size for other in cuts if other.dim == cut.dim)
+        has_equal_parts = shape[cut.dim] % num_parts == 0
+        ordered += _hops(cut) if has_equal_parts else [cut]
     matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=tuple(cut.dim for cut in ordered))
+    axes = tuple(cut.axis for cut in ordered)
     in_effect = mode if any(cut.axis.is_tensor_parallel for cut in sides) else None
-    return _Arranged(tuple(cut.axis for cut in ordered), len(kept), computes, team, in_effect), matrix
+    return _Arranged(axes, len(kept), computes, team, in_effect), matrix
 
 
-def _in_hops(arranged: _Arranged, matrix: SplitMatrix) -> tuple[_Arranged, SplitMatrix]:
-    """Divide each axis along which more than `MAX_PEERS` ranks would exchange into two.
+def _hops(cut: _Cut) -> list[_Cut]:
+    """Divide an axis along which more than `MAX_PEERS` ranks would exchange into two.
 
     Only where the ranks along all axes that cut a dim have equal parts, which are then those of two cuts, too.
     """
-    cuts: list[_Cut] = []
-    for number, (axis, dim) in enumerate(zip(arranged.axes, matrix.dims, strict=True)):
-        of_dim = prod(other.size for other, cut in zip(arranged.axes, matrix.dims, strict=True) if cut == dim)
-        size = axis.size
-        is_long = number >= arranged.kept and size > MAX_PEERS and matrix.shape[dim] % of_dim == 0
-        divisors = [n for n in range(2, MAX_PEERS + 1) if size % n == 0 and size // n <= MAX_PEERS] if is_long else []
-        if not divisors:
-            cuts.append(_Cut(axis, dim))
-            continue
-        local = next((n for n in divisors if n >= NODE_RANKS), divisors[-1])
-        nodes = tuple(range(place, size, local) for place in range(local))
-        within = tuple(range(first, first + local) for first in range(0, size, local))
-        cuts.append(_Cut(CutAxis(f"{axis.name} nodes", size // local, axis.of_mesh, nodes), dim))
-        cuts.append(_Cut(CutAxis(f"{axis.name} local", local, axis.of_mesh, within), dim))
-    axes, dims = zip(*cuts)
-    return arranged._replace(axes=axes), replace(matrix, dims=dims)
+    axis = cut.axis
+    size = axis.size
+    divisors = [n for n in range(2, MAX_PEERS + 1) if size % n == 0 and size // n <= MAX_PEERS]
+    if size <= MAX_PEERS or not divisors:
+        return [cut]
+    local = next((n for n in divisors if n >= NODE_RANKS), divisors[-1])
+    nodes = tuple(range(place, size, local) for place in range(local))
+    within = tuple(range(first, first + local) for first in range(0, size, local))
+    between = CutAxis(f"{axis.name} nodes", size // local, axis.of_mesh, nodes)
+    inside = CutAxis(f"{axis.name} local", local, axis.of_mesh, within)
+    return [_Cut(between, cut.dim), _Cut(inside, cut.dim)]
 
 
 def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, MatrixSpec]:

@@ -70,8 +70,10 @@ class Plan:
     def state_bytes(self, rank: int = 0, *, on_host: bool | None = None) -> int:
         """Return the bytes of main values and state on data-parallel rank `rank`: on the host (True), on the device
         (False), or on both (None)."""
-        sides = (False, True) if on_host is None else (on_host,)
-        return sum(unit_bytes(self, unit, rank=rank, on_host=side) for unit in self.units for side in sides)
+        total = 0
+        for side in (False, True) if on_host is None else (on_host,):
+            total += sum(unit_bytes(self, unit, rank=rank, on_host=side) for unit in self.units)
+        return total
 
     def evaluation_bytes(self) -> int:
         """Return the bytes of the copy of this rank's parameters that `eval()` keeps until `train()`."""
@@ -79,25 +81,26 @@ class Plan:
 
     def fingerprint(self, *, experts: bool) -> str:
         """Return a hash that is equal on ranks with the same layouts, rules and parameters: of experts, or dense."""
-        buffers = [b for b in self.buffers if b.is_expert is experts and b.kind is not PRE_SHARDED]
-        units = [unit for unit in self.units if unit.is_expert is experts]
-        text = [f"{buffer.name}:{buffer.layout.fingerprint()}" for buffer in buffers]
-        for unit in units:
-            text.append(f"{unit.name}:{rule_text(unit.rule)}:{sorted(unit.ids)}")
-        for unit in units:
-            text += [f"{unit.name}:{id}:{unit.splits[id].split_name}" for id in sorted(unit.splits)]
-        for buffer in buffers:
-            if buffer.name in self.hosted:
-                text.append(f"{buffer.name}:{list(map(sorted, self.hosted[buffer.name]))}")
-        return sha256("|".join(text).encode()).hexdigest()
+        texts = []
+        for buffer in self.buffers:
+            if buffer.is_expert is experts and buffer.kind is not PRE_SHARDED:
+                hosted = [sorted(ids) for ids in self.hosted.get(buffer.name, ())]
+                texts.append(f"{buffer.name}:{buffer.layout.fingerprint()}:{hosted}")
+        for unit in self.units:
+            if unit.is_expert is experts:
+                splits = [(id, unit.splits[id].split_name) for id in sorted(unit.splits)]
+                texts.append(f"{unit.name}:{rule_text(unit.rule)}:{sorted(unit.ids)}:{splits}")
+        return sha256("|".join(texts).encode()).hexdigest()
 
     def layout_id(self, rank: int) -> str:
         """Return an id of this rank's pieces. A rank-local `state_dict` loads only where the id is the same."""
-        shards = (b for b in self.buffers if b.layout.num_shards > 1 or b.kind is PRE_SHARDED)
-        layouts = sorted(buffer.layout.fingerprint() for buffer in shards)
+        layouts = []
+        for buffer in self.buffers:
+            if buffer.layout.num_shards > 1 or buffer.kind is PRE_SHARDED:
+                layouts.append(buffer.layout.fingerprint())
         if not layouts:
             return "replicated"
-        digest = sha256("|".join(layouts).encode()).hexdigest()
+        digest = sha256("|".join(sorted(layouts)).encode()).hexdigest()
         return f"rank {rank} of {digest[:16]}"
 
     def __str__(self) -> str:
@@ -143,25 +146,29 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     that one rank computes for its peers counts as equal shares."""
     total = 0
     rule = unit.rule_of(on_host=on_host)
-    gathered: dict[
-        ParamId, tuple[tuple[int, ...], int]
-    ] = {}  # the shape of a matrix, and how many ranks share its state
+    whole_shapes: dict[ParamId, tuple[int, ...]] = {}  # of matrices that one rank computes for its peers
+    num_owners: dict[ParamId, int] = {}  # ranks that share the state of such a matrix
     for compute in unit.compute:
         layout = compute.layout
         for slot in layout.slots if layout.computes is Computes.OWNER else ():
-            whole = layout.whole(slot, (0,) * len(layout.sizes))
-            gathered[slot.matrix.id] = whole.shape, layout.num_ranks
+            id = slot.matrix.id
+            whole_shapes[id] = layout.whole(slot, (0,) * len(layout.sizes)).shape
+            num_owners[id] = layout.num_ranks
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
         for run in buffer.runs(rank) if shapes else ():
             if run.id not in shapes or plan.is_on_host(buffer, rank, run.id) is not on_host:
                 continue
+            shape = shapes[run.id]
             total += main_bytes(unit.numbers[buffer.dtype], run.numel)
-            shape, num_owners = gathered.get(run.id, (shapes[run.id], 1))
-            kept = kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT))
-            total += sum(spec_bytes(spec, shapes[run.id], run.numel) for spec in unit.averages.specs)
+            total += sum(spec_bytes(spec, shape, run.numel) for spec in unit.averages.specs)
+            split = unit.splits.get(run.id, NOT_SPLIT)
+            kept = kept_bytes(rule, whole_shapes.get(run.id, shape), split)
             for spec, num_bytes in kept.items():
-                total += num_bytes // num_owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
+                if spec.whole:
+                    total += num_bytes // num_owners.get(run.id, 1)
+                else:
+                    total += spec_bytes(spec, shape, run.numel)
     return total
 
 
@@ -279,8 +286,12 @@ def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_team
     num_ranks = layouts[0].num_ranks * max(num_teams, len(layouts))
     num_owners = sum(len({slot.owner for slot in layout.slots}) for layout in layouts)
     if num_owners < num_ranks:
-        whole = sum(_products(slot.matrix, 1) for layout in layouts for slot in layout.slots)
-        slowest_team = max(sum(_products(slot.matrix, layout.num_ranks) for slot in layout.slots) for layout in layouts)
+        whole = 0
+        slowest_team = 0
+        for layout in layouts:
+            whole += sum(_products(slot.matrix, 1) for slot in layout.slots)
+            of_team = sum(_products(slot.matrix, layout.num_ranks) for slot in layout.slots)
+            slowest_team = max(slowest_team, of_team)
         yield (
             f"  fewer owners than ranks ({num_owners} of {num_ranks}): slowest rank {slowest:.1f} times the mean; "
             f"muon_tp_mode='distributed': {slowest_team * num_ranks / max(whole, 1):.1f}"
@@ -289,17 +300,23 @@ def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_team
 
 def _products(matrix: SplitMatrix, num_parts: int) -> int:
     """Multiplications of a Newton-Schulz step; of a part, with the Gram matrix of the side that is not cut."""
-    rows, cols = matrix.shape[-2:]
+    shape = matrix.shape
+    rows, cols = shape[-2:]
     side = min(rows, cols)
     if num_parts > 1:
-        side = cols if matrix.dims[-1] == len(matrix.shape) - 2 else rows
-    return prod(matrix.shape) * 2 * side // num_parts + prod(matrix.shape[:-2]) * side**3
+        cuts_rows = matrix.dims[-1] == len(shape) - 2
+        side = cols if cuts_rows else rows
+    of_sides = prod(shape) * 2 * side // num_parts
+    of_square = prod(shape[:-2]) * side**3
+    return of_sides + of_square
 
 
 def unit_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines on units: rule, dtypes, state, hooks."""
     for unit in plan.units:
-        numel = sum(run.numel for buffer in plan.buffers for run in buffer.params if run.id in unit.ids)
+        numel = 0
+        for buffer in plan.buffers:
+            numel += sum(param.numel for param in buffer.params if param.id in unit.ids)
         yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
         for dtype, numbers in sorted(unit.numbers.items(), key=str):
             yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
@@ -312,9 +329,12 @@ def unit_lines(plan: Plan) -> Iterator[str]:
             yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
         if unit.finds_no_qkv:
             yield "  no fused q, k and v found to split: set qkv_split_shapes of these parameters, if there are any"
-        whole = [buffer for buffer in plan.buffers if buffer.kind.is_sharded and not buffer.kind.cuts]
-        num_teams = max((b.layout.num_shards for b in whole if b.is_expert is unit.is_expert), default=1)
-        yield from (f"  {line}" for line in compute_lines(unit.compute, num_teams=num_teams))
+        num_teams = 1
+        for buffer in plan.buffers:
+            if buffer.kind.is_sharded and not buffer.kind.cuts and buffer.is_expert is unit.is_expert:
+                num_teams = max(num_teams, buffer.layout.num_shards)
+        for line in compute_lines(unit.compute, num_teams=num_teams):
+            yield f"  {line}"
 
 
 def buffer_lines(plan: Plan) -> Iterator[str]:

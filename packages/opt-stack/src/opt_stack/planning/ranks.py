@@ -10,14 +10,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import fields, replace
 from hashlib import sha256
 from itertools import chain, islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Problem
-from opt_distributed.buffers import Metas, matches
-from opt_distributed.comm import Axes, Roles, agree, agreed, from_all_replicas
+from opt_distributed.buffers import matches
+from opt_distributed.comm import Axes, agree, agreed, from_all_replicas
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES
 from opt_kernels.quantized import quantized
@@ -70,14 +70,16 @@ def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
     compared = [field for field in fields(OptimizerConfig) if field.name not in MAY_DIFFER]
     values = {field.name: getattr(request.config, field.name) for field in compared}
     values |= {"dump_param_to_param_group_map": dumps_groups, "broadcast_params": request.broadcast_params}
-    defaults = {field.name: repr(field.default) for field in compared}
+    defaults = dict.fromkeys(values, "False")
+    for field in compared:
+        defaults[field.name] = repr(field.default)
     texts = {name: without_addresses(repr(value)) for name, value in values.items()}
     # Only fields that do not have their default travel.
-    differing = {name: text for name, text in texts.items() if text != defaults.get(name, "False")}
+    differing = {name: text for name, text in texts.items() if text != defaults[name]}
     per_rank = request.roles.everyone.gather_objects(differing)
     problems = []
-    for name in texts:
-        ranks = _by_value([of_rank.get(name, defaults.get(name, "False")) for of_rank in per_rank])
+    for name, default in defaults.items():
+        ranks = _by_value([of_rank.get(name, default) for of_rank in per_rank])
         if len(ranks) > 1:
             shown = ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items())
             problems.append(f"{name} is {shown}")
@@ -110,9 +112,11 @@ def check_effects(design: Design) -> Generator[Any, Any, None]:
 
     A model may mix dtypes and layouts: one parameter that feels the setting is enough.
     """
-    params = (param for chunk in design.request.chunks for param in chunk.parameters())
-    own = {param.dtype for param in params} | {meta.dtype for meta in design.model.metas.values()}
-    per_rank = yield own, {design.model.metas[id].is_dtensor for id in design.groups.rule_of}
+    metas = design.model.metas
+    own = {meta.dtype for meta in metas.values()}
+    for chunk in design.request.chunks:
+        own.update(param.dtype for param in chunk.parameters())
+    per_rank = yield own, {metas[id].is_dtensor for id in design.groups.rule_of}
     dtypes, are_dtensors = (set().union(*facts) for facts in zip(*per_rank, strict=True))
     config = design.request.config
     wanted = config.precision.params
@@ -199,17 +203,20 @@ def _trained(design: Design) -> Generator[Any, Any, None]:
 
 def _rules(design: Design) -> Generator[Any, Any, None]:
     """Refuse different rules under one name, because parts of a matrix would diverge."""
-    per_rank = yield {unit.name: rule_text(unit.rule) for unit in design.plan.units}
+    own = {unit.name: rule_text(unit.rule) for unit in design.plan.units}
+    per_rank = yield own
     for name in _union(per_rank):
         ranks = _by_value([of_rank.get(name) for of_rank in per_rank])
-        if len(ranks) > 1:
-            texts = list(ranks)  # shown from the argument that differs
-            num_shared = sum(1 for _ in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts)))
-            shared = texts[0][:num_shared]
-            start = max(shared.rfind(before) + len(before) for before in (", ", "("))
-            end = start + SHOWN
-            rules = ", ".join(f"{text[start:end]}... on ranks {_some(at)}" for text, at in ranks.items())
-            yield f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
+        if len(ranks) < 2:
+            continue
+        texts = list(ranks)  # shown from the argument that differs
+        columns = (len(set(chars)) for chars in zip(*texts))
+        num_shared = sum(1 for _ in takewhile(lambda num: num == 1, columns))
+        shared = texts[0][:num_shared]
+        start = max(shared.rfind(before) + len(before) for before in (", ", "("))
+        end = start + SHOWN
+        rules = ", ".join(f"{text[start:end]}... on ranks {_some(at)}" for text, at in ranks.items())
+        yield f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
 
 
 def _decay(design: Design) -> Generator[Any, Any, None]:
@@ -250,16 +257,24 @@ def _newly_decayed(design: Design, given: Mapping[ParamKey, Group]) -> Iterator[
             continue
         for id, param in zip(group["param_ids"], group["params"], strict=True):
             is_undecayed = any(key.matches(param, id.name) for key in undecayed)
-            if is_undecayed and not any(key.matches(param, id.name) for key in chosen):
+            is_chosen = any(key.matches(param, id.name) for key in chosen)
+            if is_undecayed and not is_chosen:
                 yield str(id)
 
 
 def tp_modes(design: Design) -> Generator[Any, Any, Mapping[str, str]]:
     """Return `muon_tp_mode` by rule where it has an effect on a matrix of any rank. Warn, on rank 0, of
     blocks that are updated as separate matrices."""
-    plans = [(unit.name.split("/")[0], plan.tp_mode) for unit in design.plan.units for plan in unit.compute]
-    per_rank = yield {rule: mode.value for rule, mode in plans if mode is not None}
-    modes = {rule: mode for of_rank in per_rank for rule, mode in of_rank.items()}
+    own: dict[str, str] = {}
+    for unit in design.plan.units:
+        for plan in unit.compute:
+            if plan.tp_mode is not None:
+                rule, *_ = unit.name.split("/")
+                own[rule] = plan.tp_mode.value
+    per_rank = yield own
+    modes: dict[str, str] = {}
+    for of_rank in per_rank:
+        modes |= of_rank
     if TpMode.BLOCKWISE.value in modes.values() and design.request.roles.everyone.rank == 0:
         logger.warning("%s", BLOCKWISE_NOTE)
     return modes
@@ -273,11 +288,13 @@ RANK_CHECKS: tuple[RankCheck, ...] = (
 def record_tp_modes(groups: Groups, modes: Mapping[str, str]) -> Groups:
     """Return the groups with the tensor-parallel mode of their rule among its choices."""
 
-    def recorded(group: Group) -> Group:
-        mode = modes.get(group["optimizer"])
-        return group if mode is None else {**group, CHOICES: tuple(sorted((*group[CHOICES], f"{TP_MODE}={mode!r}")))}
-
-    return replace(groups, groups=[recorded(group) for group in groups.groups])
+    recorded = []
+    for group in groups.groups:
+        choices = set(group[CHOICES])
+        if mode := modes.get(group["optimizer"]):
+            choices.add(f"{TP_MODE}={mode!r}")
+        recorded.append({**group, CHOICES: tuple(sorted(choices))})
+    return replace(groups, groups=recorded)
 
 
 def check_peers(design: Design) -> None:
@@ -339,10 +356,12 @@ def _described_params(design: Design, *, experts: bool) -> Iterator[tuple[str, d
         numbers = {}
         for key, value in sorted(group.items()):
             if key not in _NOT_COMPARED and _is_plain(value):
-                numbers[key] = repr(value.tolist() if isinstance(value, Tensor) else value)
+                plain = value.tolist() if isinstance(value, Tensor) else value
+                numbers[key] = repr(plain)
         for id in sorted(ids.intersection(group["param_ids"])):
             meta = design.model.metas[id]
-            yield str(id), numbers | {name: repr(getattr(meta, name)) for name in known}
+            roles = {name: repr(getattr(meta, name)) for name in known}
+            yield str(id), numbers | roles
 
 
 def _is_plain(value: Any) -> bool:
@@ -373,29 +392,3 @@ def _first_out_of_order(first: Sequence[str], other: Sequence[str], *, rank: int
                 "modules and parameters in the same order on all ranks"
             )
     return ""
-
-
-class ModelPart(NamedTuple):
-    """Which part of the model a rank shares with its data-parallel replicas."""
-
-    text: str  # empty if all ranks hold the same parameters
-    has_namesakes: bool  # whether a rank with another part has a parameter of the same name
-
-
-def model_part(metas: Metas, roles: Roles) -> ModelPart:
-    """Compare the parts of the model that ranks hold: tensor-parallel parts, pipeline stages, experts. Collective."""
-    texts = []
-    has_namesakes = False
-    for axes, kind in ((roles.dense, "dense"), (roles.expert, "experts")):
-        own = [meta for meta in metas.values() if meta.is_expert == (kind == "experts") and not meta.is_dtensor]
-        first = min(axes.inter.gather_objects(min(axes.dp.gather_objects(roles.everyone.rank))))
-        among_peers = min(axes.tp.gather_objects(first))
-        first = first if any(meta.tensor_parallel for meta in own) else among_peers
-        reported = [str(meta.id) for meta in own] if first == roles.everyone.rank else []
-        per_rank = roles.everyone.gather_objects((first if own else -1, reported))
-        parts = sorted({rank for rank, _ in per_rank} - {-1})
-        names = [name for _, of_rank in per_rank for name in of_rank]
-        has_namesakes |= len(set(names)) < len(names)
-        if own and len(parts) > 1:
-            texts.append(f"{kind} part {parts.index(first)} of {len(parts)}")
-    return ModelPart(", ".join(texts), has_namesakes)
