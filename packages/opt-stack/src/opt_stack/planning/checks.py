@@ -36,7 +36,6 @@ SEPARATE_NORMS = ("mtp",)
 SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 """Fields that the configurations of the optimizer and of a wrapper both have."""
 
-
 Check = Callable[[Design], Iterator[str]]
 
 
@@ -67,20 +66,21 @@ def _check_params(design: Design) -> Iterator[str]:
     config = design.request.config
     metas = design.model.metas
     allowed = {torch.float32, config.precision.params}
-    if wrong := [id for id in design.groups.rule_of if metas[id].dtype not in allowed]:
+    trained = design.groups.rule_of
+    if wrong := [id for id in trained if metas[id].dtype not in allowed]:
         dtype = metas[wrong[0]].dtype
         remedy = {torch.bfloat16: "set bf16=True", torch.float16: "set fp16=True"}.get(dtype, "convert the model")
         names = and_more([id.name for id in wrong])
-        allow = f"fp16={config.fp16} and bf16={config.bf16} allow {', '.join(sorted(map(str, allowed)))}"
-        yield f"parameter {names} is {dtype}; {allow}: {remedy}"
-    stored = [id for id in design.groups.rule_of if metas[id].codes is not None]
+        dtypes = ", ".join(sorted(map(str, allowed)))
+        yield f"parameter {names} is {dtype}; fp16={config.fp16} and bf16={config.bf16} allow {dtypes}: {remedy}"
+    stored = [id for id in trained if metas[id].codes is not None]
     if stored and config.fp8_recipe is None:
         yield (
             f"parameter {and_more(stored)} is stored in fp8, but fp8_recipe=None; set it to the recipe of the "
             "parameters: delayed, tensorwise, blockwise or mxfp8"
         )
     for id in stored:
-        rule = bare(design.groups.rules[design.groups.rule_of[id]])
+        rule = bare(design.groups.rules[trained[id]])
         if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
             yield (
                 f"optimizer={rule.name!r} evaluates other weights than it trains, but parameter {str(id)!r} is stored "

@@ -123,26 +123,31 @@ def _cuts(meta: ParamMeta, tensor_parallel: int) -> list[_Cut]:
 
 def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[_Arranged, SplitMatrix]:
     sides = [cut for cut in cuts if cut.dim >= len(meta.shape) - 2]  # the others assign whole matrices of a stack
-    by_mode = all(cut.axis.is_tensor_parallel for cut in sides) and len(sides) <= 1
     mode = rule.tp_mode if isinstance(rule, MatrixRule) else None
-    kept = [cut for cut in cuts if cut not in sides or (cut.axis.is_tensor_parallel and mode is TpMode.BLOCKWISE)]
-    computes = Computes.OWNER
+    by_mode = all(cut.axis.is_tensor_parallel for cut in sides) and len(sides) <= 1
     takes_parts = mode is TpMode.BLOCKWISE or not isinstance(rule, MatrixRule)  # the rule communicates itself
+    kept = list(cuts)
     if not sides or (by_mode and takes_parts):
-        kept = cuts
         computes = Computes.PART
     elif by_mode and mode is TpMode.DISTRIBUTED:
-        kept = cuts
         computes = Computes.JOINT
+    else:
+        computes = Computes.OWNER
+        for cut in sides:
+            is_block = cut.axis.is_tensor_parallel and mode is TpMode.BLOCKWISE
+            if not is_block:
+                kept.remove(cut)
     listed = ", ".join(f"along dim {cut.dim} over {cut.axis.size} ranks ({cut.axis.name})" for cut in cuts)
     if computes is Computes.OWNER and not isinstance(rule, MatrixRule):
         raise ConfigError(
             f"optimizer={rule.name!r} needs whole matrices, but {meta.id} is cut {listed}, and only for an "
             "opt_kernels.rules.base.MatrixRule parts can be gathered; use 'muon', 'adaptive_muon' or 'soap'"
         )
-    for number, cut in enumerate(cuts):  # tensor parallelism must come first, so that its blocks are rows or columns
-        gathered = [other for other in cuts[:number] if other not in kept]
-        if cut in kept and any(other.dim == cut.dim for other in gathered):
+    gathered_dims = set[int]()
+    for cut in cuts:  # tensor parallelism must come first, so that its blocks are rows or columns
+        if cut not in kept:
+            gathered_dims.add(cut.dim)
+        elif cut.dim in gathered_dims:
             raise ConfigError(
                 f"muon_tp_mode='blockwise', but {meta.id} is cut {listed}: what one rank of {cut.axis.name!r} holds is "
                 "not a block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
@@ -152,12 +157,14 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     if not meta.is_dtensor:
         shape[cuts[0].dim] *= cuts[0].axis.size
     ordered = list(kept)
-    for cut in (cut for cut in cuts if cut not in kept):
+    for cut in cuts:
         num_parts = prod(other.axis.size for other in cuts if other.dim == cut.dim)
         has_equal_parts = shape[cut.dim] % num_parts == 0
-        ordered += _hops(cut) if has_equal_parts else [cut]
-    matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=tuple(cut.dim for cut in ordered))
+        if cut not in kept:
+            ordered += _hops(cut) if has_equal_parts else [cut]
     axes = tuple(cut.axis for cut in ordered)
+    dims = tuple(cut.dim for cut in ordered)
+    matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=dims)
     in_effect = mode if any(cut.axis.is_tensor_parallel for cut in sides) else None
     return _Arranged(axes, len(kept), computes, team, in_effect), matrix
 
@@ -169,10 +176,13 @@ def _hops(cut: _Cut) -> list[_Cut]:
     """
     axis = cut.axis
     size = axis.size
-    divisors = [n for n in range(2, MAX_PEERS + 1) if size % n == 0 and size // n <= MAX_PEERS]
-    if size <= MAX_PEERS or not divisors:
+    if size <= MAX_PEERS:
         return [cut]
-    local = next((n for n in divisors if n >= NODE_RANKS), divisors[-1])
+    divisors = [n for n in range(2, MAX_PEERS + 1) if size % n == 0]
+    usable = [n for n in divisors if size // n <= MAX_PEERS]
+    if not usable:
+        return [cut]
+    local = next((n for n in usable if n >= NODE_RANKS), usable[-1])
     nodes = tuple(range(place, size, local) for place in range(local))
     within = tuple(range(first, first + local) for first in range(0, size, local))
     between = CutAxis(f"{axis.name} nodes", size // local, axis.of_mesh, nodes)

@@ -179,15 +179,19 @@ def staging_bytes(plan: Plan, rank: int) -> int:
     stages_grads = plan.config.optimizer_offload_compute == "host"
     total = 0
     for buffer in plan.buffers:
+        itemsize = buffer.dtype.itemsize
+        if stages_grads:
+            itemsize += buffer.grad_dtype.itemsize
         numel = sum(run.numel for run in buffer.runs(rank) if plan.is_on_host(buffer, rank, run.id))
-        total += numel * (buffer.dtype.itemsize + stages_grads * buffer.grad_dtype.itemsize)
+        total += numel * itemsize
     return total
 
 
 def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
     """Return the bytes of a buffer's parameters, without padding; for fp8, of codes and scales."""
     if buffer.dtype is not FP8:
-        return sum(param.numel for param in buffer.params) * buffer.dtype.itemsize
+        numel = sum(param.numel for param in buffer.params)
+        return numel * buffer.dtype.itemsize
     assert plan.config.fp8_recipe is not None
     recipe = RECIPES[plan.config.fp8_recipe]
     return sum(recipe.num_bytes(param.shape) for param in buffer.params)
@@ -195,8 +199,10 @@ def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
 
 def main_bytes(numbers: MainFormat, numel: int) -> int:
     """Return the bytes of the main values of `numel` elements of one parameter, without the parameter itself."""
-    scales = -(-numel // FP16.block) if numbers is MainFormat.FP16_SCALED else 0
-    return numel * _MAIN_BYTES[numbers] + 4 * scales
+    num_bytes = numel * _MAIN_BYTES[numbers]
+    if numbers is MainFormat.FP16_SCALED:
+        num_bytes += 4 * -(-numel // FP16.block)
+    return num_bytes
 
 
 def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
@@ -256,17 +262,22 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
         if plan.tp_mode is not None:
             line += f" (muon_tp_mode={plan.tp_mode.value!r})"
         layouts.setdefault(line, []).append(plan.layout)
-        if plan.tp_mode is TpMode.DUPLICATED and all(axis.is_tensor_parallel for axis in plan.axes):
+        is_of_tensor_parallel = all(axis.is_tensor_parallel for axis in plan.axes)
+        if plan.tp_mode is TpMode.DUPLICATED and is_of_tensor_parallel:
             undivided.add(line)
     for line, described in layouts.items():
         count = sum(len(layout.slots) for layout in described)
-        yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
+        noun = "matrix" if count == 1 else "matrices"
+        yield f"{count} {noun} {line}"
         if described[0].computes is Computes.OWNER:
             loads = [owner_load(layout) for layout in described]
             num_runs = max(load.num_runs for load in loads)
-            mebibytes = max(load.numel for load in loads) * 4 / 2**20  # gathered in fp32
-            mean = sum(load.mean for load in loads) / max(num_teams, len(loads))
-            slowest = max(load.slowest * load.mean for load in loads) / mean
+            numel = max(load.numel for load in loads)
+            mebibytes = numel * 4 / 2**20  # gathered in fp32
+            total = sum(load.mean for load in loads)
+            mean = total / max(num_teams, len(loads))
+            longest = max(load.slowest * load.mean for load in loads)
+            slowest = longest / mean
             yield (
                 f"  in {num_runs} run{'s' * (num_runs > 1)}, an owner holds at most {mebibytes:,.1f} MiB; "
                 f"the slowest works {slowest:.2f} times the mean"
@@ -284,14 +295,16 @@ def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_team
     matrix of the side that is not cut, its square, which every rank computes, and what is applied to X.
     """
     num_ranks = layouts[0].num_ranks * max(num_teams, len(layouts))
-    num_owners = sum(len({slot.owner for slot in layout.slots}) for layout in layouts)
+    num_owners = 0
+    whole = 0
+    slowest_team = 0
+    for layout in layouts:
+        owners = {slot.owner for slot in layout.slots}
+        num_owners += len(owners)
+        whole += sum(_products(slot.matrix, 1) for slot in layout.slots)
+        of_team = sum(_products(slot.matrix, layout.num_ranks) for slot in layout.slots)
+        slowest_team = max(slowest_team, of_team)
     if num_owners < num_ranks:
-        whole = 0
-        slowest_team = 0
-        for layout in layouts:
-            whole += sum(_products(slot.matrix, 1) for slot in layout.slots)
-            of_team = sum(_products(slot.matrix, layout.num_ranks) for slot in layout.slots)
-            slowest_team = max(slowest_team, of_team)
         yield (
             f"  fewer owners than ranks ({num_owners} of {num_ranks}): slowest rank {slowest:.1f} times the mean; "
             f"muon_tp_mode='distributed': {slowest_team * num_ranks / max(whole, 1):.1f}"
@@ -341,8 +354,10 @@ def buffer_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines on buffers: parameters, buckets, shards, padding."""
     for buffer in plan.buffers:
         layout = buffer.layout
-        padding = (layout.numel - layout.params_numel) / max(layout.numel, 1)
-        shards = f"{layout.num_shards} shard{'s' * (layout.num_shards > 1)}"
+        num_padding = layout.numel - layout.params_numel
+        padding = num_padding / max(layout.numel, 1)
+        plural = "s" * (layout.num_shards > 1)
+        shards = f"{layout.num_shards} shard{plural}"
         line = f"{buffer.name}: {len(buffer.params)} parameters in {len(layout.buckets)} buckets, {shards}"
         line += f", padding {padding:.2%}"
         if buffer.dtype is FP8:

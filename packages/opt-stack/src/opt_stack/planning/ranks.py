@@ -102,9 +102,8 @@ def _union(per_rank: Sequence[Iterable[str]]) -> list[str]:
 
 
 def _some(ranks: list[int]) -> str:
-    if len(ranks) <= MAX_RANKS_SHOWN:
-        return str(ranks)
-    return f"{ranks[:MAX_RANKS_SHOWN]} and {len(ranks) - MAX_RANKS_SHOWN} more"
+    others = len(ranks) - MAX_RANKS_SHOWN
+    return f"{ranks[:MAX_RANKS_SHOWN]} and {others} more" if others > 0 else str(ranks)
 
 
 def check_effects(design: Design) -> Generator[Any, Any, None]:
@@ -142,7 +141,8 @@ def _patterns(design: Design) -> Generator[Any, Any, None]:
     found: dict[str, bool] = {}
     for chunk in design.model.wrapped.values():
         for pattern in chunk.ddp_config.param_name_patterns_for_fp32_local_accumulation:
-            found[pattern] = found.get(pattern, False) or any(matches(id.name, (pattern,)) for id in chunk.metas)
+            is_found = any(matches(id.name, (pattern,)) for id in chunk.metas)
+            found[pattern] = found.get(pattern, False) or is_found
     per_rank = yield found
     for pattern in _union(per_rank):
         if not any(of_rank.get(pattern) for of_rank in per_rank):
@@ -187,7 +187,8 @@ def common_device(design: Design) -> Generator[Any, Any, torch.device]:
     """Refuse models on different kinds of device. Return this rank's; without tensors, one of the others' kind."""
     own = design.model.device
     per_rank = yield own
-    kinds = _by_value([None if device is None else device.type for device in per_rank])
+    kind_of = [None if device is None else device.type for device in per_rank]
+    kinds = _by_value(kind_of)
     if len(kinds) > 1:
         ranks = "; ".join(f"{kind} on ranks {at}" for kind, at in kinds.items())
         yield f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind"
@@ -229,8 +230,9 @@ def _decay(design: Design) -> Generator[Any, Any, None]:
     config = request.config
     overrides = {} if request.overrides is None else request.overrides
     given = read_overrides(config, overrides, extra_group_keys=None)
-    is_decoupled = request.overrides is None or any("is_decoupled_lr" in override for override in given.values())
-    is_decoupled = is_decoupled or ParamKey(attr="is_embedding_or_output_parameter") in given  # the caller's own rates
+    of_outputs = ParamKey(attr="is_embedding_or_output_parameter")
+    is_decoupled = request.overrides is None or of_outputs in given  # then the rates are the caller's own
+    is_decoupled = is_decoupled or any("is_decoupled_lr" in override for override in given.values())
     if config.decoupled_lr is not None and not is_decoupled:
         raise ConfigError(
             f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
@@ -249,11 +251,13 @@ def _decay(design: Design) -> Generator[Any, Any, None]:
 
 def _newly_decayed(design: Design, given: Mapping[ParamKey, Group]) -> Iterator[str]:
     """Yield the parameters with weight decay that the standard overrides would not decay, and `given` do not set."""
-    standard = get_standard_config_overrides(design.request.config, by_name=design.request.by_name)
+    request = design.request
+    standard = get_standard_config_overrides(request.config, by_name=request.by_name)
     undecayed = [key for key, override in standard.items() if override.get("wd_mult") == 0.0]
     chosen = [key for key, override in given.items() if not override.keys().isdisjoint(_DECAY)]
     for group in design.groups.groups:
-        if not group.get("weight_decay") and not group.get("end_wd"):
+        is_decayed = group.get("weight_decay") or group.get("end_wd")
+        if not is_decayed:
             continue
         for id, param in zip(group["param_ids"], group["params"], strict=True):
             is_undecayed = any(key.matches(param, id.name) for key in undecayed)
@@ -316,7 +320,8 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
     """Return how the dense parameters or the experts of this rank's peers differ. Collective."""
     problems = []
     local = dict(_described_params(design, experts=experts))
-    digest = sha256(f"{design.plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
+    plan = design.plan.fingerprint(experts=experts)
+    digest = sha256(f"{plan}{local}".encode()).hexdigest()
     digests = from_all_replicas(axes, digest)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:  # the same on all peers
@@ -326,9 +331,10 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
         other, other_order = replies[others[0]]
         difference = _difference(first, other, rank=others[0])
         difference = difference or _first_out_of_order(first_order, other_order, rank=others[0])
+        family = "expert " * experts
         problems.append(
-            f"{'expert ' * experts}data-parallel ranks {others} have another plan than rank 0: config, "
-            f"overrides and model must be equal on all ranks that share parameters{difference}"
+            f"{family}data-parallel ranks {others} have another plan than rank 0: config, overrides and model must be "
+            f"equal on all ranks that share parameters{difference}"
         )
     # Tensor-parallel ranks compare the hyper-parameters of the parameters of which both hold a part.
     keys = {key for group in design.groups.groups for key in group}
