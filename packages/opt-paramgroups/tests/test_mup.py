@@ -99,8 +99,9 @@ def test_by_shape_without_a_base_is_refused():
         get_mup_overrides_by_shape(CONFIG, [wide], base)
 
 
-def test_by_shape_chunks_that_repeat_a_name_must_agree():
-    chunks = [nn.Linear(8, 2, bias=False), nn.Linear(4, 2, bias=False)]
+@pytest.mark.parametrize(("widths", "message"), [((8, 4), "4 and 2"), ((2, 4), "1 and 2"), ((4, 2), "2 and 1")])
+def test_by_shape_chunks_that_repeat_a_name_must_agree(widths, message):
+    chunks = [nn.Linear(width, 2, bias=False) for width in widths]
     base = {ParamId(0, "weight"): (2, 2), ParamId(1, "weight"): (2, 2)}
-    with pytest.raises(ConfigError, match="model chunks use the name 'weight' for parameters of widths 4 and 2"):
+    with pytest.raises(ConfigError, match=f"model chunks use the name 'weight' for parameters of widths {message};"):
         get_mup_overrides_by_shape(CONFIG, chunks, base)

@@ -88,8 +88,7 @@ def get_mup_overrides_by_shape(
             for parameters of different widths; `config.lr` is not set.
     """
     rule = optimizer_type.lower()
-    names: dict[tuple[str, float], set[str]] = {}
-    seen: dict[tuple[str, str], float] = {}
+    widths: dict[tuple[str, str], float] = {}  # by entry and name
     for id, meta in (metas if metas is not None else describe(model_chunks)).items():
         traits = _Traits(len(meta.shape), meta.is_embedding, meta.is_embedding_or_output, meta.use_muon)
         base = base_shapes.get(id)
@@ -102,20 +101,23 @@ def get_mup_overrides_by_shape(
         first = 1 if traits.is_hidden else 0
         width = prod(meta.shape[first:]) / prod(base[first:])
         _check_width(config, width)
-        if width == 1:
-            continue
-        for entry in traits.scaled(config, rule):
-            names.setdefault((entry, width), set()).add(id.name)
-            earlier = seen.setdefault((entry, id.name), width)
-            if earlier != width:  # keys cannot tell these apart
+        scaled = traits.scaled(config, rule)
+        for entry in ("lr", "eps"):
+            factor = width if entry in scaled else 1
+            earlier = widths.setdefault((entry, id.name), factor)
+            if earlier != factor:  # keys cannot tell these apart
                 raise ConfigError(
-                    f"muP: model chunks use the name {id.name!r} for parameters of widths {earlier:g} and {width:g}; "
+                    f"muP: model chunks use the name {id.name!r} for parameters of widths {earlier:g} and {factor:g}; "
                     "make the overrides of each chunk separately"
                 )
+    names: dict[tuple[str, float], set[str]] = {}
+    for (entry, name), width in widths.items():
+        names.setdefault((entry, width), set()).add(name)
     overrides: Overrides = {}
     for (entry, width), called in names.items():
-        key = _name_key(entry, width, frozenset(called))
-        overrides[key] = _rates(config, rule, width) if entry == "lr" else {"eps": config.adam_eps / width}
+        if width != 1:
+            key = _name_key(entry, width, frozenset(called))
+            overrides[key] = _rates(config, rule, width) if entry == "lr" else {"eps": config.adam_eps / width}
     return overrides
 
 
