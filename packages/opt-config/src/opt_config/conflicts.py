@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,9 +42,7 @@ _FIELDS_OF_INTERVALS = {
     FRACTION: "optimizer_offload_fraction",
     SHARE: "ema_share",
 }
-INTERVALS = MappingProxyType(
-    {name: interval for interval, names in _FIELDS_OF_INTERVALS.items() for name in names.split()}
-)
+INTERVALS = {name: interval for interval, names in _FIELDS_OF_INTERVALS.items() for name in names.split()}
 
 _MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
@@ -74,7 +71,7 @@ _WORDS = {
 }
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 _NAMES = {name: tuple(words.split()) for name, words in _WORDS.items()}
-CHOICES: Mapping[str, tuple[object, ...]] = MappingProxyType({"fp8_recipe": _FP8_RECIPES, **_DTYPES, **_NAMES})
+CHOICES: Mapping[str, tuple[object, ...]] = {"fp8_recipe": _FP8_RECIPES, **_DTYPES, **_NAMES}
 
 # Fields without effect unless another one is set. Without it, a value other than the default is refused, because it
 # would be silently ignored.

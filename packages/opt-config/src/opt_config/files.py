@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self, get_origin
 
 import torch
@@ -30,7 +29,7 @@ _NAMES_OF_DTYPES = {
     torch.bfloat16: ("bfloat16", "bf16"),
     torch.uint8: ("uint8",),
 }
-DTYPES = MappingProxyType({name: dtype for dtype, names in _NAMES_OF_DTYPES.items() for name in names})
+DTYPES = {name: dtype for dtype, names in _NAMES_OF_DTYPES.items() for name in names}
 
 
 class Configuration(ABC):
@@ -185,9 +184,12 @@ def _finite(text: str, value: float) -> float:
     return value
 
 
-_PARSERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
-    {".json": _parse_json, ".toml": _parse_toml, ".yaml": _parse_yaml, ".yml": _parse_yaml}
-)
+_PARSERS: Mapping[str, Callable[[str], object]] = {
+    ".json": _parse_json,
+    ".toml": _parse_toml,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
 
 
 def _table(suffix: str, text: str, section: str = "") -> Mapping[str, object]:

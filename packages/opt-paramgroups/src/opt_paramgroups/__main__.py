@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from types import MappingProxyType
 
 from opt_config import ConfigError, OptimizerConfig, load_config
 from opt_paramgroups.groups import get_param_groups
@@ -17,9 +16,7 @@ from opt_paramgroups.overrides import (
 )
 from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_rich, as_text, group_rows
 
-FORMATS: Mapping[str, Callable[[Sequence[GroupRow]], str]] = MappingProxyType(
-    {"text": as_text, "markdown": as_markdown, "json": as_json}
-)
+FORMATS: Mapping[str, Callable[[Sequence[GroupRow]], str]] = {"text": as_text, "markdown": as_markdown, "json": as_json}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -294,7 +294,7 @@ def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], con
             f"config_overrides: group {name!r} has lr_mult={lr_mult!r} but no learning rate; set lr in the "
             "OptimizerConfig, or max_lr in the override"
         )
-    rates = {rate: _times(override[rate], lr_mult) for rate in ("max_lr", "min_lr") if rate in override}
+    rates: ParamGroup = {rate: _times(override[rate], lr_mult) for rate in ("max_lr", "min_lr") if rate in override}
     membership = {
         "params": list(params.values()),
         "param_ids": list(params),

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -260,9 +259,9 @@ _OTHER_NAMES = {
     "is_embedding_or_output": "is_embedding_or_output_parameter",
     "is_embedding": "is_embedding_parameter",
 }
-_ATTRIBUTE_OF_FIELD = MappingProxyType({name: _OTHER_NAMES.get(name, name) for name in _FIELDS_OF_ATTRIBUTES.split()})
+_ATTRIBUTE_OF_FIELD = {name: _OTHER_NAMES.get(name, name) for name in _FIELDS_OF_ATTRIBUTES.split()}
 _TRUE_BY_DEFAULT = frozenset({"use_muon", "partition_stride"})
-_FIELD_OF_ATTRIBUTE = MappingProxyType({attr: field for field, attr in _ATTRIBUTE_OF_FIELD.items()})
+_FIELD_OF_ATTRIBUTE = {attr: field for field, attr in _ATTRIBUTE_OF_FIELD.items()}
 REFERENCE_ATTRIBUTES = ("allreduce", *_FIELD_OF_ATTRIBUTE)
 """The attributes of a parameter that `describe` reads."""
 _ROLES = ("is_expert", *_ATTRIBUTE_OF_FIELD)  # what `overrides` may set

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,27 +56,23 @@ TORCH_KEYS = (
 )
 """Further entries that torch.optim's own optimizers read."""
 
-_RESERVED = MappingProxyType(
-    {
-        "params": "a group's parameters follow from the keys",
-        "param_ids": "a group's parameters follow from the keys",
-        "name": "a group's name follows from the keys",
-        "is_expert_parallel": "it follows from the roles of the parameters, see opt_paramgroups.describe",
-        "default_config": "it marks the groups without overrides",
-        "lr": "the schedule writes it; set max_lr, min_lr or lr_mult",
-        "weight_decay": "the schedule writes it; set wd_mult, or start_wd and end_wd",
-        "step": "the optimizer counts steps",
-    }
-)
+_RESERVED = {
+    "params": "a group's parameters follow from the keys",
+    "param_ids": "a group's parameters follow from the keys",
+    "name": "a group's name follows from the keys",
+    "is_expert_parallel": "it follows from the roles of the parameters, see opt_paramgroups.describe",
+    "default_config": "it marks the groups without overrides",
+    "lr": "the schedule writes it; set max_lr, min_lr or lr_mult",
+    "weight_decay": "the schedule writes it; set wd_mult, or start_wd and end_wd",
+    "step": "the optimizer counts steps",
+}
 
 _NOT_NEGATIVE = ("lr", "max_lr", "min_lr", "lr_mult", "weight_decay", "start_wd", "end_wd", "wd_mult")
-_INTERVALS = MappingProxyType(
-    {
-        **dict.fromkeys(_NOT_NEGATIVE, Interval(0)),
-        "eps": Interval(0, low_open=True),
-        "momentum": Interval(0, 1),
-    }
-)
+_INTERVALS = {
+    **dict.fromkeys(_NOT_NEGATIVE, Interval(0)),
+    "eps": Interval(0, low_open=True),
+    "momentum": Interval(0, 1),
+}
 
 
 def read_overrides(
