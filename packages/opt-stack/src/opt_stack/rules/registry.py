@@ -45,6 +45,7 @@ class RuleEntry:
     reads_fields: bool = True  # False: no number of the rule comes from a field such as adam_beta1
 
 
+_DEFAULTS = OptimizerConfig()
 _REFUSED = {
     "backend": "the stack chooses the fastest backend",
     "stochastic_rounding": "the stack keeps main values; only the drop-in optimizers of opt-kernels round so",
@@ -96,7 +97,8 @@ def formula_entry(formula: Formula) -> RuleEntry:
         return rule
 
     summary = formula.description.splitlines()[0].rstrip(".")
-    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=False)
+    reads_fields = bool(entries_of_rule(_DEFAULTS, formula.name))
+    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=reads_fields)
 
 
 def _options(formula: Formula, config: OptimizerConfig) -> Mapping[str, Any]:
