@@ -110,10 +110,9 @@ def get_optimizer(
         ConfigError: on every rank, if the optimizer cannot be built. The message names the field, its value and what is
             allowed. A ValueError.
     """
-    return build_optimizer(
+    request = make_request(
         config,
         model_chunks,
-        dump_param_to_param_group_map,
         overrides=config_overrides,
         pg_collection=pg_collection,
         mesh=mesh,
@@ -123,22 +122,15 @@ def get_optimizer(
         allow_unmatched=allow_unmatched,
         extra_group_keys=extra_group_keys,
     )
+    return build_optimizer(request, dump_param_to_param_group_map)
 
 
-def build_optimizer(
-    config: OptimizerConfig,
-    model_chunks: Sequence[nn.Module],
-    dump_param_to_param_group_map: str | None,
-    *,
-    kind: type[Optimizer] = Optimizer,
-    **options: Any,
-) -> Optimizer:
-    """`get_optimizer` for any class of optimizer; `options` are those of `make_request`."""
-    request = make_request(config, model_chunks, **options)
-    model, groups = read_groups(request, dumps_groups=dump_param_to_param_group_map is not None)
+def build_optimizer(request: Request, group_map: str | None, *, kind: type[Optimizer] = Optimizer) -> Optimizer:
+    """Build an optimizer of any class; `group_map` is `get_optimizer`'s `dump_param_to_param_group_map`. Collective."""
+    model, groups = read_groups(request, dumps_groups=group_map is not None)
     optimizer = _build(request, model, groups, kind=kind)
-    if dump_param_to_param_group_map is not None:
-        write_group_map(dump_param_to_param_group_map, groups, everyone=request.roles.everyone)
+    if group_map is not None:
+        write_group_map(group_map, groups, everyone=request.roles.everyone)
     return optimizer
 
 

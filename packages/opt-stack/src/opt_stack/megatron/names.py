@@ -21,7 +21,7 @@ from opt_distributed.comm import Given, ProcessGroups
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
 from opt_paramgroups import get_standard_config_overrides
 from opt_paramgroups.overrides import ConfigOverrides
-from opt_stack.factory import build_optimizer, get_optimizer
+from opt_stack.factory import build_optimizer, get_optimizer, make_request
 from opt_stack.megatron.kinds import LAYER_WISE
 from opt_stack.megatron.script import ScriptOptimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
@@ -83,7 +83,9 @@ def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
         )
     del arguments["use_gloo_process_groups"]
     overrides = arguments.pop("config_overrides")
-    return build_optimizer(**arguments, overrides=overrides, by_name=False, kind=ScriptOptimizer)
+    group_map = arguments.pop("dump_param_to_param_group_map")
+    request = make_request(**arguments, overrides=overrides, by_name=False)
+    return build_optimizer(request, group_map, kind=ScriptOptimizer)
 
 
 def get_megatron_muon_optimizer(
