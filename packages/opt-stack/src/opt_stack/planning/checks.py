@@ -314,13 +314,14 @@ def _check_buffers(design: Design) -> Iterator[str]:
         for id in buffer.params:
             if id in groups.rule_of:
                 rule = groups.rules[groups.rule_of[id]]
-                blocks = [(spec.name, spec.block) for spec in rule.state_specs if spec.block and buffer.plan.kind.cuts]
-                for name, block in blocks:
-                    if CODED_MULTIPLE % block:
+                specs = rule.state_specs if buffer.plan.kind.cuts else ()
+                for spec in specs:
+                    if spec.block and CODED_MULTIPLE % spec.block:
+                        multiple = lcm(CODED_MULTIPLE, spec.block)
                         yield (
-                            f"{name} is kept in blocks of {block} elements, but shards of wrapped chunk {id.chunk} are "
-                            f"cut at multiples of {CODED_MULTIPLE}; pass the plain module, which is cut at multiples "
-                            f"of {lcm(CODED_MULTIPLE, block)}, or keep blocks of a divisor of {CODED_MULTIPLE} elements"
+                            f"{spec.name} is kept in blocks of {spec.block} elements, but shards of wrapped chunk "
+                            f"{id.chunk} are cut at multiples of {CODED_MULTIPLE}; pass the plain module, which is cut "
+                            f"at multiples of {multiple}, or keep blocks of a divisor of {CODED_MULTIPLE} elements"
                         )
             elif buffer.through_grads is not None:
                 yield (

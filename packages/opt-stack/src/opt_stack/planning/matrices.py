@@ -224,10 +224,12 @@ def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: Split
 
 def _check_blocks(layout: ComputeLayout) -> None:
     """Raise unless the tensor-parallel blocks of each matrix are equal."""
-    positions = list(product(*map(range, layout.sizes[: layout.kept])))
-    for matrix in (slot.matrix for slot in layout.slots):
-        blocks = [matrix.block(layout.sizes, at) for at in positions]
-        if len({block.shape[-2:] for block in blocks}) > 1:
+    sizes = layout.sizes
+    positions = list(product(*map(range, sizes[: layout.kept])))
+    for slot in layout.slots:
+        matrix = slot.matrix
+        shapes = {matrix.block(sizes, at).shape[-2:] for at in positions}
+        if len(shapes) > 1:
             raise ConfigError(
                 f"muon_tp_mode='blockwise', but {matrix.id} of shape {matrix.shape} is cut into unequal "
                 "blocks, and this adaptive_muon_moment2_method sums over them; set muon_tp_mode='duplicated'"

@@ -104,7 +104,8 @@ class Plan:
         return f"rank {rank} of {digest[:16]}"
 
     def __str__(self) -> str:
-        return "\n\n".join("\n".join(lines(self)) for lines in (unit_lines, buffer_lines, total_lines))
+        sections = (unit_lines(self), buffer_lines(self), total_lines(self))
+        return "\n\n".join(map("\n".join, sections))
 
 
 def rule_text(rule: Rule) -> str:
@@ -119,7 +120,8 @@ def without_addresses(text: str) -> str:
 
 def state_text(specs: Iterable[StateSpec]) -> str:
     """Return the names and dtypes of states."""
-    return ", ".join(f"{spec.name} {short(spec.dtype)}" for spec in specs) or "none"
+    shown = [f"{spec.name} {short(spec.dtype)}" for spec in specs]
+    return ", ".join(shown) or "none"
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -214,8 +216,10 @@ def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLI
     kept = init_state(rule, torch.empty(shape, dtype=torch.float32, device="meta"), matrix)
     num_bytes = {}
     for spec in specs:
-        if spec.name in kept:
-            num_bytes[spec] = kept[spec.name].nbytes if spec.by_part else spec_bytes(spec, shape, numel)
+        if spec.name in kept and spec.by_part:
+            num_bytes[spec] = kept[spec.name].nbytes
+        elif spec.name in kept:
+            num_bytes[spec] = spec_bytes(spec, shape, numel)
     return num_bytes
 
 
@@ -337,7 +341,8 @@ def unit_lines(plan: Plan) -> Iterator[str]:
         if averages := unit.averages.specs:
             yield f"  averages: {state_text(averages)}"
         if hooks := hooks_of(unit.rule):
-            yield f"  hooks: {', '.join(map(repr, hooks))}"
+            shown = ", ".join(map(repr, hooks))
+            yield f"  hooks: {shown}"
         if unit.whole_qkv:
             yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
         if unit.finds_no_qkv:

@@ -84,7 +84,8 @@ def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
             shown = ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items())
             problems.append(f"{name} is {shown}")
     if problems:
-        raise ConfigError(f"ranks were configured differently: {'; '.join(problems)}; set the same on all ranks")
+        listed_problems = "; ".join(problems)
+        raise ConfigError(f"ranks were configured differently: {listed_problems}; set the same on all ranks")
 
 
 def _by_value(per_rank: Sequence[str | None]) -> dict[str, list[int]]:
@@ -98,7 +99,8 @@ def _by_value(per_rank: Sequence[str | None]) -> dict[str, list[int]]:
 
 def _union(per_rank: Sequence[Iterable[str]]) -> list[str]:
     """Return the names that any rank reports, without repetitions."""
-    return list(dict.fromkeys(chain.from_iterable(per_rank)))
+    names = chain.from_iterable(per_rank)
+    return list(dict.fromkeys(names))
 
 
 def _some(ranks: list[int]) -> str:
@@ -123,9 +125,10 @@ def check_effects(design: Design) -> Generator[Any, Any, None]:
     # fp16 scales the loss of a model in fp32 as well, under autocast.
     if wanted is not torch.float32 and not config.fp16 and dtypes and wanted not in dtypes:
         name = "bf16" if config.bf16 else "params_dtype"
+        present = ", ".join(sorted(map(str, dtypes)))
         reason = (
-            f"has no effect: the model's parameters are {', '.join(sorted(map(str, dtypes)))}; convert the model to "
-            f"{wanted} first, or leave it out (autocast needs none)"
+            f"has no effect: the model's parameters are {present}; convert the model to {wanted} first, or leave it "
+            "out (autocast needs none)"
         )
         problems.append(Problem(name, getattr(config, name), reason))
     for name in ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer"):
@@ -167,8 +170,10 @@ def _fp8(design: Design) -> Generator[Any, Any, None]:
                 "fp8_recipe to that of the parameters"
             )
     per_rank = yield is_any_stored
-    asks = f"fp8_recipe={recipe!r}" if recipe is not None else ""
-    if not asks and any(chunk.ddp_config.fp8_param_gather for chunk in design.model.wrapped.values()):
+    asks = ""
+    if recipe is not None:
+        asks = f"fp8_recipe={recipe!r}"
+    elif any(chunk.ddp_config.fp8_param_gather for chunk in design.model.wrapped.values()):
         asks = "fp8_param_gather=True"
     if not asks or any(per_rank):
         return
@@ -228,8 +233,7 @@ def _decay(design: Design) -> Generator[Any, Any, None]:
     """
     request = design.request
     config = request.config
-    overrides = {} if request.overrides is None else request.overrides
-    given = read_overrides(config, overrides, extra_group_keys=None)
+    given = read_overrides(config, request.overrides or {}, extra_group_keys=None)
     of_outputs = ParamKey(attr="is_embedding_or_output_parameter")
     is_decoupled = request.overrides is None or of_outputs in given  # then the rates are the caller's own
     is_decoupled = is_decoupled or any("is_decoupled_lr" in override for override in given.values())
@@ -337,7 +341,9 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
             f"equal on all ranks that share parameters{difference}"
         )
     # Tensor-parallel ranks compare the hyper-parameters of the parameters of which both hold a part.
-    keys = {key for group in design.groups.groups for key in group}
+    keys = set[str]()
+    for group in design.groups.groups:
+        keys.update(group)
     numbers: DescribedParams = {}
     for name, texts in local.items():
         numbers[name] = {key: text for key, text in texts.items() if key in keys}
@@ -379,8 +385,10 @@ def _is_plain(value: Any) -> bool:
 
 def _difference(first: DescribedParams, other: DescribedParams, *, rank: int) -> str:
     for name in sorted({*first, *other}):
-        if name not in first or name not in other:
-            return f"; {name} is trained on rank {rank if name in other else 0} only"
+        if name not in first:
+            return f"; {name} is trained on rank {rank} only"
+        if name not in other:
+            return f"; {name} is trained on rank 0 only"
         for key in sorted({*first[name], *other[name]}):
             ours = first[name].get(key)
             theirs = other[name].get(key)
