@@ -16,8 +16,8 @@ from opt_config import ConfigError, OptimizerConfig, ParamKey
 from opt_distributed import Alone, run_threads
 from opt_distributed.comm.threads import ThreadComm
 from opt_paramgroups import get_standard_config_overrides
+from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack import get_optimizer
-from opt_stack.planning.design import Overrides
 
 MATRIX = ParamKey(name="0.weight")
 PRECISIONS: Mapping[str, dict[str, Any]] = {"bf16": {"bf16": True}, "params_dtype": {"params_dtype": torch.bfloat16}}
@@ -108,7 +108,7 @@ CASES: Mapping[str, tuple[dict[str, Any], Any, bool]] = {  # fields, overrides, 
 
 @pytest.mark.parametrize(("fields", "overrides", "is_warned"), CASES.values(), ids=CASES)
 def test_decay_that_overrides_bring_back_is_named_once(
-    caplog: pytest.LogCaptureFixture, fields: dict[str, Any], overrides: Overrides | None, is_warned: bool
+    caplog: pytest.LogCaptureFixture, fields: dict[str, Any], overrides: ConfigOverrides | None, is_warned: bool
 ) -> None:
     """`{ParamKey(name="0.weight"): {"max_lr": 1e-4}}` gave biases and norms weight decay without a word."""
     with caplog.at_level(logging.WARNING, logger="opt_stack"):
