@@ -298,10 +298,10 @@ def record_tp_modes(groups: Groups, modes: Mapping[str, str]) -> Groups:
 
     recorded = []
     for group in groups.groups:
-        choices = set(group[CHOICES])
+        choices = group[CHOICES]
         if mode := modes.get(group["optimizer"]):
-            choices.add(f"{TP_MODE}={mode!r}")
-        recorded.append({**group, CHOICES: tuple(sorted(choices))})
+            choices = tuple(sorted((*choices, f"{TP_MODE}={mode!r}")))
+        recorded.append({**group, CHOICES: choices})
     return replace(groups, groups=recorded)
 
 
