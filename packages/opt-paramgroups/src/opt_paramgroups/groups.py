@@ -218,10 +218,15 @@ def get_param_groups(
     """
     try:
         params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
-        known = metas if metas is not None else describe(model_chunks, model_chunk_offset=model_chunk_offset)
+        if metas is None:
+            metas = describe(model_chunks, model_chunk_offset=model_chunk_offset)
+        if missing := [str(id) for id in params if id not in metas]:
+            raise ConfigError(
+                f"metas: no entry for parameter {missing[0]!r}; pass describe(model_chunks) of this model"
+            )
         chosen = get_standard_config_overrides(config) if config_overrides is None else config_overrides
         overrides = read_overrides(config, chosen, extra_group_keys=extra_group_keys)
-        seen = {id: seen_at(param, _known(known, id), overrides) for id, param in params.items()}
+        seen = {id: seen_at(param, metas[id], overrides) for id, param in params.items()}
         frozen: dict[str, str] = {}
         for id, param in frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset).items():
             for key in overrides:
@@ -277,12 +282,6 @@ def get_param_groups_and_buffers(
     }
     buffers = {number: buffer for number, buffer in attributes.items() if buffer is not None and not callable(buffer)}
     return GroupsAndBuffers([group for group in groups if filter_fn(group)], buffers)
-
-
-def _known(metas: Mapping[ParamId, ParamMeta], id: ParamId) -> ParamMeta:
-    if id not in metas:
-        raise ConfigError(f"metas: no entry for parameter {str(id)!r}; pass describe(model_chunks) of the same model")
-    return metas[id]
 
 
 def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], config: OptimizerConfig) -> ParamGroup:
