@@ -12,7 +12,8 @@ from opt_checkpoint import (
     ShardedTensorFactory,
     get_param_id_to_sharded_param_map,
 )
-from opt_distributed.saving import MAIN, STEP, Rows, kept_states, sharded_piece
+from opt_distributed.saving import MAIN, STEP, kept_states
+from opt_distributed.sharded_pieces import Rows, sharded_piece
 from opt_kernels.hooks import bare
 from opt_kernels.params import RULE
 from opt_paramgroups import ParamId

@@ -21,11 +21,8 @@ from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, from
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded, WeightAverages
-from opt_distributed.saving import (
-    check_loaded,
-    rows_of_part,
-    take_loaded_,
-)
+from opt_distributed.saving import check_loaded, take_loaded_
+from opt_distributed.sharded_pieces import rows_of_part
 from opt_distributed.step import Scaler, Stepper, check_spikes
 from opt_kernels.hooks import bare
 from opt_paramgroups import ParamId
