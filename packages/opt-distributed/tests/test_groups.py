@@ -84,7 +84,7 @@ def test_no_shard_group_means_one_rank_in_a_larger_group() -> None:
 ALONE = {"mp": None, "tp_ep_pp": None}
 PAIR = [0, 1]
 REFUSALS: dict[str, dict[str, Any]] = {  # the groups, by role
-    "dp_cp of 1 ranks, but dp of 2": {"dp": PAIR, "dp_cp": None, "cp": None, "expt_dp": PAIR, **ALONE},
+    "dp_cp or dp of 1 ranks, but dp of 2": {"dp": PAIR, "dp_cp": None, "cp": None, "expt_dp": PAIR, **ALONE},
     "dp_cp or dp of 2 ranks, but intra_dp_cp of 1": {
         "dp": PAIR, "intra_dp_cp": None, "inter_dist_opt": None, "expt_dp": PAIR, **ALONE,
     },

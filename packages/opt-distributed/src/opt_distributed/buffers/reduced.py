@@ -17,7 +17,7 @@ from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_of
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
-from opt_distributed.comm.roles import QK_NORMS, Axes
+from opt_distributed.comm.roles import Axes, marks_set
 from opt_distributed.layout import Layout
 from opt_paramgroups import ParamId, ParamMeta
 
@@ -159,12 +159,12 @@ def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_laye
         for first, *others in copies.values():
             for other in others:
                 other.copy_(first)
-        for is_expert, role in ((False, "tp"), (True, "expt_tp")):
+        roles = [dict(marks_set(meta, qk_layernorm=qk_layernorm)).values() for meta, _ in of_model]
+        for role in ("tp", "expt_tp"):
             comm = peers.get(role, ALONE)
-            of_family = [part for part in of_model if part.meta.is_expert == is_expert]
-            averaged = [value for meta, value in of_family if meta.average_gradients_across_tp]
-            partial = [value for meta, value in of_family if _is_partial(meta, qk_layernorm=qk_layernorm)]
-            sum_together_(partial, comm)
+            marked = [part for part, of_part in zip(of_model, roles, strict=True) if role in of_part]
+            sum_together_([value for meta, value in marked if not meta.average_gradients_across_tp], comm)
+            averaged = [value for meta, value in marked if meta.average_gradients_across_tp]
             sum_together_(averaged, comm, scale=1.0 / comm.size)
         for meta, value in by_shape:
             if meta.shared_embedding:
@@ -173,9 +173,3 @@ def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_laye
         sum_together_(positions, peers.get("pos_embd", ALONE))
     except Exception as error:  # whatever a backend raises when a peer is gone
         raise CollectiveError(f"sum of gradients over tensor-parallel ranks and stages: {error}") from error
-
-
-def _is_partial(meta: ParamMeta, *, qk_layernorm: bool) -> bool:
-    """Whether each tensor-parallel rank has a part of the sum that is the gradient."""
-    is_norm = qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS)
-    return not meta.average_gradients_across_tp and (meta.sequence_parallel or is_norm)

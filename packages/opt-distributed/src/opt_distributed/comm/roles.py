@@ -1,10 +1,7 @@
 """`Roles`: the groups of a step, from those that the caller passed or that the model's parameters imply. No guesses."""
 
-import logging
 import math
-import os
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_config import ConfigError
 from opt_distributed.comm.collectives import (
     ALONE,
     Alone,
@@ -34,6 +30,7 @@ from opt_distributed.comm.groups import (
     names_of,
     root_of,
 )
+from opt_distributed.comm.launched import join_launched_world
 from opt_distributed.comm.notices import Tells, advising
 from opt_paramgroups import ParamMeta, describe, describe_untrained, parameters_by_id
 
@@ -179,22 +176,18 @@ def _completed(groups: ProcessGroups, everyone: Comm, *, has_experts: bool) -> P
 
 def _check_sizes(groups: ProcessGroups) -> None:
     """Raise ProcessGroupError if sizes contradict each other: no reduction would reach some of the replicas."""
-    instances = _size(groups.inter_dist_opt)
-    replicas = _size(groups.first_of("dp_cp", "dp"))
-    products = {
-        "dp_cp": ({"dp": _size(groups.dp), "cp": _size(groups.cp)}, replicas),
-        "dp_cp or dp": ({"intra_dp_cp": _size(groups.intra_dp_cp), "inter_dist_opt": instances}, replicas),
-        "expt_dp": (
-            {"intra_expt_dp": _size(groups.intra_expt_dp), "inter_dist_opt": instances},
-            _size(groups.expt_dp),
-        ),
-    }
-    for whole, (factors, size) in products.items():
-        if all(factor in groups.roles for factor in factors) and math.prod(factors.values()) != size:
-            sizes = " and ".join(f"{role} of {ranks}" for role, ranks in factors.items())
+    for whole, factors in (
+        (("dp_cp", "dp"), ("dp", "cp")),
+        (("dp_cp", "dp"), ("intra_dp_cp", "inter_dist_opt")),
+        (("expt_dp",), ("intra_expt_dp", "inter_dist_opt")),
+    ):
+        size = _size(groups.first_of(*whole))
+        sizes = {role: _size(getattr(groups, role)) for role in factors if role in groups.roles}
+        if len(sizes) == len(factors) and math.prod(sizes.values()) != size:
+            product = " and ".join(f"{role} of {ranks}" for role, ranks in sizes.items())
             raise ProcessGroupError(
-                f"pg_collection has {whole} of {size} ranks, but {sizes}; the first must be the product of the others "
-                "(None stands for one rank)"
+                f"pg_collection has {' or '.join(whole)} of {size} ranks, but {product}; the first must be the product "
+                "of the others (None stands for one rank)"
             )
 
 
@@ -229,9 +222,14 @@ def uses_qk_layernorm(chunk: nn.Module) -> bool:
     return any(getattr(module.config, "qk_layernorm", None) is True for module in modules)
 
 
+def _tp_of(meta: ParamMeta) -> str:
+    """The role of the ranks that hold other parts of the same matrix."""
+    return "expt_tp" if meta.is_expert else "tp"
+
+
 def marks_set(meta: ParamMeta, *, qk_layernorm: bool) -> list[tuple[str, str]]:
     """The marks for which a gradient may be incomplete on its replicas, each with the role of the peers."""
-    tp = "expt_tp" if meta.is_expert else "tp"
+    tp = _tp_of(meta)
     found = (
         (meta.sequence_parallel, "sequence_parallel", tp),
         (meta.average_gradients_across_tp, "average_gradients_across_tp_domain", tp),
@@ -277,21 +275,44 @@ def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh |
     """
     if groups is None:
         join_launched_world(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))
-    given = _read_given(chunks, groups, mesh, sharded=sharded)
-    advice = _ADVICE if given.kind == "no groups" else "all ranks of the groups must call it"
-    with advising(advice, place=PLACE) if isinstance(given.everyone, Tells) else nullcontext():
-        if given.problem is not None and given.is_partial:
-            with telling((given.everyone,), PLACE):
-                raise given.problem
-        kinds = agree(given.everyone, given.problem, given.kind)
+    everyone = groups.everyone if isinstance(groups, Roles) else world()  # who must agree
+    num_ranks = everyone.size  # of the groups: if they are fewer, the others may never come
+    kind = "no groups"
+    roles: Roles | None = None
+    problem: Exception | None = None
+    try:
+        if mesh is not None:
+            kind = "a mesh"
+            if groups is not None:
+                raise ProcessGroupError("both pg_collection and mesh were given; pass one of them")
+            num_ranks = root_of(mesh).size()
+            problem = mesh_problem(mesh)
+        elif isinstance(groups, Roles):
+            kind = "Roles"
+            roles = groups
+        elif groups is not None:
+            kind = "process groups"
+            by_role = groups if isinstance(groups, ProcessGroups) else groups_of_collection(groups)
+            everyone = _ranks_of_model(by_role, everyone)
+            if by_role.intra_dist_opt is None:
+                num_ranks = _size(by_role.first_of("dp_cp", "dp")) * _size(by_role.mp)
+            roles = _roles_given(chunks, by_role, sharded=sharded)
+    except Exception as error:  # of any kind, as for what is not a mesh, because the other ranks wait
+        problem = error
+    advice = _ADVICE if kind == "no groups" else "all ranks of the groups must call it"
+    with advising(advice, place=PLACE) if isinstance(everyone, Tells) else nullcontext():
+        if problem is not None and num_ranks < everyone.size:
+            with telling((everyone,), PLACE):
+                raise problem
+        kinds = agree(everyone, problem, kind)
     if len(set(kinds)) > 1:
         raise ProcessGroupError(f"ranks were given different kinds of groups: {kinds}, by rank; pass the same on all")
-    if given.roles is not None:
-        return given.roles
+    if roles is not None:
+        return roles
     if mesh is None:
-        return _roles_of_model(chunks, given.everyone, sharded=sharded)
+        return _roles_of_model(chunks, everyone, sharded=sharded)
     of_mesh = ProcessGroups.from_mesh(mesh)
-    return agreed(given.everyone, lambda: _roles_given(chunks, of_mesh, sharded=sharded))
+    return agreed(everyone, lambda: _roles_given(chunks, of_mesh, sharded=sharded))
 
 
 PLACE = "get_optimizer or DistributedDataParallel"
@@ -300,39 +321,6 @@ _ADVICE = (
     "group on these, as pg_collection=opt_stack.ProcessGroups(dp=GROUP, intra_dist_opt=GROUP) (groups=... of "
     "DistributedDataParallel)"
 )
-
-
-class _Given(NamedTuple):
-    """What the arguments of one rank say, without the other ranks."""
-
-    kind: str
-    everyone: Comm  # who must agree
-    roles: Roles | None = None  # those of `ProcessGroups` and `Roles`
-    problem: Exception | None = None
-    is_partial: bool = False  # whether they are of fewer ranks than `everyone`, so that others may never come
-
-
-def _read_given(chunks: Sequence[nn.Module], groups: Given, mesh: DeviceMesh | None, *, sharded: bool) -> _Given:
-    everyone = groups.everyone if isinstance(groups, Roles) else world()
-    if mesh is None and groups is None:
-        return _Given("no groups", everyone)
-    if mesh is None and isinstance(groups, Roles):
-        return _Given("Roles", everyone, groups)
-    kind = "process groups" if mesh is None else "a mesh"
-    num_ranks = everyone.size
-    try:
-        if mesh is not None and groups is not None:
-            raise ProcessGroupError("both pg_collection and mesh were given; pass one of them")
-        if mesh is not None:
-            problem = mesh_problem(mesh)
-            return _Given(kind, everyone, None, problem, root_of(mesh).size() < everyone.size)
-        by_role = groups if isinstance(groups, ProcessGroups) else groups_of_collection(groups)
-        everyone = _ranks_of_model(by_role, everyone)
-        if by_role.intra_dist_opt is None:
-            num_ranks = _size(by_role.first_of("dp_cp", "dp")) * _size(by_role.mp)
-        return _Given(kind, everyone, _roles_given(chunks, by_role, sharded=sharded))
-    except Exception as error:  # of any kind, as for what is not a mesh, because the other ranks wait
-        return _Given(kind, everyone, None, error, num_ranks < everyone.size)
 
 
 class _Facts(NamedTuple):
@@ -346,17 +334,14 @@ class _Facts(NamedTuple):
 
 def _roles_given(chunks: Sequence[nn.Module], groups: ProcessGroups, *, sharded: bool) -> Roles:
     metas = describe(chunks).values()
-    has_peers = groups.mp is not None and groups.mp.size() > 1
-    for meta in metas if has_peers else ():
-        marks = {
-            "tensor parallel": meta.tensor_parallel,
-            "marked sequence_parallel": meta.sequence_parallel,
-            "marked average_gradients_across_tp_domain": meta.average_gradients_across_tp,
-        }
-        mark = next((mark for mark, is_set in marks.items() if is_set), "")
-        if mark and not meta.is_dtensor:
-            role = "expt_tp" if meta.is_expert else "tp"
-            groups.require(role, because=f"because parameter {str(meta.id)!r} is {mark}")
+    for meta in metas if _size(groups.mp) > 1 else ():
+        if meta.is_dtensor:
+            continue
+        marks = [f"marked {attr}" for attr, role in marks_set(meta, qk_layernorm=False) if role == _tp_of(meta)]
+        if meta.tensor_parallel:
+            marks.insert(0, "tensor parallel")
+        if marks:
+            groups.require(_tp_of(meta), because=f"because parameter {str(meta.id)!r} is {marks[0]}")
     return roles_of(groups, sharded=sharded, has_experts=any(meta.is_expert for meta in metas))
 
 
@@ -411,85 +396,3 @@ def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:
                 "expt_dp=..., ...) or mesh=init_device_mesh(device, sizes, mesh_dim_names=('dp', 'tp')), or initialise "
                 "Megatron-Core's parallel_state (DistributedDataParallel takes the groups as groups=...)"
             )
-
-
-logger = logging.getLogger("opt_distributed")
-
-WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that torchrun sets, and that torch's `env://` rendezvous reads."""
-
-
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
-"""The variables in which MPI launchers announce the number of their tasks, and `srun --mpi=pmi2` too."""
-
-
-def join_launched_world(devices: Iterable[str]) -> None:
-    """Initialise `torch.distributed` if a launcher started several processes and it is not initialised yet.
-
-    Warns if srun or mpirun started several tasks and nothing tells them of each other: each trains alone.
-
-    `devices` are the device types of this rank's model; a backend is chosen for each of them and for the CPU.
-
-    Raises:
-        ConfigError: `WORLD_SIZE` is not a positive number, or is above 1 and other variables of the rendezvous are
-            missing.
-    """
-    if not dist.is_available() or dist.is_initialized():
-        return
-    size = os.environ.get("WORLD_SIZE")
-    if not size:
-        _warn_of_lone_tasks()
-        return
-    if not size.isdecimal() or int(size) < 1:
-        raise ConfigError(
-            f"WORLD_SIZE={size!r} in the environment; it must be a number of ranks, 1 or more: correct or unset it"
-        )
-    if int(size) == 1:
-        return
-    missing = [name for name in WORLD if not os.environ.get(name)]
-    if missing:
-        raise ConfigError(
-            f"WORLD_SIZE={size} in the environment, but torch.distributed is not initialised and "
-            f"these variables are not set: {', '.join(missing)}; start the script with torchrun, call "
-            "torch.distributed.init_process_group first, or unset WORLD_SIZE to train in one process"
-        )
-    backends = {kind: dist.get_default_backend_for_device(kind) for kind in dict.fromkeys(("cpu", *devices))}
-    dist.init_process_group(",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
-    logger.info(
-        "initialised torch.distributed as rank %d of %d (%s) from the launcher's environment",
-        dist.get_rank(),
-        dist.get_world_size(),
-        ", ".join(backends.values()),
-    )
-
-
-def _warn_of_lone_tasks() -> None:
-    """Warn if a launcher announces several tasks. Called where no world is announced."""
-    name = _announced_in()
-    num_tasks = os.environ.get(name, "")
-    if num_tasks.isdecimal() and int(num_tasks) > 1:
-        warnings.warn(
-            f"{num_tasks} tasks were announced ({name}={num_tasks}), but torch.distributed is not initialised and "
-            "WORLD_SIZE is not set: each task trains a model of its own; start the script with torchrun (one task per "
-            f"node), call torch.distributed.init_process_group first, or unset {name} if this process is to train "
-            "alone",
-            RuntimeWarning,
-            stacklevel=1,  # one place, so that several chunks and optimizers warn once
-        )
-
-
-def _announced_in() -> str:
-    """Return the variable that holds the number of tasks of the innermost launcher; empty if there is none.
-
-    An interactive allocation announces the tasks that it may start, and is none of them: its shell has no
-    `SLURM_PROCID`, or that of a shell. `SLURM_STEP_NUM_TASKS` counts the tasks that one srun started.
-    """
-    for name in MPI_SIZES:
-        if os.environ.get(name):
-            return name
-    if not os.environ.get("SLURM_PROCID") or os.environ.get("SLURM_PTY_PORT"):
-        return ""
-    if os.environ.get("SLURM_STEP_NUM_TASKS"):
-        return "SLURM_STEP_NUM_TASKS"
-    is_interactive = os.environ.get("SLURM_JOB_NAME") in ("interactive", "bash")
-    return "" if is_interactive else "SLURM_NTASKS"
