@@ -74,7 +74,7 @@ def wrapped(fields: dict[str, Any], *, whole: bool = False, num_microbatches: in
                     buffer.publish_()
             ddp.zero_grad_buffer()
         ddp.finish_param_sync()
-        largest = [torch.tensor(large.largest) for large in ddp.grad_sync.large_grads]
+        largest = [torch.tensor(family.limit.largest) for family in ddp.grad_sync.families]
         return [param.detach().clone() for param in net.parameters()] + largest
 
     return train

@@ -52,15 +52,13 @@ class GradChecks:
         if reduction.check_for_large:  # infinite and NaN norms count as 0
             norm = grad_stats([full], count_zeros=False).sum_of_squares.sqrt().nan_to_num(nan=0.0, posinf=0.0)
         self._largest = torch.stack([self._flags.amax(), norm])
-        self._is_staged = reduction.axes.inter.size > 1
+        axes = reduction.axes
         what = f"check of {bucket.name}"
-        stages = self._stages(reduction.axes)
-        self._flight = InFlight(stages, what, device=device, is_staged=self._is_staged)
+        self._flight = InFlight(self._stages(axes), what, device=device, is_staged=axes.inter.size > 1)
 
     def advance(self) -> None:
         """Start the reduction over other optimizer instances, if there are any."""
-        if self._is_staged:
-            self._flight.advance()
+        self._flight.advance()
 
     def finish(self) -> Tensor:
         """Return (2,) float64: 1 if a gradient of any rank is not finite, and the largest norm of a rank."""
@@ -77,7 +75,7 @@ class GradChecks:
 
     def _stages(self, axes: Axes) -> Iterator[Pending]:
         yield axes.dp.all_reduce_(self._largest, op=Op.MAX, async_op=True)
-        if self._is_staged:
+        if axes.inter.size > 1:
             yield axes.inter.all_reduce_(self._largest, op=Op.MAX, async_op=True)
 
 
@@ -173,14 +171,6 @@ class GradBucket:
             return self.memory.grad_bucket(self.index)
         return self.memory.result(self.index, self.reduction.axes.dp.rank)
 
-    @property
-    def wire(self) -> Wire:
-        """How this iteration's gradients are reduced."""
-        axes = self.reduction.axes
-        if self.memory.reduces_everywhere:
-            return SumEverywhere(axes.dp, axes.inter)
-        return to_owners(self.reduction.wire, self.memory.layout.buckets[self.index], axes.dp)
-
     def note(self, id: ParamId) -> None:
         """Note that a gradient of this parameter was added."""
         count = self.arrivals.get(id, 0) + 1
@@ -238,7 +228,11 @@ class GradBucket:
         if self.reduction.scale_before != 1.0:
             full.mul_(self.reduction.scale_before)
         what = f"gradient reduction {iteration} of {self.name}"
-        wire = self.wire
+        axes = self.reduction.axes
+        if self.memory.reduces_everywhere:
+            wire: Wire = SumEverywhere(axes.dp, axes.inter)
+        else:
+            wire = to_owners(self.reduction.wire, self.memory.layout.buckets[self.index], axes.dp)
         stages = wire.stages(full, self.result)
         self._flight = InFlight(stages, what, device=self.memory.queues, is_staged=wire.is_staged)
 
@@ -246,7 +240,7 @@ class GradBucket:
         """Wait for the present stage of a reduction in several stages and start the next, if one is pending."""
         if self.checks is not None:
             self.checks.advance()
-        if self._flight is not None and self.wire.is_staged:
+        if self._flight is not None:
             self._flight.advance()
 
     @torch.no_grad()

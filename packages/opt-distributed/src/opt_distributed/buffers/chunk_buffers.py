@@ -120,8 +120,7 @@ class SyncedBuffer:
         if self.memory.reduces_everywhere:
             wholes = ((slot.id, slice(0, slot.numel)) for slot in layout.slots())
             return (Piece(id, of_param=whole, of_shard=whole) for id, whole in wholes)
-        rank = self.axes.dp.rank if layout.num_shards > 1 else 0
-        return (piece for _, piece in layout.owned(rank))
+        return (piece for _, piece in layout.owned(self.axes.dp.rank))
 
     def published_with(self, buffers: Sequence["SyncedBuffer"]) -> "SyncedBuffer":
         """Return this buffer for a step that publishes only `buffers` of the chunk.

@@ -22,7 +22,6 @@ from opt_distributed.buffers.bucket import BucketState, GradBucket, LargeGrads
 from opt_distributed.buffers.main_grad import (
     GradientError,
     SparseGradientError,
-    UnusableGradientError,
     adopt_main_grad_,
     take_grad_,
 )
@@ -150,6 +149,14 @@ def _others(chunks: Sequence["GradSync"]) -> list["GradSync"]:
     return [one for one in live if one not in chunks and any(group in groups for group in one.groups)]
 
 
+class Family(NamedTuple):
+    """The buckets of dense parameters, or those of experts."""
+
+    axes: Axes  # the replicas, which all have the same buckets
+    indices: list[int]
+    limit: LargeGrads
+
+
 class GradSync:
     """Reduces the buckets of one model chunk, in one order on all ranks (`launch_order`).
 
@@ -176,19 +183,18 @@ class GradSync:
         self.is_started = False  # whether all buckets may be launched, complete or not
         self.iteration = 1  # reductions begun, counted from 1
         self._has_to_learn = learns
-        dense = [at for at, bucket in enumerate(buckets) if not bucket.reduction.is_expert]
-        experts = [at for at, bucket in enumerate(buckets) if bucket.reduction.is_expert]
-        # Indices of buckets; each family has the same on all its replicas.
-        self._families = [family for family in (dense, experts) if family]
-        self._axes = [self.buckets[family[0]].reduction.axes for family in self._families]
-        comms = [comm for axes in self._axes for comm in (axes.dp, axes.inter) if comm.size > 1]
-        self.groups = [group_of(comm) or comm for comm in comms]  # process groups, or a `Comm` that has none
-        self.large_grads = [LargeGrads() for _ in self._families]
+        self.families: list[Family] = []
+        self.groups: list[object] = []  # process groups, or a `Comm` that has none
+        for is_expert in (False, True):
+            indices = [at for at, bucket in enumerate(buckets) if bucket.reduction.is_expert == is_expert]
+            if indices:
+                axes = buckets[indices[0]].reduction.axes
+                self.families.append(Family(axes, indices, LargeGrads()))
+                self.groups += [group_of(comm) or comm for comm in (axes.dp, axes.inter) if comm.size > 1]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
         self.has_run = False  # whether a pass of this iteration may have launched buckets on some rank
         self._finished = False
-        self._refused: list[UnusableGradientError] = []  # in this iteration, because gradients are too large
         self.keys = tuple(self._key(index) for index in range(len(self.buckets)))
         self.launch_order = LaunchOrder([self])
         with _lock:
@@ -282,8 +288,8 @@ class GradSync:
         if not self._finished:
             self._judge()
         self._finished = True
-        problems = [self.buckets[index].problem for index in self.order]
-        for problem in (*problems, *self._refused):
+        for index in self.order:
+            problem = self.buckets[index].problem
             if problem is not None:
                 raise problem
 
@@ -301,12 +307,11 @@ class GradSync:
         """
         if self.has_run and self.launch_order.any_may_launch_early:
             self.launch_order.launch_through(self)
-            for axes in self._axes:
-                self._compare_dropped(axes)
+            for family in self.families:
+                self._compare_dropped(family.axes)
         for index in self.order:
             self.buckets[index].begin()
         self.iteration += self._finished
-        self._refused = []
         self._completed = {}
         self._finished = False
         self.has_run = False
@@ -337,14 +342,19 @@ class GradSync:
         if not checked:
             return
         numbers = torch.stack([checks.finish() for checks in checked.values()])
-        numbers_of = dict(zip(checked, HostCopy(numbers, self.buckets[0].memory.queues).wait().tolist(), strict=True))
-        for at, checks in checked.items():
-            if numbers_of[at][0]:
-                self.buckets[at].problem = self.buckets[at].problem or checks.problem()
-        for family, large in zip(self._families, self.large_grads, strict=True):
-            norms = [(numbers_of[at][1], self.buckets[at].name) for at in family if at in checked]
-            problem = large.verdict(*max(norms)) if norms else None
-            self._refused += [problem] if problem is not None else []
+        on_host = HostCopy(numbers, self.buckets[0].memory.queues).wait().tolist()
+        norms = {}
+        for (at, checks), (is_bad, norm) in zip(checked.items(), on_host, strict=True):
+            norms[at] = norm
+            if is_bad:
+                bucket = self.buckets[at]
+                bucket.problem = bucket.problem or checks.problem()
+        for family in self.families:
+            largest = max((at for at in family.indices if at in norms), key=norms.__getitem__, default=None)
+            if largest is not None:
+                bucket = self.buckets[largest]
+                problem = family.limit.verdict(norms[largest], bucket.name)
+                bucket.problem = bucket.problem or problem
 
     def _key(self, index: int, *, time: float = 0.0, is_late: bool = False) -> LaunchKey:
         is_expert = self.buckets[index].reduction.is_expert
@@ -355,12 +365,16 @@ class GradSync:
         keys = list(self.keys)
         for bucket in self.buckets:
             bucket.expected = {id: max(bucket.arrivals.get(id, 0), 1) for id in bucket.ids}
-        for family, axes in zip(self._families, self._axes, strict=True):
-            lacks = {at: self.buckets[at].arrivals.keys() != set(self.buckets[at].ids) for at in family}
-            seen = [(self._completed.get(at, len(keys)) / len(keys), lacks[at]) for at in family]
-            reports: list[list[tuple[float, bool]]] = from_all_replicas(axes, seen)
-            for index, per_rank in zip(family, zip(*reports, strict=True), strict=True):
-                keys[index] = self._key(index, time=per_rank[0][0], is_late=any(is_late for _, is_late in per_rank))
+        for family in self.families:
+            seen = []
+            for at in family.indices:
+                bucket = self.buckets[at]
+                lacks_grads = len(bucket.arrivals) < len(bucket.ids)
+                seen.append((self._completed.get(at, len(keys)) / len(keys), lacks_grads))
+            reports = from_all_replicas(family.axes, seen)
+            for at, per_rank in zip(family.indices, zip(*reports, strict=True), strict=True):
+                time, _ = per_rank[0]
+                keys[at] = self._key(at, time=time, is_late=any(is_late for _, is_late in per_rank))
         self.keys = tuple(keys)
         self._has_to_learn = False
         self.launch_order.sort()

@@ -117,8 +117,7 @@ class BufferPlan:
         because this rank may still compute the update of such a matrix."""
         if self.kind is PRE_SHARDED:
             return (Run(param.id, slice(0, param.numel)) for param in self.params)
-        owned = self.layout.owned(rank % self.layout.num_shards)
-        return (Run(piece.id, piece.of_param, bucket) for bucket, piece in owned)
+        return (Run(piece.id, piece.of_param, bucket) for bucket, piece in self.layout.owned(rank))
 
 
 def short(dtype: torch.dtype) -> str:
@@ -152,28 +151,28 @@ def plan_buffers(
     Raises:
         LayoutError: ``shard_multiple`` is below 1.
     """
-    found: dict[tuple[torch.dtype, torch.dtype, bool, str], list[ParamShape]] = {}
-    kinds = {}
+    found: dict[tuple[torch.dtype, torch.dtype, bool, LayoutKind], list[ParamShape]] = {}
     numels = {False: 0, True: 0}
     for id, meta in metas.items():
         kind = next(kind for kind in LAYOUTS if kind.applies(sharding, meta, needs_whole(meta)))
-        kinds[kind.name] = kind
         numels[meta.is_expert] += meta.numel
         stored = meta.local_shape if meta.is_dtensor else meta.shape
         shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.is_on_several_stages)
         if isinstance(sharding, WholeParams) and sharding.by_owner:
             # On all tensor-parallel ranks: one of them updates a matrix that is cut, each any other.
             tp = sizes.expert_tp if meta.is_expert else sizes.dense_tp
-            is_cut = meta.tensor_parallel and meta.partition_dim is not None
-            whole = [n * tp if is_cut and dim == meta.partition_dim else n for dim, n in enumerate(stored)]
-            shape = replace(shape, work=update_cost(tuple(whole)) * (1 if is_cut else tp))
-        found.setdefault((meta.stored_dtype, grad_dtype(meta), meta.is_expert, kind.name), []).append(shape)
+            whole = list(stored)
+            num_updates = tp
+            if meta.tensor_parallel and meta.partition_dim is not None:
+                whole[meta.partition_dim] *= tp
+                num_updates = 1
+            shape = replace(shape, work=update_cost(tuple(whole)) * num_updates)
+        found.setdefault((meta.stored_dtype, grad_dtype(meta), meta.is_expert, kind), []).append(shape)
     plans = []
-    for (dtype, grads, is_expert, name), params in found.items():
-        num_shards = sizes.expert if is_expert else sizes.dense
-        layout = kinds[name].plan(
+    for (dtype, grads, is_expert, kind), params in found.items():
+        layout = kind.plan(
             params,
-            num_shards=num_shards,
+            num_shards=sizes.expert if is_expert else sizes.dense,
             bucket_size=bucket_size(numels[is_expert]),
             shard_multiple=shard_multiple,
             pad_for_high_busbw=pad_for_high_busbw,
@@ -183,7 +182,7 @@ def plan_buffers(
             dtype=dtype,
             grad_dtype=grads,
             is_expert=is_expert,
-            kind=kinds[name],
+            kind=kind,
             params=tuple(params),
             layout=layout,
         )

@@ -46,11 +46,10 @@ class ReducedGrads:
     ):
         self.layout = layout
         self.axes = axes
-        rank = axes.dp.rank if layout.num_shards > 1 else 0
         numels = [bucket.numel for bucket in layout.buckets]
         self._scratch: list[Tensor] = []
         if layout.num_shards > 1:
-            shards = [bucket.shard(rank, layout.num_shards) for bucket in layout.buckets]
+            shards = [bucket.shard(axes.dp.rank, layout.num_shards) for bucket in layout.buckets]
             shard_numels = [shard.stop - shard.start for shard in shards]
             self.sums = torch.zeros(sum(shard_numels), dtype=dtype, device=device)
             self._results: Sequence[Tensor] = torch.split(self.sums, shard_numels)
@@ -62,9 +61,12 @@ class ReducedGrads:
             self._results = self._buckets = list(torch.split(self.sums, numels))
         self._places: list[dict[ParamId, Tensor]] = []
         for full, bucket in zip(self._buckets, layout.buckets, strict=True):
-            places = {slot.id: full[slot.start - bucket.start : slot.stop - bucket.start] for slot in bucket.slots}
-            self._places.append({id: place.view(params[id].shape) for id, place in places.items()})
-        self._pieces = {piece.id: self._results[at][piece.of_shard] for at, piece in layout.owned(rank)}
+            places = {}
+            for slot in bucket.slots:
+                flat = full[slot.start - bucket.start : slot.stop - bucket.start]
+                places[slot.id] = flat.view(params[slot.id].shape)
+            self._places.append(places)
+        self._pieces = {piece.id: self._results[at][piece.of_shard] for at, piece in layout.owned(axes.dp.rank)}
         self._shapes = {id: param.shape for id, param in params.items()}
         self._wire = wire_of(DistributedDataParallelConfig(), axes, num_shards=layout.num_shards)
         self._queues = devices.device_of(device)

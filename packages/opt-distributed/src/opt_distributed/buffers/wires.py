@@ -147,12 +147,13 @@ class InFlight:
     neither the host nor compute waits between two stages.
     """
 
-    _pending: Pending | None  # the present stage; None after the last
+    _pending: Pending | None = None  # the present stage; None after the last
 
     def __init__(self, stages: Iterator[Pending], what: str, *, device: Device = _HOST, is_staged: bool = False):
         self._stages = stages
         self._what = what
         self._device = device
+        self._is_staged = is_staged
         self._done: Event | None = None  # of all stages
         if not (device.is_asynchronous and is_staged):
             self._next()
@@ -162,31 +163,32 @@ class InFlight:
         with device.on(side):
             self._next()
             while self._pending is not None:
-                self.advance()
+                self._next()
         self._done = side.record_event()
 
     def advance(self) -> None:
-        """Wait for the present stage and start the next. Does nothing if all are complete or queued.
+        """Wait for the present stage and start the next, if there are several. Does nothing if all are queued.
 
         Raises:
             CollectiveError: the stage failed, or exceeded the timeout of its group.
         """
-        if self._pending is not None:
-            with naming(self._what):
-                self._pending.wait()
+        if self._is_staged and self._pending is not None:
             self._next()
 
     def finish(self) -> None:
         """Wait for all stages. On an asynchronous device, the current stream waits instead of the host."""
         while self._pending is not None:
-            self.advance()
+            self._next()
         if self._done is not None:
             self._device.current_stream().wait_event(self._done)
             self._done = None
 
     @torch.no_grad()
     def _next(self) -> None:
+        """Wait for the present stage, if there is one, and start the next."""
         with naming(self._what):
+            if self._pending is not None:
+                self._pending.wait()
             self._pending = next(self._stages, None)
 
 

@@ -222,10 +222,11 @@ class Layout:
     def owned(self, rank: int) -> Iterator[tuple[int, Piece]]:
         """Iterate over the pieces that rank ``rank`` owns, in ascending order, each after the index of its bucket.
 
-        Every element of every parameter has one owner.
+        Every element of every parameter has one owner, or, with one shard, is owned by every rank.
         """
+        number = rank if self.num_shards > 1 else 0
         for index, bucket in enumerate(self.buckets):
-            shard = bucket.shard(rank, self.num_shards)
+            shard = bucket.shard(number, self.num_shards)
             first = bisect_right(bucket.slots, shard.start, key=lambda slot: slot.stop)
             for slot in (bucket.slots[at] for at in range(first, len(bucket.slots))):
                 if slot.start >= shard.stop:
