@@ -1,11 +1,10 @@
 """The planner of buffers: which parameters share one, and its layout. Pure functions of parameter metadata.
 
 Wrapped chunks and plain ones ask the same function, so that the optimizer's plan and a wrapper's buffers are one thing.
-`LAYOUTS` is the table of layouts: which parameters each is for. To add a layout, write its planner in a file of
-`opt_distributed/layout`, and a row here. The first row that applies is used.
+To add a layout, write its planner in a file of `opt_distributed/layout`, and a `LayoutKind` that `kind_of` returns.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
@@ -25,41 +24,34 @@ CODED_MULTIPLE = lcm(SHARD_MULTIPLE, BLOCK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutKind:
-    """A row of the table."""
+    """One of the layouts that `kind_of` chooses from."""
 
     name: str  # in plans
     plan: Callable[..., Layout]  # takes the arguments of `flat_layout`
-    applies: Callable[[Sharding, ParamMeta, bool], bool]  # given whether the parameter's rule updates whole matrices
     is_sharded: bool  # whether parameters move into a buffer of which each rank owns a shard
     cuts: bool = False  # whether a parameter may be cut at any element: refused for rules that need whole matrices
 
 
-PRE_SHARDED = LayoutKind(
-    name="as it came",  # the local shard of the caller's DTensor, which is not sharded again
-    plan=lambda params, *, bucket_size, **_: replicated_layout(params, bucket_size=bucket_size),
-    applies=lambda sharding, meta, needs_whole: meta.is_dtensor,
-    is_sharded=False,
-)
-REPLICATED = LayoutKind(
-    name="replicated",
-    plan=PRE_SHARDED.plan,
-    applies=lambda sharding, meta, needs_whole: isinstance(sharding, Replicated),
-    is_sharded=False,
-)
-WHOLE = LayoutKind(
-    name="whole parameters",
-    plan=whole_layout,
-    applies=lambda sharding, meta, needs_whole: isinstance(sharding, WholeParams) and needs_whole,
-    is_sharded=True,
-)
-FLAT = LayoutKind(
-    name="flat shards",
-    plan=flat_layout,
-    applies=lambda sharding, meta, needs_whole: True,
-    is_sharded=True,
-    cuts=True,
-)
-LAYOUTS = (PRE_SHARDED, REPLICATED, WHOLE, FLAT)
+def _whole_copies(params: Iterable[ParamShape], *, bucket_size: int | None, **unused: object) -> Layout:
+    return replicated_layout(params, bucket_size=bucket_size)
+
+
+# The local shard of the caller's DTensor, which is not sharded again.
+PRE_SHARDED = LayoutKind(name="as it came", plan=_whole_copies, is_sharded=False)
+REPLICATED = LayoutKind(name="replicated", plan=_whole_copies, is_sharded=False)
+WHOLE = LayoutKind(name="whole parameters", plan=whole_layout, is_sharded=True)
+FLAT = LayoutKind(name="flat shards", plan=flat_layout, is_sharded=True, cuts=True)
+
+
+def kind_of(sharding: Sharding, meta: ParamMeta, *, needs_whole: bool) -> LayoutKind:
+    """Choose the layout of a parameter, given whether its rule updates whole matrices."""
+    if meta.is_dtensor:
+        return PRE_SHARDED
+    if isinstance(sharding, Replicated):
+        return REPLICATED
+    if isinstance(sharding, WholeParams) and needs_whole:
+        return WHOLE
+    return FLAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +146,7 @@ def plan_buffers(
     found: dict[tuple[torch.dtype, torch.dtype, bool, LayoutKind], list[ParamShape]] = {}
     numels = {False: 0, True: 0}
     for id, meta in metas.items():
-        kind = next(kind for kind in LAYOUTS if kind.applies(sharding, meta, needs_whole(meta)))
+        kind = kind_of(sharding, meta, needs_whole=needs_whole(meta))
         numels[meta.is_expert] += meta.numel
         stored = meta.local_shape if meta.is_dtensor else meta.shape
         shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.is_on_several_stages)

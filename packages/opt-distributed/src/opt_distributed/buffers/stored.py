@@ -124,13 +124,16 @@ class Moved:
         if self._addresses is not None:
             if set(map(type, values)) <= {nn.Parameter} and list(map(Tensor.data_ptr, values)) == self._addresses:
                 return None
-            addresses = zip(self._params.items(), self._addresses, strict=True)
-            return next((id for (id, param), before in addresses if address(param) != before), None)
+            for (id, param), before in zip(self._params.items(), self._addresses, strict=True):
+                if address(param) != before:
+                    return id
+            return None
         if set(map(_DTYPE, values)) <= {self._dtype} and set(map(_DEVICE, values)) <= {self._device}:
             return None
-        moved = (id for id, param in self._params.items() if param.device != self._device)
-        other = (id for id, param in self._params.items() if stored_dtype(param) is not self._dtype)
-        return next(moved, None) or next(other, None)
+        for id, param in self._params.items():
+            if param.device != self._device or stored_dtype(param) is not self._dtype:
+                return id
+        return None
 
 
 def check_replicas(params: Params, metas: Metas, roles: Roles, *, only: Collection[ParamId] | None = None) -> None:
@@ -188,10 +191,10 @@ def compare_copies(
     error = None
     for comm, ids in _copies_by_comm(tensors, metas, roles).items():
         local = {str(id): sums[id] for id in ids if id in sums}
-        per_rank = comm.gather_objects(sha256(repr(sorted(local.items())).encode()).hexdigest())
-        if any(digest != per_rank[0] for digest in per_rank):
-            found = _difference(local, comm, ignore_missing=ignore_missing)  # collective, so also after an error
-            error = error or found[1]
+        digest = sha256(repr(sorted(local.items())).encode()).hexdigest()
+        if len(set(comm.gather_objects(digest))) > 1:
+            _, found = _difference(local, comm, ignore_missing=ignore_missing)  # collective, so also after an error
+            error = error or found
     return error
 
 
@@ -214,8 +217,9 @@ def broadcast_replicas_(
         error = error or found
     agree(roles.everyone, error)
     for comm, of_comm in names.items():
-        for part in (part for name in of_comm for part in parts[name]):
-            _broadcast_(part, comm)
+        for name in of_comm:
+            for part in parts[name]:
+                _broadcast_(part, comm)
     for tensor in tensors.values():
         if (fp8 := quantized(tensor)) is not None:  # derive what it computes from the codes and scales received
             fp8.forget_initial()
@@ -224,9 +228,13 @@ def broadcast_replicas_(
 
 def _sums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, list[object]]:
     """The shapes of each tensor's parts, because zeros of any shape have the same sum, and their checksums."""
-    parts = {id: list(_parts(tensor)) for id, tensor in tensors.items()}
-    sums: dict[ParamId, list[object]] = {id: [_shapes(of_tensor)] for id, of_tensor in parts.items()}
-    numbered = {(id, number): part for id, of_tensor in parts.items() for number, part in enumerate(of_tensor)}
+    sums: dict[ParamId, list[object]] = {}
+    numbered: dict[tuple[ParamId, int], Tensor] = {}
+    for id, tensor in tensors.items():
+        parts = list(_parts(tensor))
+        sums[id] = [_shapes(parts)]
+        for number, part in enumerate(parts):
+            numbered[id, number] = part
     for (id, _), checksum in checksums(numbered).items():
         sums[id].append(checksum)
     return sums
@@ -238,33 +246,34 @@ def _shapes(parts: Iterable[Tensor]) -> str:
 
 def _copies_by_comm(tensors: Mapping[ParamId, Tensor], metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
     """The parameters that are compared over each group, in one order on all ranks. Groups may have none on a rank."""
-    same: dict[object, Comm] = {}
-    found: dict[Comm, list[ParamId]] = {}
-
-    def ids_over(comm: Comm) -> list[ParamId]:
-        key: object = comm.group if isinstance(comm, TorchComm) else comm
-        return found.setdefault(same.setdefault(key, comm), [])
-
+    over: list[tuple[Comm, list[ParamId]]] = []
     for axes in (roles.dense, roles.expert):
-        for comm in (axes.dp, axes.inter, axes.tp):
-            if comm.size > 1:
-                ids_over(comm)
+        over += [(comm, []) for comm in (axes.dp, axes.inter, axes.tp) if comm.size > 1]
     for id, tensor in tensors.items():
-        for comm in _comms(tensor, metas[id], roles):
-            ids_over(comm).append(id)
+        over += [(comm, [id]) for comm in _comms(tensor, metas[id], roles)]
+    same: dict[object, Comm] = {}  # by process group, of which there may be several views
+    found: dict[Comm, list[ParamId]] = {}
+    for comm, ids in over:
+        first = same.setdefault(group_of(comm) or comm, comm)
+        found.setdefault(first, []).extend(ids)
     return found
 
 
 def _comms(tensor: Tensor, meta: ParamMeta, roles: Roles) -> list[Comm]:
     """The groups along which the tensor is copied."""
     axes = roles.expert if meta.is_expert else roles.dense
-    comms = [axes.dp, axes.inter, *(() if meta.tensor_parallel else (axes.tp,))]
+    comms: list[Comm] = []
     if meta.is_dtensor:
         mesh = mesh_of(tensor)
-        placements = enumerate(meta.placements)
-        comms = [TorchComm(mesh.get_group(number)) for number, placed in placements if placed.shard_dim is None]
+        for number, placed in enumerate(meta.placements):
+            if placed.shard_dim is None:
+                comms.append(TorchComm(mesh.get_group(number)))
         comms += replicas_outside(tensor, (axes.dp, axes.inter), name=str(meta.id))
         comms += tensor_peers_outside(tensor, axes.tp)
+    else:
+        comms += (axes.dp, axes.inter)
+        if not meta.tensor_parallel:
+            comms.append(axes.tp)
     return [comm for comm in comms if comm.size > 1]
 
 
@@ -275,25 +284,25 @@ def _difference(
     per_rank: list[Mapping[str, object]] = comm.gather_objects(local)
     group = group_of(comm)
     numbers = list(range(comm.size)) if group is None else dist.get_process_group_ranks(group)
-    common = dict.fromkeys(name for name in per_rank[0] if all(name in values for values in per_rank))
-    every = dict.fromkeys(name for values in per_rank for name in values)
-    if not ignore_missing and (lacking := next((name for name in every if name not in common), None)) is not None:
-        without = [number for number, values in zip(numbers, per_rank, strict=True) if lacking not in values]
-        return list(common), ReplicaError(
-            f"{lacking!r} is not trained on ranks {without} of {numbers}, which hold copies of each other's "
-            "parameters; pass it on all of these ranks with the same requires_grad, or set "
-            "tensor_model_parallel=True on it where each rank holds another part"
-        )
+    common = [name for name in per_rank[0] if all(name in values for values in per_rank)]
+    for name in () if ignore_missing else dict.fromkeys(name for values in per_rank for name in values):
+        without = [number for number, values in zip(numbers, per_rank, strict=True) if name not in values]
+        if without:
+            return common, ReplicaError(
+                f"{name!r} is not trained on ranks {without} of {numbers}, which hold copies of each other's "
+                "parameters; pass it on all of these ranks with the same requires_grad, or set "
+                "tensor_model_parallel=True on it where each rank holds another part"
+            )
     for name in common:
         others = [n for n, values in zip(numbers, per_rank, strict=True) if values[name] != per_rank[0][name]]
         if others:
-            return list(common), ReplicaError(
+            return common, ReplicaError(
                 f"ranks hold different values of {name!r}: {others} differ from rank {numbers[0]}, but copies must "
                 "start equal; call torch.manual_seed with the same seed on all ranks before the model is made, load "
                 "the same checkpoint, or pass broadcast_params=True to get_optimizer (or DistributedDataParallel) to "
                 "start from the first rank's values"
             )
-    return list(common), None
+    return common, None
 
 
 def _parts(tensor: Any) -> Iterator[Tensor]:
@@ -324,8 +333,8 @@ def _broadcast_(part: Tensor, comm: Comm) -> None:
     comm.broadcast_(value.view(-1).view(torch.uint8))  # in bytes: no backend sends every dtype
     if comm.rank != 0:
         received = torch.view_as_complex(value) if part.is_complex() else value
-        for dim in (dim for dim, stride in enumerate(part.stride()) if stride == 0 and part.shape[dim]):
-            # An expanded tensor is written once.
-            part = part.narrow(dim, 0, 1)
-            received = received.narrow(dim, 0, 1)
+        for dim, stride in enumerate(part.stride()):
+            if stride == 0 and part.shape[dim]:  # an expanded tensor is written once
+                part = part.narrow(dim, 0, 1)
+                received = received.narrow(dim, 0, 1)
         part.copy_(received)

@@ -8,13 +8,13 @@ by default half an hour with gloo. So an error that leaves a step posts a notice
 This needs tensors in host memory, as with gloo. With NCCL the host does not wait for its collectives.
 """
 
-import json
+import pickle
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -175,12 +175,12 @@ class Board:
         if len(members) <= MAX_RANKS and (self._own.waits is None or not wait.is_met_by(self._own.waits)):
             self._post(replace(self._own, waits=wait, launched=dict(self.launched)))
         self._read()
-        reasons = (self._why_absent(rank, wait) for rank in members)
-        why = next(filter(None, reasons), "")
-        if why:
-            self.given_up[wait.group] = f"{wait.place}: {why}"
-            self._post(replace(self._own, left=Left(f"stopped waiting in {wait.place}, because {why}")))
-            raise CollectiveError(f"{why}; {RESTART}")
+        for rank in members:
+            why = self._why_absent(rank, wait)
+            if why:
+                self.given_up[wait.group] = f"{wait.place}: {why}"
+                self._post(replace(self._own, left=Left(f"stopped waiting in {wait.place}, because {why}")))
+                raise CollectiveError(f"{why}; {RESTART}")
 
     def _warn_of_absent(self, wait: Wait, members: Sequence[int], advice: str) -> None:
         """Name the ranks that do not wait for the same collective, as far as this rank has read."""
@@ -210,15 +210,14 @@ class Board:
         self._own = post
         if self._store is not None:
             number = self._store.add(COUNT, 1)
-            self._store.set(f"{COUNT}/{number}", json.dumps([self._rank, asdict(post)]))
+            self._store.set(f"{COUNT}/{number}", pickle.dumps((self._rank, post)))
 
     def _read(self) -> None:
         if self._store is None:
             return
         for number in range(self._num_read + 1, self._store.add(COUNT, 0) + 1):
-            rank, post = json.loads(self._store.get(f"{COUNT}/{number}"))
-            waits = None if post["waits"] is None else Wait(*post["waits"])
-            self._others[rank] = Post(left=Left(*post["left"]), waits=waits, launched=post["launched"])
+            rank, post = pickle.loads(self._store.get(f"{COUNT}/{number}"))
+            self._others[rank] = post
             self._num_read = number
 
 

@@ -148,9 +148,9 @@ def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(world.timeout_s)
-    raised = [e for e in errors if e is not None]
-    causes = [e for e in raised if not _is_consequence(e)]
-    for error in causes or raised:
+    raised = [error for error in errors if error is not None]
+    raised.sort(key=_is_consequence)  # causes first
+    for error in raised:
         raise error
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"a rank of {size} was still running after {world.timeout_s} s")

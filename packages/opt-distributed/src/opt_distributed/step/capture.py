@@ -11,7 +11,6 @@ one captures again. Reductions and gathers stay outside, because they overlap wi
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,22 +28,23 @@ from opt_distributed.step.verdict import Limits, Verdict
 from opt_kernels.backends import HyperTable
 from opt_kernels.hooks import bare
 
-T = TypeVar("T")
 MANY_MISSES = 10  # successive steps without a graph, after which a warning says so
 _LOG = logging.getLogger(__name__)
 
 
-class CapturedWork(Generic[T]):
+class CapturedWork:
     """Work that is captured when two successive calls have the same key, and then replayed while the key stays."""
 
     def __init__(self, device: Device):
         """Raises GraphError if the device does not support graphs."""
         self._graph = device.graph()
-        self._captured: tuple[Hashable, T] | None = None  # the key of the capture, and the tensors that replays write
+        self._captured: tuple[Hashable, Verdict] | None = (
+            None  # the key of the capture, and the tensors that replays write
+        )
         self._last: Hashable = None
         self._num_misses = 0  # successive calls with a new key
 
-    def __call__(self, work: Callable[[], T], key: Hashable) -> T:
+    def __call__(self, work: Callable[[], Verdict], key: Hashable) -> Verdict:
         """Return the result of `work`: at every replay, the same tensors with new values.
 
         `key` contains everything that a capture freezes.
@@ -85,13 +85,14 @@ class CapturedStep:
         self.scaler = scaler
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
         self._accelerator = devices.device_of(device)
-        self._work: CapturedWork[Verdict] = CapturedWork(self._accelerator)
+        self._work = CapturedWork(self._accelerator)
         rules = [bare(unit.rule) for unit in units]
         self._table = HyperTable(rules, device=device, upload=self._accelerator.upload, more=tuple(NUMBERS))
         self._copies: list[dict[int, Tensor]] = [{} for _ in units]
         self._memory: list[Tensor] = []  # which updates write
-        for piece in (piece for unit in units for piece in unit.pieces):
-            self._memory += [piece.main.target, *piece.kept.values(), *piece.main.kept.values()]
+        for unit in units:
+            for piece in unit.pieces:
+                self._memory += [piece.main.target, *piece.kept.values(), *piece.main.kept.values()]
 
     def lacking(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
         """Return the error for a parameter that has no gradient on this rank; None if all have one."""
@@ -119,13 +120,14 @@ class CapturedStep:
         if not is_complete:
             return work(ready, flags, self._table.groups)
         # Everything that a capture freezes. Counts are compared by identity: loading state replaces them.
-        counts = [
-            run.count for unit, unit_grads in zip(self.units, ready, strict=True) for run in unit.runs(unit_grads)
-        ]
+        counts = []
+        tensors = [*self._memory, flags]
+        for unit, unit_grads in zip(self.units, ready, strict=True):
+            counts += [run.count for run in unit.runs(unit_grads)]
+            tensors += unit_grads.grads
         for count in counts:
             count.stay_on(self.device)
-        grads = [grad for unit_grads in ready for grad in unit_grads.grads]
-        addresses = tuple(map(Tensor.data_ptr, [*grads, *self._memory, flags]))
+        addresses = tuple(map(Tensor.data_ptr, tensors))
         key = tuple(counts), addresses, self._table.frozen, limits
         return self._work(lambda: work(ready, flags, self._table.groups), key)
 

@@ -20,6 +20,7 @@ from opt_kernels.rules import Rule
 from opt_kernels.works import HYPER_FIELDS, is_number, is_on_device
 
 _FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")  # of torch's optimizers
+_MAY_BE_UNREAD = frozenset({WEIGHT_DECAY, "betas"})  # numbers that have no effect in some rules
 _BITS = 20  # of a checksum: the sum of squares stays exact in float64 on up to 8,192 ranks
 
 
@@ -54,7 +55,8 @@ class SameParams(Refusal):
 
 def _ids_of_params(groups: Groups) -> list[list[int]]:
     """The identities of the parameters of each group that has any; does not wait for gathers."""
-    return [ids for group in groups if (ids := list(map(id, stored_params(group))))]
+    per_group = (list(map(id, stored_params(group))) for group in groups)
+    return [ids for ids in per_group if ids]
 
 
 class UsableGroups(Refusal):
@@ -64,13 +66,14 @@ class UsableGroups(Refusal):
     def __init__(self, groups: Groups, rules: Mapping[int, Rule]):
         self.rules = rules
         self._built = [{name: group[name] for name in group if name != "params"} for group in groups]
-        # Schedulers write their entries in every step; they may be any number, if the rule reads them.
-        unread = {index for index, rule in self.rules.items() if not reads_weight_decay(rule)}
+        self._entries = GroupEntries(self._is_watched)
 
-        def is_watched(index: int, name: str) -> bool:
-            return name not in (*HELD, *SCHEDULED) or (name == WEIGHT_DECAY and index in unread)
-
-        self._entries = GroupEntries(is_watched)
+    def _is_watched(self, index: int, name: str) -> bool:
+        """Whether a change of an entry is checked. Schedulers write theirs in every step; they may be any number, if
+        the rule reads them."""
+        if name == WEIGHT_DECAY:
+            return index in self.rules and not reads_weight_decay(self.rules[index])
+        return name not in (*HELD, *SCHEDULED)
 
     def find(self, groups: Groups) -> ValueError | None:
         try:
@@ -83,10 +86,11 @@ class UsableGroups(Refusal):
         """Raise ValueError for a group without a learning rate, and GroupError for an entry that was removed, for a
         fixed one that was changed or added, and for numbers of another form or out of the bounds of their rule.
         Unchanged groups cost one pass in C each, and the bounds of rate and decay."""
-        for index, _, names in self._entries.changes(groups if self._built else ()):
+        for index, _, names in self._entries.changes(groups):
             group = groups[index]
-            for problem in self._problems(index, group):
-                raise GroupError(f"group {self._built[index].get('name', index)!r}: {problem}")
+            built = self._built[index]
+            for problem in self._problems(index, group, built):
+                raise GroupError(f"group {built.get('name', index)!r}: {problem}")
             self._check_bounds(index, group, names)
             own = getattr(self.rules.get(index), "hyper_names", ())
             if not any(_may_change(group.get(name)) for name in (*HYPER_FIELDS, *NUMBERS, *own)):
@@ -106,16 +110,13 @@ class UsableGroups(Refusal):
         except NumberError as error:
             raise GroupError(f"group {group.get('name', index)!r}: {error}. Nothing was updated") from None
 
-    def _problems(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
-        built = self._built[index]
+    def _problems(self, index: int, group: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
         yield from _structure_problems(group, built)
         yield from _number_problems(group, built)
         changed = {}
-        for name in (WEIGHT_DECAY, "betas"):
-            value = group.get(name)
-            on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-            if name in group and name in built and not on_device and value != built[name]:
-                changed[name] = value
+        for name in _MAY_BE_UNREAD & group.keys() & built.keys():
+            if not is_on_device(group[name]) and group[name] != built[name]:
+                changed[name] = group[name]
         if changed and index in self.rules:
             try:
                 check_unread(self.rules[index], changed)
@@ -125,10 +126,12 @@ class UsableGroups(Refusal):
     def accept_loaded(self, groups: Groups) -> None:
         """Keep torch's flags that a load wrote to the groups, which the load has checked, and numbers without effect:
         they do not make a checkpoint unreadable."""
-        for built, group in zip(self._built, groups, strict=bool(self._built)):
-            built.update({name: group[name] for name in _FLAGS if name in group})
-            for name in (WEIGHT_DECAY, "betas"):
-                if name in group and name in built and _has_form_of(group[name], built[name]):
+        for built, group in zip(self._built, groups, strict=True):
+            for name in _FLAGS:
+                if name in group:
+                    built[name] = group[name]
+            for name in _MAY_BE_UNREAD & group.keys() & built.keys():
+                if _has_form_of(group[name], built[name]):
                     built[name] = group[name]
 
 
@@ -146,23 +149,29 @@ def _structure_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> I
     for name in _FLAGS:
         if name in group and group[name] is not built.get(name, False):
             yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
-    for name, _, chosen in (text.partition("=") for text in built.get(CHOICES, ())):
-        if name in group and name not in built and name not in _FLAGS and repr(group[name]) != chosen:
-            choices = built[CHOICES]
+    added = group.keys() - built.keys() - set(_FLAGS)
+    choices = built.get(CHOICES, ())
+    for choice in choices:
+        name, _, chosen = choice.partition("=")
+        if name in added and repr(group[name]) != chosen:
             yield f"{name}={group[name]!r} was added, but it was chosen when the optimizer was built: {choices}"
 
 
 def _number_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
     """Numbers that were added, and those of another form."""
-    for name in (*HYPER_FIELDS, *NUMBERS):
+    numbers = (*HYPER_FIELDS, *NUMBERS)
+    read = [name for name in numbers if name in built]
+    for name in numbers:
         if name not in group:
             continue
-        if name not in built:
-            read = ", ".join(name for name in (*HYPER_FIELDS, *NUMBERS) if name in built)
-            yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {read}"
-        elif not _has_form_of(group[name], built[name]):
-            form = f"{len(built[name])} numbers" if isinstance(built[name], tuple | list) else "a number"
-            yield f"{name}={group[name]!r} was set where the optimizer was built with {built[name]!r}; pass {form}"
+        value = group[name]
+        if name not in read:
+            yield f"{name}={value!r} was added, but its rule does not read it; it reads {', '.join(read)}"
+            continue
+        of_build = built[name]
+        if not _has_form_of(value, of_build):
+            form = f"{len(of_build)} numbers" if isinstance(of_build, tuple | list) else "a number"
+            yield f"{name}={value!r} was set where the optimizer was built with {of_build!r}; pass {form}"
 
 
 def _has_form_of(value: Any, built: Any) -> bool:
@@ -194,14 +203,19 @@ class EqualGroups:
             own: further entries that rules read, which are not fields of `Hyper`.
         """
         self._entries = (*HYPER_FIELDS, *NUMBERS, *FIXED, *sorted(set(own)))
-        here = {(i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in sorted(local)}
-        values: dict[tuple[int, str], list[int]] = {}
+        here = {}
+        for index in sorted(local):
+            group = groups[index]
+            here[index, str(group.get("name", ""))] = _checksum(self._numbers_of(group))
+        checksums: dict[tuple[int, str], list[int]] = {}
         for of_rank in everyone.gather_objects(here) if everyone.size > 1 else ():
             for key, checksum in of_rank.items():
-                values.setdefault(key, []).append(checksum)
-        keys = sorted(key for key, found in values.items() if len(found) > 1 and len(set(found)) == 1)
-        self._compared = [(*key, key in here) for key in keys]
-        self.num_flags = 3 * len(keys)
+                checksums.setdefault(key, []).append(checksum)
+        self._compared = []  # indices, names, and whether they have parameters on this rank
+        for key, of_ranks in sorted(checksums.items()):
+            if len(of_ranks) > 1 and len(set(of_ranks)) == 1:
+                self._compared.append((*key, key in here))
+        self.num_flags = 3 * len(self._compared)
         self._numbers: list[list[tuple[str, Any]]] = []  # of the last step, for `error`; groups keep parameters alive
 
     def flags(self, groups: Groups) -> Sequence[float]:

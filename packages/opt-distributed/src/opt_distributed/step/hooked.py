@@ -57,11 +57,11 @@ def means_over_ranks(
                 if piece.id in parts:
                     add_row_sums_(parts[piece.id], grad, cut.rows[piece.id], first=piece.of_param.start)
     _sum_over_ranks_([(vector, cut.comms) for cut, vector in sums.values()], what="row sums")
-    return {
-        name: part / cut.rows[name].whole_numel
-        for cut, vector in sums.values()
-        for name, part in cut.split(vector).items()
-    }
+    means = {}
+    for cut, vector in sums.values():
+        for name, part in cut.split(vector).items():
+            means[name] = part / cut.rows[name].whole_numel
+    return means
 
 
 def means_to_host(
@@ -79,11 +79,16 @@ def means_of_pieces(
     cuts: Sequence[CutRows], pieces: Sequence[OwnedPiece], means: Mapping[ParamId, Tensor]
 ) -> list[RowMeans | None]:
     """The row means of each piece; None if its rows are whole on this rank."""
-    rows = {name: found for cut in cuts for name, found in cut.rows.items()}
-    return [
-        RowMeans(means[piece.id], rows[piece.id], piece.of_param.start) if piece.id in rows else None
-        for piece in pieces
-    ]
+    rows: dict[ParamId, SpannedRows] = {}
+    for cut in cuts:
+        rows.update(cut.rows)
+    found: list[RowMeans | None] = []
+    for piece in pieces:
+        of_piece = None
+        if piece.id in rows:
+            of_piece = RowMeans(means[piece.id], rows[piece.id], piece.of_param.start)
+        found.append(of_piece)
+    return found
 
 
 @dataclass(slots=True)
@@ -112,8 +117,9 @@ def add_over_ranks_(steps: Iterable[tuple[Sequence[CutParams], HookedStep | None
     vectors: dict[int, tuple[CutParams, Tensor]] = {}  # by identity: units of the same parameters share `CutParams`
     writes = []
     for cuts, step in steps:
-        for cut in cuts if step is not None and step.rule.sums_norms else ():
-            assert step is not None
+        if step is None or not step.rule.sums_norms:
+            continue
+        for cut in cuts:
             zeros = torch.zeros(len(cut.ids), NUM_SUMS, dtype=torch.float64, device=device)
             _, vector = vectors.setdefault(id(cut), (cut, zeros))
             if step.ids:
@@ -127,11 +133,12 @@ def add_over_ranks_(steps: Iterable[tuple[Sequence[CutParams], HookedStep | None
 
 def _sum_over_ranks_(vectors: Iterable[tuple[Tensor, Sequence[Comm]]], *, what: str) -> None:
     """Sum each vector over its groups of ranks: one all-reduce for each group."""
-    by_comm: dict[int, tuple[Comm, list[Tensor]]] = {}
+    by_group: dict[object, tuple[Comm, list[Tensor]]] = {}
     for vector, comms in vectors:
         for comm in comms:
-            by_comm.setdefault(id(group_of(comm) or comm), (comm, []))[1].append(vector)
-    for comm, joined in by_comm.values():
+            _, joined = by_group.setdefault(group_of(comm) or comm, (comm, []))
+            joined.append(vector)
+    for comm, joined in by_group.values():
         with naming(f"sum of the hooks' {what}"):
             sum_together_(joined, comm)
 

@@ -289,7 +289,8 @@ def _rescaled(before: Tensor, found_inf: Tensor, unless: Tensor | None, rule: Dy
     grown = scale * rule.growth
     grown = where(grown <= MAX_SCALE, grown, scale)
     backed_off = (scale * rule.backoff).clamp(min=rule.minimum)
-    next_scale = where(found_inf, where(forgiven <= 1, backed_off, scale), where(grows, grown, scale))
+    after_overflow = where(forgiven <= 1, backed_off, scale)
+    next_scale = where(found_inf, after_overflow, where(grows, grown, scale))
     next_clean = where(found_inf | grows, 0.0, clean + 1)
     next_forgiven = where(found_inf, forgiven - 1, where(grows, float(rule.hysteresis), forgiven))
     after = torch.stack([next_scale, next_clean, next_forgiven])
