@@ -1,6 +1,6 @@
 """`finalize_model_grads`: completes the gradients of a parallel model between backward and step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,8 @@ from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.reduced import Part, sum_over_peers_
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
 from opt_distributed.comm.groups import ProcessGroups, groups_of_collection
-from opt_distributed.comm.roles import Roles, marks_of, peers_of
+from opt_distributed.comm.roles import Mark, Roles, marks_of, peers_of
+from opt_paramgroups import ParamMeta
 
 __all__ = ["ROUTER_BIAS_UPDATE_RATE", "finalize_model_grads", "unfinalized"]
 
@@ -101,13 +102,7 @@ def _finalize(
     for chunk in chunks:
         chunk.finish_grad_sync()
     incomplete = [chunk for chunk in chunks if not chunk.num_finalized]
-    parts = (  # that this rank owns of the gradients, in the order of the layouts
-        Part(chunk.metas[piece.id], buffer.memory.grad_piece(piece.id, piece.of_param))
-        for chunk in incomplete
-        for buffer in chunk.synced_buffers
-        for piece in buffer.owned()
-    )
-    sum_over_peers_(parts, peers, qk_layernorm=qk_layernorm)
+    sum_over_peers_(_owned_parts(incomplete), peers, qk_layernorm=qk_layernorm)
     for chunk in incomplete:
         chunk.num_finalized = len(chunks)
     replicas = [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
@@ -115,17 +110,24 @@ def _finalize(
     is_first = any(chunk.grad_sync.iteration == 1 for chunk in chunks)
     update_router_biases_(chunks, rate=router_bias_update_rate, comms=comms, compares=is_first)
     unscaled = [chunk for chunk in chunks if not chunk.is_scaled]
-    if num_tokens is None or not unscaled:
-        return
-    device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
-    total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).detach().clone()
-    stages = peers.get("pp", ALONE)
-    stages.broadcast_(total, src=stages.size - 1)
-    for comm in replicas:
-        comm.all_reduce_(total)
-    factor = total.clamp(min=1).reciprocal()  # without tokens, gradients are zeros
-    for chunk in unscaled:
-        chunk.scale_gradients(factor)
+    if num_tokens is not None and unscaled:
+        device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
+        total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).detach().clone()
+        stages = peers.get("pp", ALONE)
+        stages.broadcast_(total, src=stages.size - 1)
+        for comm in replicas:
+            comm.all_reduce_(total)
+        factor = total.clamp(min=1).reciprocal()  # without tokens, gradients are zeros
+        for chunk in unscaled:
+            chunk.scale_gradients(factor)
+
+
+def _owned_parts(chunks: Iterable[DistributedDataParallel]) -> Iterator[Part]:
+    """The parts of gradients that this rank owns, in the order of the layouts."""
+    for chunk in chunks:
+        for buffer in chunk.synced_buffers:
+            for piece in buffer.owned():
+                yield Part(chunk.metas[piece.id], buffer.grad(piece.id, piece.of_param))
 
 
 def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> UnusableGradientError | None:
@@ -134,19 +136,15 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
     A gradient that needs a sum over peers would make copies of its parameter diverge, and a sum over tokens would be
     taken for a mean.
     """
+    num_chunks = len(chunks)
     for chunk in chunks:
-        for meta in chunk.marked if chunk.num_finalized < len(chunks) else ():
-            qk = chunk.qk_layernorm
-            num_chunks = len(chunks)
-            marks = [marks_of(meta, of, qk_layernorm=qk, num_chunks=num_chunks) for of in (roles, chunk.roles)]
-            mark = next(iter(marks[0] or marks[1]), None)
-            if mark is not None and (not chunk.num_finalized or meta.pipeline_parallel):
-                return UnusableGradientError(
-                    f"the gradient of {str(meta.id)!r} is not complete, because it is marked {mark.attr}: its copies "
-                    f"would diverge; call opt_stack.finalize_model_grads(model_chunks) with all {num_chunks} chunks "
-                    "between backward and the step (or chunk.mark_finalized(), if other code has summed it over the "
-                    f"group {mark.role})"
-                )
+        for meta in chunk.marked if chunk.num_finalized < num_chunks else ():
+            if chunk.num_finalized and not meta.pipeline_parallel:
+                continue
+            for groups in (roles, chunk.roles):
+                marks = marks_of(meta, groups, qk_layernorm=chunk.qk_layernorm, num_chunks=num_chunks)
+                if marks:
+                    return _incomplete(meta, marks[0], num_chunks)
         if chunk.calculate_per_token_loss and not chunk.is_scaled:
             return UnusableGradientError(
                 "gradients are sums over tokens (calculate_per_token_loss=True), but were not divided by their number; "
@@ -154,6 +152,14 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
                 "chunk.scale_gradients(1.0), if the losses were divided)"
             )
     return None
+
+
+def _incomplete(meta: ParamMeta, mark: Mark, num_chunks: int) -> UnusableGradientError:
+    return UnusableGradientError(
+        f"the gradient of {str(meta.id)!r} is not complete, because it is marked {mark.attr}: its copies would "
+        f"diverge; call opt_stack.finalize_model_grads(model_chunks) with all {num_chunks} chunks between backward and "
+        f"the step (or chunk.mark_finalized(), if other code has summed it over the group {mark.role})"
+    )
 
 
 def _check_peers(chunks: Sequence[DistributedDataParallel], peers: Mapping[str, Comm], *, qk_layernorm: bool) -> None:
@@ -188,11 +194,12 @@ def update_router_biases_(
         ValueError: `rate` is below 0, or, on every rank, is not the same on all of them.
     """
     routers = []
-    for inner in (inner for module in modules for inner in module.modules()):
-        bias = getattr(inner, "expert_bias", None)
-        tokens = getattr(inner, "local_tokens_per_expert", None)
-        if isinstance(bias, Tensor) and isinstance(tokens, Tensor):  # the bias of a router may be None
-            routers.append((bias, tokens))
+    for module in modules:
+        for inner in module.modules():
+            bias = getattr(inner, "expert_bias", None)
+            tokens = getattr(inner, "local_tokens_per_expert", None)
+            if isinstance(bias, Tensor) and isinstance(tokens, Tensor):  # the bias of a router may be None
+                routers.append((bias, tokens))
     rates = {rate}
     for comm in comms if compares and routers else ():
         rates = set().union(*comm.gather_objects(rates))

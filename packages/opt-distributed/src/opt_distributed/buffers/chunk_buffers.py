@@ -96,8 +96,9 @@ class SyncedBuffer:
 
     def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
         """See `BucketPublisher`."""
-        together = self._together
-        return None if self.memory.wire is None else self._param_sync.begin_gathers(self.memory, ids, together=together)
+        if self.memory.wire is None:
+            return None
+        return self._param_sync.begin_gathers(self.memory, ids, together=self._together)
 
     @property
     def through_grads(self) -> Fp8ThroughGrads | None:
@@ -118,9 +119,12 @@ class SyncedBuffer:
         """The pieces whose reduced gradients this rank has: its own, or all after a reduction on every rank."""
         layout = self.plan.layout
         if self.memory.reduces_everywhere:
-            wholes = ((slot.id, slice(0, slot.numel)) for slot in layout.slots())
-            return (Piece(id, of_param=whole, of_shard=whole) for id, whole in wholes)
-        return (piece for _, piece in layout.owned(self.axes.dp.rank))
+            for slot in layout.slots():
+                whole = slice(0, slot.numel)
+                yield Piece(slot.id, of_param=whole, of_shard=whole)
+        else:
+            for _, piece in layout.owned(self.axes.dp.rank):
+                yield piece
 
     def published_with(self, buffers: Sequence["SyncedBuffer"]) -> "SyncedBuffer":
         """Return this buffer for a step that publishes only `buffers` of the chunk.
@@ -192,7 +196,7 @@ def make_buffers(spec: ChunkSpec) -> tuple[SyncedBuffer, ...]:
         LayoutError, StorageError, ValueError: see `DistributedDataParallel`.
     """
     config = spec.config
-    buffers: tuple[SyncedBuffer, ...] = ()
+    buffers: list[SyncedBuffer] = []
     pools: dict[tuple[bool, str], UserBuffers] = {}
     error = None
     try:
@@ -201,33 +205,33 @@ def make_buffers(spec: ChunkSpec) -> tuple[SyncedBuffer, ...]:
         check_apart(spec.params, spec.others)
         check_gathered_in_fp8(config, spec.metas)
         planned = _plans(spec)
-        if config.nccl_ub:  # one pool for each family and device, dense ones first: registering is collective
-            for is_expert, name in sorted({(plan.is_expert, str(_device(spec, plan))) for plan in planned}):
-                axes = _axes(spec, is_expert)
+        # With `nccl_ub`, one pool for each family and device, dense ones first: registering is collective.
+        for is_expert, name in sorted({_place(spec, plan) for plan in planned}) if config.nccl_ub else ():
+            axes = _axes(spec, is_expert)
+            groups = [comm for comm in (axes.dp, axes.inter) if not isinstance(comm, Alone)]
+            if groups:
                 symmetric = not config.disable_symmetric_registration
-                groups = [comm for comm in (axes.dp, axes.inter) if not isinstance(comm, Alone)]
-                if groups:
-                    device = torch.device(name)
-                    pools[is_expert, name] = UserBuffers(groups, device=device, symmetric=symmetric)
-        buffers = tuple(
-            _make_buffer(spec, plan, pools.get((plan.is_expert, str(_device(spec, plan))))) for plan in planned
-        )
+                pools[is_expert, name] = UserBuffers(groups, device=torch.device(name), symmetric=symmetric)
+        for plan in planned:
+            buffers.append(_make_buffer(spec, plan, pools.get(_place(spec, plan))))
         for pool in pools.values():
             pool.check()
     except Exception as caught:  # of any kind, out of memory included: the other ranks wait for the verdict
         error = caught
-    settings = {field.name: repr(getattr(config, field.name)) for field in fields(config)}
-    settings["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
+    facts = {field.name: repr(getattr(config, field.name)) for field in fields(config)}
+    facts["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
     families = []
     for is_expert in (False, True):
+        of_family = dict(facts)
         plans = [buffer.plan for buffer in buffers if buffer.plan.is_expert == is_expert]
-        layouts = {f"layout of {plan.name}": plan.layout.fingerprint()[:16] for plan in plans}
-        order = {"order of buffers": ", ".join(plan.name for plan in plans)}
-        families.append((_axes(spec, is_expert), settings | order | layouts))
+        of_family["order of buffers"] = ", ".join(plan.name for plan in plans)
+        for plan in plans:
+            of_family[f"layout of {plan.name}"] = plan.layout.fingerprint()[:16]
+        families.append((_axes(spec, is_expert), of_family))
     agree_on(families, error, spec.roles.everyone)
     for pool in pools.values():
         pool.register()
-    return buffers
+    return tuple(buffers)
 
 
 def _check_config(spec: ChunkSpec) -> None:
@@ -274,8 +278,9 @@ def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
     )
 
 
-def _device(spec: ChunkSpec, plan: BufferPlan) -> torch.device:
-    return spec.params[plan.params[0].id].device
+def _place(spec: ChunkSpec, plan: BufferPlan) -> tuple[bool, str]:
+    """Whether a buffer has experts, and the name of its device."""
+    return plan.is_expert, str(spec.params[plan.params[0].id].device)
 
 
 def _axes(spec: ChunkSpec, is_expert: bool) -> Axes:
@@ -285,10 +290,11 @@ def _axes(spec: ChunkSpec, is_expert: bool) -> Axes:
 def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) -> SyncedBuffer:
     config = spec.config
     axes = _axes(spec, plan.is_expert)
-    device = _device(spec, plan)
+    params = {shape.id: spec.params[shape.id] for shape in plan.params}
+    device = next(iter(params.values())).device
     memory = ParamAndGradBuffer(
         plan.layout,
-        {shape.id: spec.params[shape.id] for shape in plan.params},
+        params,
         param_dtype=plan.dtype,
         grad_dtype=plan.grad_dtype,
         device=device,
@@ -296,17 +302,20 @@ def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) ->
         allocate=axes.dp.allocate if pool is None else pool,
         reuses_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
     )
-    patterns = config.param_name_patterns_for_fp32_local_accumulation
     mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
+    scales = (mean, 1.0)  # before and after the reduction
+    if config.average_in_collective:
+        scales = (1.0, mean)
     reduction = Reduction(
         name=plan.name,
         wire=wire_of(config, axes, num_shards=plan.layout.num_shards),
         axes=axes,
         is_expert=plan.is_expert,
-        scale_before=1.0 if config.average_in_collective else mean,
-        scale_after=mean if config.average_in_collective else 1.0,
+        scale_before=scales[0],
+        scale_after=scales[1],
         check_for_nan=config.check_for_nan_in_grad,
         check_for_large=config.check_for_large_grads,
     )
+    patterns = config.param_name_patterns_for_fp32_local_accumulation
     sums = LocalSums(plan.params, patterns, grad_dtype=plan.grad_dtype, device=device)
     return SyncedBuffer(plan, memory, reduction, sums)

@@ -38,9 +38,7 @@ class CapturedWork:
     def __init__(self, device: Device):
         """Raises GraphError if the device does not support graphs."""
         self._graph = device.graph()
-        self._captured: tuple[Hashable, Verdict] | None = (
-            None  # the key of the capture, and the tensors that replays write
-        )
+        self._captured: tuple[Hashable, Verdict] | None = None  # the capture's key, and what replays write
         self._last: Hashable = None
         self._num_misses = 0  # successive calls with a new key
 
