@@ -61,12 +61,15 @@ def describe_stored(
     params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
     metas = describe(model_chunks, model_chunk_offset=model_chunk_offset, by_name=by_name)
     for id, meta in metas.items():
-        if meta.is_dtensor and is_quantized(params[id].to_local()):  # type: ignore[attr-defined]
+        param: Any = params[id]
+        if meta.is_dtensor and is_quantized(param.to_local()):
             raise ConfigError(
                 f"parameter {str(id)!r} is a DTensor whose parts are in fp8; fully_shard and tensor-parallel plans "
                 "work with bf16, fp16 and fp32 parameters: use use_distributed_optimizer=True for fp8 ones"
             )
-    return {id: replace(meta, codes=FP8) if is_quantized(params[id]) else meta for id, meta in metas.items()}
+        if is_quantized(param):
+            metas[id] = replace(meta, codes=FP8)
+    return metas
 
 
 def is_bound(param: Tensor) -> bool:

@@ -163,8 +163,10 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 def is_outside(comm: Comm, mesh: DeviceMesh) -> bool:
     """Whether `comm` has several ranks, of which this one is the only one in the mesh."""
     group = group_of(comm)
-    inside = 1 if group is None else len(set(dist.get_process_group_ranks(group)).intersection(_ranks(mesh)))
-    return comm.size > 1 and inside == 1
+    if group is None:
+        return comm.size > 1
+    inside = _ranks(mesh).intersection(dist.get_process_group_ranks(group))
+    return comm.size > 1 and len(inside) == 1
 
 
 def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> tuple[Comm, ...]:
@@ -218,8 +220,8 @@ def tensor_peers_outside(param: Tensor, peers: Comm) -> tuple[Comm, ...]:
 
 def _axes_outside(root: DeviceMesh, mesh: DeviceMesh) -> list[int]:
     """The axes of several ranks of the root along which the mesh, which may be flattened, does not extend."""
-    of_rank = {int(root.mesh[tuple(at)]): at for at in (root.mesh >= 0).nonzero().tolist()}
-    places = [of_rank[rank] for rank in sorted(_ranks(mesh)) if rank in of_rank]
+    ranks = _ranks(mesh)
+    places = [at for at in (root.mesh >= 0).nonzero().tolist() if int(root.mesh[tuple(at)]) in ranks]
     axes = [axis for axis in range(root.ndim) if root.size(axis) > 1]
     return [axis for axis in axes if len({at[axis] for at in places}) <= 1]
 
@@ -291,11 +293,11 @@ def groups_of_parallel_state() -> ProcessGroups:
     """The groups of Megatron-Core's `parallel_state`. Roles that its version or this run does not have stay unset."""
     state: Any = sys.modules[PARALLEL_STATE]
     groups = ProcessGroups()
-    for role, (name, *flags) in ((role, getter.split()) for role, getter in _GETTERS.items()):
-        getter = getattr(state, f"get_{name}_group", None)
+    for role, described in _GETTERS.items():
+        name, *flags = described.split()
         try:
-            group = None if getter is None else getter(**dict.fromkeys(flags, True))
-        except (AssertionError, TypeError):  # the group was not created, or this version lacks the argument
+            group = getattr(state, f"get_{name}_group")(**dict.fromkeys(flags, True))
+        except (AssertionError, AttributeError, TypeError):  # it was not created, or this version does not know it
             continue
         if group is not None:
             setattr(groups, role, group)

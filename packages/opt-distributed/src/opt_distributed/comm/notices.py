@@ -106,7 +106,7 @@ class Wait(NamedTuple):
 
     def is_met_by(self, other: "Wait") -> bool:
         """Whether another rank waits for the same collective, in the same way."""
-        return (self.group, self.number, self.kind) == (other.group, other.number, other.kind)
+        return self._replace(place="") == other._replace(place="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

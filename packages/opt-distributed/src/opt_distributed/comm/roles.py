@@ -51,7 +51,11 @@ class Axes:
 
 def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
     """Gather the values of all replicas, in the same order on every rank, instance by instance."""
-    return [one for instance in axes.inter.gather_objects(axes.dp.gather_objects(value)) for one in instance]
+    of_instance = axes.dp.gather_objects(value)
+    found = []
+    for values in axes.inter.gather_objects(of_instance):
+        found += values
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,19 +374,23 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
 def _facts(chunks: Sequence[nn.Module]) -> tuple[_Facts, DeviceMesh | None]:
     """The facts of this rank, and the root of the first mesh of a parameter whose axes have known names."""
     params = parameters_by_id(chunks)
-    found = (getattr(param, "device_mesh", None) for param in params.values())
-    meshes = dict.fromkeys(mesh for mesh in found if isinstance(mesh, DeviceMesh))
-    root = next((root_of(mesh) for mesh in meshes if mesh_problem(mesh) is None), None)
+    root = None
+    for param in params.values():
+        mesh = getattr(param, "device_mesh", None)
+        if root is None and isinstance(mesh, DeviceMesh) and mesh_problem(mesh) is None:
+            root = root_of(mesh)
+    metas = [*describe(chunks).values()]
+    metas += [untrained.meta for untrained in describe_untrained(chunks).values()]
     marked = None
-    for meta in (*describe(chunks).values(), *(untrained.meta for untrained in describe_untrained(chunks).values())):
+    for meta in metas:
         if meta.is_dtensor or marked is not None:  # the mesh of a DTensor describes it
             continue
         if meta.is_expert:
             marked = (str(meta.id), "an expert (allreduce=False)", "ep")
         elif meta.tensor_parallel:
             marked = (str(meta.id), "tensor parallel (tensor_model_parallel=True)", "tp")
-    mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
-    return _Facts(bool(params), megatron_is_initialized(), marked, mesh), root
+    known_mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
+    return _Facts(bool(params), megatron_is_initialized(), marked, known_mesh), root
 
 
 def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:

@@ -83,7 +83,8 @@ class ThreadComm(Comm, Tells):
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
         own = slice(self.rank * shard.numel(), (self.rank + 1) * shard.numel())
-        shard.copy_(torch.stack([part[own] for part in self._everyone(full, "reduce_scatter")]).sum(0))
+        parts = [part[own] for part in self._everyone(full, "reduce_scatter")]
+        shard.copy_(torch.stack(parts).sum(0))
         return DONE
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
@@ -91,8 +92,9 @@ class ThreadComm(Comm, Tells):
         return DONE
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
-        sent = [x.numel() // self.size] * self.size if sizes is None else list(sizes.sent)
-        per_rank = self._exchange(torch.split(x.detach().clone(), sent), "all_to_all")
+        sent = sizes.sent if sizes is not None else [x.numel() // self.size] * self.size
+        parts = torch.split(x.detach().clone(), list(sent))
+        per_rank = self._exchange(parts, "all_to_all")
         out.copy_(torch.cat([parts[self.rank] for parts in per_rank]))
         return DONE
 

@@ -93,7 +93,8 @@ class UsableGroups(Refusal):
                 raise GroupError(f"group {built.get('name', index)!r}: {problem}")
             self._check_bounds(index, group, names)
             own = getattr(self.rules.get(index), "hyper_names", ())
-            if not any(_may_change(group.get(name)) for name in (*HYPER_FIELDS, *NUMBERS, *own)):
+            numbers = [group.get(name) for name in (*HYPER_FIELDS, *NUMBERS, *own)]
+            if not any(map(_may_change, numbers)):
                 self._entries.accept(index, group)
         for index in self.rules:
             check_rate(groups[index])
@@ -102,7 +103,10 @@ class UsableGroups(Refusal):
     def _check_bounds(self, index: int, group: Mapping[str, Any], names: Iterable[str]) -> None:
         """Raise GroupError for a number that is out of the bounds of the rule. Numbers on an accelerator are not read,
         because the host would have to wait for them."""
-        numbers = {name: group[name] for name in names if name in group and not is_on_device(group[name])}
+        numbers = {}
+        for name in names:
+            if name in group and not is_on_device(group[name]):
+                numbers[name] = group[name]
         try:
             check_numbers(self.rules.get(index), numbers)
             for name in numbers.keys() & NUMBERS.keys():
@@ -141,14 +145,17 @@ def _structure_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> I
         if name not in group:
             yield f"it has no entry {name!r} any more; groups keep the entries that they were built with"
     for name in (*FIXED, CHOICES):
-        if group.get(name) != built.get(name):
+        value = group.get(name)
+        of_build = built.get(name)
+        if value != of_build:
             yield (
-                f"{name}={group.get(name)!r} was set after the optimizer was built with {built.get(name)!r}, which "
-                "has no effect; build another optimizer with it, and load this one's state_dict"
+                f"{name}={value!r} was set after the optimizer was built with {of_build!r}, which has no effect; build "
+                "another optimizer with it, and load this one's state_dict"
             )
     for name in _FLAGS:
-        if name in group and group[name] is not built.get(name, False):
-            yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
+        value = group.get(name, False)
+        if value is not built.get(name, False):
+            yield f"{name}={value!r} was set after the optimizer was built, which has no effect"
     added = group.keys() - built.keys() - set(_FLAGS)
     choices = built.get(CHOICES, ())
     for choice in choices:
@@ -176,14 +183,18 @@ def _number_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> Iter
 
 def _has_form_of(value: Any, built: Any) -> bool:
     """Whether both are single numbers, or rows of as many. A learning rate may be None until a scheduler sets it."""
-    if isinstance(built, tuple | list):
-        return isinstance(value, tuple | list) and len(value) == len(built) and all(map(is_number, value))
-    return value is None or is_number(value)
+    if not isinstance(built, tuple | list):
+        return value is None or is_number(value)
+    if not isinstance(value, tuple | list) or len(value) != len(built):
+        return False
+    return all(map(is_number, value))
 
 
 def _may_change(value: Any) -> bool:
     """Whether a value has tensors, whose numbers change in place, so that they are checked in every step."""
-    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_may_change, value)))
+    if isinstance(value, tuple | list):
+        return any(map(_may_change, value))
+    return isinstance(value, Tensor)
 
 
 class EqualGroups:
@@ -219,9 +230,11 @@ class EqualGroups:
         self._numbers: list[list[tuple[str, Any]]] = []  # of the last step, for `error`; groups keep parameters alive
 
     def flags(self, groups: Groups) -> Sequence[float]:
-        self._numbers = [self._numbers_of(groups[index]) for index, _, _ in self._compared]
+        self._numbers = []
         flags: list[float] = []
-        for numbers, (_, _, is_local) in zip(self._numbers, self._compared, strict=True):
+        for index, _, is_local in self._compared:
+            numbers = self._numbers_of(groups[index])
+            self._numbers.append(numbers)
             checksum = _checksum(numbers) if is_local else 0
             flags += [float(is_local), float(checksum), float(checksum**2)]
         return flags
@@ -259,10 +272,11 @@ def _differ(count: Any, total: Any, squares: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """A value with the same `repr` on every rank. Tensors on an accelerator are not read, and so not compared."""
-    if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     if isinstance(value, str):
         return str(value)
-    return float(value) if isinstance(value, Real) else None
+    is_single = isinstance(value, Real)
+    if isinstance(value, Tensor):
+        is_single = value.device.type == "cpu" and value.numel() == 1
+    return float(value) if is_single else None

@@ -29,7 +29,9 @@ class CutRows(NamedTuple):
 
     def split(self, sums: Tensor) -> dict[ParamId, Tensor]:
         """Split `sums` into views, one for each parameter."""
-        return dict(zip(self.rows, torch.split(sums, [rows.num for rows in self.rows.values()]), strict=True))
+        sizes = [rows.num for rows in self.rows.values()]
+        parts = torch.split(sums, sizes)
+        return dict(zip(self.rows, parts, strict=True))
 
 
 class CutParams(NamedTuple):
@@ -51,7 +53,8 @@ def means_over_ranks(
     for cuts, (pieces, grads, _) in units:
         for cut in cuts:
             num = sum(rows.num for rows in cut.rows.values())
-            _, vector = sums.setdefault(id(cut), (cut, torch.zeros(num, dtype=torch.float64, device=device)))
+            zeros = torch.zeros(num, dtype=torch.float64, device=device)
+            _, vector = sums.setdefault(id(cut), (cut, zeros))
             parts = cut.split(vector)
             for piece, grad in zip(pieces, grads, strict=True):
                 if piece.id in parts:
@@ -68,11 +71,13 @@ def means_to_host(
     means: Mapping[ParamId, Tensor], pieces: Sequence[OwnedPiece], device: Device
 ) -> dict[ParamId, Tensor]:
     """Copy the means of the pieces' parameters to host memory, as one tensor."""
-    needed = {piece.id: means[piece.id] for piece in pieces if piece.id in means}
-    if not needed:
+    ids = [piece.id for piece in pieces if piece.id in means]
+    if not ids:
         return {}
-    joined = device.to_host(torch.cat(list(needed.values())))
-    return dict(zip(needed, torch.split(joined, [len(mean) for mean in needed.values()]), strict=True))
+    needed = [means[id] for id in ids]
+    joined = device.to_host(torch.cat(needed))
+    sizes = [len(mean) for mean in needed]
+    return dict(zip(ids, torch.split(joined, sizes), strict=True))
 
 
 def means_of_pieces(
@@ -115,7 +120,7 @@ def add_over_ranks_(steps: Iterable[tuple[Sequence[CutParams], HookedStep | None
     Raises CollectiveError if a peer is lost.
     """
     vectors: dict[int, tuple[CutParams, Tensor]] = {}  # by identity: units of the same parameters share `CutParams`
-    writes = []
+    writes = []  # sums of a step, their rows, and those of the vector that are theirs
     for cuts, step in steps:
         if step is None or not step.rule.sums_norms:
             continue
@@ -124,11 +129,13 @@ def add_over_ranks_(steps: Iterable[tuple[Sequence[CutParams], HookedStep | None
             _, vector = vectors.setdefault(id(cut), (cut, zeros))
             if step.ids:
                 here, there = _rows_among(step.ids, cut.ids, device)
-                vector.index_add_(0, there, step.sums.index_select(0, here))
+                own = step.sums.index_select(0, here)
+                vector.index_add_(0, there, own)
                 writes.append((step.sums, here, there, vector))
     _sum_over_ranks_([(vector, cut.comms) for cut, vector in vectors.values()], what="norms")
     for sums, here, there, vector in writes:
-        sums.index_copy_(0, here, vector.index_select(0, there))
+        total = vector.index_select(0, there)
+        sums.index_copy_(0, here, total)
 
 
 def _sum_over_ranks_(vectors: Iterable[tuple[Tensor, Sequence[Comm]]], *, what: str) -> None:
@@ -150,4 +157,5 @@ def _rows_among(ids: tuple[ParamId, ...], cut: tuple[ParamId, ...], device: torc
     places = {id: place for place, id in enumerate(cut)}
     here = [row for row, id in enumerate(ids) if id in places]
     there = [places[ids[row]] for row in here]
-    return torch.tensor(here, dtype=torch.int64, device=device), torch.tensor(there, dtype=torch.int64, device=device)
+    rows = torch.tensor([here, there], dtype=torch.int64, device=device)
+    return rows[0], rows[1]
