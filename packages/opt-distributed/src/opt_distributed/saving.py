@@ -77,13 +77,15 @@ def decoded(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
     """The values of one state: its own memory, or a new fp32 tensor if it is stored as codes."""
     codec = _codec(unit, spec.name)
     codes = piece.kept[spec.name]
-    return codes if codec is None else values_of(codec, codes, piece.state[scale_name(spec.name)])
+    if codec is None:
+        return codes
+    return values_of(codec, codes, piece.state[scale_name(spec.name)])
 
 
 def _codec(unit: Unit, name: str) -> StateCodec | None:
     """The codec of a state that is stored in scaled blocks; None if its memory holds the values themselves."""
-    found = unit.rule.codecs.get(name)
-    return found if found is not None and found.block else None
+    codec = unit.rule.codecs.get(name)
+    return codec if codec is not None and codec.block else None
 
 
 def is_by_part(spec: StateSpec, piece: OwnedPiece) -> bool:
@@ -177,11 +179,16 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
     specs = _specs(unit, piece)
     if copies_main and _OF_MAIN not in specs:
         specs.append(_OF_MAIN)
+    saves_values = _saves_values(piece)
     for spec in specs:
         if spec is _OF_MAIN:
-            value = piece.main.value().detach().clone() if copies_main else piece.main.value()
+            value = piece.main.value()
+            if copies_main:
+                value = value.detach().clone()
+        elif saves_values:
+            value = decoded(unit, piece, spec)
         else:
-            value = decoded(unit, piece, spec) if _saves_values(piece) else piece.kept[spec.name]
+            value = piece.kept[spec.name]
         if _is_like_param(piece, spec) and value.dim():
             value = distributed_like(value.detach(), piece.param)
         state[_saved_name(piece, spec)] = value
@@ -264,13 +271,20 @@ def _saved_name(piece: OwnedPiece, spec: StateSpec) -> str:
     """The state's name, with a suffix for state of a part of a parameter, unless it is the same tensor on all ranks."""
     if spec.kind is StateKind.SCALAR:
         return spec.name
-    name = spec.name + (f"@{piece.matrix.split_name}" if is_by_part(spec, piece) else "")
+    name = spec.name
+    if is_by_part(spec, piece):
+        name += f"@{piece.matrix.split_name}"
     if spec.whole and piece.stage is not None:
         block = piece.stage.whole(piece.id)
-        return name + ("" if block.shape == piece.stage.shape(piece.id) else "@" + ".".join(map(str, block.offset)))
-    if is_dtensor(piece.param):
-        return name + ("" if _is_like_param(piece, spec) else part_of_mesh(piece.param))
-    return name + piece.part + ("" if piece.is_whole else f"[{piece.of_param.start}:{piece.of_param.stop}]")
+        if block.shape != piece.stage.shape(piece.id):
+            name += "@" + ".".join(map(str, block.offset))
+    elif not is_dtensor(piece.param):
+        name += piece.part
+        if not piece.is_whole:
+            name += f"[{piece.of_param.start}:{piece.of_param.stop}]"
+    elif not _is_like_param(piece, spec):
+        name += part_of_mesh(piece.param)
+    return name
 
 
 def _is_like_param(piece: OwnedPiece, spec: StateSpec) -> bool:
@@ -301,7 +315,7 @@ def _values(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> dict[str
         value = saved[key]
         if not isinstance(value, Tensor):
             raise StateError(f"{where} is a {type(value).__name__}; a tensor is needed")
-        shape = piece.main.shape if spec is _OF_MAIN else piece.kept[spec.name].shape
+        live = piece.main if spec is _OF_MAIN else piece.kept[spec.name]
         if _is_like_param(piece, spec):
             try:
                 if is_dtensor(value) or is_dtensor(piece.param):
@@ -310,10 +324,10 @@ def _values(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> dict[str
                 raise StateError(f"{where} {error}") from error
             if not piece.is_whole and value.shape == piece.param.shape:
                 value = value.flatten()[piece.of_param]
-        if value.shape != shape:
+        if value.shape != live.shape:
             raise StateError(
-                f"{where} has shape {tuple(value.shape)}, this rank's piece has {tuple(shape)}; use sharded_state_dict "
-                "to load on another layout"
+                f"{where} has shape {tuple(value.shape)}, this rank's piece has {tuple(live.shape)}; use "
+                "sharded_state_dict to load on another layout"
             )
         found[spec.name] = value
     return found

@@ -115,17 +115,24 @@ class ReducedGrads:
 
         A view, which shows the result of every reduction.
         """
+        piece = self._pieces[id]
         shape = self._shapes[id]
-        return self._pieces[id].view(shape) if of_param == slice(0, shape.numel()) else self._pieces[id]
+        return piece.view(shape) if of_param == slice(0, shape.numel()) else piece
 
 
 def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
     """Copy gradients to their places in a bucket, and zeros for those that are missing."""
-    there = {id: grad for id in places if (grad := grads[id]) is not None}
-    for id in places.keys() - there:
-        places[id].zero_()
-    if there:
-        torch._foreach_copy_([places[id] for id in there], list(there.values()))
+    targets = []
+    found = []
+    for id, place in places.items():
+        grad = grads[id]
+        if grad is None:
+            place.zero_()
+        else:
+            targets.append(place)
+            found.append(grad)
+    if found:
+        torch._foreach_copy_(targets, found)
 
 
 class Part(NamedTuple):

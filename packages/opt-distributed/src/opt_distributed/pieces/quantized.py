@@ -41,12 +41,15 @@ class QuantizedMain(Main):
     @classmethod
     def of(cls, id: ParamId, param: QuantizedParam, of_param: slice) -> "QuantizedMain":
         """Start from the high-precision values that the parameter was created from, if they are kept and current."""
-        start = present = param.values().view(-1)[of_param]
-        if (initial := param.initial()) is not None:
-            initial = initial.reshape(-1)[of_param].to(present)
+        start = param.values().view(-1)[of_param]
+        initial = param.initial()
+        if initial is not None and start.numel():
+            values = initial.reshape(-1)[of_param].to(start)
             # Not if other weights were loaded since: fp8 values are then not what quantising `initial` gives.
-            far = INITIAL_FAR * initial.abs() + (initial.abs().amax() * 2.0**-14 if initial.numel() else 0.0)
-            start = initial if bool(((present - initial).abs() <= far).all()) else present
+            size = values.abs()
+            far = INITIAL_FAR * size + size.amax() * 2.0**-14
+            if bool(((start - values).abs() <= far).all()):
+                start = values
         is_whole = of_param == slice(0, param.shape.numel())
         copy = start.clone().view(param.shape if is_whole else (-1,))
         return cls(target=copy, kept={MAIN: copy}, id=id, param=param, of_param=of_param)
@@ -104,7 +107,6 @@ class QuantizedSource:
         self.inner = inner
         self.params = params
         self.comm = comm
-        self._reusing = inner if isinstance(inner, SyncedBuffer) and inner.through_grads is not None else None
         self._mains: list[QuantizedMain] = []  # of this rank's pieces
 
     def main(self, id: ParamId, of_param: slice) -> QuantizedMain:
@@ -120,10 +122,11 @@ class QuantizedSource:
         Raises:
             CollectiveError: a peer is lost.
         """
-        if self._reusing is not None:  # the wire quantises whole parameters on arrival
-            assert self._reusing.through_grads is not None
-            self._reusing.lend_grad_storage_()
-            self._reusing.through_grads.stage_({main.id: (main.of_param.start, main.target) for main in self._mains})
+        inner = self.inner
+        if isinstance(inner, SyncedBuffer) and inner.through_grads is not None:
+            # The wire quantises whole parameters on arrival.
+            inner.lend_grad_storage_()
+            inner.through_grads.stage_({main.id: (main.of_param.start, main.target) for main in self._mains})
             for main in self._mains:
                 main.is_updated = False
                 main.skip = None
@@ -138,7 +141,7 @@ class QuantizedSource:
                 main.skip = None
             for param in self.params.values() if self.comm.size == 1 else ():
                 param.finish_()
-        self.inner.publish_()
+        inner.publish_()
 
     def _rescale_(self, updated: Sequence[QuantizedMain]) -> None:
         """Compute scales from largest magnitudes over all ranks. Parameters that no rank has updated keep theirs."""
@@ -165,12 +168,19 @@ class QuantizedSource:
             CollectiveError: a peer is lost.
         """
         here = {main.id for main in self._mains}
-        memories = [(memory, id in here) for id, param in self.params.items() for memory in param.extra().values()]
+        memories = []
+        parts = []
+        for id, param in self.params.items():
+            for memory in param.extra().values():
+                memories.append(memory)
+                part = memory if id in here else torch.full_like(memory, -1.0)
+                parts.append(part.view(-1))
         if memories:
-            shared = torch.cat([(x if known else torch.full_like(x, -1.0)).view(-1) for x, known in memories])
+            shared = torch.cat(parts)
             self._reduce_(shared, "histories")
-            for (memory, _), part in zip(memories, torch.split(shared, [x.numel() for x, _ in memories]), strict=True):
-                memory.copy_(part.view(memory.shape))
+            sizes = [part.numel() for part in parts]
+            for memory, found in zip(memories, torch.split(shared, sizes), strict=True):
+                memory.copy_(found.view(memory.shape))
 
     def _reduce_(self, values: Tensor, what: str) -> None:
         with naming(f"{what} of fp8 parameters"):
