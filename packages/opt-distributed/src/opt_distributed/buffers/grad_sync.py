@@ -63,8 +63,8 @@ class LaunchOrder:
 
     def sort(self) -> None:
         """Sort buckets by the present keys of the chunks."""
-        places = [(key, chunk, index) for chunk in self.chunks for index, key in enumerate(chunk.keys)]
-        self._sequence = [(chunk, index) for _, chunk, index in sorted(places, key=lambda place: place[0])]
+        places = [(chunk, index) for chunk in self.chunks for index in range(len(chunk.keys))]
+        self._sequence = sorted(places, key=lambda place: place[0].keys[place[1]])
 
     @property
     def may_launch_early(self) -> bool:
@@ -104,9 +104,9 @@ class LaunchOrder:
 
     def launch_through(self, last: "GradSync") -> None:
         """Launch all buckets of `last`, complete or not, and, in order, all buckets that precede one of them."""
-        pending = list(self._pending())
-        own = [position for position, (chunk, _) in enumerate(pending) if chunk is last]
-        for chunk, index in pending[: own[-1] + 1] if own else ():
+        for chunk, index in self._pending():
+            if all(bucket.state is not BucketState.ACCUMULATING for bucket in last.buckets):
+                return
             self._launch(chunk, index)
 
     def _pending(self) -> Iterator[tuple["GradSync", int]]:
@@ -145,8 +145,8 @@ def _others(chunks: Sequence["GradSync"]) -> list["GradSync"]:
     """Live chunks outside of `chunks` that reduce over one of their groups."""
     with _lock:
         live = list(_live)
-    groups = [group for chunk in chunks for group in chunk.groups]
-    return [one for one in live if one not in chunks and any(group in groups for group in one.groups)]
+    groups = {group for chunk in chunks for group in chunk.groups}
+    return [other for other in live if other not in chunks and not groups.isdisjoint(other.groups)]
 
 
 class Family(NamedTuple):
