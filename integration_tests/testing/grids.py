@@ -137,9 +137,8 @@ def thread_roles(grid: Grid, worlds: list[World], *, late: bool = False, timeout
             expert=Axes(dp=of["intra_expt_dp"][rank], tp=of["expt_tp"][rank], inter=of["inter_dist_opt"][rank]),
             everyone=everyone[rank],
             instance=of["intra_dist_opt"][rank] if grid.instances > 1 else None,
-            embedding=of["embd"][rank],
             ep=of["ep"][rank],
-            pp=of["pp"][rank],
+            known_peers={role: of[role][rank] for role in ("embd", "pp")},
         )
         for rank in range(grid.size)
     ]

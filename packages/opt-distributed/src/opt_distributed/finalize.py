@@ -92,8 +92,10 @@ def _finalize(
                 f"num_tokens was given, but model chunk {index} averages gradients; wrap it with "
                 "calculate_per_token_loss=True"
             )
-    given: Any = chunks[0].roles if pg_collection is None and chunks else pg_collection
-    if not (given is None or isinstance(given, Mapping | ProcessGroups | Roles)):
+    given: Any = pg_collection
+    if given is None:
+        given = chunks[0].roles if chunks else {}
+    elif not isinstance(given, Mapping | ProcessGroups | Roles):
         given = groups_of_collection(given)
     peers = given if isinstance(given, Mapping) else peers_of(given)
     if qk_layernorm is None:

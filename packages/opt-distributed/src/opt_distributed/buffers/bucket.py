@@ -265,14 +265,12 @@ class GradBucket:
         if self.reduction.scale_after != 1.0:
             self.result.mul_(self.reduction.scale_after)
         self.state = BucketState.REDUCED
-        rebound = [
-            id for id, view in self.views.items() if getattr(self.memory.params[id], "main_grad", None) is not view
-        ]
-        if rebound:
-            self.problem = self.problem or UnusableGradientError(
-                f"main_grad of {rebound[0]} was replaced while its bucket was being reduced; call finish_grad_sync() "
-                "before you replace it"
-            )
+        for id, view in self.views.items():
+            if getattr(self.memory.params[id], "main_grad", None) is not view:
+                self.problem = self.problem or UnusableGradientError(
+                    f"main_grad of {id} was replaced while its bucket was being reduced; call finish_grad_sync() "
+                    "before you replace it"
+                )
 
     def begin(self) -> None:
         """Begin an iteration."""

@@ -216,8 +216,7 @@ class DistributedDataParallel(nn.Module):
     def telling(self) -> AbstractContextManager[None]:
         """Tell ranks that wait for this one of an error that is raised inside."""
         roles = self.roles
-        comms = [comm for axes in (roles.dense, roles.expert) for comm in (axes.dp, axes.inter, axes.tp)]
-        return telling((roles.everyone, roles.totals, *comms), unless=RefusedGradientError)
+        return telling((roles.everyone, roles.totals, *roles.comms), unless=RefusedGradientError)
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:

@@ -66,7 +66,9 @@ class ReducedGrads:
                 flat = full[slot.start - bucket.start : slot.stop - bucket.start]
                 places[slot.id] = flat.view(params[slot.id].shape)
             self._places.append(places)
-        self._pieces = {piece.id: self._results[at][piece.of_shard] for at, piece in layout.owned(axes.dp.rank)}
+        self._pieces = {}
+        for at, piece in layout.owned(axes.dp.rank):
+            self._pieces[piece.id] = self._results[at][piece.of_shard]
         self._shapes = {id: param.shape for id, param in params.items()}
         self._wire = wire_of(DistributedDataParallelConfig(), axes, num_shards=layout.num_shards)
         self._queues = devices.device_of(device)

@@ -249,9 +249,7 @@ def _shapes(parts: Iterable[Tensor]) -> str:
 
 def _copies_by_comm(tensors: Mapping[ParamId, Tensor], metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
     """The parameters that are compared over each group, in one order on all ranks. Groups may have none on a rank."""
-    over: list[tuple[Comm, list[ParamId]]] = []
-    for axes in (roles.dense, roles.expert):
-        over += [(comm, []) for comm in (axes.dp, axes.inter, axes.tp) if comm.size > 1]
+    over: list[tuple[Comm, list[ParamId]]] = [(comm, []) for comm in roles.comms if comm.size > 1]
     for id, tensor in tensors.items():
         over += [(comm, [id]) for comm in _comms(tensor, metas[id], roles)]
     same: dict[object, Comm] = {}  # by process group, of which there may be several views

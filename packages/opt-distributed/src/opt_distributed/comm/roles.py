@@ -1,9 +1,10 @@
 """`Roles`: the groups of a step, from those that the caller passed or that the model's parameters imply. No guesses."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -52,10 +53,7 @@ class Axes:
 def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
     """Gather the values of all replicas, in the same order on every rank, instance by instance."""
     of_instance = axes.dp.gather_objects(value)
-    found = []
-    for values in axes.inter.gather_objects(of_instance):
-        found += values
-    return found
+    return list(chain.from_iterable(axes.inter.gather_objects(of_instance)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +65,17 @@ class Roles:
     everyone: Comm  # all ranks of the model, which must agree on errors
     ep: Comm = field(default_factory=Alone)  # ranks that hold other experts
     instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
-    embedding: Comm | None = None  # stages that hold the tied embedding; None: unknown
-    positions: Comm | None = None  # stages that hold the position embedding; None: unknown
-    pp: Comm | None = None  # pipeline stages; None: unknown
+    known_peers: Mapping[str, Comm] = field(default_factory=dict)  # those of `PEERS` that were given
+
+    @property
+    def peers(self) -> dict[str, Comm]:
+        """The groups of `PEERS` that are known, by role."""
+        return {"tp": self.dense.tp, "expt_tp": self.expert.tp, **self.known_peers}
+
+    @property
+    def comms(self) -> list[Comm]:
+        """The groups over which parameters are distributed."""
+        return [comm for axes in (self.dense, self.expert) for comm in (axes.dp, axes.inter, axes.tp)]
 
     @property
     def totals(self) -> Comm:
@@ -81,14 +87,11 @@ PEERS = ("tp", "expt_tp", "embd", "pos_embd", "pp")
 """Roles of ranks that hold other parts of the same model, over which gradients may have to be summed."""
 
 
-def peers_of(given: ProcessGroups | Roles | None) -> dict[str, Comm]:
+def peers_of(given: ProcessGroups | Roles) -> dict[str, Comm]:
     """The groups of `PEERS` that are known. A role that is missing was never set."""
-    if given is None:
-        return {}
-    if isinstance(given, ProcessGroups):
-        return {role: comm_of(getattr(given, role)) for role in PEERS if role in given.roles}
-    found = zip(PEERS, (given.dense.tp, given.expert.tp, given.embedding, given.positions, given.pp), strict=True)
-    return {role: comm for role, comm in found if comm is not None}
+    if isinstance(given, Roles):
+        return given.peers
+    return {role: comm_of(getattr(given, role)) for role in PEERS if role in given.roles}
 
 
 def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool = True) -> Roles:
@@ -116,7 +119,6 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
     _check_sizes(groups)
     inter = comm_of(groups.inter_dist_opt)
-    known = peers_of(groups)
     instance = None if groups.intra_dist_opt is None else comm_of(groups.intra_dist_opt)
     dense = Axes(dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")), tp=comm_of(groups.tp), inter=inter)
     if groups.intra_dist_opt is None:  # statistics are summed over a group that has every rank of the model once
@@ -134,9 +136,7 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
         everyone=everyone,
         ep=comm_of(groups.ep),
         instance=instance,
-        embedding=known.get("embd"),
-        positions=known.get("pos_embd"),
-        pp=known.get("pp"),
+        known_peers=peers_of(groups),
     )
 
 
@@ -247,7 +247,7 @@ def marks_set(meta: ParamMeta, *, qk_layernorm: bool) -> list[tuple[str, str]]:
 
 def marks_of(meta: ParamMeta, roles: Roles, *, qk_layernorm: bool = False, num_chunks: int = 1) -> list[Mark]:
     """Why the gradient of a parameter must be summed or averaged over other ranks; empty if it must not."""
-    peers = peers_of(roles)
+    peers = roles.peers
     over_stages = roles.everyone.size > roles.dense.num_replicas * roles.dense.tp.size  # there are other stages
     found = [
         Mark(attr, role, peers.get(role))

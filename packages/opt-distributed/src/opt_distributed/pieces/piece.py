@@ -126,6 +126,7 @@ def init_state(
     if len(whole) < len(rule.state_specs):
         state = {name: value for name, value in rule.init_state(main).items() if name not in whole}
     if stage.computes(id):
-        made = state_of_rule(rule, main.new_empty(stage.whole(id).shape), stage.of_whole[id], of=repr(id.name))
+        block = main.new_empty(stage.whole(id).shape)
+        made = state_of_rule(rule, block, stage.of_whole[id], of=repr(id.name))
         state |= {name: value for name, value in made.items() if name in whole}
     return state

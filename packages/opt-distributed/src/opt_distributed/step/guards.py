@@ -1,6 +1,7 @@
 """`Guards`: the reasons for which every rank may refuse a step, in the order in which their errors are raised."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,15 +50,18 @@ class Guards:
         self.same_params = SameParams(built)
         self.usable_groups = UsableGroups(built, rules)
         self._equal = equal
-        own = (self._usable_grads, self.usable_groups, ParamsInPlace(sources), *((equal,) if equal.num_flags else ()))
+        own: list[Guard] = [self._usable_grads, self.usable_groups, ParamsInPlace(sources)]
+        if equal.num_flags:
+            own.append(equal)
         self.all: list[Guard] = [self.same_params, *first, *own, *last]
 
     def begin(self, groups: Groups) -> None:
         """Begin a step. In the first one, check that all ranks have as many guards, of the same types and numbers of
         flags. Collective then. Raises GuardError, on every rank."""
         if not self.agreed:
-            found = self._gather([(type(guard).__name__, guard.num_flags) for guard in self.all], "guards")
-            if len(different := sorted(set(map(str, found)))) > 1:
+            own = [(type(guard).__name__, guard.num_flags) for guard in self.all]
+            different = sorted(set(map(str, self._gather(own, "guards"))))
+            if len(different) > 1:
                 raise GuardError(
                     f"ranks have different guards, by type and number of flags: {' and '.join(different)}; append the "
                     "same guards on every rank, in one order, before the first step. Nothing was updated"
@@ -94,8 +98,8 @@ class Guards:
     def _flags_of(self, guard: Guard) -> list[float]:
         try:
             flags = list(guard.flags(self.groups))
-            if (num := len(flags)) != guard.num_flags:
-                raise GuardError(f"{type(guard).__name__} has {num} flags, but num_flags={guard.num_flags}")
+            if len(flags) != guard.num_flags:
+                raise GuardError(f"{type(guard).__name__} has {len(flags)} flags, but num_flags={guard.num_flags}")
         except Exception as error:
             self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
             return [0.0] * guard.num_flags
@@ -109,7 +113,8 @@ class Guards:
         """Let every rank refuse the present step by its flags, (n,) on the device; return them with that added."""
         self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
         self._usable_grads.found = self.unusable
-        place = sum(guard.num_flags for guard in self.agreed[: self.agreed.index(self._usable_grads)])
+        earlier = self.agreed[: self.agreed.index(self._usable_grads)]
+        place = sum(guard.num_flags for guard in earlier)
         return flags.index_fill(0, torch.tensor([place], dtype=torch.int64, device=flags.device), 1.0)
 
     def check_again(self, groups: Groups, max_norm: float) -> None:
@@ -131,12 +136,13 @@ class Guards:
         if error is None and len(norms) > 1:
             error = HyperError(f"ranks clip to different norms: {norms}; pass one to all. Nothing was updated")
         if error is None:
-            error = self._equal.error([sum(of_flag) for of_flag in zip(*(here for here, _, _ in per_rank))])
+            per_flag = zip(*(here for here, _, _ in per_rank), strict=True)
+            error = self._equal.error([sum(of_ranks) for of_ranks in per_flag])
         if error is not None:
             raise error
 
     def _gather(self, here: Any, what: str) -> list[Any]:
         """What the ranks of all optimizer instances pass. Collective. Raises CollectiveError if a peer is lost."""
         with naming(f"comparison of {what}"):
-            of_instances = self._instances.gather_objects(self._everyone.gather_objects(here))
-        return [of_rank for of_instance in of_instances for of_rank in of_instance]
+            of_instance = self._everyone.gather_objects(here)
+            return list(chain.from_iterable(self._instances.gather_objects(of_instance)))

@@ -333,7 +333,6 @@ def axes_of(roles: Roles) -> ModelAxes:
 
     dense = roles.dense
     expert = roles.expert
-    pp = roles.pp or Alone()
     all_ranks = roles.everyone
     if roles.instance is not None and dense.inter.size == 1:
         all_ranks = roles.instance
@@ -342,7 +341,7 @@ def axes_of(roles: Roles) -> ModelAxes:
         tp=dense.tp,
         expert_tp=expert.tp,
         ep=roles.ep,
-        pp=pp,
+        pp=roles.peers.get("pp", Alone()),
         dense=replica(dense),
         expert=replica(expert),
     )
