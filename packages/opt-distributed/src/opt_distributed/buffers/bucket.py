@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.roles import Axes
 from opt_kernels.backends import grad_stats
 from opt_paramgroups import ParamId
-
-_NO_SUMS: Mapping[ParamId, Tensor] = MappingProxyType({})
-
 
 NUM_ITERATIONS = 100
 THRESHOLD = 10.0
@@ -122,11 +118,11 @@ class Reduction:
     name: str  # of the buffer, for errors
     wire: Wire
     axes: Axes  # its replicas
-    is_expert: bool = False
-    scale_before: float = 1.0  # of gradients, before the reduction
-    scale_after: float = 1.0  # of the sum
-    check_for_nan: bool = False
-    check_for_large: bool = False
+    is_expert: bool
+    scale_before: float  # of gradients, before the reduction
+    scale_after: float  # of the sum
+    check_for_nan: bool
+    check_for_large: bool
 
 
 class GradBucket:
@@ -136,9 +132,7 @@ class GradBucket:
     These are the same tensors, except for the parameters in `sums`, which accumulate separately in fp32.
     """
 
-    def __init__(
-        self, memory: ParamAndGradBuffer, index: int, reduction: Reduction, *, sums: Mapping[ParamId, Tensor] = _NO_SUMS
-    ):
+    def __init__(self, memory: ParamAndGradBuffer, index: int, reduction: Reduction, *, sums: Mapping[ParamId, Tensor]):
         self.memory = memory
         self.index = index
         self.reduction = reduction
