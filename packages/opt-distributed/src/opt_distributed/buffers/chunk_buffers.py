@@ -258,6 +258,10 @@ def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
                 f"{meta.id} is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
             )
     config = spec.config
+    keeps_whole = isinstance(spec.sharding, WholeParams)
+
+    def grad_dtype(meta: ParamMeta) -> torch.dtype:
+        return torch.float32 if config.grad_reduce_in_fp32 else meta.dtype
 
     def bucket_size(numel: int) -> int | None:
         if not (config.overlap_grad_reduce or config.overlap_param_gather):
@@ -270,8 +274,8 @@ def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
         spec.metas,
         sharding=spec.sharding,
         sizes=WorldSizes.of(spec.roles),
-        needs_whole=lambda meta: isinstance(spec.sharding, WholeParams) and meta.moved_as_matrix,
-        grad_dtype=lambda meta: torch.float32 if config.grad_reduce_in_fp32 else meta.dtype,
+        needs_whole=lambda meta: keeps_whole and meta.moved_as_matrix,
+        grad_dtype=grad_dtype,
         bucket_size=bucket_size,
         pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
         chunk=spec.chunk,

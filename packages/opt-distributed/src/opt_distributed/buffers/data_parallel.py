@@ -106,18 +106,17 @@ class DistributedDataParallel(nn.Module):
         if len(set(broadcasts)) > 1:
             raise ValueError(f"broadcast_params is {broadcasts}, by rank; pass the same on all ranks")
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
-        self.synced_buffers: tuple[SyncedBuffer, ...] = make_buffers(
-            ChunkSpec(
-                config=config,
-                params=self._params,
-                metas=self.metas,
-                others=list(not_trained(module)),
-                roles=self.roles,
-                chunk=chunk,
-                sharding=sharding_of(config, optimizer_config),
-                calculate_per_token_loss=calculate_per_token_loss,
-            )
+        spec = ChunkSpec(
+            config=config,
+            params=self._params,
+            metas=self.metas,
+            others=list(not_trained(module)),
+            roles=self.roles,
+            chunk=chunk,
+            sharding=sharding_of(config, optimizer_config),
+            calculate_per_token_loss=calculate_per_token_loss,
         )
+        self.synced_buffers: tuple[SyncedBuffer, ...] = make_buffers(spec)
         self._make_syncs()
         if broadcast_params:
             self.broadcast_params()
@@ -136,15 +135,16 @@ class DistributedDataParallel(nn.Module):
         """Create the gathers and reductions of all buckets, and let the buffers use them in a step."""
         config = self.ddp_config
         buffers = self.synced_buffers
-        buckets = [(buffer, at) for buffer in buffers for at in range(len(buffer.plan.layout.buckets))]
-        gathered = buckets if config.use_distributed_optimizer else ()  # else parameters are replicated
-        self.param_sync = ParamSync(
-            [ParamBucket(buffer.memory, at, buffer.axes.dp) for buffer, at in gathered],
-            gathers=Gathers.IN_STEP,
-            number=self._chunk,
-        )
+        gathered = []
+        reduced = []
+        for buffer in buffers:
+            for at in range(len(buffer.plan.layout.buckets)):
+                reduced.append(GradBucket(buffer.memory, at, buffer.reduction, sums=buffer.sums.views))
+                if config.use_distributed_optimizer:  # else parameters are replicated
+                    gathered.append(ParamBucket(buffer.memory, at, buffer.axes.dp))
+        self.param_sync = ParamSync(gathered, gathers=Gathers.IN_STEP, number=self._chunk)
         self.grad_sync = GradSync(
-            [GradBucket(buffer.memory, at, buffer.reduction, sums=buffer.sums.views) for buffer, at in buckets],
+            reduced,
             in_backward=config.overlap_grad_reduce,
             learns=config.overlap_grad_reduce or config.overlap_param_gather,
             number=self._chunk,
