@@ -109,7 +109,8 @@ class BufferPlan:
         because this rank may still compute the update of such a matrix."""
         if self.kind is PRE_SHARDED:
             return (Run(param.id, slice(0, param.numel)) for param in self.params)
-        return (Run(piece.id, piece.of_param, bucket) for bucket, piece in self.layout.owned(rank))
+        owned = self.layout.owned(rank % self.layout.num_shards)
+        return (Run(piece.id, piece.of_param, bucket) for bucket, piece in owned)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -77,21 +77,10 @@ class ProcessGroups:
         root = root_of(mesh)
         if problem := mesh_problem(root):
             raise problem
-        data = [axis for axis in names_of(root) if axis in DATA_AXES]
-        return cls(
-            dp=_along(root, *data, "ep"),
-            dp_cp=_along(root, *data, "ep", "cp"),
-            expt_dp=_along(root, *data, "cp"),
-            mp=_along(root, "tp", "pp"),
-            tp_ep_pp=_along(root, "tp", "ep", "pp"),
-            tp=_along(root, "tp"),
-            expt_tp=_along(root, "tp"),
-            pp=_along(root, "pp"),
-            cp=_along(root, "cp"),
-            ep=_along(root, "ep"),
-            embd=_ends_of(_along(root, "pp")),
-            intra_dist_opt=dist.group.WORLD,
-        )
+        groups = cls(**{role: _along(root, *axes) for role, axes in _AXES_OF.items()})
+        groups.embd = _ends_of(groups.pp)
+        groups.intra_dist_opt = dist.group.WORLD
+        return groups
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -126,6 +115,19 @@ AXES: Mapping[str, str] = MappingProxyType(
     }
 )
 """The known names of mesh axes, and their meaning."""
+_AXES_OF = {
+    "dp": (*DATA_AXES, "ep"),
+    "dp_cp": (*DATA_AXES, "ep", "cp"),
+    "expt_dp": (*DATA_AXES, "cp"),
+    "mp": ("tp", "pp"),
+    "tp_ep_pp": ("tp", "ep", "pp"),
+    "tp": ("tp",),
+    "expt_tp": ("tp",),
+    "pp": ("pp",),
+    "cp": ("cp",),
+    "ep": ("ep",),
+}
+"""By role, the axes along which its ranks differ. In the order in which groups are created."""
 REDUCED_AXES = frozenset({*DATA_AXES, "cp", "ep"})
 """Axes along which ranks process different tokens, so that dense gradients are averaged over them."""
 
