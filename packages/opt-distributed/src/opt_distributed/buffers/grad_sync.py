@@ -190,7 +190,9 @@ class GradSync:
             if indices:
                 axes = buckets[indices[0]].reduction.axes
                 self.families.append(Family(axes, indices, LargeGrads()))
-                self.groups += [group_of(comm) or comm for comm in (axes.dp, axes.inter) if comm.size > 1]
+                for comm in (axes.dp, axes.inter):
+                    if comm.size > 1:
+                        self.groups.append(group_of(comm) or comm)
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
         self.has_run = False  # whether a pass of this iteration may have launched buckets on some rank

@@ -97,7 +97,8 @@ def check_apart(params: Mapping[ParamId, Tensor], others: Iterable[tuple[str, Te
     Raises:
         StorageError: two of them share memory.
     """
-    named = [*((str(id), param) for id, param in params.items()), *others]
+    named: list[tuple[str, Tensor]] = [(str(id), param) for id, param in params.items()]
+    named += others
     pair = overlapping([tensor for _, tensor in named], len(params))
     if pair is not None:
         first, second = (named[at][0] for at in pair)
@@ -109,7 +110,9 @@ def check_apart(params: Mapping[ParamId, Tensor], others: Iterable[tuple[str, Te
 def not_trained(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The frozen parameters and the buffers of a module, with their names."""
     yield from nn.Module.named_buffers(module)
-    yield from (named for named in nn.Module.named_parameters(module) if not named[1].requires_grad)
+    for name, param in nn.Module.named_parameters(module):
+        if not param.requires_grad:
+            yield name, param
 
 
 class Moved:

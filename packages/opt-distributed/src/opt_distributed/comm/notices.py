@@ -184,8 +184,11 @@ class Board:
 
     def _warn_of_absent(self, wait: Wait, members: Sequence[int], advice: str) -> None:
         """Name the ranks that do not wait for the same collective, as far as this rank has read."""
-        waits = {rank: self._others.get(rank, Post()).waits for rank in members if rank != self._rank}
-        absent = [rank for rank, other in waits.items() if other is None or not wait.is_met_by(other)]
+        absent = []
+        for rank in members:
+            other = self._others.get(rank, Post()).waits
+            if rank != self._rank and (other is None or not wait.is_met_by(other)):
+                absent.append(rank)
         which = f"ranks {absent}" if len(members) <= MAX_RANKS else "other ranks"
         warnings.warn(
             f"{wait.place}: rank {self._rank} has waited for {ADVISE_SECONDS:g} s for {which}; {advice}",

@@ -91,7 +91,8 @@ class QuantizedMain(Main):
 
     @torch.no_grad()
     def reload_(self) -> None:
-        self.target.copy_(self.param.values().view(-1)[self.of_param].view(self.target.shape))
+        values = self.param.values().view(-1)[self.of_param]
+        self.target.copy_(values.view(self.target.shape))
 
 
 class QuantizedSource:
@@ -126,7 +127,8 @@ class QuantizedSource:
         if isinstance(inner, SyncedBuffer) and inner.through_grads is not None:
             # The wire quantises whole parameters on arrival.
             inner.lend_grad_storage_()
-            inner.through_grads.stage_({main.id: (main.of_param.start, main.target) for main in self._mains})
+            values = {main.id: (main.of_param.start, main.target) for main in self._mains}
+            inner.through_grads.stage_(values)
             for main in self._mains:
                 main.is_updated = False
                 main.skip = None

@@ -94,7 +94,9 @@ class CapturedStep:
 
     def lacking(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
         """Return the error for a parameter that has no gradient on this rank; None if all have one."""
-        lacking = [id for source in self._buffered for id in source.ids if source.params[id].grad is None]
+        lacking = []
+        for source in self._buffered:
+            lacking += [id for id in source.ids if source.params[id].grad is None]
         for unit, unit_grads in zip(self.units, ready, strict=True):
             if unit_grads.pieces is not unit.pieces:
                 there = {piece.id for piece in unit_grads.pieces}

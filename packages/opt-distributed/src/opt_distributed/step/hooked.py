@@ -59,7 +59,7 @@ def means_over_ranks(
             for piece, grad in zip(pieces, grads, strict=True):
                 if piece.id in parts:
                     add_row_sums_(parts[piece.id], grad, cut.rows[piece.id], first=piece.of_param.start)
-    _sum_over_ranks_([(vector, cut.comms) for cut, vector in sums.values()], what="row sums")
+    _sum_over_ranks_(sums.values(), what="row sums")
     means = {}
     for cut, vector in sums.values():
         for name, part in cut.split(vector).items():
@@ -132,17 +132,17 @@ def add_over_ranks_(steps: Iterable[tuple[Sequence[CutParams], HookedStep | None
                 own = step.sums.index_select(0, here)
                 vector.index_add_(0, there, own)
                 writes.append((step.sums, here, there, vector))
-    _sum_over_ranks_([(vector, cut.comms) for cut, vector in vectors.values()], what="norms")
+    _sum_over_ranks_(vectors.values(), what="norms")
     for sums, here, there, vector in writes:
         total = vector.index_select(0, there)
         sums.index_copy_(0, here, total)
 
 
-def _sum_over_ranks_(vectors: Iterable[tuple[Tensor, Sequence[Comm]]], *, what: str) -> None:
-    """Sum each vector over its groups of ranks: one all-reduce for each group."""
+def _sum_over_ranks_(vectors: Iterable[tuple[CutRows | CutParams, Tensor]], *, what: str) -> None:
+    """Sum each vector over the groups of its cut: one all-reduce for each group."""
     by_group: dict[object, tuple[Comm, list[Tensor]]] = {}
-    for vector, comms in vectors:
-        for comm in comms:
+    for cut, vector in vectors:
+        for comm in cut.comms:
             _, joined = by_group.setdefault(group_of(comm) or comm, (comm, []))
             joined.append(vector)
     for comm, joined in by_group.values():

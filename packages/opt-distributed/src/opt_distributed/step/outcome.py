@@ -199,7 +199,8 @@ class Scaler:
 
     def __init__(self, scale: float = 1.0, rule: DynamicScale | None = None):
         self.rule = rule
-        self._known: list[float] | None = [float(scale), 0.0, float(rule.hysteresis) if rule is not None else 0.0]
+        hysteresis = 0 if rule is None else rule.hysteresis
+        self._known: list[float] | None = [float(scale), 0.0, float(hysteresis)]
         self._on_device: Tensor | None = None  # (3,) float64, the state if `_known` is None
 
     @property
@@ -241,7 +242,8 @@ class Scaler:
             self._known = _rescaled(before, flag, None, self.rule).tolist()
             return
         if self._known is not None:  # without a copy from the host, for which it would wait
-            self._keep(torch.stack([torch.full_like(found_inf, x, dtype=torch.float64) for x in self._known]))
+            known = [torch.full_like(found_inf, number, dtype=torch.float64) for number in self._known]
+            self._keep(torch.stack(known))
         assert self._on_device is not None
         self._on_device.copy_(_rescaled(self._on_device, found_inf, unless, self.rule))
 
