@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +21,29 @@ class LayoutError(ValueError):
     """Tensors of a work that cannot be traversed in one order of elements."""
 
 
-def check_halves(work: Work) -> None:
-    """Raise LayoutError for a work without a main unless it has a bfloat16 out and an int16 or int8 remainder."""
-    if work.main is None:
-        dtypes = [None if tensor is None else tensor.dtype for tensor in (work.out, work.remainder)]
-        if dtypes[0] is not torch.bfloat16 or dtypes[1] not in narrow.REMAINDERS:
-            raise LayoutError(
-                f"a work has neither a main nor its two halves: out is {dtypes[0]} and remainder {dtypes[1]}; "
-                "pass main, or out (torch.bfloat16) and its remainder (torch.int16 or torch.int8)"
-            )
+def halves(work: Work) -> tuple[Tensor, Tensor]:
+    """The upper and lower halves of the values of a work without a main. Raises LayoutError unless these are a bfloat16
+    out and an int16 or int8 remainder."""
+    upper = work.out
+    lower = work.remainder
+    if upper is None or lower is None or upper.dtype is not torch.bfloat16 or lower.dtype not in narrow.REMAINDERS:
+        dtypes = [None if tensor is None else tensor.dtype for tensor in (upper, lower)]
+        raise LayoutError(
+            f"a work has neither a main nor its two halves: out is {dtypes[0]} and remainder {dtypes[1]}; "
+            "pass main, or out (torch.bfloat16) and its remainder (torch.int16 or torch.int8)"
+        )
+    return upper, lower
+
+
+def tensors_of_main(work: Work) -> dict[str, Tensor]:
+    """What `write_main_` writes: the main, the out and the remainder, of those that there are."""
+    given = {"main": work.main, "out": work.out, "remainder": work.remainder}
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+def anchor_of(work: Work) -> Tensor:
+    """The tensor whose layout the others have: the main, or its upper half. Raises the error of `halves`."""
+    return halves(work)[0] if work.main is None else work.main
 
 
 def skipped(skip: Tensor | None) -> bool:
@@ -43,9 +57,7 @@ def run_of(work: Work, codes: Sequence[str] = ()) -> Work:
 
     Raises LayoutError if a tensor to be written has holes, another order or another number of elements.
     """
-    check_halves(work)
-    anchor = work.main if work.main is not None else work.out
-    assert anchor is not None
+    anchor = anchor_of(work)
     _same_shape(work.grad, anchor, "grad")
     grad = work.grad
     if not _same_order(grad, anchor) or grad.is_neg():  # it cannot be read as it lies in memory
@@ -55,10 +67,10 @@ def run_of(work: Work, codes: Sequence[str] = ()) -> Work:
     for name, tensor in work.state.items():
         if name in codes or tensor.shape == anchor.shape:
             state[name] = flat(tensor, anchor, name)
-    main = None if work.main is None else flat(work.main, anchor, "main")
-    out = None if work.out is None else flat(work.out, anchor, "out")
-    remainder = None if work.remainder is None else flat(work.remainder, anchor, "remainder")
-    return replace(work, grad=flat(grad, anchor, "grad"), main=main, out=out, remainder=remainder, state=state)
+    changed: dict[str, Any] = {"state": state, "grad": flat(grad, anchor, "grad")}
+    for name, tensor in tensors_of_main(work).items():
+        changed[name] = flat(tensor, anchor, name)
+    return replace(work, **changed)
 
 
 def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Work:
@@ -66,13 +78,13 @@ def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Wor
 
     For sweeps that accept any shape, because a view costs as much as launching an operation.
     """
-    check_halves(work)
     if len(work.state) != len(codes) + len(scales):
         work = replace(work, state={name: work.state[name] for name in (*codes, *scales)})
     # Fused sweeps traverse memory and ignore strides.
-    shape = work.grad.shape
-    for tensor in (work.grad, work.main, work.out, work.remainder, *[work.state[name] for name in codes]):
-        if tensor is not None and not (lies_in_order(tensor) and tensor.shape == shape):
+    anchor = anchor_of(work)
+    states = [work.state[name] for name in codes]
+    for tensor in (work.grad, *tensors_of_main(work).values(), *states):
+        if tensor.shape != anchor.shape or not lies_in_order(tensor):
             return run_of(work, codes)
     return work
 
@@ -88,10 +100,7 @@ def read_main(work: Work, *, copy: bool = False) -> Tensor:
     """The main in its compute dtype: the tensor itself if it has this dtype and no `copy` is needed, else a new one."""
     if work.main is not None:
         return work.main.to(compute_dtype(work), copy=copy)
-    check_halves(work)
-    assert work.out is not None
-    assert work.remainder is not None
-    return narrow.join(work.out, work.remainder)
+    return narrow.join(*halves(work))
 
 
 def write_main_(work: Work, value: Tensor, words: Tensor | None = None) -> None:
@@ -99,38 +108,25 @@ def write_main_(work: Work, value: Tensor, words: Tensor | None = None) -> None:
 
     With noise `words`, a bfloat16 main is rounded stochastically.
     """
-    if work.main is not None:
-        if words is not None:
-            narrow.round_(work.main, value, words)
-        else:
-            work.main.copy_(value)
-        if work.out is not None:
-            work.out.copy_(value)
+    if work.main is None:
+        narrow.split_(*halves(work), value)
         return
-    assert work.out is not None
-    assert work.remainder is not None
-    narrow.split_(work.out, work.remainder, value)
+    if words is not None:
+        narrow.round_(work.main, value, words)
+    else:
+        work.main.copy_(value)
+    if work.out is not None:
+        work.out.copy_(value)
 
 
-def noise_of(work: Work, step: float | Tensor) -> Tensor:
-    """The noise words of a flat work at `step`."""
-    return narrow.noise(work.grad.numel(), first=work.first, step=int(step), device=work.grad.device)
-
-
-def noise_of_state(work: Work, step: float | Tensor, number: int) -> Tensor:
-    """The noise words of the `number`-th state, from 1, of a flat work at `step`."""
-    place = {"first": work.first, "step": int(step), "number": number}
-    return narrow.noise_of_state(work.grad.numel(), **place, device=work.grad.device)
-
-
-def rounds_stochastically(work: Work) -> bool:
-    """Whether stochastic rounding applies to the main. Raises ValueError for a main that it does not support."""
-    if work.main is not None and work.main.dtype is torch.float16:
-        raise ValueError(
-            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded "
-            "stochastically; keep a float32 main of float16 parameters, or pass stochastic_rounding=False"
+def rounds_stochastically(main: torch.dtype) -> bool:
+    """Whether stochastic rounding applies to mains of this dtype. Raises LayoutError if it does not support them."""
+    if main is torch.float16:
+        raise LayoutError(
+            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded stochastically; keep a float32 "
+            "main of float16 parameters, or pass stochastic_rounding=False"
         )
-    return work.main is not None and work.main.dtype is torch.bfloat16
+    return main is torch.bfloat16
 
 
 def scaled_grad(work: Work, scale: float) -> Tensor:
@@ -197,8 +193,10 @@ def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
     """Whether tensors of one shape have equal strides. Strides of dims of size 1 do not matter."""
     if tensor.is_contiguous() and anchor.is_contiguous():
         return True
-    strides = zip(anchor.shape, tensor.stride(), anchor.stride())
-    return all(stride == wanted for size, stride, wanted in strides if size > 1)
+    for size, stride, wanted in zip(anchor.shape, tensor.stride(), anchor.stride()):
+        if size > 1 and stride != wanted:
+            return False
+    return True
 
 
 class Item(NamedTuple):
@@ -226,16 +224,19 @@ class Columns(NamedTuple):
         """Identifies the kinds of all tensors, and the places of all except the gradients, which move."""
         kinds = []
         for row, works in self.parts:
-            kinds.append((row, len(works), works.mains is None, works.outs is None, works.firsts))
+            has_none = (works.mains is None, works.outs is None)
+            kinds.append((row, len(works), has_none, works.firsts))
         return self.others_at, tuple(kinds), tuple(codecs.items())
 
     def items(self, codecs: Mapping[str, StateCodec]) -> list[Item]:
         """All works."""
         _, _, *names = names_of_columns(codecs)
         found = []
-        for row, work in ((row, work) for row, works in self.parts for work in works):
-            main = work.remainder if work.main is None else work.main
-            found.append(Item(row, work, [main, work.out, *(work.state[name] for name in names)]))
+        for row, works in self.parts:
+            for work in works:
+                main = work.remainder if work.main is None else work.main
+                states = [work.state[name] for name in names]
+                found.append(Item(row, work, [main, work.out, *states]))
         return found
 
 
@@ -249,19 +250,20 @@ _FIELDS = attrgetter("grad", "main", "state", "out", "remainder", "matrix", "fir
 
 def uniform(works: Sequence[Work]) -> list[Works]:
     """`works` as columns, grouped by whether they have a main and an out."""
-    if isinstance(works, Works) or not works:
-        return [works] if isinstance(works, Works) else []
+    if isinstance(works, Works):
+        return [works]
     by_kind: dict[tuple[bool, bool], list[Work]] = {}
     for work in works:
         by_kind.setdefault((work.main is None, work.out is None), []).append(work)
     found = []
     for (is_joined, has_no_out), of_kind in by_kind.items():
         grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, of_kind))
-        columns = Works(grads, mains=mains, states=states, matrices=matrices, firsts=firsts)
-        columns.outs = None if has_no_out else outs
+        columns = Works(grads, mains=mains, states=states, outs=outs, matrices=matrices, firsts=firsts)
         if is_joined:
             columns.mains = None
             columns.remainders = remainders
+        if has_no_out:
+            columns.outs = None
         found.append(columns)
     return found
 
@@ -279,26 +281,32 @@ def columns_of(parts: list[tuple[int, Works]], codecs: Mapping[str, StateCodec])
     """The tensors and addresses of a call. Raises LayoutError for works without a main that miss one of its halves."""
     grads: list[Tensor] = []
     others: list[Tensor] = []
-    scaled = [scale_name(name) for name, codec in codecs.items() if codec.block]
+    states = (*codecs, *block_scales(codecs))
     for _, works in parts:
-        mains = works.remainders if works.mains is None else works.mains
-        if mains is None or (works.mains is None and (works.outs is None or NoneType in set(map(type, mains)))):
-            raise LayoutError(
-                "a work has neither a main nor its two halves; pass main, or out (torch.bfloat16) and its remainder "
-                "(torch.int16 or torch.int8)"
-            )
+        mains = works.mains
+        if mains is None:
+            mains = works.remainders or ()
+            if works.outs is None or len(mains) < len(works) or NoneType in set(map(type, mains)):
+                for work in works:
+                    halves(work)  # raises
         grads += works.grads
         others += mains
         others += works.outs or ()
-        for name in (*codecs, *scaled):
+        for name in states:
             others += map(itemgetter(name), works.states)
-    return Columns(parts, grads, others, tuple(map(Tensor.data_ptr, grads)), tuple(map(Tensor.data_ptr, others)))
+    grads_at = tuple(map(Tensor.data_ptr, grads))
+    others_at = tuple(map(Tensor.data_ptr, others))
+    return Columns(parts, grads, others, grads_at, others_at)
 
 
 def names_of_columns(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
     """Names of the columns except the gradient, and the number of parameter elements per entry of each."""
-    scales = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
-    return {"main": 1, "out": 1} | dict.fromkeys(codecs, 1) | scales
+    return dict.fromkeys(("main", "out", *codecs), 1) | block_scales(codecs)
+
+
+def block_scales(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
+    """Names of the states that hold block scales, and the number of elements per scale."""
+    return {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
 
 
 def lies_in_order(tensor: Tensor) -> bool:
@@ -310,17 +318,20 @@ def are_in_order(items: Sequence[Item], num_states: int) -> bool:
     """Whether all tensors are contiguous, and those with an entry per element have the shape of their gradient."""
     for item in items:
         grad = item.work.grad
-        tensors = [grad, *item.tensors]
-        if not all(tensor is None or lies_in_order(tensor) for tensor in tensors):
+        if not lies_in_order(grad):
             return False
-        if not all(tensor is None or tensor.shape == grad.shape for tensor in tensors[: 3 + num_states]):
-            return False
+        for column, tensor in enumerate(item.tensors):
+            if tensor is None:
+                continue
+            is_scale = column >= 2 + num_states
+            if not lies_in_order(tensor) or not (is_scale or tensor.shape == grad.shape):
+                return False
     return True
 
 
 def check_item(item: Item, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
     """Raise LayoutError unless a sweep on `device` can update contiguous tensors of a work."""
-    check_halves(item.work)
+    anchor_of(item.work)  # raises for a work without one
     grad = item.work.grad
     for (name, elements), tensor in zip(names_of_columns(codecs).items(), item.tensors):
         if tensor is None:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import (
     compute_dtype,
-    noise_of,
-    noise_of_state,
     read_main,
     rounds_stochastically,
     run_of,
@@ -21,7 +19,7 @@ from opt_kernels.backends.elements import (
     skipped,
     write_main_,
 )
-from opt_kernels.codecs import Plain, StateCodec, scale_name, without_outliers
+from opt_kernels.codecs import Plain, StateCodec, narrow, scale_name, without_outliers
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Work
 
@@ -43,7 +41,7 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     device = grads[0].device if grads else torch.device("cpu")
     power = torch.zeros((), dtype=torch.float64, device=device)
     nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-    zeros = torch.zeros((), dtype=torch.int64, device=device)
+    zeros = torch.zeros_like(nonfinite)
     for grad in grads:
         size = grad.to(torch.float64).abs()
         if math.isinf(norm_type):
@@ -81,10 +79,8 @@ def update_(
     for hyper, works in batches:
         scalars = formula.scalars_of(hyper)
         for run in [run_of(work, tuple(codecs)) for work in works]:
-            states = decoded(run, codecs)
-            main, *values = formula.updated(
-                read_main(run, copy=True), scaled_grad(run, float(grad_scale)), states, scalars
-            )
+            grad = scaled_grad(run, float(grad_scale))
+            main, *values = formula.updated(read_main(run, copy=True), grad, decoded(run, codecs), scalars)
             write_(run, main, values, codecs, step=hyper.step, stochastic_rounding=stochastic_rounding)
 
 
@@ -112,9 +108,14 @@ def write_(
     stochastic_rounding: bool,
 ) -> None:
     """Write the main and the states of a flat run in their storage formats; zeros for outliers."""
-    rounds = stochastic_rounding and rounds_stochastically(run)
-    write_main_(run, main, noise_of(run, step) if rounds else None)
+    place = {"first": run.first, "step": int(step)}
+    words = None
+    if stochastic_rounding and run.main is not None and rounds_stochastically(run.main.dtype):
+        words = narrow.noise(len(main), **place, device=main.device)
+    write_main_(run, main, words)
     kept = without_outliers([*codecs.values()], values)
     for number, ((name, codec), value) in enumerate(zip(codecs.items(), kept, strict=True), start=1):
-        words = noise_of_state(run, step, number) if codec.stochastic else None
+        words = None
+        if codec.stochastic:
+            words = narrow.noise_of_state(len(main), **place, number=number, device=main.device)
         codec.encode_(run.state[name], run.state.get(scale_name(name)), value, words)

@@ -6,6 +6,7 @@ depend on how its parameter is sharded if shards begin at multiples of 64 elemen
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from opt_kernels.backends import elements, reference
 from opt_kernels.backends.reference import GradStats, check_norm_type, decoded, write_
-from opt_kernels.codecs import Plain, StateCodec, scale_name
+from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.sgd import SGD
@@ -47,22 +48,29 @@ def update_(
     if elements.skipped(skip):
         return
     scale = float(grad_scale)
-    scales = [scale_name(name) for name, codec in codecs.items() if codec.block]
+    scales = list(elements.block_scales(codecs))
     for hyper, works in batches:
         fused = _fused(formula, hyper)
         update = fused or _by_formula(formula, formula.scalars_of(hyper))
+        whole: list[Work] = []
+        pieces: list[Work] = []
         # In reverse order: the gradients that the statistics read last are still in the cache.
-        runs = [elements.dense_run_of(work, list(codecs), scales) for work in works][::-1]
-        # A formula allocates temporaries, which must not be as large as whole parameters.
-        whole = [run for run in runs if fused is not None and scale == 1.0 and _is_direct(run, codecs)]
+        for work in reversed(works):
+            run = elements.dense_run_of(work, list(codecs), scales)
+            # A formula allocates temporaries, which must not be as large as whole parameters.
+            if fused is not None and scale == 1.0 and _is_direct(run, codecs):
+                whole.append(run)
+            else:
+                pieces += _pieces(run, codecs)
         if whole:
+            mains = list(map(elements.anchor_of, whole))
             states = {name: [run.state[name] for run in whole] for name in codecs}
-            update([run.main for run in whole if run.main is not None], [run.grad for run in whole], states)
-        direct = {id(run) for run in whole}
-        for piece in (piece for run in runs if id(run) not in direct for piece in _pieces(run, codecs)):
-            dtype = elements.compute_dtype(piece)
+            update(mains, [run.grad for run in whole], states)
+        for piece in pieces:
             main = elements.read_main(piece)
-            grad = piece.grad if piece.grad.dtype is dtype and scale == 1.0 else elements.scaled_grad(piece, scale)
+            grad = piece.grad
+            if grad.dtype is not main.dtype or scale != 1.0:
+                grad = elements.scaled_grad(piece, scale)
             values = decoded(piece, codecs, in_place=True)
             update([main], [grad], {name: [value] for name, value in values.items()})
             updated = list(values.values())
@@ -73,7 +81,9 @@ def _is_direct(run: Work, codecs: Mapping[str, StateCodec]) -> bool:
     """Whether a fused optimizer can update the tensors of a run themselves: all are in the compute dtype, and no out is
     to be written."""
     dtype = elements.compute_dtype(run)
-    if run.out is not None or run.main is None or run.main.dtype is not dtype or run.grad.dtype is not dtype:
+    if run.out is not None or run.main is None:
+        return False
+    if run.main.dtype is not dtype or run.grad.dtype is not dtype:
         return False
     return all(isinstance(codec, Plain) and codec.dtype is dtype for codec in codecs.values())
 
@@ -83,26 +93,18 @@ def _pieces(run: Work, codecs: Mapping[str, StateCodec]) -> Iterator[Work]:
     if run.grad.dim() == 1 and run.grad.numel() <= PIECE_NUMEL:
         yield run
         return
-
-    def split(tensor: Tensor | None, block: int = 1) -> Iterator[Tensor]:
-        return iter(()) if tensor is None else iter(torch.split(tensor.view(-1), PIECE_NUMEL // block))
-
-    blocks = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
-    states = {name: split(tensor, blocks.get(name, 1)) for name, tensor in run.state.items()}
-    mains = split(run.main)
-    outs = split(run.out)
-    remainders = split(run.remainder)
-    for index, grad in enumerate(split(run.grad)):
-        state = {name: next(parts) for name, parts in states.items()}
-        first = run.first + index * PIECE_NUMEL
-        yield Work(
-            grad=grad,
-            main=next(mains, None),
-            state=state,
-            out=next(outs, None),
-            remainder=next(remainders, None),
-            first=first,
-        )
+    blocks = elements.block_scales(codecs)
+    states = {}
+    for name, tensor in run.state.items():
+        states[name] = torch.split(tensor.view(-1), PIECE_NUMEL // blocks.get(name, 1))
+    others = {}
+    for name, tensor in elements.tensors_of_main(run).items():
+        others[name] = torch.split(tensor.view(-1), PIECE_NUMEL)
+    for index, grad in enumerate(torch.split(run.grad.view(-1), PIECE_NUMEL)):
+        state = {name: parts[index] for name, parts in states.items()}
+        changed: dict[str, Any] = {name: parts[index] for name, parts in others.items()}
+        changed["first"] = run.first + index * PIECE_NUMEL
+        yield replace(run, grad=grad, state=state, **changed)
 
 
 def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Update:
@@ -111,11 +113,14 @@ def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Update:
 
     def update(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
         for columns in zip(mains, grads, *(states[name] for name in names), strict=True):
-            for main, grad, *of_states in zip(*(torch.split(column.view(-1), FORMULA_NUMEL) for column in columns)):
+            parts = [torch.split(column.view(-1), FORMULA_NUMEL) for column in columns]
+            for main, grad, *of_states in zip(*parts):
                 targets = (main, *of_states)
-                new = formula.updated(main, grad, dict(zip(names, of_states)), scalars)
+                values = formula.updated(main, grad, dict(zip(names, of_states)), scalars)
                 # A new value may be another target itself, as after `slow = p`. Copy it before that target is written.
-                values = [value.clone() if any(value is old for old in targets) else value for value in new]
+                for index, value in enumerate(values):
+                    if any(value is target for target in targets):
+                        values[index] = value.clone()
                 for target, value in zip(targets, values, strict=True):
                     target.copy_(value)
 
@@ -128,43 +133,31 @@ def _fused(formula: Formula, hyper: Hyper) -> Update | None:
     Its bits equal the formula's on processors with fused multiply-add.
     """
     constants = dict(formula.constants)
+    numbers: dict[str, Any] = {"lr": float(hyper.lr), "weight_decay": float(hyper.weight_decay)}
     if formula.update is ADAM.update and constants["order"] == "torch":
         fused_adam = torch._fused_adamw_ if constants["decoupled_weight_decay"] else torch._fused_adam_
-        numbers: dict[str, Any] = {
-            "lr": float(hyper.lr),
-            "beta1": float(hyper.betas[0]),
-            "beta2": float(hyper.betas[1]),
-            "weight_decay": float(hyper.weight_decay),
-            "eps": float(hyper.eps),
-        }
+        beta1, beta2 = hyper.betas
+        numbers |= {"beta1": float(beta1), "beta2": float(beta2), "eps": float(hyper.eps)}
         amsgrad = bool(constants["amsgrad"])
 
         def adam(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
             step = torch.full((), float(hyper.step), dtype=torch.float32, device=mains[0].device)
-            steps = [step] * len(mains)
-            first = list(states["exp_avg"])
-            second = list(states["exp_avg_sq"])
-            largest = list(states.get("max_exp_avg_sq", ()))
-            tensors = (list(mains), list(grads), first, second, largest, steps)
+            moments = [list(states.get(name, ())) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+            tensors = (list(mains), list(grads), *moments, [step] * len(mains))
             fused_adam(*tensors, amsgrad=amsgrad, maximize=False, **numbers)
 
         return adam
     # With a buffer torch refuses a momentum of 0, which a tensor may hold.
     if formula.update is SGD.update and (float(hyper.momentum) or not constants["has_momentum"]):
         has_momentum = bool(constants["has_momentum"])
-        numbers = {
-            "weight_decay": float(hyper.weight_decay),
-            "momentum": float(hyper.momentum) if has_momentum else 0.0,
-            "lr": float(hyper.lr),
-            "dampening": float(number_of(hyper, "dampening", formula)),
-        }
+        numbers["momentum"] = float(hyper.momentum) if has_momentum else 0.0
+        numbers["dampening"] = float(number_of(hyper, "dampening", formula))
         nesterov = bool(constants["nesterov"]) and has_momentum
         is_first = int(hyper.step) == 1
 
         def sgd(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
-            buffers = list(states.get("momentum_buffer", ()))
-            given = (list(mains), list(grads), buffers)
-            torch._fused_sgd_(*given, nesterov=nesterov, maximize=False, is_first_step=is_first, **numbers)
+            tensors = (list(mains), list(grads), list(states.get("momentum_buffer", ())))
+            torch._fused_sgd_(*tensors, nesterov=nesterov, maximize=False, is_first_step=is_first, **numbers)
 
         return sgd
     return None
@@ -189,15 +182,17 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     for piece in pieces:
         x = piece if piece.dtype is torch.float64 else piece.float()
         full = x.numel() // ROW_NUMEL * ROW_NUMEL
-        norms += [torch.linalg.vector_norm(x[:full].view(-1, ROW_NUMEL), dim=1)] if full else []
-        norms += [torch.linalg.vector_norm(x[full:], dim=0, keepdim=True)] if full < x.numel() else []
+        for rows in (x[:full].view(-1, ROW_NUMEL), x[full:].view(1, -1)):
+            if rows.numel():
+                norms.append(torch.linalg.vector_norm(rows, dim=1))
         if count_zeros:
             zeros.append(x.numel() - torch.count_nonzero(x))
     total = torch.cat(norms).double().square().sum()
     if not is_safe(float(total)):
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     none = torch.zeros((), dtype=torch.int64, device=total.device)
-    return GradStats(sum_of_squares=total, nonfinite=none, zeros=torch.stack(zeros).sum() if zeros else none)
+    num_zeros = torch.stack(zeros).sum() if zeros else none
+    return GradStats(sum_of_squares=total, nonfinite=none, zeros=num_zeros)
 
 
 def is_safe(sum_of_squares: float) -> bool:

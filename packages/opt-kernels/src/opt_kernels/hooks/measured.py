@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import tensors_of, version
-from opt_kernels.backends.elements import read_main
+from opt_kernels.backends.elements import anchor_of, compute_dtype, read_main
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import sign, where
@@ -31,7 +31,15 @@ from opt_kernels.hooks.sums import (
     subtract_row_means_,
     sums_of,
 )
-from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks, RowFloor
+from opt_kernels.hooks.values import (
+    CautiousDecay,
+    CautiousUpdate,
+    CentralizeGradient,
+    CoupledDecay,
+    Hook,
+    Hooks,
+    RowFloor,
+)
 from opt_kernels.rules.base import Needs, Rule, init_state
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work
 
@@ -123,6 +131,16 @@ class HookedUpdate:
         """Whether `begin` subtracts row means from gradients."""
         return any(isinstance(hook, CentralizeGradient) for hook in self.hooks)
 
+    @property
+    def _decay(self) -> Hook | None:
+        """The hook that replaces the weight decay of the rule."""
+        return next((hook for hook in self.hooks if hook.decays), None)
+
+    @property
+    def _sign(self) -> float:
+        """The factor of gradients: a rule that maximizes negates them."""
+        return -1.0 if getattr(self.rule, "maximize", False) else 1.0
+
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
@@ -138,21 +156,19 @@ class HookedUpdate:
         row_means: Sequence[RowMeans | None] = (),  # of all works; None: its rows are whole; (): all are
     ) -> Begun:
         """The inputs of the bare rule, with weights of zero, that make it write directions. Modifies nothing."""
-        adds_decay = self.couples and not any(hook.decays for hook in self.hooks)
-        adds_decay = adds_decay or any(isinstance(hook, CoupledDecay) for hook in self.hooks)
-        # A rule that maximizes negates its gradients.
-        sign = -1.0 if getattr(self.rule, "maximize", False) else 1.0
+        adds_decay = isinstance(self._decay, CoupledDecay) or (self.couples and self._decay is None)
         changes = self.centralizes or adds_decay
         means = iter(row_means or repeat(None))
         directions = []
         updates = []
         for hyper, works in batches:
-            decay = sign * hyper.weight_decay if adds_decay else 0.0
+            decay = self._sign * hyper.weight_decay if adds_decay else 0.0
             inputs = list(works)
             if changes:
                 inputs = [replace(w, grad=self._gradient(w, grad_scale, decay, next(means))) for w in works]
-            buffers = _zeros(works) if self.is_measured else []
+            buffers = []
             if self.is_measured:  # the rule writes only the buffer and the states
+                buffers = _zeros(works)
                 inputs = [replace(w, main=u, out=None, remainder=None) for w, u in zip(inputs, buffers, strict=True)]
             directions.append(Batch(self._hyper(hyper), inputs))
             updates.append(buffers)
@@ -176,25 +192,25 @@ class HookedUpdate:
 
     def sums(self, begun: Begun) -> Tensor:
         """Sums over the local elements, (works of all batches, NUM_SUMS) float64. Masks the directions first."""
-        works = [work for batch in begun.batches for work in batch.works] if self.sums_norms else []
-        updates = [update for of_batch in begun.updates for update in of_batch] if works else []
         needed = {name for hook in self.hooks for name in hook.sums}
-        kept = self._mask_(begun, updates) if "kept" in needed else []
+        works: list[Work] = []
+        grads = []
+        updates: list[Tensor] = []
+        if needed:
+            for (_, given), (_, inputs), of_batch in zip(begun.batches, begun.directions, begun.updates):
+                works += given
+                grads += [work.grad for work in inputs]
+                updates += of_batch
+        kept = []
+        if "kept" in needed:
+            for update, grad in zip(updates, grads):
+                mask = update.sign() * grad.sign() == self._sign  # false where they are opposed
+                update.mul_(mask)
+                kept.append(mask.sum())
         found = sums_of(works, updates, needed)
         if kept:
             columns(found).kept.copy_(torch.stack(kept))
         return found
-
-    def _mask_(self, begun: Begun, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Zero elements that oppose the gradient. Returns the number of remaining elements of each update, 0-d."""
-        grads = [work.grad for batch in begun.directions for work in batch.works]
-        along = -1.0 if getattr(self.rule, "maximize", False) else 1.0
-        kept = []
-        for update, grad in zip(updates, grads):
-            mask = update.sign() * grad.sign() == along
-            update.mul_(mask)
-            kept.append(mask.sum())
-        return kept
 
     def finish_(self, begun: Begun, sums: Tensor, *, skip: Tensor | None = None) -> None:
         """Update the weights. `sums` are the results of the method `sums`, over whole parameters."""
@@ -203,13 +219,15 @@ class HookedUpdate:
         moves: list[Batch] = []
         start = 0
         for (given, works), updates in zip(begun.batches, begun.updates):
-            hyper = given if self.decays else replace(given, weight_decay=_as(given.weight_decay, 0.0))
-            self._raise_rows_(works, updates, sums[start : start + len(works)])
-            moves += self._moves(hyper, works, updates, sums[start : start + len(works)])
+            hyper = given
+            if not self.decays:
+                hyper = replace(given, weight_decay=_as(given.weight_decay, 0.0))
+            of_batch = sums[start : start + len(works)]
             start += len(works)
-        cautious = any(isinstance(hook, CautiousDecay) for hook in self.hooks)
+            self._raise_rows_(works, updates, of_batch)
+            moves += self._moves(hyper, works, updates, of_batch)
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(moves))
-        formula = MOVE_CAUTIOUSLY if cautious else MOVE
+        formula = MOVE_CAUTIOUSLY if isinstance(self._decay, CautiousDecay) else MOVE
         sweep(moves, formula, {}, stochastic_rounding=self.stochastic_rounding, grad_scale=1.0, skip=skip)
 
     def _raise_rows_(self, works: Sequence[Work], updates: Sequence[Tensor], sums: Tensor) -> None:
@@ -227,7 +245,7 @@ class HookedUpdate:
         """The numbers with which the bare rule runs."""
         if self.is_measured:
             return replace(hyper, lr=_as(hyper.lr, -1.0), weight_decay=_as(hyper.weight_decay, 0.0))
-        if any(hook.decays for hook in self.hooks):
+        if self._decay is not None:
             return replace(hyper, weight_decay=_as(hyper.weight_decay, 0.0))
         return hyper
 
@@ -240,7 +258,8 @@ class HookedUpdate:
         keep, rate = moves_of(self.hooks, sums, hyper, couples=self.couples)
         moves = []
         for work, update, lr, share in zip(works, updates, rate.unbind(), (1 - keep).unbind()):
-            moves.append(Batch(replace(hyper, lr=lr, weight_decay=share), [replace(work, grad=update, state={})]))
+            numbers = replace(hyper, lr=lr, weight_decay=share)
+            moves.append(Batch(numbers, [replace(work, grad=update, state={})]))
         return moves
 
 
@@ -251,16 +270,13 @@ def _as(value: float | Tensor, number: float) -> float | Tensor:
 
 def _zeros(works: Sequence[Work]) -> list[Tensor]:
     """Zeros of the layout and compute dtype of each work, in one allocation per dtype."""
-    # The tensors that store the weights: the mains, or the bfloat16 halves if there are remainders.
-    anchors = [anchor for work in works if (anchor := work.out if work.main is None else work.main) is not None]
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     places = []
-    for anchor in anchors:
-        key = (torch.float64 if anchor.dtype is torch.float64 else torch.float32, anchor.device)
-        places.append((key, room.get(key, 0)))
-        room[key] = places[-1][1] + -(-anchor.numel() // ALIGNED) * ALIGNED
-    memory = {key: torch.zeros(numel, dtype=key[0], device=key[1]) for key, numel in room.items()}
-    found = []
-    for anchor, (key, start) in zip(anchors, places):
-        found.append(memory[key].as_strided(anchor.shape, anchor.stride(), start))
-    return found
+    for work in works:
+        anchor = anchor_of(work)
+        kind = (compute_dtype(work), anchor.device)
+        start = room.get(kind, 0)
+        places.append((anchor, kind, start))
+        room[kind] = start + -(-anchor.numel() // ALIGNED) * ALIGNED
+    memory = {kind: torch.zeros(numel, dtype=kind[0], device=kind[1]) for kind, numel in room.items()}
+    return [memory[kind].as_strided(anchor.shape, anchor.stride(), start) for anchor, kind, start in places]

@@ -6,14 +6,16 @@ head after the other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from opt_kernels.backends import elements
 from opt_kernels.backends.elements import compute_dtype, flat
-from opt_kernels.codecs import StateCodec, narrow, scale_name, without_outliers
+from opt_kernels.codecs import StateCodec, scale_name, without_outliers
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 
 # Elements of a stack: enough that small matrices share calls. On a CPU a stack must fit in the cache: a matrix of
@@ -44,11 +46,10 @@ def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
     for hyper, works in batches:
         for work in works:
             layout = Layout(work.grad.shape, compute_dtype(work), work.grad.device, work.matrix)
-            same = by_layout.get(layout)
-            if same is None:
+            if layout not in by_layout:
                 check(work)
-                same = by_layout[layout] = []
-            same.append(Task(hyper, work))
+                by_layout[layout] = []
+            by_layout[layout].append(Task(hyper, work))
     for layout, tasks in by_layout.items():
         numel = tasks[0].work.grad.numel()
         if not numel:
@@ -64,9 +65,10 @@ def check(work: Work) -> None:
     shape = tuple(work.grad.shape)
     spec = work.matrix
     check_shape(shape)
-    if spec.split_rows and (min(spec.split_rows) < 1 or shape[-2] % sum(spec.split_rows)):
+    sizes = spec.split_rows
+    if sizes and (min(sizes) < 1 or shape[-2] % sum(sizes)):
         raise MatrixError(
-            f"split_rows={spec.split_rows} does not divide the {shape[-2]} rows of a parameter of shape {shape}; pass "
+            f"split_rows={sizes} does not divide the {shape[-2]} rows of a parameter of shape {shape}; pass "
             "positive rows of q, k and v in one query group, or of a head, whose sum divides this rank's rows"
         )
     if spec.partition_dim is not None and not 0 <= spec.partition_dim < len(shape):
@@ -92,7 +94,9 @@ def matrix_dim(work: Work) -> int | None:
     if spec.partition_dim is None or spec.tensor_parallel is None:
         return None
     dim = spec.partition_dim - work.grad.dim()
-    return dim if dim >= -2 else None  # the batch dim of a stack: ranks have whole matrices
+    if dim < -2:  # the batch dim of a stack: ranks have whole matrices
+        return None
+    return dim
 
 
 def cut_of_parts(work: Work) -> int | None:
@@ -126,14 +130,11 @@ def whole_size(work: Work) -> tuple[int, int]:
     spec = work.matrix
     if spec.part is not None:
         return spec.part.whole_shape[-2], spec.part.whole_shape[-1]
-    rows, cols = work.grad.shape[-2:]
-    ranks = 1 if spec.tensor_parallel is None else spec.tensor_parallel.size
+    size = list(work.grad.shape[-2:])
     cut = matrix_dim(work)
-    if cut == -2:
-        return rows * ranks, cols
-    if cut == -1:
-        return rows, cols * ranks
-    return rows, cols
+    if cut is not None and spec.tensor_parallel is not None:
+        size[cut] *= spec.tensor_parallel.size
+    return size[0], size[1]
 
 
 def split(stack: Tensor, spec: MatrixSpec) -> list[Tensor]:
@@ -156,15 +157,18 @@ def join(parts: Sequence[Tensor], spec: MatrixSpec, shape: Sequence[int]) -> Ten
     """The inverse of `split`, in the `shape` (..., rows, cols) that was split."""
     if not spec.split_rows:
         return parts[0].reshape(shape)
-    batch = prod(shape[:-2])
-    grouped = [part.reshape(batch, -1, r, shape[-1]) for part, r in zip(parts, spec.split_rows)]
+    *batch, _, cols = shape
+    grouped = []
+    for part, rows in zip(parts, spec.split_rows):
+        grouped.append(part.reshape(prod(batch), -1, rows, cols))
     return torch.cat(grouped, dim=2).reshape(shape)
 
 
 def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
     """The gradients of works of one shape times `grad_scale`, a new (len(tasks), *shape) in the compute dtype."""
     first = tasks[0].work
-    out = torch.empty(len(tasks), *first.grad.shape, dtype=compute_dtype(first), device=first.grad.device)
+    shape = (len(tasks), *first.grad.shape)
+    out = torch.empty(shape, dtype=compute_dtype(first), device=first.grad.device)
     for row, (_, work) in zip(out, tasks):
         row.copy_(work.grad)
     # Scaled after widening: a narrow gradient times a small clip coefficient would lose bits.
@@ -182,42 +186,38 @@ def weight_for(x: Tensor, number: float | Tensor) -> float | Tensor:
 
 def write_main_(work: Work, value: Tensor, skip: Tensor | None) -> None:
     """Write `value`, in the compute dtype, to main and out, or split it into out and remainder. Not if `skip`."""
-    if work.main is not None:
-        targets = [work.main]
-        if work.out is not None:
-            targets.append(work.out)
-        assign_(targets, [value.to(target.dtype) for target in targets], skip)
+    if skip is None:
+        elements.write_main_(work, value)
         return
-    assert work.out is not None
-    assert work.remainder is not None
-    upper = torch.empty_like(work.out)
-    lower = torch.empty_like(work.remainder)
-    narrow.split_(upper, lower, value)
-    assign_([work.out, work.remainder], [upper, lower], skip)
+    targets = elements.tensors_of_main(work)
+    new: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in targets.items()}
+    elements.write_main_(replace(work, **new), value)
+    assign_(targets.values(), new.values(), skip)
 
 
 def read_state(work: Work, name: str, codec: StateCodec) -> Tensor:
     """The state `name` decoded, a new tensor in the compute dtype."""
     codes = work.state[name]
+    scales = work.state.get(scale_name(name))
     values = torch.empty_like(codes, dtype=compute_dtype(work))
-    codec.decode_(_run(values, codes, codec), _run(codes, codes, codec), work.state.get(scale_name(name)))
+    codec.decode_(_run(values, codes, codec), _run(codes, codes, codec), scales)
     return values
 
 
 def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip: Tensor | None) -> None:
     """Write the state `name`, and its block scales if the codec has any; zeros for outliers. Not if `skip`."""
     [values] = without_outliers([codec], [values])
-    codes = work.state[name]
-    scales = work.state.get(scale_name(name))
-    if skip is None:
-        codec.encode_(_run(codes, codes, codec), scales, _run(values, codes, codec))
-        return
-    new_codes = torch.empty_like(codes)
-    new_scales = None if scales is None else torch.empty_like(scales)
-    codec.encode_(_run(new_codes, codes, codec), new_scales, _run(values, codes, codec))
-    assign_([codes], [new_codes], skip)
-    if scales is not None and new_scales is not None:
-        assign_([scales], [new_scales], skip)
+    like = work.state[name]
+    targets = [like]
+    if codec.block:
+        targets.append(work.state[scale_name(name)])
+    new = targets
+    if skip is not None:
+        new = [torch.empty_like(target) for target in targets]
+    codes = _run(new[0], like, codec)
+    scales = new[1] if codec.block else None
+    codec.encode_(codes, scales, _run(values, like, codec))
+    assign_(targets, new, skip)
 
 
 def _run(tensor: Tensor, codes: Tensor, codec: StateCodec) -> Tensor:
@@ -257,12 +257,14 @@ def parts_of(spec: MatrixSpec, shape: Sequence[int]) -> tuple[Part, ...]:
     rows, cols = shape[-2:]
     if not spec.split_rows:
         return (Part(0, rows, 1, (rows, cols)),)
-    groups = rows // sum(spec.split_rows)
-    firsts = [sum(spec.split_rows[:index]) for index in range(len(spec.split_rows))]
+    num_groups = rows // sum(spec.split_rows)
+    num_matrices = num_groups if spec.by_group else 1
     parts = []
-    for first, rows in zip(firsts, spec.split_rows):
-        num = groups if spec.by_group else 1
-        parts.append(Part(first, rows, num, (rows * groups // num, cols)))
+    first = 0
+    for num_rows in spec.split_rows:
+        shape = (num_rows * num_groups // num_matrices, cols)
+        parts.append(Part(first, num_rows, num_matrices, shape))
+        first += num_rows
     return tuple(parts)
 
 
@@ -298,13 +300,21 @@ def states_by_part(
     Raises MatrixError for states that were made for another split.
     """
     parts = parts_of(tasks[0].work.matrix, tasks[0].work.grad.shape)
-    for task in tasks:
-        _check(task.work, parts, shapes)
+    ends: dict[str, int] = {}  # of the states of the parts so far, among those of the parameter
+    places = []
+    for part, of_part in zip(parts, shapes):
+        place = {}
+        for name, shape in of_part.items():
+            begin = ends.get(name, 0)
+            ends[name] = begin + part.num_matrices * prod(shape)
+            place[name] = slice(begin, ends[name])
+        places.append(place)
+    for _, work in tasks:
+        _check(work, ends)
     states = []
-    for number, part in enumerate(parts):
-        of_matrix = {**dict.fromkeys(elements, part.shape), **shapes[number]}
-        views = [_views(work, elements, parts, shapes, number) for _, work in tasks]
-        states.append(PartStates(of_matrix, views, dtype))
+    for part, of_part, place in zip(parts, shapes, places):
+        views = [_views(work, elements, part, place) for _, work in tasks]
+        states.append(PartStates({**dict.fromkeys(elements, part.shape), **of_part}, views, dtype))
     return states
 
 
@@ -318,36 +328,25 @@ def joined(states: Sequence[Mapping[str, Tensor]], num_batch_dims: int) -> dict[
     return found
 
 
-def _views(
-    work: Work, elements: Sequence[str], parts: Sequence[Part], shapes: Sequence[Shapes], number: int
-) -> dict[str, Tensor]:
-    """Views of the work's states that belong to part `number`."""
+def _views(work: Work, elements: Sequence[str], part: Part, places: Mapping[str, slice]) -> dict[str, Tensor]:
+    """Views of the work's states that belong to a part: its rows, and its places among the other states."""
     views = {}
-    part = parts[number]
+    *batch, num_rows, _ = work.grad.shape
+    rows = slice(part.first_row, part.first_row + part.num_rows)
+    rows_of_group = sum(work.matrix.split_rows) or num_rows
     for name in elements:
-        of_groups = torch.unflatten(work.state[name], -2, (-1, sum(part.num_rows for part in parts)))
-        views[name] = of_groups.narrow(-2, part.first_row, part.num_rows)
-    for name in shapes[number]:
-        start = _numel(name, parts[:number], shapes)
-        stop = _numel(name, parts[: number + 1], shapes)
-        whole = work.state[name].view(*work.grad.shape[:-2], -1)
-        views[name] = whole.narrow(-1, start, stop - start)
+        groups = torch.unflatten(work.state[name], -2, (-1, rows_of_group))
+        views[name] = groups[..., rows, :]
+    for name, place in places.items():
+        whole = work.state[name].view(*batch, -1)
+        views[name] = whole[..., place]
     return views
 
 
-def _numel(name: str, parts: Sequence[Part], shapes: Sequence[Shapes]) -> int:
-    """Total size of the state `name` for these parts."""
-    total = 0
-    for part, of_part in zip(parts, shapes):
-        if name in of_part:
-            total += part.num_matrices * prod(of_part[name])
-    return total
-
-
-def _check(work: Work, parts: Sequence[Part], shapes: Sequence[Shapes]) -> None:
+def _check(work: Work, numels: Mapping[str, int]) -> None:
     """Raise MatrixError for states of another size. Those of a matrix that is not split have the shape of its own."""
-    for name in dict.fromkeys(name for of_part in shapes for name in of_part):
-        wanted = (*work.grad.shape[:-2], _numel(name, parts, shapes))
+    for name, numel in numels.items():
+        wanted = (*work.grad.shape[:-2], numel)
         state = work.state.get(name)
         if state is None or state.flatten(work.grad.dim() - 2).shape != wanted:
             found = "is missing" if state is None else f"has shape {tuple(state.shape)}"

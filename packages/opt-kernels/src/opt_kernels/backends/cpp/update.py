@@ -6,6 +6,7 @@ Formats that no sweep supports use torch operations.
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.translate import has_codes, source_of
 from opt_kernels.backends.tables import DeviceTables
-from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
+from opt_kernels.codecs import BLOCK, Companded, Plain, Root, Scaled, StateCodec, scale_name
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -26,6 +27,11 @@ UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
 HEADERS = ("formats.h", "update.h")
 HEADERS_OF_CODES = ("formats.h", "codecs.h", "narrow.h", "integers.h", "update.h")
 REMAINDER_TYPES: Mapping[torch.dtype, str] = {torch.int16: "int16_t", torch.int8: "int8_t"}
+SCALED_TYPES = {  # by dtype and exponent
+    (torch.float16, 15): "ScaledHalf",
+    (torch.float8_e4m3fn, 8): "ScaledE4M3",
+    (torch.float8_e5m2, 15): "ScaledE5M2",
+}
 SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
 CALLS = 1024  # a step has one per bucket; calls that do not fit are checked anew in every step
 
@@ -41,20 +47,22 @@ class Formats(NamedTuple):
 
     @classmethod
     def of(cls, work: Work, names: Iterable[str]) -> "Formats":
-        main, remainder, out = (
-            None if tensor is None else tensor.dtype for tensor in (work.main, work.remainder, work.out)
-        )
-        return cls(work.grad.dtype, main, remainder, out, tuple([work.state[name].dtype for name in names]))
+        kept = {name: tensor.dtype for name, tensor in elements.tensors_of_main(work).items()}
+        states = tuple([work.state[name].dtype for name in names])
+        return cls(work.grad.dtype, kept.get("main"), kept.get("remainder"), kept.get("out"), states)
 
     def codec_types(self, codecs: Iterable[StateCodec]) -> tuple[str, ...] | None:
         """The types of `update.h` for states with these `codecs`; None if no sweep supports them."""
-        given = (self.grad, self.main, self.out)
         is_main = self.main is not None or (self.remainder in REMAINDER_TYPES and self.out is torch.bfloat16)
-        if not is_main or not all(dtype is None or dtype in UPDATE_TYPES for dtype in given):
+        if not is_main or not {self.grad, self.main, self.out} <= {None, *UPDATE_TYPES}:
             return None
-        types = [codec_type(codec, dtype) for codec, dtype in zip(codecs, self.states, strict=True)]
-        known = tuple(name for name in types if name is not None)
-        return known if len(known) == len(types) else None
+        types = []
+        for codec, dtype in zip(codecs, self.states, strict=True):
+            name = codec_type(codec, dtype)
+            if name is None:
+                return None
+            types.append(name)
+        return tuple(types)
 
     def macros(self, *, stochastic_rounding: bool) -> dict[str, str | int]:
         """The macros of `update.h`. A missing out gets a type that is not used."""
@@ -75,19 +83,13 @@ def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
     rounds = str(codec.stochastic).lower()
     if isinstance(codec, Plain):
         return f"Plain<{UPDATE_TYPES[dtype]}, {rounds}>" if dtype in UPDATE_TYPES else None
-    if dtype is not codec.dtype:
+    if dtype is not codec.dtype or codec.block != BLOCK:
         return None
     match codec:
-        case Scaled(dtype=torch.float16, block=128, exponent=15, signed=signed):
-            return f"ScaledHalf<{str(signed).lower()}, {rounds}>"
-        case Scaled(dtype=torch.float8_e4m3fn, block=128, exponent=8, signed=signed):
-            return f"ScaledE4M3<{str(signed).lower()}, {rounds}>"
-        case Scaled(dtype=torch.float8_e5m2, block=128, exponent=15, signed=signed):
-            return f"ScaledE5M2<{str(signed).lower()}, {rounds}>"
-        case Companded(block=128):
-            return f"Companded<{rounds}>"
-        case Root(block=128):
-            return f"Root<{rounds}>"
+        case Scaled(exponent=exponent, signed=signed) if (dtype, exponent) in SCALED_TYPES:
+            return f"{SCALED_TYPES[dtype, exponent]}<{str(signed).lower()}, {rounds}>"
+        case Companded() | Root():
+            return f"{type(codec).__name__}<{rounds}>"
     return None
 
 
@@ -97,8 +99,10 @@ def sweep_source(formula: Formula, codecs: tuple[str, ...]) -> Source:
 
     Most of the time to compile a sweep without codes would go into the compiler's intrinsics that `codecs.h` includes.
     """
-    headers = [Path(__file__).with_name(name) for name in (HEADERS_OF_CODES if has_codes(codecs) else HEADERS)]
-    return Source(formula.name, "\n".join((*(header.read_text() for header in headers), source_of(formula, codecs))))
+    parts = []
+    for name in HEADERS_OF_CODES if has_codes(codecs) else HEADERS:
+        parts.append(Path(__file__).with_name(name).read_text())
+    return Source(formula.name, "\n".join([*parts, source_of(formula, codecs)]))
 
 
 class _Sweep(NamedTuple):
@@ -150,8 +154,7 @@ def update_(
     rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, scale)])
     others: list[int] = []
     for sweep in sweeps:
-        is_swept = sweep.codecs is not None and not (stochastic_rounding and sweep.formats.main is torch.float16)
-        if not (is_swept and _swept(sweep, columns, formula, rows, stochastic_rounding)):
+        if not _swept(sweep, columns, formula, rows, stochastic_rounding):
             others += sweep.works
     if others:
         items = columns.items(codecs)
@@ -162,15 +165,18 @@ def update_(
 def _swept(
     sweep: _Sweep, columns: elements.Columns, formula: Formula, rows: "array[float]", stochastic_rounding: bool
 ) -> bool:
-    """Update the works of a sweep on as many threads as torch uses. False if it cannot be compiled."""
-    assert sweep.codecs is not None
+    """Update the works of a sweep on as many threads as torch uses. False if it is not supported or cannot be
+    compiled."""
+    if sweep.codecs is None or (stochastic_rounding and sweep.formats.main is torch.float16):
+        return False
     macros = sweep.formats.macros(stochastic_rounding=stochastic_rounding)
     compiled = attempt(sweep_source(formula, sweep.codecs), **macros)
     if compiled is None:
         return False
-    at = columns.grads_at
-    grads = array("q", at if len(at) == len(sweep.works) else [at[i] for i in sweep.works])
-    table = array("q", sweep.before + grads.tobytes() + sweep.after)
+    at: Sequence[int] = columns.grads_at
+    if len(sweep.works) < len(at):
+        at = [at[i] for i in sweep.works]
+    table = array("q", sweep.before + array("q", at).tobytes() + sweep.after)
     run(
         compiled,
         table=table.buffer_info()[0],
@@ -210,17 +216,18 @@ def _sweep(
     chosen = [items[i] for i in numbers]
     for item in chosen if types is not None else ():
         elements.check_item(item, codecs, torch.device("cpu"))
-    addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in item.tensors] for item in chosen]
-    mains, outs, *others = map(list, zip(*addresses))
-    codes = others[: len(codecs)]
-    scales = iter(others[len(codecs) :])
+    addresses = []
+    for item in chosen:
+        addresses.append([0 if tensor is None else tensor.data_ptr() for tensor in item.tensors])
+    by_name = dict(zip(elements.names_of_columns(codecs), zip(*addresses)))
+    before = [by_name["main"], by_name["out"]]
     after = []
-    for column, codec in zip(codes, codecs.values()):
-        after += [column, next(scales) if codec.block else [0] * len(numbers)]
-    numels = [item.work.grad.numel() for item in chosen]
-    after += [numels, [item.row for item in chosen], [item.work.first for item in chosen]]
-    return _Sweep(formats, types, numbers, _joined([mains, outs]), _joined(after), sum(numels))
+    for name in codecs:
+        after += [by_name[name], by_name.get(scale_name(name), (0,) * len(numbers))]
+    numels = tuple(item.work.grad.numel() for item in chosen)
+    after += [numels, tuple(item.row for item in chosen), tuple(item.work.first for item in chosen)]
+    return _Sweep(formats, types, numbers, _joined(before), _joined(after), sum(numels))
 
 
 def _joined(columns: Sequence[Sequence[int]]) -> bytes:
-    return b"".join(array("q", column).tobytes() for column in columns)
+    return array("q", chain.from_iterable(columns)).tobytes()

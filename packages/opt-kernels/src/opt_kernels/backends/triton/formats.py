@@ -80,13 +80,3 @@ def value_dtype(dtype: torch.dtype) -> tl.dtype:
             "use backend='torch'"
         )
     return triton_dtype(dtype)
-
-
-def rounds_stochastically(formats: LaunchFormats, wanted: bool) -> bool:
-    """Whether stochastic rounding is requested and applies. Raises LayoutError for a main that it does not support."""
-    if wanted and formats.main is torch.float16:
-        raise LayoutError(
-            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded stochastically; "
-            "keep a float32 main of float16 parameters, or pass stochastic_rounding=False"
-        )
-    return wanted and formats.main is torch.bfloat16

@@ -8,14 +8,14 @@ import linecache
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import in_order, parts_of
+from opt_kernels.backends.elements import in_order, parts_of, rounds_stochastically
 from opt_kernels.backends.tables import launching_on
-from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
+from opt_kernels.backends.triton.formats import LaunchFormats, triton_dtype
 from opt_kernels.backends.triton.launches import cut_sweeps, launch_options, sweeps
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import CHANGING, Row, numbers_on
@@ -36,16 +36,16 @@ from opt_kernels.backends.triton.lanes import noise_of_state, read_main, write_m
 
 """
 
-# Functions of formulas under their names there.
-FUNCTIONS = {
-    "maximum": "larger",
-    "minimum": "smaller",
-    "sign": "sign",
-    "absolute": "tl.abs",
-    "fma": "tl.fma",
-    "exp": "tl.exp",
-    "log": "tl.log",
-    "tanh": "tanh",
+# Calls of the functions of formulas, where elements and scalars do not differ.
+CALLS = {
+    "maximum": "larger({}, {})",
+    "minimum": "smaller({}, {})",
+    "sign": "sign({})",
+    "absolute": "tl.abs({})",
+    "fma": "tl.fma({}, {}, {})",
+    "exp": "tl.exp({})",
+    "log": "tl.log({})",
+    "tanh": "tanh({})",
 }
 
 
@@ -66,6 +66,7 @@ class _Triton(Dialect):
     NEGATION = "({} == 0)"
     CHOICE = "tl.where({}, {}, {})"
     ASSIGNMENT = "x_{} = {}"
+    CALLS: ClassVar[Mapping[str, str]] = CALLS
 
     def literal(self, value: float) -> str:
         return repr(value)
@@ -75,10 +76,9 @@ class _Triton(Dialect):
         return [f"if {condition}:", *_indented(yes), *otherwise]
 
     def call(self, function: str, arguments: list[str]) -> str:
-        name = FUNCTIONS.get(function)
-        if name is None:
+        if function not in self.CALLS:
             raise FormulaError(f"the triton backend has no {function}; pass another backend")
-        return f"{name}({', '.join(arguments)})"
+        return self.CALLS[function].format(*arguments)
 
 
 class _Element(_Triton):
@@ -87,31 +87,32 @@ class _Element(_Triton):
     Exponentials, logarithms and powers are computed in float64: those of float32 have other bits on every device.
     """
 
+    CALLS: ClassVar[Mapping[str, str]] = {
+        **CALLS,
+        "exp": "tl.exp(({}).to(tl.float64)).to(tl.float32)",
+        "log": "tl.log(({}).to(tl.float64)).to(tl.float32)",
+        "tanh": "tanh(({}).to(tl.float64)).to(tl.float32)",
+        "power": "raised({}, {})",
+        "sqrt": "root({}, IEEE)",
+    }
+
     def operation(self, operator: str, left: str, right: str) -> str:
         return f"divide({left}, {right}, IEEE)" if operator == "/" else super().operation(operator, left, right)
-
-    def call(self, function: str, arguments: list[str]) -> str:
-        if function in ("exp", "log", "tanh"):
-            return f"{super().call(function, [f'({arguments[0]}).to(tl.float64)'])}.to(tl.float32)"
-        if function == "power":
-            return f"raised({', '.join(arguments)})"
-        return f"root({arguments[0]}, IEEE)" if function == "sqrt" else super().call(function, arguments)
 
 
 class _Scalar(_Triton):
     """Expressions of float64 scalars."""
 
+    CALLS: ClassVar[Mapping[str, str]] = {
+        **CALLS,
+        "power": "any_power({}, ({}).to(tl.float64))",
+        "floor": "tl.floor(({}).to(tl.float64))",
+        "q_pochhammer": "q_pochhammer({}, {}, {})",
+        "sqrt": "tl.sqrt({})",
+    }
+
     def literal(self, value: float) -> str:
         return f"tl.full((), {value!r}, tl.float64)"  # a bare literal would be float32 in calls
-
-    def call(self, function: str, arguments: list[str]) -> str:
-        if function == "power":
-            return f"any_power({arguments[0]}, ({arguments[1]}).to(tl.float64))"
-        if function == "floor":
-            return f"tl.floor(({arguments[0]}).to(tl.float64))"
-        if function == "q_pochhammer":
-            return f"q_pochhammer({', '.join(arguments)})"
-        return f"tl.sqrt({arguments[0]})" if function == "sqrt" else super().call(function, arguments)
 
 
 @cache
@@ -315,7 +316,7 @@ def update_(
 def _options(
     formats: LaunchFormats, codecs: tuple[tuple[str, StateCodec], ...], stochastic_rounding: bool
 ) -> dict[str, Any]:
-    rounds = rounds_stochastically(formats, stochastic_rounding)
+    rounds = stochastic_rounding and rounds_stochastically(formats.main)
     return state_options(formats, dict(codecs)) | {"STOCHASTIC_ROUNDING": rounds}
 
 
