@@ -30,17 +30,12 @@ class Backend(Enum):
 
 
 _LOG = logging.getLogger(__name__)
+_OF_ELEMENTS = {Backend.REFERENCE: "backends.reference", Backend.TORCH: "backends.torch_native"}
 # The module of each version.
 _VERSIONS: Mapping[str, Mapping[Backend, str]] = {
-    "update": {
-        Backend.REFERENCE: "backends.reference",
-        Backend.TORCH: "backends.torch_native",
-        Backend.CPP: "backends.cpp.update",
-        Backend.TRITON: "backends.triton.update",
-    },
+    "update": {**_OF_ELEMENTS, Backend.CPP: "backends.cpp.update", Backend.TRITON: "backends.triton.update"},
     "grad_stats": {
-        Backend.REFERENCE: "backends.reference",
-        Backend.TORCH: "backends.torch_native",
+        **_OF_ELEMENTS,
         Backend.CPP: "backends.cpp.grad_stats",
         Backend.TRITON: "backends.triton.grad_stats",
     },
@@ -92,7 +87,7 @@ def check_backend(name: str | None, op: str) -> None:
 def check_installed(name: str | None) -> None:
     """Raise BackendError if the backend of this name needs something that is not installed."""
     chosen = parse_backend(name)
-    if chosen is not None and not _REQUIRED.get(chosen, lambda: True)():
+    if chosen is not None and not _available(chosen):
         raise BackendError(
             f"backend={name!r} is not available: {_HOW_TO_INSTALL[chosen]}, or pass backend=None to choose by device"
         )
@@ -109,13 +104,11 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
 @cache  # every step asks several times
 def _chosen(op: str, function: str, backend: str | None, device: str | None) -> Callable[..., Any]:
     chosen = parse_backend(backend) or _suited(op, device)
-    if not _available(op, chosen):
-        missing = "this operation has no such version"
-        if chosen in _VERSIONS.get(op, {}):
-            missing = _HOW_TO_INSTALL[chosen]
+    if chosen not in _VERSIONS.get(op, {}):
         raise BackendError(
-            f"backend={chosen.value!r} is not available for {op!r}: {missing}, or pass backend=None to choose by device"
+            f"backend={chosen.value!r} is not available for {op!r}; pass backend=None to choose by device"
         )
+    check_installed(chosen.value)
     if chosen is Backend.CPP and device not in ("cpu", None):
         raise BackendError(
             f"backend='cpp' with tensors on {device}: it sweeps CPU memory; pass backend=None to choose by device"
@@ -146,14 +139,14 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
 
 def _suited(op: str, device: str | None) -> Backend:
     """The backend for a type of devices. Without tensors nothing needs to be compiled."""
-    suited = None if device is None else _OF_DEVICE.get(device)
-    if suited is None or suited not in _VERSIONS[op]:
+    suited = _OF_DEVICE.get(device or "", Backend.TORCH)
+    if suited not in _VERSIONS[op]:
         return Backend.TORCH
-    if _available(op, suited):
-        return suited
-    if suited is Backend.TRITON:
-        _warn_without_triton()
-    return Backend.TORCH
+    if not _available(suited):
+        if suited is Backend.TRITON:
+            _warn_without_triton()
+        return Backend.TORCH
+    return suited
 
 
 @cache  # warns once; `usable` logs a missing compiler
@@ -165,8 +158,8 @@ def _warn_without_triton() -> None:
 
 
 @cache
-def _available(op: str, backend: Backend) -> bool:
-    return backend in _VERSIONS.get(op, {}) and _REQUIRED.get(backend, lambda: True)()
+def _available(backend: Backend) -> bool:
+    return backend not in _REQUIRED or _REQUIRED[backend]()
 
 
 @cache  # logs once which version runs
