@@ -130,29 +130,32 @@ class AdaptiveMuonRule(MatrixRule):
         optional = self.lines is Lines.LONGER
         rows = StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-1,), whole=True, optional=optional)
         cols = replace(rows, name=SECOND_MOMENT_OF_COLS, dims=(-2,))
-        return {Lines.ROWS: (rows,), Lines.COLS: (cols,), Lines.LONGER: (rows, cols)}[self.lines]
+        if self.lines is Lines.LONGER:
+            return rows, cols
+        return (rows,) if self.lines is Lines.ROWS else (cols,)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         access.check_shape(main.shape)
         name = self._line_state(*main.shape[-2:])
-        shape = next(spec.shape_for(main.shape) for spec in self._second_specs if spec.name == name)
+        [spec] = [spec for spec in self._second_specs if spec.name == name]
+        shape = spec.shape_for(main.shape)
         assert shape is not None
-        return self.muon.init_state(main) | {name: torch.zeros(shape, dtype=torch.float32, device=main.device)}
+        second = torch.zeros(shape, dtype=torch.float32, device=main.device)
+        return self.muon.init_state(main) | {name: second}
 
     def _line_state(self, rows: int, cols: int) -> str:
         """The name of the second moment of a matrix of this size, which differs for rows and columns."""
-        of_cols = self.lines is Lines.COLS or (self.lines is Lines.LONGER and rows < cols)
+        of_cols = rows < cols if self.lines is Lines.LONGER else self.lines is Lines.COLS
         return SECOND_MOMENT_OF_COLS if of_cols else SECOND_MOMENT
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        def transform(tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
-            squares = [_squares(task.work, grad_scale) for task in tasks] if self.sums_gradients else []
-            return self._directions(tasks, inputs, normalised, squares, skip)
-
-        adapt_ = partial(self._divide_, skip=skip) if self.second_moment is SecondMoment.ADAMUON else None
-        step = self.muon.step._replace(transform=transform, adapt_=adapt_)
+        if self.sums_gradients:
+            batches = [Batch(hyper, [_with_squares(work, grad_scale) for work in works]) for hyper, works in batches]
+        step = self.muon.step._replace(transform=partial(self._directions, skip=skip))
+        if self.second_moment is SecondMoment.ADAMUON:
+            step = step._replace(adapt_=partial(self._divide_, skip=skip))
         if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO):
             # Inputs of the orthogonalisation that keep their norm and dtype.
             step = step._replace(inputs=lambda work: Inputs(compute_dtype(work), False))
@@ -164,8 +167,7 @@ class AdaptiveMuonRule(MatrixRule):
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """O, or U where it is one of the whole matrix; NAMO reads ‖g‖² from the state `GRAD_SQUARES`."""
-        squares = [task.work.state[GRAD_SQUARES] for task in tasks] if self.sums_gradients else []
-        return self._directions(tasks, inputs, False, squares, skip)
+        return self._directions(tasks, inputs, False, skip=skip)
 
     def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Return the dtype of Newton-Schulz, if `transform_` returns O."""
@@ -178,27 +180,21 @@ class AdaptiveMuonRule(MatrixRule):
             self._divide_(task, update, skip=skip)
         self.muon.apply_(task, update, skip)
 
-    def _directions(
-        self,
-        tasks: Sequence[Task],
-        inputs: Tensor,
-        normalised: bool,
-        squares: Sequence[Tensor],  # NAMO: ‖g‖² of the local matrices
-        skip: Tensor | None,
-    ) -> Tensor:
+    def _directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, *, skip: Tensor | None) -> Tensor:
         dtype = compute_dtype(tasks[0].work)
         size = access.whole_size(tasks[0].work)
         match self.second_moment:
             case SecondMoment.NAMO:
-                factors = [_factor(task, u, of_grad, skip) for task, u, of_grad in zip(tasks, inputs, squares)]
+                factors = [_factor(task, u, skip) for task, u in zip(tasks, inputs)]
                 updates = self.muon.directions(tasks, inputs, normalised).to(dtype)
                 return updates.mul_(torch.stack(factors)[..., None, None])
             case SecondMoment.ADAMUON_PAPER:
                 updates = self.muon.directions(tasks, inputs.sign(), False).to(dtype)
                 for update, task in zip(updates, tasks):
                     self._divide_(task, update, skip=skip)
-                    norm = access.sum_of_squares(task.work, update).sqrt().clamp_min(task.hyper.eps)
-                    update.mul_((min(size) ** 0.5 / norm)[..., None, None])
+                    norm = access.sum_of_squares(task.work, update).sqrt()
+                    factor = min(size) ** 0.5 / norm.clamp_min(task.hyper.eps)
+                    update.mul_(factor[..., None, None])
                 return updates
         updates = self.muon.directions(tasks, inputs, normalised).to(dtype)
         if self.second_moment is SecondMoment.NORMUON:
@@ -227,8 +223,9 @@ def _accumulated(task: Task, name: str, squares: Tensor, skip: Tensor | None) ->
 
 def _check_lines(work: Work, name: str) -> None:
     rows, cols = work.grad.shape[-2:]
+    num_lines = rows if name == SECOND_MOMENT else cols
     second = work.state.get(name)
-    if second is None or tuple(second.shape[-1:]) != ((rows,) if name == SECOND_MOMENT else (cols,)):
+    if second is None or second.shape[-1:] != (num_lines,):
         raise access.MatrixError(
             f"lines='longer': this rank has a part {(rows, cols)} of a matrix {access.whole_size(work)}, whose longer "
             "dim is the other one; pass lines='rows' or 'cols', or tp_mode='duplicated'"
@@ -246,25 +243,28 @@ def _mean_square(work: Work, update: Tensor, dim: int) -> Tensor:
 
 def _divide_lines_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> None:
     """U = O / sqrt(max(v, eps)), then U <- U ‖O‖ / ‖U‖, with norms of the whole matrix."""
-    before = access.sum_of_squares(work, update)
+    before = access.sum_of_squares(work, update).sqrt()
     update.mul_(second.clamp_min(hyper.eps).rsqrt_())
-    after = access.sum_of_squares(work, update)
-    update.mul_((before.sqrt() / after.sqrt().clamp_min(hyper.eps))[..., None, None])
+    after = access.sum_of_squares(work, update).sqrt()
+    factor = before / after.clamp_min(hyper.eps)
+    update.mul_(factor[..., None, None])
 
 
-def _squares(work: Work, grad_scale: float | Tensor) -> Tensor:
-    """‖g‖² of the work. Raises MatrixError for a part whose size does not follow from that of the whole."""
+def _with_squares(work: Work, grad_scale: float | Tensor) -> Work:
+    """The work with ‖g‖² of its local matrices as `GRAD_SQUARES`. Raises MatrixError for a part whose size does not
+    follow from that of the whole."""
     if work.matrix.part is not None:
         raise access.MatrixError(
             f"NAMO with an unequal part of a matrix {work.matrix.part.whole_shape}: it needs ‖g‖² of the whole; "
             "pass moment2_method='normuon', or parts of equal size"
         )
-    return access.squares_in_float64(work.grad.to(compute_dtype(work)) * grad_scale)
+    squares = access.squares_in_float64(work.grad.to(compute_dtype(work)) * grad_scale)
+    return replace(work, state={**work.state, GRAD_SQUARES: squares})
 
 
-def _factor(task: Task, u: Tensor, squares: Tensor, skip: Tensor | None) -> Tensor:
+def _factor(task: Task, u: Tensor, skip: Tensor | None) -> Tensor:
     """‖u‖ / (sqrt(v) + eps), 0-d, or one number per matrix of a stack. Updates v."""
     hyper, work = task
-    of_whole = access.over_peers(work, squares).to(compute_dtype(work))
+    of_whole = access.over_peers(work, work.state[GRAD_SQUARES]).to(compute_dtype(work))
     second = _accumulated(task, SECOND_MOMENT, of_whole, skip)
     return access.sum_of_squares(work, u).sqrt() / second.sqrt_().add_(hyper.eps)

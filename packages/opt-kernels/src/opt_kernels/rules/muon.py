@@ -143,17 +143,15 @@ class MuonRule:
             tensor_parallel=work.matrix.tensor_parallel,
             normalised=normalised,
         )
-        if inputs.dim() == 3 and not work.matrix.split_rows:
-            return orthogonalised(inputs)
         parts = split(inputs, work.matrix)
         by_shape: dict[torch.Size, list[int]] = {}
         for index, part in enumerate(parts):
             by_shape.setdefault(part.shape, []).append(index)
-        orthogonal: dict[int, Tensor] = {}
         for same in by_shape.values():
             stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
-            orthogonal.update(zip(same, orthogonalised(stacked).chunk(len(same))))
-        return join([orthogonal[i] for i in range(len(parts))], work.matrix, inputs.shape)
+            for index, part in zip(same, orthogonalised(stacked).chunk(len(same))):
+                parts[index] = part
+        return join(parts, work.matrix, inputs.shape)
 
     def _inputs(self, work: Work) -> Inputs:
         return self.orthogonalization.inputs(
@@ -168,6 +166,5 @@ class MuonRule:
         rows, cols = whole_size(work)
         sizes = work.matrix.split_rows or (rows,)
         groups = 1 if work.matrix.by_group else rows // sum(sizes)
-        return tuple(
-            scale_factor(self.scale_mode, rows=size * groups, cols=cols) * self.extra_scale_factor for size in sizes
-        )
+        scales = [scale_factor(self.scale_mode, rows=size * groups, cols=cols) for size in sizes]
+        return tuple(scale * self.extra_scale_factor for scale in scales)
