@@ -4,6 +4,7 @@ On float32 tensors each is rounded once, so that torch's operations give the bit
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 from typing import Any, TypeVar
@@ -17,14 +18,17 @@ TERMS = 64  # number of terms of the series in `q_pochhammer`
 
 def fma(a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once. For float64 tensors the product is rounded, too."""
-    like = next((x for x in (c, a, b) if isinstance(x, Tensor)), None)
-    if like is None:
-        is_finite = all(map(math.isfinite, (a, b, c)))
-        return float(Fraction(a) * Fraction(b) + Fraction(c)) if is_finite else a * b + c
-    if like.dtype is torch.float64:
+    like = _first_tensor(c, a, b)
+    if like is None and all(map(math.isfinite, (a, b, c))):
+        return float(Fraction(a) * Fraction(b) + Fraction(c))
+    if like is None or like.dtype is torch.float64:
         return a * b + c
     # The product of two float32 numbers is exact in float64; rounding the sum twice matters once in 2^29 elements.
     return (_wide(a) * _wide(b) + _wide(c)).to(like.dtype)
+
+
+def _first_tensor(*values: Any) -> Tensor | None:
+    return next((x for x in values if isinstance(x, Tensor)), None)
 
 
 def _wide(x: Any) -> Any:
@@ -39,24 +43,28 @@ def _rounded(x: float) -> float:
 
 def sqrt(x: Number) -> Number:
     """Return the square root, correctly rounded."""
-    if isinstance(x, Tensor):
-        return x.sqrt() if x.dtype is torch.float64 else x.double().sqrt().to(x.dtype)
-    return math.sqrt(x)
+    return _rounded_once(x, torch.sqrt, math.sqrt)
 
 
 def exp(x: Number) -> Number:
     """Return e^x. On float32 elements it is computed in float64 and rounded."""
-    return x.double().exp().to(x.dtype) if isinstance(x, Tensor) else math.exp(x)
+    return _rounded_once(x, torch.exp, math.exp)
 
 
 def log(x: Number) -> Number:
     """Return the natural logarithm. On float32 elements it is computed in float64 and rounded."""
-    return x.double().log().to(x.dtype) if isinstance(x, Tensor) else math.log(x)
+    return _rounded_once(x, torch.log, math.log)
 
 
 def tanh(x: Number) -> Number:
     """Return the hyperbolic tangent. On float32 elements it is computed in float64 and rounded."""
-    return x.double().tanh().to(x.dtype) if isinstance(x, Tensor) else math.tanh(x)
+    return _rounded_once(x, torch.tanh, math.tanh)
+
+
+def _rounded_once(x: Number, of_tensor: Callable[[Tensor], Tensor], of_number: Callable[[float], float]) -> Number:
+    if isinstance(x, Tensor):
+        return of_tensor(x.double()).to(x.dtype)
+    return of_number(x)
 
 
 def power(base: Any, exponent: Any) -> Any:
@@ -64,8 +72,10 @@ def power(base: Any, exponent: Any) -> Any:
 
     The base of an exponent that is not an integer is at least 0; of elements below it is NaN.
     """
-    like = next((x for x in (base, exponent) if isinstance(x, Tensor)), None)
-    return math.pow(base, exponent) if like is None else torch.pow(_wide(base), _wide(exponent)).to(like.dtype)
+    like = _first_tensor(base, exponent)
+    if like is None:
+        return math.pow(base, exponent)
+    return torch.pow(_wide(base), _wide(exponent)).to(like.dtype)
 
 
 def floor(x: float) -> float:
@@ -100,20 +110,19 @@ def absolute(x: Number) -> Number:
 
 def maximum(a: Any, b: Any) -> Any:
     """Return the larger value; NaN if either is NaN."""
-    return torch.maximum(*_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
+    return _chosen(a, b, torch.maximum, max)
 
 
 def minimum(a: Any, b: Any) -> Any:
     """Return the smaller value; NaN if either is NaN."""
-    return torch.minimum(*_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
+    return _chosen(a, b, torch.minimum, min)
 
 
-def _tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    """Both as tensors, with the dtype and device of the one that is a tensor."""
-    like = a if isinstance(a, Tensor) else b
-    return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(
-        b, dtype=like.dtype, device=like.device
-    )
+def _chosen(a: Any, b: Any, of_tensors: Callable[..., Tensor], of_numbers: Callable[..., Any]) -> Any:
+    like = _first_tensor(a, b)
+    if like is None:
+        return of_numbers(a, b)
+    return of_tensors(*(torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in (a, b)))
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:

@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import chain, count
 from threading import Lock
 from typing import Any
 
@@ -53,9 +52,12 @@ def parameters_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[
     """Names of the positional and of the keyword-only parameters. Raises FormulaError for anything but a function."""
     if not inspect.isfunction(function):
         raise FormulaError(f"{function!r} is not a function; define it with `def` in a file")
-    parameters = inspect.signature(function).parameters.values()
-    named = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY), named
+    positional: list[str] = []
+    named: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        names = named if parameter.kind is parameter.KEYWORD_ONLY else positional
+        names.append(parameter.name)
+    return tuple(positional), tuple(named)
 
 
 def parsed(source: str) -> list[ast.stmt]:
@@ -84,8 +86,10 @@ def source_of(function: Callable[..., Any]) -> list[ast.stmt]:
     # The source of a lambda may be that of a function around it.
     if not isinstance(definition, ast.FunctionDef) or definition.name != function.__code__.co_name:
         raise FormulaError(f"{name} is not defined with `def`; a lambda cannot be translated")
-    has_docstring = isinstance(definition.body[0], ast.Expr) and isinstance(definition.body[0].value, ast.Constant)
-    return definition.body[has_docstring:]
+    match definition.body:
+        case [ast.Expr(ast.Constant()), *body]:  # a docstring
+            return body
+    return definition.body
 
 
 @cache
@@ -96,8 +100,9 @@ def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
     `opt_kernels.formulas`, for a variable of the name of one of these, and for a wrong number of arguments.
     """
     body = source_of(function)
-    names = {*chain.from_iterable(parameters_of(function)), *assigned(body)}
-    expansion = _Expansion(function, names, {name: ast.Name(name, ast.Load()) for name in names})
+    positional, named = parameters_of(function)
+    variables = {name: ast.Name(name, ast.Load()) for name in (*positional, *named, *assigned(body))}
+    expansion = _Expansion(function, {*variables}, {**variables})
     return tuple(map(ast.fix_missing_locations, expansion.statements(body)))
 
 
@@ -127,9 +132,9 @@ class _Expansion(ast.NodeTransformer):
         for statement in body:
             if isinstance(statement, ast.If):
                 test = self.visit(statement.test)
-                yes = statement.body
-                no = statement.orelse
-                result.append(ast.If(test, self.statements(yes), self.statements(no)))
+                yes = self.statements(statement.body)
+                no = self.statements(statement.orelse)
+                result.append(ast.If(test, yes, no))
             else:
                 self.before = []
                 statement = self.visit(statement)
@@ -142,14 +147,15 @@ class _Expansion(ast.NodeTransformer):
             return node
         if node.id in self.local:
             return deepcopy(self.local[node.id])
-        value = self.function.__globals__.get(node.id)
+        value: Any = self.function.__globals__.get(node.id)
         # As a value of a built-in type: the number may be NumPy's, the string a member of an enumeration.
-        if isinstance(value, bool | str):
-            return ast.Constant(bool(value) if isinstance(value, bool) else str(value))
-        if not isinstance(value, int | float):
+        kind = next((kind for kind in (bool, str, int, float) if isinstance(value, kind)), None)
+        if kind is None:
             return node
-        size = ast.Constant(int(abs(value)) if isinstance(value, int) else float(abs(value)))
-        return ast.UnaryOp(ast.USub(), size) if value < 0 else size
+        literal: Any = kind(value)
+        if kind in (int, float) and literal < 0:
+            return ast.UnaryOp(ast.USub(), ast.Constant(-literal))
+        return ast.Constant(literal)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         return self.generic_visit(as_assignment(node))
@@ -162,17 +168,19 @@ class _Expansion(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+        name = ast.unparse(node.func)
         called = self.function.__globals__.get(name, getattr(builtins, name, None))
-        name = "power" if called is pow else name
-        is_ours = name in FUNCTIONS and called in (_FUNCTIONS[name], pow)
+        if called is pow:
+            name = "power"
+            called = functions.power
+        is_ours = name in FUNCTIONS and called is _FUNCTIONS[name]
         is_helper = inspect.isfunction(called) and name not in FUNCTIONS
         if name in self.local or node.keywords or not (is_ours or is_helper):
             raise FormulaError(
                 f"{self.function.__qualname__} calls {ast.unparse(node)}; a formula may call {', '.join(FUNCTIONS)} of "
                 "opt_kernels.formulas, by these names, and helper functions of its module, with positional arguments"
             )
-        wanted = parameters_of(called if is_helper else _FUNCTIONS[name])[0]
+        wanted, _ = parameters_of(called)
         is_counted = not any(isinstance(argument, ast.Starred) for argument in node.args)
         if is_counted and len(node.args) != len(wanted):
             raise FormulaError(
@@ -188,14 +196,15 @@ class _Expansion(ast.NodeTransformer):
         """What `helper` returns. Its variables are assigned under new names, or inserted where it reads them."""
         *statements, last = source_of(helper)
         result = last.value if isinstance(last, ast.Return) else None
-        if helper in self.callers or parameters_of(helper)[1] or result is None:
+        positional, named = parameters_of(helper)
+        if helper in self.callers or named or result is None:
             raise FormulaError(
                 f"{self.function.__qualname__} calls {helper.__qualname__}; a helper takes positional arguments, ends "
                 "with `return expression`, and does not call itself"
             )
         inside = _Expansion(helper, self.taken, {}, (*self.callers, helper))
         inside.before = self.before
-        for parameter, argument in zip(parameters_of(helper)[0], arguments):
+        for parameter, argument in zip(positional, arguments):
             inside._bind(parameter, argument)
         for statement in statements:
             match as_assignment(statement):
@@ -211,8 +220,9 @@ class _Expansion(ast.NodeTransformer):
 
     def _bind(self, name: str, value: ast.expr) -> None:
         if self.before is not None and not isinstance(value, ast.Name | ast.Constant):
-            names = (f"{self.function.__name__}_{name}_{i}" for i in count(1))
-            fresh = next(fresh for fresh in names if fresh not in self.taken)
+            number = 1
+            while (fresh := f"{self.function.__name__}_{name}_{number}") in self.taken:
+                number += 1
             self.taken.add(fresh)
             self.before.append(ast.Assign([ast.Name(fresh, ast.Store())], value))
             value = ast.Name(fresh, ast.Load())
@@ -234,27 +244,29 @@ def scalar_expressions(function: Callable[..., Any]) -> tuple[tuple[ast.stmt, ..
     *statements, last = body_of(function) or (ast.Pass(),)
     if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
         raise FormulaError(f'{function.__qualname__} must end with `return {{"name": expression, ...}}`')
-    names = [key.value for key in last.value.keys if isinstance(key, ast.Constant)]
-    if len(names) != len(last.value.keys):
-        raise FormulaError(f"{function.__qualname__} must name its scalars with string literals")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise FormulaError(f"{function.__qualname__} returns {twice[0]!r} twice; rename one of them")
-    return tuple(statements), tuple(zip(map(str, names), last.value.values))
+    found: dict[str, ast.expr] = {}
+    for key, value in zip(last.value.keys, last.value.values):
+        if not isinstance(key, ast.Constant):
+            raise FormulaError(f"{function.__qualname__} must name its scalars with string literals")
+        name = str(key.value)
+        if name in found:
+            raise FormulaError(f"{function.__qualname__} returns {name!r} twice; rename one of them")
+        found[name] = value
+    return tuple(statements), tuple(found.items())
 
 
 def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, Constant]) -> list[ast.stmt]:
     """The statements that run with these constants, up to the return. Branches on constants alone are resolved."""
     result: list[ast.stmt] = []
     for statement in body:
-        if isinstance(statement, ast.If):
+        if not isinstance(statement, ast.If):
+            result.append(statement)
+        else:
             test = decided(statement.test, constants)
             if isinstance(test, ast.expr):
                 result.append(ast.If(test, statement.body, statement.orelse))
             else:
                 result += folded(statement.body if test else statement.orelse, constants)
-        else:
-            result.append(statement)
         if result and isinstance(result[-1], ast.Return):
             break
     return result
@@ -279,12 +291,14 @@ def function_of(
 ) -> Callable[..., Any]:
     """A function of these statements and parameters, with the name and the module's docstring of another one. It may
     call the functions of formulas and `names`."""
-    (head,) = parsed(f"def made({', '.join([*positional, *(['*'] if named else []), *named])}): pass")
+    parameters = [*positional, "*", *named] if named else positional
+    (head,) = parsed(f"def made({', '.join(parameters)}): pass")
     assert isinstance(head, ast.FunctionDef)
     head.body = list(body)
-    scope: dict[str, Any] = {**_FUNCTIONS, **names, "__doc__": like.__globals__.get("__doc__")}
     module = ast.fix_missing_locations(ast.Module([head], type_ignores=[]))
-    exec(compile(module, f"<{like.__qualname__} of a formula>", "exec"), scope)
+    code = compile(module, f"<{like.__qualname__} of a formula>", "exec")
+    scope: dict[str, Any] = {**_FUNCTIONS, **names, "__doc__": like.__globals__.get("__doc__")}
+    exec(code, scope)
     made: Any = scope["made"]
     made.__qualname__ = like.__qualname__
     made.statements = tuple(head.body)
@@ -322,15 +336,16 @@ def assigned(nodes: Sequence[ast.AST]) -> list[str]:
 def read(*nodes: ast.AST) -> set[str]:
     """Names that occur in `nodes`, except called functions and targets of assignments."""
     inner = [node for root in nodes for node in ast.walk(root)]
-    excluded = {id(node.func) for node in inner if isinstance(node, ast.Call)}
-    excluded |= {id(target) for node in inner if isinstance(node, ast.Assign) for target in node.targets}
-    return {node.id for node in inner if isinstance(node, ast.Name) and id(node) not in excluded}
+    called = {id(node.func) for node in inner if isinstance(node, ast.Call)}
+    names = [node for node in inner if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return {name.id for name in names if id(name) not in called}
 
 
 @cache
 def for_torch(update: Callable[..., Any], constants: tuple[str, ...]) -> Callable[..., Any]:
     """`update` with each quotient and power rounded once. `constants` are the names that are numbers, not tensors."""
-    return _compiled(update, [_ForTorch(constants).visit(deepcopy(statement)) for statement in body_of(update)])
+    rounds = _ForTorch(constants)
+    return _compiled(update, [rounds.visit(deepcopy(statement)) for statement in body_of(update)])
 
 
 @cache
@@ -354,11 +369,13 @@ class _ForTorch(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        is_quotient = isinstance(node.op, ast.Div) and is_constant(node.left, self.constants)
-        is_power = isinstance(node.op, ast.Pow) and not is_square_or_cube(node.right)
-        if not is_quotient and not is_power:
+        if isinstance(node.op, ast.Div) and is_constant(node.left, self.constants):
+            name = "quotient"
+        elif isinstance(node.op, ast.Pow) and not is_square_or_cube(node.right):
+            name = "power"
+        else:
             return node
-        return ast.Call(ast.Name("quotient" if is_quotient else "power", ast.Load()), [node.left, node.right], [])
+        return ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], [])
 
 
 def quotient(a: float, b: Any) -> Any:

@@ -139,11 +139,13 @@ def body_and_results(
 ) -> tuple[list[ast.stmt], list[ast.expr]]:
     """The statements of an update, and the expressions of its results in `names`: the new main and states."""
     *body, last = syntax.folded(syntax.body_of(update), constants) or [ast.Pass()]
-    value = last.value if isinstance(last, ast.Return) else None
     results: list[ast.expr] = []
-    if value is not None:
-        results = value.elts if isinstance(value, ast.Tuple) else [value]
-    main, _, *states = syntax.parameters_of(update)[0]
+    match last:
+        case ast.Return(ast.Tuple(values)):
+            results = values
+        case ast.Return(ast.expr() as value):
+            results = [value]
+    (main, _, *states), _ = syntax.parameters_of(update)
     updated = (main, *states)
     if len(results) != len(updated):
         raise syntax.FormulaError(f"{update.__qualname__} must end with `return {', '.join(updated)}`, the new values")
@@ -157,12 +159,11 @@ def elements_among(body: Sequence[ast.stmt], elements: Collection[str]) -> set[s
     assignments = [node for node in nodes if isinstance(node, ast.Assign)]
     found = {*elements, *syntax.assigned(assignments)}
     while True:
-        scalar = {
-            name for node in assignments if found.isdisjoint(syntax.read(node)) for name in syntax.assigned([node])
-        }
-        if scalar.isdisjoint(found):
+        of_scalars = [node for node in assignments if found.isdisjoint(syntax.read(node))]
+        scalars = found.intersection(syntax.assigned(of_scalars))
+        if not scalars:
             return found
-        found -= scalar
+        found -= scalars
 
 
 def check(

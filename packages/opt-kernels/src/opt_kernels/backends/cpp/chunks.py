@@ -67,8 +67,8 @@ def copies(body: Sequence[ast.stmt], constants: Mapping[str, Constant]) -> dict[
     """Map each name that equals another one after `body` to the first name that has this value."""
     same: dict[str, str] = {}
     for statement in body:
-        written = {*assigned([statement])}
-        same = {name: first for name, first in same.items() if not written & {name, first}}
+        written = assigned([statement])
+        same = {name: first for name, first in same.items() if name not in written and first not in written}
         match statement:
             case ast.Assign([ast.Name(name)], value):
                 other = _chosen(value, constants)
@@ -79,24 +79,28 @@ def copies(body: Sequence[ast.stmt], constants: Mapping[str, Constant]) -> dict[
 
 def _chosen(value: ast.expr, constants: Mapping[str, Constant]) -> ast.expr:
     """`value`, or the branch of it that constants choose."""
-    if isinstance(value, ast.IfExp) and isinstance(test := decided(value.test, constants), bool):
-        return _chosen(value.body if test else value.orelse, constants)
-    return value
+    if not isinstance(value, ast.IfExp):
+        return value
+    test = decided(value.test, constants)
+    if not isinstance(test, bool):
+        return value
+    return _chosen(value.body if test else value.orelse, constants)
 
 
 def cut(body: Sequence[ast.stmt], results: Sequence[ast.expr]) -> SplitFormula:
     """Split before the first statement, or the results, with a root. Without a root the first part is empty."""
     index = next((index for index, statement in enumerate(body) if _has_root(statement)), len(body))
     users: Sequence[ast.AST] = body[index : index + 1] or results
-    is_choice = any(isinstance(node, ast.If | ast.IfExp) for user in users for node in ast.walk(user))
-    if is_choice or not any(map(_has_root, users)):
+    inside = [node for user in users for node in ast.walk(user)]
+    if not any(map(_is_root, inside)) or any(isinstance(node, ast.If | ast.IfExp) for node in inside):
         return SplitFormula([], [], [*body], [*results])
     hoist = _Hoist()
     hoisted = [hoist.visit(deepcopy(user)) for user in users]
     before, moved = _moved_down(body[:index], read(*hoist.roots, *results[1:]))
     if users is results:
         return SplitFormula(before, hoist.roots, moved, hoisted)
-    return SplitFormula(before, hoist.roots, [*moved, *hoisted, *body[index + 1 :]], [*results])
+    after = [*moved, *hoisted, *body[index + 1 :]]
+    return SplitFormula(before, hoist.roots, after, [*results])
 
 
 class _Hoist(ast.NodeTransformer):
@@ -109,7 +113,8 @@ class _Hoist(ast.NodeTransformer):
         if not _is_root(node) or any(map(_has_root, node.args)):
             return self.generic_visit(node)
         name = f"{len(self.roots)}_root"
-        self.roots.append(ast.fix_missing_locations(ast.Assign([ast.Name(name, ast.Store())], node)))
+        root = ast.Assign([ast.Name(name, ast.Store())], node)
+        self.roots.append(ast.fix_missing_locations(root))
         return ast.Name(name, ast.Load())
 
 
@@ -128,9 +133,10 @@ def _moved_down(body: Sequence[ast.stmt], needed: set[str]) -> tuple[list[ast.st
     written: set[str] = set()
     for statement in reversed(body):
         targets = {*assigned([statement])}
-        if targets & needed or written & (targets | read(statement)):
+        inputs = read(statement)
+        if targets & needed or written & (targets | inputs):
             kept.insert(0, statement)
-            needed = needed | read(statement)
+            needed = needed | inputs
             written |= targets
         else:
             moved.insert(0, statement)
@@ -164,14 +170,18 @@ class _ChunkPlan:
         self.early: list[int] = []  # the results that the first part knows
         self.late: list[int] = []
         for i, result in enumerate(self.results):
-            is_early = self.cut.roots and read(result).isdisjoint(in_second)
-            (self.early if is_early else self.late).append(i)
+            if self.cut.roots and read(result).isdisjoint(in_second):
+                self.early.append(i)
+            else:
+                self.late.append(i)
         # Names that the second part reads from the chunk; a main that the first leaves as it is stays in memory.
         self.kept: list[str] = []
         if self.cut.roots:
-            needed = read(*self.cut.after, self.main, *(self.results[i] for i in self.late))
-            known = dict.fromkeys([*(["p"] if "p" in in_first else []), "g", *self.states, *in_first])
-            self.kept = [name for name in known if name in needed]
+            late = [self.results[i] for i in self.late]
+            needed = read(*self.cut.after, self.main, *late)
+            if "p" not in in_first:
+                needed.discard("p")
+            self.kept = [name for name in dict.fromkeys(["p", "g", *self.states, *in_first]) if name in needed]
         self.stored = self._stored()
 
     def _stored(self) -> dict[str, "_Stored"]:
@@ -182,14 +192,17 @@ class _ChunkPlan:
         for i in self.early:
             result = self.results[i]
             if isinstance(result, ast.Name):
-                states[same.get(result.id, result.id)] = i
+                first = same.get(result.id, result.id)
+                states[first] = i
         squares = self.cut.squares()
         found: dict[str, _Stored] = {}
         for name in self.kept:
             value = squares.get(name, name)
-            state = states.get(same.get(value, value))
-            if state is not None:
-                found[name] = _Stored(state, f"{'!' if name in squares else ''}Codec{state}::KEEPS")
+            first = same.get(value, value)
+            if first in states:
+                state = states[first]
+                keeps = f"Codec{state}::KEEPS"
+                found[name] = _Stored(state, f"!{keeps}" if name in squares else keeps)
         return found
 
 
@@ -221,9 +234,10 @@ def _before(plan: _ChunkPlan) -> list[str]:
         return []
     dialect = Cpp(plan.constants)
     body = [*plan.cut.before, *plan.cut.roots]
+    early = [plan.results[i] for i in plan.early]
     inputs = ["g", *plan.states]
     # Also a main that it assigns: it may do so in a branch only.
-    if "p" in assigned(body) or "p" in read(*body, *(plan.results[i] for i in plan.early)):
+    if "p" in assigned(body) or "p" in read(*body, *early):
         inputs.insert(0, "p")
     lines = [
         f"static inline __attribute__((always_inline)) void before({ARGUMENTS}, int64_t at) {{",
@@ -294,9 +308,11 @@ def _loaded(plan: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> lis
     sources |= {name: f"chunk.values{i}[j]" for i, name in enumerate(plan.states)}
     values = [(name, sources[name]) for name in inputs]
     for name in kept:
-        stored = plan.stored.get(name)
-        left = f"chunk.y_{name}"
-        values.append((name, f"({stored.when} ? chunk.values{stored.state} : {left})[j]" if stored else f"{left}[j]"))
+        array = f"chunk.y_{name}"
+        if name in plan.stored:
+            state, when = plan.stored[name]
+            array = f"({when} ? chunk.values{state} : {array})"
+        values.append((name, f"{array}[j]"))
     values += [(name, f"row.s_{name}") for name in plan.scalars if name not in kept]
     return [f"float x_{name} = {value};" for name, value in values]
 
