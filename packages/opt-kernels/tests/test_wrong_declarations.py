@@ -101,6 +101,8 @@ WRONG = [
     ({"states": ()}, "its positional parameters must be p, g: the main"),
     ({"states": (State("step"),), "update": function_of("update(p, g, step, *, lr)", "return p - lr * g, step")},
      "'step' as a state and as a reserved name"),
+    ({"states": (State("out"),), "update": function_of("update(p, g, out, *, lr)", "return p - lr * g, out")},
+     "'out' as a state and as a reserved name"),
     ({"states": (State("m", when="amsgrad"),)}, "depends on a choice that is not declared"),
     ({"states": (State("m", when="has_m"),), "choices": (Choice("has_m", False),),
       "update": function_of("update(p, g, m, *, lr)", "return p - lr * m, m")}, "reads m, which is not defined"),

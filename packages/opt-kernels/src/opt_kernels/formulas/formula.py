@@ -130,7 +130,7 @@ class Formula:
         states = [state.name for state in self.declared]
         kinds = [("state", name) for name in states]
         kinds += [("state's scale", f"{name}_scale") for name in states]
-        kinds += [("reserved name", name) for name in ("p", "g", "step", "main", "remainder", "params")]
+        kinds += [("reserved name", name) for name in ("p", "g", "step", "main", "out", "remainder", "params")]
         kinds += [("number", number.name) for number in self.numbers]
         kinds += [("choice", name) for name in choices]
         taken: dict[str, str] = {}
