@@ -92,11 +92,12 @@ class Number:
 
     def check(self, value: object) -> None:
         """Raise NumberError for a value that is not allowed."""
+        is_row = isinstance(value, tuple | list)
         values = tuple(value) if isinstance(value, tuple | list) else (value,)
         count = len(self.default) if isinstance(self.default, tuple) else 1
-        is_sequence = isinstance(value, tuple | list)
-        if is_sequence != isinstance(self.default, tuple) or len(values) != count or not all(map(self._allows, values)):
-            verb = "are" if is_sequence else "is"
+        fits = is_row == isinstance(self.default, tuple) and len(values) == count
+        if not fits or not all(map(self._allows, values)):
+            verb = "are" if is_row else "is"
             finite = "" if all(not is_number(x) or _is_finite(x) for x in values) else "finite "
             raise NumberError(f"{self.name}={value!r} {verb} not allowed; pass {self._allowed(finite)}")
 
@@ -107,17 +108,29 @@ class Number:
             return bool(self.high == math.inf and value == self.high)
         x = float(value)  # type: ignore[arg-type]
         low = -ROUNDING if self.name == "lr" and self.low == 0 else self.low
-        if (low is not None and not x >= low) or (self.high is not None and not x <= self.high):
+        if low is not None and not x >= low:
+            return False
+        if self.high is not None and not x <= self.high:
             return False
         return self.below is None or x < self.below
 
     def _allowed(self, finite: str) -> str:
         bounds = {"at least": self.low, "at most": self.high, "below": self.below}
-        parts = [f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None and math.isfinite(bound)]
+        parts = []
+        for words, bound in bounds.items():
+            if bound is not None and math.isfinite(bound):
+                parts.append(f"{words} {bound:g}")
         of = f" of {' and '.join(parts)}" if parts else ""
-        if isinstance(self.default, tuple):
-            return f"{len(self.default)} {finite}number{'s' if len(self.default) > 1 else ''}{of}"
-        return f"a {finite}number{of}"
+        if not isinstance(self.default, tuple):
+            return f"a {finite}number{of}"
+        return f"{len(self.default)} {finite}number{'s' if len(self.default) > 1 else ''}{of}"
+
+
+def check_numbers(declared: Sequence[Number], values: Mapping[str, Any]) -> None:
+    """Raise NumberError for a number in `values` that is not allowed. Other entries are ignored."""
+    for number in declared:
+        if number.name in values:
+            number.check(values[number.name])
 
 
 def _is_finite(number: Any) -> bool:
@@ -152,7 +165,8 @@ class Choice:
 
     def check(self, value: object) -> None:
         """Raise NumberError for a value that is not allowed."""
-        if not any(value is x or (not isinstance(x, bool) and value == x) for x in self.allowed):
+        equal = [x for x in self.allowed if value is x or (not isinstance(x, bool) and value == x)]
+        if not equal:
             raise NumberError(f"{self.name}={value!r} is not allowed; pass {' or '.join(map(repr, self.allowed))}")
 
 
@@ -192,8 +206,8 @@ class StateSpec:
     def __post_init__(self) -> None:
         if self.kind is not StateKind.SHAPED:
             return
-        are_sizes = [size in ("m", "n") or (type(size) is int and size > 0) for size in self.shape]
-        if not self.shape or not all(are_sizes):
+        sizes = [size for size in self.shape if size not in ("m", "n")]
+        if not self.shape or not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(
                 f"state {self.name!r} with shape={self.shape!r}: pass a tuple of 'm' (rows of the matrix), 'n' "
                 "(columns) and sizes above 0, as in shape=('n', 8)"

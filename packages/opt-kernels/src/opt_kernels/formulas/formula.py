@@ -21,7 +21,7 @@ once.
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
@@ -33,7 +33,17 @@ from torch import Tensor
 
 from opt_kernels.formulas.syntax import FormulaError, body_of, for_host, for_torch, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import body_and_results, check, check_scalars
-from opt_kernels.works import HYPER_FIELDS, Choice, Constant, Hyper, Number, NumberError, NumberValue, unknown
+from opt_kernels.works import (
+    HYPER_FIELDS,
+    Choice,
+    Constant,
+    Hyper,
+    Number,
+    NumberError,
+    NumberValue,
+    check_numbers,
+    unknown,
+)
 
 LR = Number("lr", 1e-3)
 WEIGHT_DECAY = Number("weight_decay", 0.0)
@@ -74,22 +84,23 @@ class Formula:
     def __post_init__(self) -> None:
         self._check_kinds()
         chosen = dict(self.constants)
-        values = {choice.name: chosen.get(choice.name, choice.default) for choice in self.choices}
+        constants = {choice.name: chosen.get(choice.name, choice.default) for choice in self.choices}
         declared = self.declared or self.states
-        kept = tuple(state for state in declared if state.when is None or values.get(state.when) is True)
+        kept = tuple(state for state in declared if state.when is None or constants.get(state.when) is True)
         object.__setattr__(self, "title", self.title or self.name)
-        object.__setattr__(self, "constants", tuple(values.items()))
+        object.__setattr__(self, "constants", tuple(constants.items()))
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "states", kept)
         object.__setattr__(self, "numbers", _completed(self.numbers))
         try:
             self._check_names(chosen)
-            check_scalars(self.scalars, dict(self.constants))
-            check(self.update, self.result_names, frozenset(self.scalar_names), dict(self.constants))
+            check_scalars(self.scalars, constants)
+            check(self.update, self.result_names, frozenset(self.scalar_names), constants)
             self._check_unread()
         except FormulaError as error:
+            message = str(error)
             named = f"formula {self.name!r}"
-            raise FormulaError(f"{error}" if named in f"{error}" else f"{named}: {error}") from None
+            raise FormulaError(message if named in message else f"{named}: {message}") from None
 
     def __hash__(self) -> int:
         """Equal formulas have equal hashes. Not of all fields: every step looks formulas up."""
@@ -104,19 +115,19 @@ class Formula:
 
     def _check_kinds(self) -> None:
         """Raise FormulaError for a name that cannot be one of a class or state, and for values of other types."""
-        kinds = {"states": State, "numbers": Number, "choices": Choice}
-        for name, kind in kinds.items():
+        for name, kind in {"states": State, "numbers": Number, "choices": Choice}.items():
             values = getattr(self, name)
             if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
                 raise FormulaError(f"{name}={values!r} of formula {self.name!r}; pass a tuple of {kind.__name__}(...)")
-        for name in (self.name, self.title or self.name, *(state.name for state in self.states)):
+        for name in (self.name, self.title or self.name, *_names(self.states)):
             if not isinstance(name, str) or not name.isidentifier():
                 raise FormulaError(f"formula {self.name!r} has the name {name!r}; use letters, digits and underscores")
 
     def _check_names(self, chosen: Mapping[str, Constant]) -> None:
         """Raise FormulaError for names that do not match: of parameters, of what is declared, and of what is read."""
         positional, named = parameters_of(self.update)
-        expected = ("p", "g", *(state.name for state in self.declared))
+        states = _names(self.declared)
+        expected = ("p", "g", *states)
         if positional != expected:
             raise FormulaError(
                 f"the update of formula {self.name!r} takes {', '.join(positional)}; its positional parameters must be "
@@ -127,30 +138,33 @@ class Formula:
             if name not in choices:
                 raise unknown(name, value, list(choices), of=f"formula {self.name!r}")
             choices[name].check(value)
-        states = [state.name for state in self.declared]
-        kinds = [("state", name) for name in states]
-        kinds += [("state's scale", f"{name}_scale") for name in states]
-        kinds += [("reserved name", name) for name in ("p", "g", "step", "main", "out", "remainder", "params")]
-        kinds += [("number", number.name) for number in self.numbers]
-        kinds += [("choice", name) for name in choices]
+        names_by_kind = {
+            "state": states,
+            "state's scale": [f"{name}_scale" for name in states],
+            "reserved name": ("p", "g", "step", "main", "out", "remainder", "params"),
+            "number": _names(self.numbers),
+            "choice": choices,
+        }
         taken: dict[str, str] = {}
-        for kind, name in kinds:
-            if taken.setdefault(name, kind) != kind:
-                raise FormulaError(
-                    f"formula {self.name!r} has {name!r} as a {taken[name]} and as a {kind}; rename one of them"
-                )
+        for kind, names in names_by_kind.items():
+            for name in names:
+                if taken.setdefault(name, kind) != kind:
+                    raise FormulaError(
+                        f"formula {self.name!r} has {name!r} as a {taken[name]} and as a {kind}; rename one of them"
+                    )
         for state in self.declared:
             if state.when is not None and state.when not in choices:
                 raise FormulaError(f"formula {self.name!r}: {state!r} depends on a choice that is not declared")
-        if unread := {*named} - {*self.scalar_names} - {*dict(self.constants)}:
+        if unread := {*named} - {*self.scalar_names} - choices.keys():
             raise FormulaError(
                 f"the update of formula {self.name!r} reads {', '.join(sorted(unread))}, which is neither a scalar nor "
                 "a choice; return it from `scalars`, or declare it in `choices`"
             )
         # numbers (beta1, beta2, ... for a tuple `betas`) and choices
-        declared = {*dict(self.constants), *chain.from_iterable(map(_parts, self.numbers))}
+        declared = choices.keys() | chain.from_iterable(map(_parts, self.numbers))
         read_by = [*self.number_names, *(state.beta for state in self.declared if state.beta)]
-        if missing := [name for name in read_by if name not in declared and name != "step"]:
+        missing = [name for name in read_by if name not in declared and name != "step"]
+        if missing:
             raise FormulaError(
                 f"the scalars or states of formula {self.name!r} read {', '.join(missing)}, which is not declared; "
                 f"allowed are step and the numbers {', '.join(sorted(declared))}. Declare it with its default: "
@@ -167,32 +181,36 @@ class Formula:
                 f"the scalars of formula {self.name!r} do not read lr, so that no learning rate would have an effect; "
                 "make it a keyword-only parameter"
             )
-        of_scalars = {*self.scalar_names}.difference(named)
-        of_choices = {choice.name for choice in self.choices}.difference(named, numbers)
-        of_numbers = {number.name for number in self.numbers if numbers.isdisjoint(_parts(number))}
-        for kind, reader, names in (
-            ("scalar", "`update`", of_scalars),
-            ("choice", "`scalars` or `update`", of_choices),
-            ("number", "`scalars`", of_numbers - switches - {"weight_decay"}),
-        ):
+        unread_numbers = {number.name for number in self.numbers if numbers.isdisjoint(_parts(number))}
+        unread = {
+            "scalar": {*self.scalar_names}.difference(named),
+            "choice": {*_names(self.choices)}.difference(named, numbers),
+            "number": unread_numbers - switches - {"weight_decay"},
+        }
+        readers = {"scalar": "`update`", "choice": "`scalars` or `update`", "number": "`scalars`"}
+        for kind, names in unread.items():
             if names:
                 raise FormulaError(
-                    f"formula {self.name!r} declares the {kind} {min(names)!r}, which {reader} does not read; remove "
-                    "it, or make it a keyword-only parameter"
+                    f"formula {self.name!r} declares the {kind} {min(names)!r}, which {readers[kind]} does not read; "
+                    "remove it, or make it a keyword-only parameter"
                 )
-        if others := switches - {number.name for number in self.numbers}:
+        if others := switches.difference(_names(self.numbers)):
             name = min(map(str, others))
             raise FormulaError(f"formula {self.name!r}: off_at_zero={name!r} must be the name of one of its numbers")
 
     @property
     def _read_numbers(self) -> set[str]:
         """The numbers, and the parts of `betas`, that have an effect on weights."""
-        return {*self.number_names, *chain.from_iterable(parameters_of(f)[1] for f in self.evaluation or ())}
+        found = {*self.number_names}
+        for function in self.evaluation or ():
+            _, numbers = parameters_of(function)
+            found.update(numbers)
+        return found
 
     @property
     def result_names(self) -> tuple[str, ...]:
         """The results of the update that are kept: the main, then the states."""
-        return ("p", *(state.name for state in self.states))
+        return ("p", *_names(self.states))
 
     def body_and_results(self) -> tuple[list[ast.stmt], list[ast.expr]]:
         """Return the statements of the update, and the expressions of its results that are kept."""
@@ -225,9 +243,7 @@ class Formula:
 
     def check_numbers(self, values: Mapping[str, object]) -> None:
         """Raise NumberError for a number in `values` that is not allowed. Other entries are ignored."""
-        for number in self.numbers:
-            if number.name in values:
-                number.check(values[number.name])
+        check_numbers(self.numbers, values)
 
     @property
     def reads_weight_decay(self) -> bool:
@@ -258,12 +274,12 @@ class Formula:
 
     def with_defaults(self, **defaults: NumberValue) -> "Formula":
         """Return the formula with other defaults of its numbers."""
-        known = [number.name for number in self.numbers]
+        numbers = {number.name: number for number in self.numbers}
         for name, value in defaults.items():
-            if name not in known:
-                raise unknown(name, value, known, of=f"formula {self.name!r}")
-        numbers = tuple(replace(n, default=defaults[n.name]) if n.name in defaults else n for n in self.numbers)
-        return replace(self, numbers=numbers)
+            if name not in numbers:
+                raise unknown(name, value, [*numbers], of=f"formula {self.name!r}")
+            numbers[name] = replace(numbers[name], default=value)
+        return replace(self, numbers=tuple(numbers.values()))
 
     def scalars_of(self, hyper: Hyper) -> dict[str, float]:
         """Compute the scalars for these numbers on the host in float64. Waits for numbers that are device tensors."""
@@ -286,21 +302,25 @@ class Formula:
         """
         assert self.evaluation is not None
         function = self.evaluation[back]
-        names, numbers = parameters_of(function)
+        (_, *names), numbers = parameters_of(function)
         given = {name: float(number_of(hyper, name, self)) for name in numbers}
         # Copies: unlike an update, the function may be any code, which may write to what it is given.
-        result: Tensor = function(p.clone(), *(states[name].clone() for name in names[1:]), **given)
+        tensors = [x.clone() for x in (p, *map(states.__getitem__, names))]
+        result: Tensor = function(*tensors, **given)
         return result
 
     def updated(self, p: Tensor, g: Tensor, states: Mapping[str, Tensor], scalars: Mapping[str, float]) -> list[Tensor]:
         """Compute the new main and states by torch operations in the dtype of `p`. Modifies nothing."""
-        positional, named = parameters_of(self.update)
+        _, named = parameters_of(self.update)
         constants = dict(self.constants)
-        # Tensors of one element: torch would round a Python number differently in each operation.
-        numbers = {name: constants[name] if name in constants else p.new_full((1,), scalars[name]) for name in named}
+        values: dict[str, Any] = {}
+        for name in named:
+            # A tensor of one element: torch would round a Python number differently in each operation.
+            values[name] = constants[name] if name in constants else p.new_full((1,), scalars[name])
         update = for_torch(self.update, tuple(constants))
-        new = update(p, g, *(states.get(name) for name in positional[2:]), **numbers)
-        results = dict(zip(("p", *positional[2:]), new if isinstance(new, tuple) else (new,), strict=True))
+        names = _names(self.declared)
+        new = update(p, g, *map(states.get, names), **values)
+        results = dict(zip(("p", *names), new if isinstance(new, tuple) else (new,), strict=True))
         return [_like(results[name], p) for name in self.result_names]
 
 
@@ -309,6 +329,10 @@ def _like(result: Any, p: Tensor) -> Tensor:
     if isinstance(result, Tensor) and result.shape == p.shape:
         return result
     return torch.as_tensor(result, dtype=p.dtype, device=p.device).expand(p.shape).clone()
+
+
+def _names(declared: Iterable[State | Number | Choice]) -> tuple[str, ...]:
+    return tuple(one.name for one in declared)
 
 
 def _parts(number: Number) -> set[str]:
@@ -320,10 +344,14 @@ def _parts(number: Number) -> set[str]:
 
 def _completed(numbers: tuple[Number, ...]) -> tuple[Number, ...]:
     """lr, the declared numbers, and weight_decay if it is not declared: the order of a drop-in's arguments."""
-    by_name = {"lr": LR} | {number.name: number for number in numbers}
-    if len({number.name for number in numbers}) < len(numbers):
-        raise FormulaError(f"numbers {', '.join(number.name for number in numbers)}: one of them is declared twice")
-    return tuple({**by_name, "weight_decay": by_name.get("weight_decay", WEIGHT_DECAY)}.values())
+    by_name = {"lr": LR}
+    for number in numbers:
+        by_name[number.name] = number
+    names = _names(numbers)
+    if len({*names}) < len(names):
+        raise FormulaError(f"numbers {', '.join(names)}: one of them is declared twice")
+    by_name.setdefault("weight_decay", WEIGHT_DECAY)
+    return tuple(by_name.values())
 
 
 @cache

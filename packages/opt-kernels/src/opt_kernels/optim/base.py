@@ -25,7 +25,7 @@ from opt_kernels.optim.state import Saved, StateDictError, init_state, is_narrow
 from opt_kernels.params import HELD, HOOKS, MAIN, NEUTRAL, SCHEDULED, GroupEntries, MainFormat, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, is_on_device
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Number, check_numbers, is_on_device
 
 logger = logging.getLogger(__name__)
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
@@ -56,6 +56,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     fixed: ClassVar[tuple[str, ...]] = ()
     # Entries of groups, in addition to hooks, that are read only when a parameter takes its first step.
     structural: ClassVar[tuple[str, ...]] = ()
+    # The numbers of groups, with their bounds.
+    declared: ClassVar[tuple[Number, ...]] = groups.NUMBERS
     # Entries of groups that schedulers may set to any number.
     scheduled: ClassVar[tuple[str, ...]] = SCHEDULED
 
@@ -74,7 +76,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         flags: Mapping[str, object] = MappingProxyType({}),  # arguments of torch.optim that choose an implementation
     ) -> None:
         self.capturable = flags.get("capturable") is True
-        groups.check_flags({name: flag for name, flag in flags.items() if name != "capturable" or not self.capturable})
+        neutral = dict(flags)
+        if self.capturable:
+            del neutral["capturable"]
+        groups.check_flags(neutral)
         check_installed(getattr(rule, "backend", None))
         self.rule = rule
         self._on_device: GroupsOnDevice | None = None  # created in the first capturable step
@@ -87,7 +92,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | Tensor | None = None
         self._rows: Rows | None = None  # rebuilt whenever parameters, gradients or states changed
         self._entries: GroupEntries | None = None  # of the groups in the last step; None: not built yet
-        groups.check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
+        if max_norm is not None:
+            Number("max_norm", 1.0, low=0.0, high=math.inf).check(max_norm)
+        self._check_numbers(defaults)
         super().__init__(params, defaults)
         self._check_effects()
         self._entries = self._new_entries()
@@ -109,29 +116,34 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Add a group, as in torch. Raises ValueError for a parameter that cannot be updated, and for an option that is
         unknown, not allowed, or equal in all groups by definition."""
         if isinstance(param_group, dict):  # torch raises for anything else
-            groups.check_keys(param_group, {*self.defaults, HOOKS, *(("capturable",) if self.capturable else ())})
-            self._check_group(self.defaults | param_group)
+            known = {*self.defaults, HOOKS}
+            if self.capturable:
+                known.add("capturable")
+            groups.check_keys(param_group, known)
+            group = self.defaults | param_group
+            self._check_group(group)
+            self._check_read(group, group.keys())
         if self._entries is not None:
             self._adopt_changes()
         super().add_param_group(param_group)
+        added = self.param_groups[-1]
         try:
-            groups.check_distinct(self.param_groups[-1]["params"])
-            for param in self.param_groups[-1]["params"]:
-                self._check_param(self.param_groups[-1], param)
-            groups.check_apart([param for group in self.param_groups for param in group["params"]])
+            groups.check_distinct(added["params"])
+            for param in added["params"]:
+                self._check_param(added, param)
+            groups.check_apart(params_of(self.param_groups))
         except ValueError:
             del self.param_groups[-1]
             raise
         if self._entries is not None:
-            self._entries.accept(len(self.param_groups) - 1, self.param_groups[-1])
+            self._entries.accept(len(self.param_groups) - 1, added)
 
     def _check_numbers(self, values: Mapping[str, Any]) -> None:
-        """Raise NumberError, a ValueError, for a number that is not allowed."""
-        groups.check_options(values)
+        """Raise NumberError, a ValueError, for a number that is not allowed. Other entries are ignored."""
+        check_numbers(self.declared, values)
 
     def _check_group(self, group: ParamGroup) -> None:
         """Raise ValueError for a group that this optimizer does not support."""
-        groups.check_options(group)
         self._check_numbers(group)
         groups.check_fixed(group, self.defaults, self.fixed)
         groups.check_names(groups.checked_hooks(group.get(HOOKS, ())), self.rules)
@@ -145,8 +157,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             for name in filterfalse(self.param_groups[index].__contains__, self.defaults):
                 raise ValueError(f"parameter group {index} has no entry {name!r}, which every step reads; set it")
         for group in self.param_groups:  # `changes` leaves out what schedulers set
-            scheduled = {name: group[name] for name in self.scheduled}
-            self._check_numbers({name: value for name, value in scheduled.items() if not self._waits_for(value)})
+            self._check_numbers({name: group[name] for name in self.scheduled if not self._waits_for(group[name])})
         flags = NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
         for index, former, changed in changes:
             group = self.param_groups[index]
@@ -175,7 +186,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return entries
 
     def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
-        """Raise ValueError if entries of a group that were changed, `names`, would have no effect."""
+        """Raise ValueError if entries of a group that were set, `names`, would have no effect."""
 
     def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
         """Raise ValueError if existing states are of no use with changed structural entries."""
@@ -195,17 +206,22 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _check_effects(self) -> None:
         """Raise ValueError if `mains` or `stochastic_rounding` was given, but has no effect on any parameter."""
-        pairs = [(self.rule_of(group, param), param) for group in self.param_groups for param in group["params"]]
-        if any(is_lazy(param) for _, param in pairs):
+        params = params_of(self.param_groups)
+        if any(map(is_lazy, params)):
             return
-        dtypes = ", ".join(sorted({str(param.dtype) for _, param in pairs}))
-        if self.mains is not MainFormat.PARAM and not any(is_narrow(param) for _, param in pairs):
+        dtypes = ", ".join(sorted({str(param.dtype) for param in params}))
+        if self.mains is not MainFormat.PARAM and not any(map(is_narrow, params)):
             raise ValueError(
                 f"mains={self.mains.value!r} has no effect: all parameters are {dtypes}, and only narrower ones have "
                 "separate mains; convert the model (model.bfloat16()), or leave mains at 'param'"
             )
-        asked = [(rule, param) for rule, param in pairs if getattr(rule, "stochastic_rounding", False)]
-        if asked and not any(rounds_stochastically(rule, self.mains, param) for rule, param in asked):
+        asked = False
+        for group, param in params_with_groups(self.param_groups):
+            rule = self.rule_of(group, param)
+            if rounds_stochastically(rule, self.mains, param):
+                return
+            asked = asked or getattr(rule, "stochastic_rounding", False)
+        if asked:
             raise ValueError(
                 f"stochastic_rounding=True has no effect: parameters are {dtypes}, with mains={self.mains.value!r}; "
                 "only bfloat16 parameters with mains='param' are rounded stochastically. Convert the model "
@@ -324,9 +340,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             values = states[index]
             if self._restarts(group, param, values):
                 restarted.append(name)
-                fresh = init_state(rule, self.mains, param, matrix, of=name)
-                mains = {MAIN: values[MAIN]} if MAIN in values else {}
-                values = {**saved_state(codecs_of(rule), param, fresh), **mains}
+                state = init_state(rule, self.mains, param, matrix, of=name)
+                fresh = saved_state(codecs_of(rule), param, state)
+                values = {**fresh, MAIN: values[MAIN]} if MAIN in values else fresh
             saved_states.append(Saved(rule, self.mains, param, matrix, values, name))
         try:
             for own, group in zip(self.param_groups, new_groups):
@@ -393,8 +409,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         return rows.batches(self._hyper_of)
 
     def _new_rows(self) -> Rows:
-        before = self._rows
-        return Rows(self.param_groups, self.state, self._member_of, steps_on_device=self.capturable, before=before)
+        followed = {} if self._rows is None else self._rows.mains.followed
+        return Rows(self.param_groups, self.state, self._member_of, steps_on_device=self.capturable, followed=followed)
 
     def _current_rows(self) -> Rows | None:
         """The rows of the last step, if they are up to date."""
@@ -417,10 +433,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state.update(init_state(rule, self.mains, param, matrix, of=self._named(of_group, param)))
-        return Member(position, group, param, state, rule, matrix, first, spans_of(rule, self.mains, param))
+        spans = spans_of(rule, self.mains, param, first)
+        return Member(position, group, param, state, rule, matrix, spans)
+
+    def _name_of(self, group: ParamGroup, param: Tensor) -> str:
+        """The name of a parameter; empty if it is not known."""
+        names: dict[Tensor, str] = dict(zip(group["params"], group.get("param_names", ())))
+        return names.get(param, "")
 
     def _named(self, group: ParamGroup, param: Tensor) -> str:
         """The parameter in messages."""
-        names = dict(zip(map(id, group["params"]), group.get("param_names", ())))
-        shape = f"shape {tuple(param.shape)}"
-        return f"{names[id(param)]!r} of {shape}" if id(param) in names else f"a parameter of {shape}"
+        name = self._name_of(group, param)
+        return f"{repr(name) if name else 'a parameter'} of shape {tuple(param.shape)}"

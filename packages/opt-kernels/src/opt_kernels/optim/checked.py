@@ -1,7 +1,6 @@
 """Checks of parameters: whether a rule can update them, and the rule for their dtype."""
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,9 +27,10 @@ def for_dtype(rule: Rule, param: Tensor) -> Rule:
         return rule.in_float64()
     if not isinstance(rule, MuonRule):
         return rule
-    kept = [field.name for field in fields(rule) if field.name.endswith("_dtype")]
-    wide: dict[str, Any] = {name: torch.float64 for name in kept if getattr(rule, name) is torch.float32}
-    return replace(rule, backend=rule.backend or "torch", **wide)
+    dtype = rule.momentum_buffer_dtype
+    if dtype is torch.float32:
+        dtype = torch.float64
+    return replace(rule, backend=rule.backend or "torch", momentum_buffer_dtype=dtype)
 
 
 def rounds_stochastically(rule: Rule, mains: MainFormat, param: Tensor) -> bool:
@@ -42,14 +42,15 @@ def rounds_stochastically(rule: Rule, mains: MainFormat, param: Tensor) -> bool:
     )
 
 
-def spans_of(rule: Rule, mains: MainFormat, param: Tensor) -> tuple[Span, ...]:
-    """The local elements of `param` in spans of consecutive numbers, for stochastic rounding.
+def spans_of(rule: Rule, mains: MainFormat, param: Tensor, first: int) -> tuple[Span, ...]:
+    """The local elements of `param` in spans of consecutive numbers, for stochastic rounding: among those of all
+    parameters, where the elements of `param` begin at `first`.
 
     One span if only averages are rounded so: columns of a shard are then numbered within it.
     """
-    if rounds_stochastically(rule, mains, param):
-        return spans(param) or ()
-    return (Span(0, param.numel(), first_number(param)),)
+    if not rounds_stochastically(rule, mains, param):
+        return (Span(0, param.numel(), first + first_number(param)),)
+    return tuple(span._replace(first=first + span.first) for span in spans(param) or ())
 
 
 def check_param(param: Tensor, rule: Rule, mains: MainFormat) -> None:
@@ -89,9 +90,9 @@ def _check_spans(param: Tensor, rule: Rule) -> None:
     if local_spans is not None and (len(local_spans) <= 1 or not scaled):
         return
     placements = param.placements if is_dtensor(param) else ()
-    reason = (
-        f"its states {', '.join(scaled)} share scales across rows" if local_spans else "its elements cannot be numbered"
-    )
+    reason = "its elements cannot be numbered"
+    if local_spans:
+        reason = f"its states {', '.join(scaled)} share scales across rows"
     raise ValueError(
         f"stochastic_rounding=True with a DTensor of shape {tuple(param.shape)} placed {placements}: {reason}, so it "
         "would be rounded unlike the whole parameter; shard it by rows (Shard(0)), keep its states in float32 "

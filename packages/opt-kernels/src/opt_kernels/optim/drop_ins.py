@@ -14,7 +14,6 @@ from opt_kernels.formulas.formula import LR, WEIGHT_DECAY, Formula
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import AveragedOptimizer, FormulaOptimizer
 from opt_kernels.optim.matrices import MatrixOptimizer, options_of
-from opt_kernels.params import SCHEDULED
 from opt_kernels.rules.base import WholeMatrices
 from opt_kernels.works import Choice, Constant, Number, unknown
 
@@ -80,15 +79,18 @@ def drop_in(
     own = {choice.name: defaults.pop(choice.name) for choice in formula.choices if choice.name in defaults}
     made = formula.with_defaults(**defaults).with_constants(**own, **choices)
     open_choices = [c for c in made.choices if c.off_at_zero is None and c.name not in choices]
+    recorded = [choice.name for choice in made.choices if choice.is_recorded]
+    states = ", ".join(f"`{state.name}_dtype`" for state in made.declared)
     attributes: dict[str, Any] = {
         "formula": made,
-        "fixed": (*base.fixed, *(choice.name for choice in made.choices if choice.is_recorded)),
-        "scheduled": SCHEDULED if made.reads_weight_decay else ("lr",),
+        "declared": made.numbers,
+        "fixed": (*base.fixed, *recorded),
         "__signature__": _signature(made, open_choices),
-        "__doc__": made.description
-        + COMMON.format(states=", ".join(f"`{state.name}_dtype`" for state in made.declared)),
-        "__module__": sys._getframe(1).f_globals["__name__"],
+        "__doc__": made.description + COMMON.format(states=states),
     }
+    attributes["__module__"] = sys._getframe(1).f_globals["__name__"]
+    if not made.reads_weight_decay:
+        attributes["scheduled"] = ("lr",)
     made_class: type[FormulaOptimizer] = type(name or formula.title, (base,), attributes)
     return made_class
 
@@ -106,16 +108,19 @@ def _of_matrix_rule(
     for option, value in defaults.items():
         if option in numbers:
             numbers[option] = replace(numbers[option], default=value)
-        elif option not in options:
+        elif option in options:
+            options[option] = value
+        else:
             raise unknown(option, value, [*numbers, *options], of=f"rule {rule.__name__!r}")
+    declared = tuple(numbers.values())
     attributes: dict[str, Any] = {
-        "numbers": {number.name: number.default for number in numbers.values()},
-        "options": {option: defaults.get(option, value) for option, value in options.items()},
-        "declared": tuple(numbers.values()),
+        "numbers": {number.name: number.default for number in declared},
+        "options": options,
+        "declared": declared,
         "rule_class": rule,
-        "__doc__": cleandoc(rule.__doc__ or rule.__name__),
         "__module__": module,
     }
+    attributes["__doc__"] = cleandoc(rule.__doc__ or rule.__name__)
     return type(name or f"{rule.__name__}Optimizer", (MatrixOptimizer,), attributes)
 
 
@@ -129,11 +134,9 @@ def _signature(formula: Formula, choices: list[Choice]) -> Signature:
             kind = float | Tensor
         positional.append(_parameter(number.name, number.default, kind))
     positional += [_parameter(c.name, constants[c.name], type(c.default)) for c in choices]
-    dtypes = {f"{state.name}_dtype": torch.float32 for state in formula.declared}
-    by_name = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default)
-        for name, default in (dtypes | {**OF_EVERY_DROP_IN}).items()
-    ]
+    options: dict[str, Any] = {f"{state.name}_dtype": torch.float32 for state in formula.declared}
+    options.update(OF_EVERY_DROP_IN)
+    by_name = [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in options.items()]
     return Signature([*positional, *by_name], return_annotation=None)
 
 

@@ -23,7 +23,7 @@ from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
 from opt_kernels.optim.param_rows import Member, Sweep
 from opt_kernels.optim.state import STEP
-from opt_kernels.params import HOOKS, MAIN, Main
+from opt_kernels.params import HOOKS, MAIN, REMAINDER, Main
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import SGD as sgd_rule
 from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise
@@ -45,7 +45,7 @@ class FormulaOptimizer(RuleOptimizer):
         given = (params,) if lr is None else (params, lr)
         values = bound_arguments(type(self), type(self).__signature__, *given, *args, **options)
         numbers = {number.name: values[number.name] for number in self.formula.numbers}
-        self.formula.check_numbers(numbers)
+        self._check_numbers(numbers)
         rule = self.rule_with(values)
         kept = {name: values.get(name, value) for name, value in rule.formula.constants if name in self.fixed}
         defaults = {**numbers, **kept, "maximize": rule.maximize}
@@ -61,20 +61,9 @@ class FormulaOptimizer(RuleOptimizer):
         options = {name: value for name, value in values.items() if name not in others and value is not None}
         return elementwise(self.formula, **options | {"maximize": bool(values["maximize"])})
 
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group as in torch. Refuse numbers that the formula never reads, see `Formula.check_unread`."""
-        if isinstance(param_group, dict):
-            values = {**self.defaults, **param_group}
-            self.formula.check_numbers(values)
-            check_unread(with_hooks(self.rule, checked_hooks(values.get(HOOKS, self.hooks))), values)
-        super().add_param_group(param_group)
-
     def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
         values = {name: group[name] for name in names if name in group}
         check_unread(with_hooks(self.rule, checked_hooks(group.get(HOOKS, self.hooks))), values)
-
-    def _check_numbers(self, values: Mapping[str, Any]) -> None:
-        self.formula.check_numbers(values)
 
 
 class NAdamOptimizer(FormulaOptimizer):
@@ -85,10 +74,11 @@ class NAdamOptimizer(FormulaOptimizer):
         packed = super().state_dict()
         for group in packed["param_groups"]:
             q = 0.96 ** group["momentum_decay"]
-            for state in (packed["state"][index] for index in group["params"] if index in packed["state"]):
-                step = float(state[STEP])
-                product = power(float(group["betas"][0]), step) * q_pochhammer(0.5 * q, q, step)
-                state[MU_PRODUCT] = torch.tensor(float(product), dtype=torch.float32, device="cpu")
+            for state in map(packed["state"].get, group["params"]):
+                if state is not None:
+                    step = float(state[STEP])
+                    product = power(float(group["betas"][0]), step) * q_pochhammer(0.5 * q, q, step)
+                    state[MU_PRODUCT] = torch.tensor(float(product), dtype=torch.float32, device="cpu")
         return packed
 
 
@@ -210,19 +200,16 @@ class AveragedOptimizer(FormulaOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's form, in evaluation mode with the trained weights, which a load restores."""
-        # A remainder completes the trained parameter, not the averaged one.
-        is_shown = self._shown == self._versions()
-        averaged = {param: local(param).detach().clone() for param in self._trained}
-        with torch.no_grad():
-            for param, trained in self._trained.items():
-                local(param).copy_(trained)
-            packed = super().state_dict()
-            for param, values in averaged.items():
-                local(param).copy_(values)
-            self._shown = self._versions() if is_shown else self._shown
+        packed = super().state_dict()
         for index, (_, param) in enumerate(params_with_groups(self.param_groups)):
-            if param in self._trained and MAIN not in packed["state"][index]:
-                packed["state"][index][TRAINED] = distributed_like(self._trained[param], param)
+            if param not in self._trained:
+                continue
+            saved = packed["state"][index]
+            trained = self._trained[param]
+            if REMAINDER in self.state[param]:  # it completes the trained parameter, not the averaged one
+                saved[MAIN] = distributed_like(Main(trained, self.state[param]).value(), param)
+            elif MAIN not in saved:
+                saved[TRAINED] = distributed_like(trained, param)
         return packed
 
     def _load(self, states: Mapping[Any, Mapping[str, Any]], saved_groups: Sequence[ParamGroup]) -> None:

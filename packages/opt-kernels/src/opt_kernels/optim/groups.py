@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -51,7 +50,8 @@ _INSTEAD: Mapping[str, str] = {
     "amsgrad": "use torch.optim's optimizer with amsgrad=True",
     "maximize": "minimize the negative of the objective",
 }
-_AT_LEAST_ZERO = ("lr", "weight_decay", "eps", "momentum", "scalar_eps")
+NUMBERS = tuple(Number(name, 0.0, low=0.0) for name in ("lr", "weight_decay", "eps", "momentum", "scalar_eps"))
+"""The numbers that every rule restricts, apart from betas."""
 # Names of these options in other implementations.
 _ALIASES: Mapping[str, str] = {"use_muon": "use_matrix_rule", "wd": "weight_decay"}
 
@@ -75,10 +75,13 @@ def bound_arguments(of: type, signature: Signature, *args: Any, **options: Any) 
         bound = signature.bind(*args, **options)
     except TypeError as error:
         unknown = [name for name in options if name not in signature.parameters]
-        names = ", ".join(map(repr, unknown))
-        problem = f"got an unexpected keyword argument {names}" if unknown else str(error)
+        problem = str(error)
+        if unknown:
+            problem = f"got an unexpected keyword argument {', '.join(map(repr, unknown))}"
         hints = [f"{name}: {ARGUMENTS[name]}" for name in unknown if name in ARGUMENTS]
-        raise TypeError(f"{of.__name__}: {problem}{'. ' * bool(hints)}{'; '.join(hints)}") from None
+        if hints:
+            problem += f". {'; '.join(hints)}"
+        raise TypeError(f"{of.__name__}: {problem}") from None
     bound.apply_defaults()
     return dict(bound.arguments)
 
@@ -97,23 +100,6 @@ def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
             f"{name}={value!r} in a parameter group: nothing reads it; allowed are {', '.join(options)}.{hint} Set "
             "keys for your own code after construction: optimizer.param_groups[0][...]"
         )
-
-
-def numbers_of(defaults: Mapping[str, Any]) -> tuple[Number, ...]:
-    """The numbers that every rule restricts, those in `defaults`: rates of at least 0, as many betas in [0, 1)."""
-    numbers = [Number(name, value, low=0.0) for name, value in defaults.items() if name in _AT_LEAST_ZERO]
-    if "betas" in defaults:
-        numbers.append(Number("betas", defaults["betas"], low=0.0, below=1.0))
-    return tuple(numbers)
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise NumberError, a ValueError, for a number that no rule can work with."""
-    for name in _AT_LEAST_ZERO:
-        if name in options:
-            Number(name, 0.0, low=0.0).check(options[name])
-    if "max_norm" in options:
-        Number("max_norm", 1.0, low=0.0, high=math.inf).check(options["max_norm"])
 
 
 def check_distinct(params: Sequence[Tensor]) -> None:
@@ -170,16 +156,18 @@ def saved_in_order(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup]) ->
                 )  # fmt: skip
                 break
         return saved
-    numbers = [number for number, group in enumerate(saved) for _ in group["params"]]
-    indices = [index for group in saved for index in group["params"]]
-    source = dict(zip(saved_names, zip(numbers, indices, strict=True), strict=True))
+    sources: dict[str, tuple[int, Any]] = {}  # number of the saved group, and index in the state_dict
+    for number, of_saved in enumerate(saved):
+        for name, index in zip(of_saved["param_names"], of_saved["params"], strict=True):
+            sources[name] = number, index
     arranged = []
     for group in groups:
-        sources = [source[name] for name in group["param_names"]]
-        of_saved = [saved[number] for number in dict.fromkeys(number for number, _ in sources)]
-        _check_equal(of_saved)
-        entries = of_saved[0] if of_saved else group  # a group without parameters keeps its own
-        arranged.append({**entries, "params": [index for _, index in sources]})
+        entries = group  # a group without parameters keeps its own
+        of_group = [sources[name] for name in group["param_names"]]
+        if of_group:
+            numbers = dict.fromkeys(number for number, _ in of_group)
+            entries, *_ = _check_equal([saved[number] for number in numbers])
+        arranged.append({**entries, "params": [index for _, index in of_group]})
     if own_names != saved_names:
         logger.info("load_state_dict: the state_dict has the parameters in another order; states are loaded by name")
     return arranged
@@ -196,17 +184,17 @@ def _names_of(groups: Sequence[ParamGroup]) -> list[str] | None:
     return names
 
 
-def _check_equal(saved: Sequence[ParamGroup]) -> None:
-    """Raise StateDictError if the saved groups of the parameters of one group have different entries."""
+def _check_equal(saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
+    """Return the saved groups of the parameters of one group. Raise StateDictError if they have different entries."""
     for first, other in pairwise(saved):
         for name in sorted({*first, *other} - {"params", "param_names", HOOKS}):
-            values = [group.get(name) for group in (first, other)]
-            if values[0] != values[1]:
-                params = [group["param_names"][0] for group in (first, other)]
+            if first.get(name) != other.get(name):
                 raise StateDictError(
-                    f"parameters {params[0]!r} and {params[1]!r} were saved in groups with {name}={values[0]!r} and "
-                    f"{values[1]!r}, but share a group now; build the optimizer with the groups of the state_dict"
+                    f"parameters {first['param_names'][0]!r} and {other['param_names'][0]!r} were saved in groups with "
+                    f"{name}={first.get(name)!r} and {other.get(name)!r}, but share a group now; build the optimizer "
+                    "with the groups of the state_dict"
                 )
+    return saved
 
 
 def loaded_groups(
@@ -217,7 +205,8 @@ def loaded_groups(
     Raises StateDictError if the number of groups or parameters differs, and for options of torch.optim that are not
     supported.
     """
-    sizes, saved_sizes = ([len(group["params"]) for group in of] for of in (groups, saved))
+    sizes = [len(group["params"]) for group in groups]
+    saved_sizes = [len(group["params"]) for group in saved]
     if sizes != saved_sizes:
         raise StateDictError(
             f"the state_dict has groups of {saved_sizes} parameters where this optimizer has {sizes}; load one "
@@ -232,7 +221,8 @@ def loaded_groups(
     loaded = []
     for group, of_saved in zip(groups, saved):
         own = {name: group[name] for name in ("params", "param_names", HOOKS) if name in group}
-        kept = {name: value for name, value in copy.deepcopy(of_saved).items() if name != HOOKS}
+        kept = copy.deepcopy(of_saved)
+        kept.pop(HOOKS, None)
         loaded.append({**defaults, **kept, **own})
     return loaded
 
@@ -289,14 +279,18 @@ def recorded(given: GivenHooks) -> tuple[str, ...]:
     """Hooks as text, for a state_dict."""
     if not isinstance(given, Mapping):
         return described(tuple(given))
-    return tuple(f"{name}: {text}" for name, hooks in given.items() for text in described(tuple(hooks)))
+    texts: list[str] = []
+    for name, hooks in given.items():
+        texts += [f"{name}: {text}" for text in described(tuple(hooks))]
+    return tuple(texts)
 
 
 def record_hooks_(groups: Iterable[ParamGroup], of_all: GivenHooks) -> None:
     """Replace the hooks of groups, or `of_all` for a group without its own, by their text."""
     for group in groups:
         hooks = recorded(group.pop(HOOKS, of_all))
-        group |= {HOOKS: hooks} if hooks else {}
+        if hooks:
+            group[HOOKS] = hooks
 
 
 def warn_of_other_hooks(groups: Iterable[ParamGroup], saved: Iterable[Mapping[str, Any]], of_all: GivenHooks) -> None:

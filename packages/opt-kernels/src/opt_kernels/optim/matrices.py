@@ -18,7 +18,8 @@ from opt_kernels.matrices.access import MatrixError, check, check_shape
 from opt_kernels.matrices.coefficients import Coefficients
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
-from opt_kernels.optim.groups import ParamGroup, bound_arguments, numbers_of
+from opt_kernels.optim.groups import NUMBERS, ParamGroup, bound_arguments
+from opt_kernels.params import frozen
 from opt_kernels.rules.base import Needs, Rule, elementwise, init_state, keeps_parts
 from opt_kernels.works import MatrixSpec, NamedChoice, Number, Work
 
@@ -56,16 +57,12 @@ def groups_of(module: nn.Module) -> list[ParamGroup]:
     is the last `nn.Linear` if its weight has the shape of an embedding. The attribute
     `is_embedding_or_output_parameter` of a parameter overrides this.
     """
-    undecayed = {id(param) for name, param in module.named_parameters() if is_undecayed(param, name)}
+    undecayed = {param: name for name, param in module.named_parameters() if is_undecayed(param, name)}
     matrices, rest = former_groups_of(module)
     groups: list[ParamGroup] = [
-        {"params": [param for param in matrices if id(param) not in undecayed]},
-        {"params": [param for param in rest if id(param) not in undecayed], "use_matrix_rule": False},
-        {
-            "params": [param for param in module.parameters() if id(param) in undecayed],
-            "use_matrix_rule": False,
-            "weight_decay": 0.0,
-        },
+        {"params": [param for param in matrices if param not in undecayed]},
+        {"params": [param for param in rest if param not in undecayed], "use_matrix_rule": False},
+        {"params": list(undecayed), "use_matrix_rule": False, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -77,19 +74,28 @@ def former_groups_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     matrices: list[Tensor] = []
     rest: list[Tensor] = []
     for param in module.parameters():
-        marked = getattr(param, "is_embedding_or_output_parameter", None)
-        is_excluded = id(param) in recognised if marked is None else bool(marked)
-        is_matrix = param.dim() == 2 and not is_excluded
-        (matrices if is_matrix else rest).append(param)
+        is_excluded = getattr(param, "is_embedding_or_output_parameter", None)
+        if is_excluded is None:
+            is_excluded = param in recognised
+        if param.dim() == 2 and not is_excluded:
+            matrices.append(param)
+        else:
+            rest.append(param)
     return matrices, rest
 
 
-def _embeddings_and_outputs(module: nn.Module) -> set[int]:
-    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    found = {id(param) for table in tables for param in table.parameters()}
-    linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
-    if linears and linears[-1].weight.shape in {table.weight.shape for table in tables}:
-        found.add(id(linears[-1].weight))
+def _embeddings_and_outputs(module: nn.Module) -> set[Tensor]:
+    found: set[Tensor] = set()
+    shapes = []
+    last_linear = None
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            found.update(layer.parameters())
+            shapes.append(layer.weight.shape)
+        if isinstance(layer, nn.Linear):
+            last_linear = layer
+    if last_linear is not None and last_linear.weight.shape in shapes:
+        found.add(last_linear.weight)
     return found
 
 
@@ -101,11 +107,14 @@ def warn_of_suspects(groups: Iterable[Mapping[str, Any]]) -> None:
     for group in groups:
         if group["use_matrix_rule"] is not None:
             continue
-        for name, param in zip(group.get("param_names") or repeat(""), group["params"], strict=False):
+        is_decayed = float(group.get("weight_decay", 0.0)) != 0
+        names = group.get("param_names") or repeat("")
+        for name, param in zip(names, group["params"], strict=False):
+            _, _, layer = name.removesuffix(".weight").rpartition(".")
             if is_undecayed(param, name):
-                is_decayed = float(group.get("weight_decay", 0.0)) != 0
-                decayed += [repr(name) if name else f"a parameter of shape {tuple(param.shape)}"] * is_decayed
-            elif param.dim() == 2 and name.removesuffix(".weight").rpartition(".")[2] in _SUSPECTS:
+                if is_decayed:
+                    decayed.append(repr(name) if name else f"a parameter of shape {tuple(param.shape)}")
+            elif param.dim() == 2 and layer in _SUSPECTS:
                 suspects.append(repr(name))
     if suspects:
         warnings.warn(
@@ -156,7 +165,6 @@ class MatrixOptimizer(RuleOptimizer):
 
     numbers: ClassVar[Mapping[str, Any]]  # hyper-parameters, which may differ between groups
     options: ClassVar[Mapping[str, Any]]  # options of the rule, equal in all groups
-    declared: ClassVar[tuple[Number, ...]] = ()  # numbers with their bounds; those of all rules if empty
     rule_class: ClassVar[type[Rule]]  # a dataclass
     default_hooks: ClassVar[GivenHooks] = ()
     structural: ClassVar[tuple[str, ...]] = ("use_matrix_rule", "split_rows", "num_heads", "split_sizes")
@@ -165,6 +173,9 @@ class MatrixOptimizer(RuleOptimizer):
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
+        if "numbers" in vars(cls) and "declared" not in vars(cls):
+            betas = cls.numbers.get("betas")
+            cls.declared = NUMBERS if betas is None else (*NUMBERS, Number("betas", betas))
         cls.__signature__ = _signature(cls.numbers, {**cls.options, **_OF_ALL, "hooks": cls.default_hooks})
 
     def __init__(self, params: Params | nn.Module, *args: Any, **options: Any) -> None:
@@ -197,8 +208,10 @@ class MatrixOptimizer(RuleOptimizer):
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
         """Return the rule for these numbers and options, given by their names as arguments."""
-        known = (*cls.options, *(field.name for field in fields(cast(Any, cls.rule_class)) if field.name == "backend"))
-        return made(cls.rule_class, {name: given[name] for name in known})
+        options = {name: given[name] for name in cls.options}
+        if "backend" in {field.name for field in fields(cast(Any, cls.rule_class))}:
+            options["backend"] = given["backend"]
+        return made(cls.rule_class, options)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         is_matrix = group["use_matrix_rule"]
@@ -222,38 +235,33 @@ class MatrixOptimizer(RuleOptimizer):
                 f"{self._named(group, param)}; replicate it, or use opt_stack.get_optimizer, which gathers matrices"
             )
         check_shape(param.shape)
-        chosen = {name: tuple(group[name]) if isinstance(group[name], list) else group[name] for name in _UNSPLIT}
+        chosen = {name: frozen(group[name]) for name in _UNSPLIT}
         given = {name: value for name, value in chosen.items() if value != _UNSPLIT[name]}
         if len(given) > 1:
-            raise MatrixError(
-                f"a group with {' and '.join(f'{n}={v!r}' for n, v in given.items())}: set only one of them"
-            )
+            options = " and ".join(f"{name}={value!r}" for name, value in given.items())
+            raise MatrixError(f"a group with {options}: set only one of them")
         try:
             return _split_of(given, rows=param.shape[-2])
         except MatrixError as error:
             raise MatrixError(f"{error} of {self._named(group, param)}") from None
 
     def _name_of(self, group: ParamGroup, param: Tensor) -> str:
-        """The name of a parameter; empty if it is not known."""
         if param not in self._names and {"params", "param_names"} <= group.keys():
             self._names.update(zip(group["params"], group["param_names"], strict=True))
         return self._names.get(param, "")
-
-    def _named(self, group: ParamGroup, param: Tensor) -> str:
-        name = self._names.get(param)
-        return super()._named(group, param) if name is None else f"{name!r} of shape {tuple(param.shape)}"
 
     def _in_present_groups(self, saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
         """Saved groups of a release that did not know `is_undecayed`, in the groups of this optimizer."""
         former = [params for params in self._former if params]
         present = [group["params"] for group in self.param_groups]
         sizes = [len(group["params"]) for group in saved]
+        arranged = []
         if sizes == [len(params) for params in present]:
-            pairs = zip(self.param_groups, saved, strict=True)
-            # The states of single parameters were put into these groups, with entries of the former ones.
-            return [
-                then if then.get("use_matrix_rule") is False else self._spared(group, then) for group, then in pairs
-            ]
+            for group, then in zip(self.param_groups, saved, strict=True):
+                # The states of single parameters were put into these groups, with entries of the former ones.
+                is_former = then.get("use_matrix_rule") is not False
+                arranged.append(self._spared(group, then) if is_former else then)
+            return arranged
         is_former = sizes == [len(params) for params in former]
         if not is_former or sum(map(len, present)) != sum(sizes):
             return saved
@@ -262,7 +270,6 @@ class MatrixOptimizer(RuleOptimizer):
         for params, group in zip(former, saved, strict=True):
             index.update(zip(params, group["params"], strict=True))
             source.update(dict.fromkeys(params, group))
-        arranged = []
         for group in self.param_groups:
             then = self._spared(group, source[group["params"][0]])
             arranged.append({**then, "params": [index[param] for param in group["params"]]})
@@ -273,7 +280,7 @@ class MatrixOptimizer(RuleOptimizer):
         first = next(iter(group["params"]), None)
         if not self._former or first is None or not is_undecayed(first, self._name_of(group, first)):
             return saved
-        return {**saved, **{name: group[name] for name in ("use_matrix_rule", "weight_decay")}}
+        return {**saved, "use_matrix_rule": group["use_matrix_rule"], "weight_decay": group["weight_decay"]}
 
     def _restarts(self, group: ParamGroup, param: Tensor, values: Mapping[str, Any]) -> bool:
         """Whether `values` are of the matrix rule, which updated `param` before `is_undecayed` was known."""
@@ -282,11 +289,6 @@ class MatrixOptimizer(RuleOptimizer):
             return False
         of_matrices = {spec.name for spec in self.rule.state_specs} - {spec.name for spec in rule.state_specs}
         return not of_matrices.isdisjoint(values)
-
-    def _check_numbers(self, values: Mapping[str, Any]) -> None:
-        for number in self.declared or numbers_of(self.numbers):
-            if number.name in values:
-                number.check(values[number.name])
 
     def _check_param(self, group: ParamGroup, param: Tensor) -> None:
         super()._check_param(group, param)
@@ -313,7 +315,8 @@ class MatrixOptimizer(RuleOptimizer):
     def _check_split(self, param: Tensor, group: ParamGroup, before: ParamGroup) -> None:
         """Raise MatrixError if the state of `param` belongs to other parts of its rows."""
         if keeps_parts(self.rule) and self.matrix_of(group, param) != self.matrix_of(before, param):
-            then, now = ({name: of[name] for name in _UNSPLIT} for of in (before, group))
+            then = {name: before[name] for name in _UNSPLIT}
+            now = {name: group[name] for name in _UNSPLIT}
             raise MatrixError(
                 f"state of {self._named(group, param)} that was made with {then}, but here the group has {now}: "
                 f"{type(self).__name__} keeps factors and moments of the matrices that rows are split into; set the "
@@ -341,20 +344,23 @@ _OF_ALL: Mapping[str, Any] = {
 
 def options_of(rule: type, *names: str) -> dict[str, Any]:
     """The defaults of all fields of a rule except `backend`, or of those in `names`, with the values of enums."""
-    known = names or [field.name for field in fields(rule) if field.init and field.name != "backend"]
     defaults: dict[str, Any] = {}
-    for field in (field for field in fields(rule) if field.name in known):
-        defaults[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
-        if defaults[field.name] is MISSING:
+    for field in fields(rule):
+        if field.name not in names if names else not field.init or field.name == "backend":
+            continue
+        value = field.default if field.default_factory is MISSING else field.default_factory()
+        if value is MISSING:
             raise ValueError(f"field {field.name!r} of {rule.__name__} has no default; give it one")
-    return {name: value.value if isinstance(value, NamedChoice) else value for name, value in defaults.items()}
+        defaults[field.name] = value.value if isinstance(value, NamedChoice) else value
+    return defaults
 
 
 def made(rule: Callable[..., R], options: Mapping[str, Any]) -> R:
     """The rule with these fields. Enum members may be given by their values."""
-    kinds = {field.name: field.type for field in fields(cast(Any, rule)) if isinstance(field.type, type)}
-    choices = {name: kinds[name] for name in options if name in kinds and issubclass(kinds[name], NamedChoice)}
-    chosen = {name: choices[name](value) if name in choices else value for name, value in options.items()}
+    chosen = dict(options)
+    for field in fields(cast(Any, rule)):
+        if field.name in chosen and isinstance(field.type, type) and issubclass(field.type, NamedChoice):
+            chosen[field.name] = field.type(chosen[field.name])
     if "custom_coefficients" in chosen:
         chosen["custom_coefficients"] = tuple(Coefficients(*step) for step in chosen["custom_coefficients"])
     return rule(**chosen)

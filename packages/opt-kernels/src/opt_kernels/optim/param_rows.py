@@ -16,6 +16,7 @@ from opt_kernels.backends.dispatch import grad_stats
 from opt_kernels.dtensor import Span, are_dtensors, local
 from opt_kernels.optim.state import STEP
 from opt_kernels.params import MAIN, REMAINDER, Count, FollowingMains
+from opt_kernels.params.writes import Mark
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Works
 
@@ -40,8 +41,7 @@ class Member(NamedTuple):
     state: dict[str, Tensor]
     rule: Rule
     matrix: MatrixSpec
-    first: int  # number of its first element among those of all parameters
-    spans: tuple[Span, ...]  # of the local elements, by their numbers in the parameter
+    spans: tuple[Span, ...]  # of the local elements, by their numbers among those of all parameters
 
 
 class _Row:
@@ -55,8 +55,9 @@ class _Row:
         self.states = [member.state for member in members]
         self.kind = _kind(members[0])
         # float32, and on the host unless capturable, as in torch.optim
+        device = sweep.device if on_device else torch.device("cpu")
         with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
-            shown = torch.full((len(members),), step, dtype=torch.float32, device=sweep.device if on_device else "cpu")
+            shown = torch.full((len(members),), step, dtype=torch.float32, device=device)
             elements = shown.unbind()
         for state, element in zip(self.states, elements):
             state[STEP] = element
@@ -64,10 +65,10 @@ class _Row:
         if on_device:
             self.count.stay_on(sweep.device)
         self._matrices = [member.matrix for member in members]
-        # With spans, numbers of the first elements of the parameters; else those of the local elements.
-        self._spans = [member.spans for member in members] if any(len(m.spans) > 1 for m in members) else None
-        is_numbered = self._spans is None
-        self._firsts = tuple(m.first + (m.spans[0].first if is_numbered and m.spans else 0) for m in members)
+        self._cuts: list[tuple[int, Span]] = []  # the spans, with the index of their parameter; empty: one in each
+        if any(len(member.spans) > 1 for member in members):
+            self._cuts = [(index, span) for index, member in enumerate(members) for span in member.spans]
+        self._firsts = tuple(member.spans[0].first if member.spans else 0 for member in members)
 
     def holds(self) -> bool:
         """Whether all have the same step count, and are on the device of their first gradient."""
@@ -77,13 +78,14 @@ class _Row:
     def works(self, grads: list[Any]) -> Works:
         """The works of the row, for tensors at any address. Raises ValueError for a gradient that is not dense."""
         params: list[Tensor] = self.params
-        for grad in () if set(map(_LAYOUT, grads)) <= {torch.strided} else grads:
-            _check(grad)
+        if not set(map(_LAYOUT, grads)) <= {torch.strided}:
+            for grad in grads:
+                _check(grad)
         if are_dtensors(params):
             params = list(map(local, params))
             grads = list(map(local, grads))
-        if self._spans is not None:
-            return self._works_by_span(params, grads, self._spans)
+        if self._cuts:
+            return self._works_by_span(params, grads)
         works = Works(grads, mains=params, states=self.states, matrices=self._matrices, firsts=self._firsts)
         if self.kind is not None:
             kept = [state[self.kind] for state in self.states]
@@ -92,20 +94,18 @@ class _Row:
             works.remainders = kept if self.kind == REMAINDER else None
         return works
 
-    def _works_by_span(self, params: list[Tensor], grads: list[Tensor], spans: list[tuple[Span, ...]]) -> Works:
+    def _works_by_span(self, params: list[Tensor], grads: list[Tensor]) -> Works:
         """One work per span, for the numbering of stochastic rounding. The parameters are their own mains."""
-        cuts = [(index, span) for index, of_param in enumerate(spans) for span in of_param]
-
-        def cut(tensor: Tensor, span: Span) -> Tensor:
-            return tensor.view(-1)[span.begin : span.begin + span.numel]
-
+        cut_grads = []
+        mains = []
         states = []
-        for index, span in cuts:
+        for index, (begin, numel, _) in self._cuts:
+            cut = slice(begin, begin + numel)
             state = self.states[index]
-            states.append({name: cut(tensor, span) for name, tensor in state.items() if name != STEP})
-        cut_grads = [cut(grads[index].contiguous(), span) for index, span in cuts]
-        mains = [cut(params[index], span) for index, span in cuts]
-        firsts = tuple(self._firsts[index] + span.first for index, span in cuts)
+            cut_grads.append(grads[index].contiguous().view(-1)[cut])
+            mains.append(params[index].view(-1)[cut])
+            states.append({name: tensor.view(-1)[cut] for name, tensor in state.items() if name != STEP})
+        firsts = tuple(span.first for _, span in self._cuts)
         return Works(cut_grads, mains=mains, states=states, firsts=firsts)
 
 
@@ -119,7 +119,7 @@ class Rows:
         member_of: Callable[[int, int, Tensor, int], Member],  # arguments: position, group, parameter, first
         *,
         steps_on_device: bool = False,
-        before: "Rows | None" = None,  # the rows of the last step, if there are any
+        followed: Mapping[Tensor, Mark],  # of the rows of the last step, see `FollowingMains`
     ) -> None:
         """`member_of` creates missing state of a parameter. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
@@ -127,27 +127,26 @@ class Rows:
         self._grads: list[Any] = []  # from `hold` to `batches`
         self._missing = [param.grad is None for param in self._params]
         members = []
-        position = first = 0
+        by_row: dict[tuple[Sweep, int, str | None, int], list[Member]] = {}
+        position = 0
+        first = 0
         for index, group in enumerate(groups):
             for param in group["params"]:
                 if param.grad is not None:
                     _check(param.grad)
-                    members.append(member_of(position, index, param, first))
-                position = position + 1
-                first = first + param.numel()
-        by_row: dict[tuple[Sweep, int, str | None, int], list[Member]] = {}
-        for member in members:
-            sweep = Sweep(member.rule, member.param.grad.device)  # type: ignore[union-attr]  # members have gradients
-            key = (sweep, member.group, _kind(member), int(member.state[STEP]))
-            by_row.setdefault(key, []).append(member)
-        self._rows = [
-            _Row(sweep, row, step=step, on_device=steps_on_device) for (sweep, _, _, step), row in by_row.items()
-        ]
-        followed = {} if before is None else before.mains.followed
-        self.mains: FollowingMains = FollowingMains(
-            [(member.param, member.state) for member in members],
-            {param: followed[param] for param in self._params if param in followed},
-        )
+                    member = member_of(position, index, param, first)
+                    members.append(member)
+                    sweep = Sweep(member.rule, param.grad.device)
+                    key = (sweep, index, _kind(member), int(member.state[STEP]))
+                    by_row.setdefault(key, []).append(member)
+                position += 1
+                first += param.numel()
+        self._rows = []
+        for (sweep, _, _, step), row in by_row.items():
+            self._rows.append(_Row(sweep, row, step=step, on_device=steps_on_device))
+        pairs = [(member.param, member.state) for member in members]
+        still_followed = {param: followed[param] for param in self._params if param in followed}
+        self.mains: FollowingMains = FollowingMains(pairs, still_followed)
         self._states = list(state.values())
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]
@@ -156,7 +155,8 @@ class Rows:
         """Whether the rows are up to date: the same parameters have gradients, and the same objects are their states
         and step counts."""
         self._grads = list(map(_GRAD, self._params))
-        if list(map(len, map(_PARAMS, groups))) != self._sizes or not _same(params_of(groups), self._params):
+        sizes = list(map(len, map(_PARAMS, groups)))
+        if sizes != self._sizes or not _same(params_of(groups), self._params):
             return False
         missing = list(map(is_, self._grads, repeat(None)))
         if missing != self._missing or not _same(list(state.values()), self._states):
@@ -170,9 +170,11 @@ class Rows:
         grads = self._grads or list(map(_GRAD, self._params))
         self._grads = []
         for row in self._rows:
-            of_row = grads if len(row.positions) == len(grads) else [grads[i] for i in row.positions]
-            batch = Batch(hyper(row.group, row.sweep, row.count.next()), row.works(of_row))
-            found.setdefault(row.sweep, []).append(batch)
+            of_row = grads
+            if len(row.positions) < len(grads):
+                of_row = [grads[i] for i in row.positions]
+            numbers = hyper(row.group, row.sweep, row.count.next())
+            found.setdefault(row.sweep, []).append(Batch(numbers, row.works(of_row)))
         return found
 
     def count(self, skip: Tensor | None) -> None:
@@ -189,7 +191,9 @@ def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 def _kind(member: Member) -> str | None:
     """MAIN, REMAINDER, or None."""
-    return next((name for name in (REMAINDER, MAIN) if name in member.state), None)
+    if REMAINDER in member.state:
+        return REMAINDER
+    return MAIN if MAIN in member.state else None
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -221,8 +225,12 @@ def scaling_of(
 
     Raises ValueError for `max_norm` with a DTensor parameter, whose norm spans ranks.
     """
-    skip = None if found_inf is None else found_inf.reshape(()) != 0
-    scale: float | Tensor = 1.0 if loss_scale is None else loss_scale.reshape(()).double().reciprocal()
+    skip = None
+    if found_inf is not None:
+        skip = found_inf.reshape(()) != 0
+    scale: float | Tensor = 1.0
+    if loss_scale is not None:
+        scale = loss_scale.reshape(()).double().reciprocal()
     if max_norm is None:
         return scale, skip, None
     if are_dtensors(params):
@@ -234,9 +242,9 @@ def scaling_of(
     for grad in map(_GRAD, params):
         if grad is not None:
             by_device.setdefault(grad.device, []).append(grad)
-    first = next(iter(by_device), None)
-    sums = [grad_stats(grads, count_zeros=False).sum_of_squares.to(first) for grads in by_device.values()]
-    total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device="cpu")
+    total = torch.zeros((), dtype=torch.float64, device=next(iter(by_device), "cpu"))
+    for grads in by_device.values():
+        total = total + grad_stats(grads, count_zeros=False).sum_of_squares.to(total.device)
     norm = total.sqrt() * scale
     is_bad = ~(norm < torch.inf)
     # torch computes `max_norm / norm` as a product with the rounded reciprocal; `div_` divides.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import flat
+from opt_kernels.backends.elements import block_scales, flat
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.dtensor import distributed_like, local, local_like
 from opt_kernels.params import MAIN, REMAINDER, Main, MainFormat, init_kept
@@ -62,8 +62,9 @@ def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[
     saved[STEP] = state[STEP].clone()  # a view of the tensor in which steps are counted
     for name, codec in codecs.items():
         if codec.block:
+            scales = saved.pop(scale_name(name))
             values = torch.empty_like(shard, dtype=torch.float32)
-            codec.decode_(flat(values, shard, name), flat(state[name], shard, name), saved.pop(scale_name(name)))
+            codec.decode_(flat(values, shard, name), flat(state[name], shard, name), scales)
             saved[name] = values
     if REMAINDER in state:
         saved[MAIN] = Main(shard, state).value()
@@ -90,7 +91,8 @@ class Saved:
         for name, wanted in kept.items():
             self._fitting(name, wanted)
         known = _OF_ANY_RULE | _OF_RULE.get(self.rule.name, frozenset()) | kept.keys()
-        unknown = sorted(name for name in self.values.keys() - known if isinstance(self.values[name], Tensor))
+        tensors = [name for name, value in self.values.items() if isinstance(value, Tensor)]
+        unknown = sorted({*tensors} - known)
         if unknown:
             raise StateDictError(
                 f"states {unknown} are unknown to rule {self.rule.name!r}; load one that was saved by the same rule"
@@ -118,7 +120,8 @@ class Saved:
             codec = self.rule.codecs.get(name)
             if codec is not None and codec.block:
                 values = torch.empty_like(shard, dtype=torch.float32).copy_(tensor)
-                codec.encode_(flat(state[name], shard, name), state[scale_name(name)], flat(values, shard, name))
+                scales = state[scale_name(name)]
+                codec.encode_(flat(state[name], shard, name), scales, flat(values, shard, name))
             else:
                 state[name].copy_(tensor)
         if MAIN in self.values:
@@ -127,9 +130,10 @@ class Saved:
 
     def _kept(self, like: Tensor) -> dict[str, Tensor]:
         """The states that must have been saved: all of the rule except block scales, which follow from the values."""
-        scales = {scale_name(name) for name, codec in self.rule.codecs.items() if codec.block}
         kept = state_of_rule(self.rule, like, self.matrix)
-        return {name: tensor for name, tensor in kept.items() if name not in scales}
+        for name in block_scales(self.rule.codecs):
+            del kept[name]
+        return kept
 
     def _fitting(self, name: str, wanted: Tensor) -> Tensor:
         """This rank's part of the saved state `name`, which must have the shape of `wanted`."""
@@ -139,20 +143,19 @@ class Saved:
                 f"state {name!r} of {self.of} is missing: the state_dict has {sorted(self.values)}; load one that was "
                 "saved by the same rule"
             )
-        is_like_param = wanted.shape == local(self.param).shape
+        like = self.param if wanted.shape == local(self.param).shape else wanted
         try:
-            part = local_like(value, self.param if is_like_param else wanted)
+            return local_like(value, like)
         except ValueError as error:
             raise StateDictError(
                 f"state {name!r} of {self.of} {error}; load a state_dict of the same parameters, in the same order"
             ) from error
-        return part
 
 
 def _step(saved: Mapping[str, Tensor | float]) -> float:
-    if STEP not in saved and "momentum_buffer" in saved:
+    if STEP in saved:
+        return float(saved[STEP])
+    if "momentum_buffer" in saved:
         # torch.optim.SGD does not count steps. Only whether the first step is over matters here.
         return 1.0
-    if STEP not in saved:
-        raise StateDictError(f"state 'step' is missing: the state_dict has {sorted(saved)}; load one with step counts")
-    return float(saved[STEP])
+    raise StateDictError(f"state 'step' is missing: the state_dict has {sorted(saved)}; load one with step counts")
