@@ -122,8 +122,11 @@ def _read() -> _Setting:
     # A switch that equals the value it inherits while it is "none" is taken to inherit it: if set, it would no longer
     # follow the user.
     inherited = (torch.backends.cudnn.fp32_precision, torch.backends.mkldnn.fp32_precision)
-    found = [switch.fp32_precision for switch in _switches()]
-    return _Setting(legacy, tuple("none" if value == above else value for value, above in zip(found, inherited)))
+    found = []
+    for switch, above in zip(_switches(), inherited):
+        value = switch.fp32_precision
+        found.append("none" if value == above else value)
+    return _Setting(legacy, tuple(found))
 
 
 def _set(before: _Setting, wanted: MatmulPrecision) -> None:

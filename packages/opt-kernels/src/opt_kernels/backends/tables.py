@@ -82,7 +82,8 @@ class Layouts:
             self._known = [_layout(tensor) for tensor in tensors]
         else:
             # Given sizes are compared; None would match any size.
-            sizes, strides = ([list(of) for of in map(read, tensors)] for read in (Tensor.size, Tensor.stride))
+            sizes = [list(tensor.shape) for tensor in tensors]
+            strides = [list(tensor.stride()) for tensor in tensors]
             self._guards = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def same(self, tensors: Sequence[Tensor]) -> bool:

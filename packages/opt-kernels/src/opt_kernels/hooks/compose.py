@@ -62,7 +62,8 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
         before += ["hook_p = p", "p = hook_zero"]
         body = [_Returns(parts.kept).visit(deepcopy(statement)) for statement in body]
     first = parsed(f"hook_scalar = {parts.scalar}\nweight_decay = 0.0")
-    last = ast.Return(ast.Dict([ast.Constant(name) for name in values], list(values.values())))
+    names: list[ast.expr | None] = [ast.Constant(name) for name in values]
+    last = ast.Return(ast.Dict(names, list(values.values())))
     numbers = list(dict.fromkeys((*formula.number_names, "lr", "weight_decay")))
     scalars_with_hook = function_of([*first, *statements, last], [], numbers, like=formula.scalars)
     steps = [*parsed("\n".join(before)), *_flat(body)]

@@ -1,6 +1,6 @@
 """`hooked`: applies hooks to a rule, if they agree and trial steps have shown that the rule supports them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from typing import Any
@@ -142,12 +142,8 @@ def shape_problem(hook: Hook, needs: Needs, shape: tuple[int, ...]) -> str:
             "it is for matrices only; use separate groups, or pass it to the matrix rule by name as in "
             "hooks={'muon': ...}"
         )
-    if (
-        needs is Needs.MATRICES
-        and len(shape) > 2
-        and not hook.is_elementwise
-        and (hook.needs_matrices or not hook.needs_rows)
-    ):
+    needs_norms = not hook.is_elementwise and (hook.needs_matrices or not hook.needs_rows)
+    if needs is Needs.MATRICES and len(shape) > 2 and needs_norms:
         return "it does not support stacks of matrices, which need one norm each; leave the hook out for stacks"
     return ""
 
@@ -175,7 +171,9 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
     for couples in (False, True):
         if _moves_as(HookedUpdate(rule=rule, hooks=(), couples=couples), weight_decay=0.25):
             return couples
-    if torch.equal(next(_tried(_on_cpu(rule), weight_decay=0.25))[0], _trial_values(rule)[0]):
+    after_first_step, *_ = _tried(_on_cpu(rule), weight_decay=0.25)
+    before, *_ = _trial_values(rule)
+    if torch.equal(after_first_step, before):
         raise HookError(
             f"{needs} with rule {rule.name!r}, whose first step changes no weights, not even by weight decay, but "
             "the hook would decay them; pass weight decay as a hook, too: CautiousDecay(), LrDecoupledDecay(max_lr) or "
@@ -190,13 +188,14 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
 def _moves_as(split: HookedUpdate, *, weight_decay: float) -> bool:
     """Whether trial steps of the rule and of `split`, which uses a buffer, give the same weights and states."""
     rule = _on_cpu(split.rule)
-    whole, parts = (list(_tried(r, weight_decay)) for r in (rule, replace(split, rule=rule)))
-    found = zip((x for step in whole for x in step), (x for step in parts for x in step), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in found)
+    whole = _tried(rule, weight_decay)
+    parts = _tried(replace(split, rule=rule), weight_decay)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(whole, parts, strict=True))
 
 
-def _tried(rule: Rule, weight_decay: float) -> Iterator[list[Tensor]]:
+def _tried(rule: Rule, weight_decay: float) -> list[Tensor]:
     """The weights after each trial step, and the states that are stored as they are."""
+    found = []
     main, *grads = _trial_values(rule)
     state = rule.init_state(main)
     inner = bare(rule)
@@ -206,16 +205,16 @@ def _tried(rule: Rule, weight_decay: float) -> Iterator[list[Tensor]]:
         hyper = replace(start, lr=0.125 * number, weight_decay=weight_decay, step=step)
         with torch.no_grad():
             rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])])
-        yield [main.clone(), *(value.clone() for value in state.values() if value.dtype is torch.float32)]
+        found.append(main.clone())
+        found += [value.clone() for value in state.values() if value.dtype is torch.float32]
+    return found
 
 
 def _trial_values(rule: Rule) -> list[Tensor]:
     """Weights, and the gradients of the steps."""
-    shape = TRIED_SHAPES[rule.needs]
     generator = torch.Generator(device="cpu").manual_seed(0)
-    return [
-        torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator) for _ in range(1 + len(TRIED_STEPS))
-    ]
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": generator}
+    return [torch.randn(TRIED_SHAPES[rule.needs], **options) for _ in range(1 + len(TRIED_STEPS))]
 
 
 def _on_cpu(rule: Any) -> Any:

@@ -143,7 +143,9 @@ def narrow_steps(steps: Schedule) -> Schedule | None:
     """
     low, high = range_of(steps)
     *others, last = steps
-    damped = [Coefficients(a / DAMPING, b / DAMPING**3, c / DAMPING**5) for a, b, c in others]
+    damped = []
+    for a, b, c in others:
+        damped.append(Coefficients(a / DAMPING, b / DAMPING**3, c / DAMPING**5))
     unit = torch.finfo(torch.bfloat16).eps
     for candidate in (steps, (*damped, last)):
         rounded = range_of(candidate, unit=unit)

@@ -37,7 +37,8 @@ def householder(columns: Tensor) -> Tensor:
     q, r = torch.linalg.qr(columns)
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     ones = torch.ones_like(diagonal)
-    return torch.mul(q, torch.where(diagonal < 0, -ones, ones).unsqueeze(-2))
+    signs = torch.where(diagonal < 0, -ones, ones)
+    return torch.mul(q, signs.unsqueeze(-2))
 
 
 def cholesky(columns: Tensor) -> Tensor:
@@ -62,5 +63,8 @@ def cholesky(columns: Tensor) -> Tensor:
 
 def _pass(x: Tensor, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """X L⁻ᵀ, and for each matrix of the batch whether its Cholesky factorisation failed."""
-    factor, info = torch.linalg.cholesky_ex(symmetric_product(x.mT, x) if gram is None else gram)
-    return torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False), info != 0
+    if gram is None:
+        gram = symmetric_product(x.mT, x)
+    factor, info = torch.linalg.cholesky_ex(gram)
+    solved = torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False)
+    return solved, info != 0

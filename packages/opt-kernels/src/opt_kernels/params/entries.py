@@ -58,13 +58,15 @@ class GroupEntries:
         found = []
         for index, group in enumerate(groups):
             names, former = self._accepted.get(index, ((), {}))
-            if list(group) == names and all(map(is_, map(group.get, former), former.values())):
+            are_same = map(is_, map(group.get, former), former.values())
+            if list(group) == names and all(are_same):
                 continue
-            watched = [name for name in group if self._is_watched(index, name)]
-            same = {name for name in former if name in group and _is_same(frozen(group[name]), former[name])}
-            changed = frozenset(watched) - same
+            changed = set()
+            for name, value in group.items():
+                if self._is_watched(index, name) and not (name in former and _is_same(frozen(value), former[name])):
+                    changed.add(name)
             if changed or group.keys() != set(names):
-                found.append(Change(index, former, changed))
+                found.append(Change(index, former, frozenset(changed)))
         return found
 
 
@@ -104,4 +106,5 @@ def read_hyper(group: Group, *, step: int | Tensor, own: Iterable[str] = ()) -> 
     """
     check_rate(group)
     numbers = {name: as_float(group[name]) for name in HYPER_FIELDS if name in group}
-    return Hyper(step=step, own={name: as_float(group[name]) for name in own if name in group}, **numbers)
+    others = {name: as_float(group[name]) for name in own if name in group}
+    return Hyper(step=step, own=others, **numbers)

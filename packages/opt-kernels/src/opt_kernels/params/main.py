@@ -173,7 +173,8 @@ class CodedMain(Main):
 
     @torch.no_grad()
     def reload_(self) -> None:
-        encode_again_(FP16, self.kept["codes"], self.kept["scales"], self.target.detach().reshape(-1).float())
+        values = self.target.detach().reshape(-1).float()
+        encode_again_(FP16, self.kept["codes"], self.kept["scales"], values)
 
 
 @torch.no_grad()
@@ -230,4 +231,5 @@ def encode_again_(codec: StateCodec, codes: Tensor, scales: Tensor, values: Tens
 
 def _rows(flat: Tensor, block: int) -> Tensor:
     """View a flat tensor as one row for each block; the last row is padded with zeros."""
-    return torch.cat([flat, flat.new_zeros(-len(flat) % block)]).view(-1, block)
+    padding = flat.new_zeros(-len(flat) % block)
+    return torch.cat([flat, padding]).view(-1, block)

@@ -45,8 +45,11 @@ class Writes:
         self.tensors = list(tensors)
         self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
         self._placed = [tensor for tensor in tensors if _has_memory(tensor)]
-        self._version: Callable[[Tensor], int] = _VERSION if len(self._counted) == len(self.tensors) else _version
-        self._address = Tensor.data_ptr if len(self._placed) == len(self.tensors) else _address
+        # In C where no tensor is special.
+        are_counted = len(self._counted) == len(self.tensors)
+        are_placed = len(self._placed) == len(self.tensors)
+        self._version: Callable[[Tensor], int] = _VERSION if are_counted else _version
+        self._address = Tensor.data_ptr if are_placed else _address
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._storages: list[StorageWeakRef | None] = []
@@ -68,11 +71,13 @@ class Writes:
 
     def has_foreign(self) -> bool:
         """Return whether other code has written to the tensors or moved them."""
-        return list(map(self._version, self.tensors)) != self._versions or not self._are_in_place()
+        versions = list(map(self._version, self.tensors))
+        return versions != self._versions or not self._are_in_place()
 
     def foreign(self) -> list[Tensor]:
         """Return the tensors that other code has written or moved."""
-        return [tensor for tensor, mark in zip(self.tensors, self.marks, strict=True) if not is_unwritten(tensor, mark)]
+        pairs = zip(self.tensors, self.marks, strict=True)
+        return [tensor for tensor, mark in pairs if not is_unwritten(tensor, mark)]
 
     @property
     def marks(self) -> list[Mark]:
@@ -80,7 +85,8 @@ class Writes:
         return list(map(Mark, self._versions, self._addresses, self._storages))
 
     def _are_in_place(self) -> bool:
-        return list(map(self._address, self.tensors)) == self._addresses and not any(map(_IS_RELEASED, self._numbers))
+        addresses = list(map(self._address, self.tensors))
+        return addresses == self._addresses and not any(map(_IS_RELEASED, self._numbers))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a Writes holds addresses of tensors, so it is not copied or pickled; make another")
@@ -132,13 +138,15 @@ def follow_write_(main: Main) -> None:
     of_param = torch.split(flat(present, present, "param"), CHUNK_NUMEL)
     of_main = torch.split(flat(main.value(), present, MAIN), CHUNK_NUMEL)
     for new, kept in zip(of_param, of_main, strict=True):
-        kept.copy_(torch.where(_differ(kept, new), new.to(kept.dtype), kept))
+        is_written = _differ(kept, new)
+        kept.copy_(torch.where(is_written, new.to(kept.dtype), kept))
 
 
 def _differ(values: Tensor, present: Tensor) -> Tensor:
     """Bools: the rounded main value is not what the parameter has."""
     rounded = values.to(present.dtype)
-    return ~((rounded == present) | (rounded.isnan() & present.isnan()))
+    are_nan = rounded.isnan() & present.isnan()
+    return ~((rounded == present) | are_nan)
 
 
 class FollowingMains:

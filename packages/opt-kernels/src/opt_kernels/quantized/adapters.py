@@ -71,9 +71,10 @@ class AdaptedTensor(QuantizedParam):
             super().rescale_(largest, skip=skip)
             return
         unchanged = largest < 0 if skip is None else (largest < 0) | skip
-        self.scales.copy_(torch.where(unchanged, self.scales, 1.0 / quantizer.scale.view(1)))  # type: ignore[union-attr]
-        amax = quantizer.amax  # type: ignore[union-attr]
-        amax.copy_(torch.where(unchanged, amax.view(1), torch.maximum(amax.view(1), largest)).view(amax.shape))
+        new = 1.0 / quantizer.scale.view(1)  # type: ignore[union-attr]
+        self.scales.copy_(torch.where(unchanged, self.scales, new))
+        amax = quantizer.amax.view(1)  # type: ignore[union-attr]
+        amax.copy_(torch.where(unchanged, amax, torch.maximum(amax, largest)))
 
     def quantize_(self, values: Tensor) -> None:
         """Write scales and codes from `values` (shape), of any float dtype."""
@@ -83,11 +84,13 @@ class AdaptedTensor(QuantizedParam):
     def finish_(self) -> None:
         """Write the scales, and drop or recompute what the tensor derives from its codes."""
         target = _unpadded(getattr(self.tensor, self.form.scales), self)
-        target.copy_((self.scales.reciprocal() if self.form.is_inverse else self.scales).view(target.shape))
-        for name in ("_reset_caches", "_create_columnwise"):
-            renew = getattr(self.tensor, name, None)
-            if renew is not None and (name != "_create_columnwise" or self.tensor._columnwise_data is not None):
-                renew()
+        scales = self.scales.reciprocal() if self.form.is_inverse else self.scales
+        target.copy_(scales.view(target.shape))
+        reset = getattr(self.tensor, "_reset_caches", None)
+        if reset is not None:
+            reset()
+        if getattr(self.tensor, "_columnwise_data", None) is not None and hasattr(self.tensor, "_create_columnwise"):
+            self.tensor._create_columnwise()
 
 
 class WholeTensor(AdaptedTensor):
@@ -164,7 +167,9 @@ def _adapted(tensor: Any, form: Form, recipe: str) -> AdaptedTensor:
             f"{type(tensor).__name__} of shape {tuple(tensor.shape)} has codes of {codes.dtype} and {scales.numel()} "
             f"scales; the recipe {recipe!r} needs float8_e4m3fn and {made.num_scales}"
         )
-    made.scales = (scales.reciprocal() if form.is_inverse else scales).reshape(-1).clone()
+    if form.is_inverse:
+        scales = scales.reciprocal()
+    made.scales = scales.reshape(-1).clone()
     return made
 
 

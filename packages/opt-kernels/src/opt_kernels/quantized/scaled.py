@@ -50,8 +50,8 @@ class Recipe:
         if self.run:
             return numel // self.run
         if self.square:
-            rows, cols = as_matrix(shape)
-            return -(-rows // self.square) * -(-cols // self.square)
+            rows, cols = (-(-size // self.square) for size in as_matrix(shape))
+            return rows * cols
         return 1
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
@@ -78,7 +78,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, columns) of a parameter viewed as a matrix of its last dim."""
     cols = shape[-1] if shape else 1
-    return (torch.Size(shape).numel() // cols if cols else 0), cols
+    rows = torch.Size(shape).numel() // cols if cols else 0
+    return rows, cols
 
 
 def scales_of(largest: Tensor, recipe: Recipe) -> Tensor:
@@ -86,10 +87,12 @@ def scales_of(largest: Tensor, recipe: Recipe) -> Tensor:
     if recipe.square or recipe.run:  # powers of two, so that scaling is exact
         mantissa, exponent = torch.frexp(largest)
         power = exponent - 9 + (mantissa > MAX / 512)  # largest / 2^power is in (224, 448]
-        scales = ((power + 127).clamp(1, 254) << 23).view(torch.float32)
+        biased = (power + 127).clamp(1, 254)
+        scales = (biased << 23).view(torch.float32)
     else:
         scales = (largest / MAX).clamp(min=_TINY)
-    return torch.where(largest > 0, scales, 1.0).masked_fill_(~largest.isfinite(), torch.nan)
+    scales = torch.where(largest > 0, scales, 1.0)
+    return scales.masked_fill_(~largest.isfinite(), torch.nan)
 
 
 HISTORY = "fp8_amax_history"
@@ -130,7 +133,8 @@ class QuantizedParam:
 
     def values(self) -> Tensor:
         """The values of the codes: a new fp32 tensor of `shape`."""
-        return self.codes.view(FP8).to(torch.float32).mul_(self._spread(0, self.codes.numel())).view(self.shape)
+        values = self.codes.view(FP8).to(torch.float32)
+        return values.mul_(self._spread(0, values.numel())).view(self.shape)
 
     def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
         """Raise `largest` (num_scales,) fp32 to the magnitudes of `values` (n,) fp32, elements from `start` on.
@@ -139,23 +143,23 @@ class QuantizedParam:
         """
         if not values.numel():
             return
-        known = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        known = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        first = 0
         if self.recipe.run:
             first = start // self.recipe.run
-            of_runs = known.abs().view(-1, self.recipe.run).amax(1)
-            part = largest[first : first + of_runs.numel()]
-            part.copy_(torch.maximum(part, of_runs))
+            found = known.view(-1, self.recipe.run).amax(1)
         elif self.recipe.square:
-            begin, rows, lead = self._squares(start, known.numel())
+            first, rows, lead = self._squares(start, known.numel())
             square = self.recipe.square
-            cols = as_matrix(self.shape)[1]
-            table = pad(known.abs(), (lead, rows * square * cols - lead - known.numel())).view(-1, cols)
-            table = pad(table, (0, -cols % square))
-            of_squares = table.view(rows, square, -1, square).amax((1, 3)).view(-1)
-            part = largest[begin : begin + of_squares.numel()]
-            part.copy_(torch.maximum(part, of_squares))
+            _, cols = as_matrix(self.shape)
+            rest = rows * square * cols - lead - known.numel()
+            table = pad(known, (lead, rest)).view(-1, cols)
+            squares = pad(table, (0, -cols % square)).view(rows, square, -1, square)
+            found = squares.amax((1, 3)).view(-1)
         else:
-            largest.copy_(torch.maximum(largest, known.abs().amax()))
+            found = known.amax().view(1)
+        part = largest[first : first + found.numel()]
+        part.copy_(torch.maximum(part, found))
 
     def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
         """Set scales and history from the largest magnitudes of the whole parameter. A negative one keeps its scale."""
@@ -171,15 +175,14 @@ class QuantizedParam:
     def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
         """Write the codes of `values` (n,) fp32, elements from `start` on; nothing if `skip` is set. A recipe with runs
         first writes their scales."""
-        run = self.recipe.run
-        if run and values.numel():
-            of_runs = values.new_zeros(values.numel() // run)
+        if self.recipe.run and values.numel():
+            of_runs = values.new_zeros(values.numel() // self.recipe.run)
             self.largest_(of_runs, values, 0)
-            self._write_scales(
-                slice(start // run, start // run + of_runs.numel()), scales_of(of_runs, self.recipe), skip
-            )
+            first = start // self.recipe.run
+            self._write_scales(slice(first, first + of_runs.numel()), scales_of(of_runs, self.recipe), skip)
+        scaled = values / self._spread(start, values.numel())
+        codes = scaled.clamp_(-MAX, MAX).to(FP8).view(torch.uint8)
         target = self.codes[start : start + values.numel()]
-        codes = (values / self._spread(start, values.numel())).clamp_(-MAX, MAX).to(FP8).view(torch.uint8)
         target.copy_(codes if skip is None else torch.where(skip, target, codes))
 
     def quantize_(self, values: Tensor) -> None:
@@ -228,9 +231,9 @@ class QuantizedParam:
 
     def _write_scales(self, at: slice, scales: Tensor, unchanged: Tensor | None) -> None:
         target = self.scales[at]
-        # Scales of runs are powers of two, stored as uint8 exponents (e8m0).
-        stored = ((scales.view(torch.int32) >> 23) & 0xFF).to(torch.uint8) if self.recipe.run else scales
-        target.copy_(stored if unchanged is None else torch.where(unchanged, target, stored))
+        if self.recipe.run:  # powers of two, stored as uint8 exponents (e8m0)
+            scales = ((scales.view(torch.int32) >> 23) & 0xFF).to(torch.uint8)
+        target.copy_(scales if unchanged is None else torch.where(unchanged, target, scales))
 
     def _spread(self, start: int, numel: int) -> Tensor:
         """fp32 scales of a run of elements, or a single scale for all."""
@@ -240,21 +243,25 @@ class QuantizedParam:
             run = self.recipe.run
             exponents = self.scales[start // run : (start + numel) // run]
             scales = (exponents.to(torch.int32) << 23).view(torch.float32)
-            return scales.masked_fill_(exponents == _NAN_EXPONENT, torch.nan).repeat_interleave(run)
+            scales.masked_fill_(exponents == _NAN_EXPONENT, torch.nan)
+            return scales.repeat_interleave(run)
         if self.recipe.square:
-            begin, rows, lead = self._squares(start, numel)
+            first, rows, lead = self._squares(start, numel)
             square = self.recipe.square
-            cols = as_matrix(self.shape)[1]
-            table = self.scales[begin : begin + rows * -(-cols // square)].view(rows, -1)
-            wide = table.repeat_interleave(square, 1)[:, :cols].repeat_interleave(square, 0)
-            return wide.reshape(-1)[lead : lead + numel]
+            _, cols = as_matrix(self.shape)
+            squares_of_row = -(-cols // square)
+            table = self.scales[first : first + rows * squares_of_row].view(rows, -1)
+            wide = table.repeat_interleave(square, 1)[:, :cols]
+            of_elements = wide.repeat_interleave(square, 0).reshape(-1)
+            return of_elements[lead : lead + numel]
         return self.scales
 
     def _squares(self, start: int, numel: int) -> tuple[int, int, int]:
         """The first square of the rows of squares with elements of a run, the number of these rows, and the number of
         their elements before the run."""
-        cols = as_matrix(self.shape)[1]
+        _, cols = as_matrix(self.shape)
         of_row = self.recipe.square * cols  # elements of a row of squares
-        first = start // of_row
-        rows = -(-(start + numel) // of_row) - first
-        return first * -(-cols // self.recipe.square), rows, start - first * of_row
+        squares_of_row = -(-cols // self.recipe.square)
+        first, lead = divmod(start, of_row)
+        rows = -(-(lead + numel) // of_row)
+        return first * squares_of_row, rows, lead

@@ -2,8 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,10 +77,10 @@ class EigenbasisRule(WholeMatrices):
         check_backend(self.backend, self.name)
         if not 0.0 <= self.shampoo_beta < 1.0:
             raise ValueError(f"shampoo_beta is {self.shampoo_beta}, but must be in [0, 1); 0.95 is usual")
-        if self.power_iterations < 1:
-            raise ValueError(f"power_iterations is {self.power_iterations}, but must be at least 1")
-        if self.max_precond_dim is not None and self.max_precond_dim < 1:
-            raise ValueError(f"max_precond_dim is {self.max_precond_dim}, but must be at least 1")
+        for name in ("power_iterations", "max_precond_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, but must be at least 1")
 
     @property
     @abstractmethod
@@ -109,28 +109,35 @@ class EigenbasisRule(WholeMatrices):
     def state_specs(self) -> tuple[StateSpec, ...]:
         """The moments, and the states of both sides. `sides` returns the sides that a parameter has."""
         optional = self.one_sided or self.max_precond_dim is not None
-        kept: dict[str, Any] = {"whole": True, "optional": optional, "by_part": True}
         specs = [StateSpec(name=name, whole=True) for name in self.moments]
         for side, dim, other in ((LEFT, -2, -1), (RIGHT, -1, -2)):
-            specs += [StateSpec(name=name, kind=StateKind.MATRIX, dims=(dim,), **kept) for name in (side, f"Q_{side}")]
+            of_side = StateSpec(
+                name=side, kind=StateKind.MATRIX, dims=(dim,), whole=True, optional=optional, by_part=True
+            )
+            specs += [of_side, replace(of_side, name=f"Q_{side}")]
             if self.use_kl_shampoo:
-                specs.append(StateSpec(name=f"eigvals_{side}", kind=StateKind.REDUCED, dims=(other,), **kept))
+                specs.append(replace(of_side, name=f"eigvals_{side}", kind=StateKind.REDUCED, dims=(other,)))
         return tuple(specs)
 
     def sides(self, shape: Sequence[int]) -> tuple[str, ...]:
         """The sides of matrices of this shape (..., m, n) that have a factor."""
         m, n = shape[-2:]
-        found = ((LEFT if m <= n else RIGHT),) if self.one_sided else (LEFT, RIGHT)
         sizes = {LEFT: m, RIGHT: n}
-        return tuple(side for side in found if self.max_precond_dim is None or sizes[side] <= self.max_precond_dim)
+        if self.one_sided:
+            del sizes[RIGHT if m <= n else LEFT]
+        limit = self.max_precond_dim
+        return tuple(side for side, size in sizes.items() if limit is None or size <= limit)
 
     def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Shapes of the factors, bases and eigenvalues of one matrix (m, n)."""
+        sides = self.sides(shape)
         shapes: dict[str, tuple[int, ...]] = {}
-        for side in self.sides(shape):
-            size = shape[0] if side == LEFT else shape[1]
-            shapes |= {side: (size, size), f"Q_{side}": (size, size)}
-            shapes |= {f"eigvals_{side}": (size,)} if self.use_kl_shampoo else {}
+        for side, size in zip((LEFT, RIGHT), shape):
+            if side in sides:
+                shapes[side] = (size, size)
+                shapes[f"Q_{side}"] = (size, size)
+                if self.use_kl_shampoo:
+                    shapes[f"eigvals_{side}"] = (size,)
         return shapes
 
     def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
@@ -139,22 +146,25 @@ class EigenbasisRule(WholeMatrices):
         Raises MatrixError for a parameter that is not a matrix.
         """
         access.check_shape(main.shape)
-        moments = {name: torch.zeros_like(main, dtype=torch.float32) for name in self.moments}
+        state = {name: torch.zeros_like(main, dtype=torch.float32) for name in self.moments}
         batch = main.shape[:-2]
         of_parts = [self._fresh(part, batch, main.device) for part in access.parts_of(matrix, main.shape)]
         if matrix.split_rows:
-            return moments | access.joined(of_parts, len(batch))
-        return moments | {name: value.squeeze(len(batch)) for name, value in of_parts[0].items()}
+            return state | access.joined(of_parts, len(batch))
+        for name, value in of_parts[0].items():
+            state[name] = value.squeeze(len(batch))
+        return state
 
     def _fresh(self, part: access.Part, batch: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """(*batch, num_matrices, *shape) of one part."""
         state = {}
         for name, shape in self.shapes(part.shape).items():
-            state[name] = torch.zeros((*batch, part.num_matrices, *shape), dtype=torch.float32, device=device)
+            value = torch.zeros((*batch, part.num_matrices, *shape), dtype=torch.float32, device=device)
             if name.startswith("Q_"):
-                state[name].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+                value.diagonal(dim1=-2, dim2=-1).fill_(1.0)
             elif name.startswith("eigvals") and self.order is Order.PAPER:
-                state[name].fill_(1.0)
+                value.fill_(1.0)
+            state[name] = value
         return state
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -172,19 +182,23 @@ class EigenbasisRule(WholeMatrices):
             return torch.zeros_like(inputs)
         shapes = [self.shapes(part.shape) for part in access.parts_of(work.matrix, inputs.shape)]
         states = access.states_by_part(tasks, elements=self.moments, shapes=shapes, dtype=inputs.dtype)
+        grads = access.split(inputs, work.matrix)
         # In TF32 the bases would lose four digits of orthogonality, and every later step uses them.
         with fp32_products(MatmulPrecision.HIGHEST):
-            grads = access.split(inputs, work.matrix)
             directions = [self.direct_(of_part, grad, hyper) for of_part, grad in zip(states, grads, strict=True)]
-        return access.join(list(map(self.finished, directions)), work.matrix, inputs.shape)
+        updates = [self.finished(direction) for direction in directions]
+        return access.join(updates, work.matrix, inputs.shape)
 
     def factors(self, states: access.PartStates, grads: Tensor, hyper: Hyper) -> dict[str, Tensor]:
         """L and R after gradients (batch, m, n). Raises MatrixError if one is not finite; nothing is written."""
-        beta = self.shampoo_beta
         eps = float(hyper.eps)
-        weight = (1.0 - beta) / (1.0 - beta ** int(hyper.step) if self.corrects_bias else 1.0)
-        updates = {side: self._of_grads(states, side, grads, eps) for side in self.sides(grads.shape)}
-        factors = {side: states.load(side).lerp(update, weight) for side, update in updates.items()}
+        weight = 1.0 - self.shampoo_beta
+        if self.corrects_bias:
+            weight /= 1.0 - self.shampoo_beta ** int(hyper.step)
+        factors = {}
+        for side in self.sides(grads.shape):
+            update = self._of_grads(states, side, grads, eps)
+            factors[side] = states.load(side).lerp(update, weight)
         if not all(bool(factor.isfinite().all()) for factor in factors.values()):
             raise access.MatrixError(
                 f"a factor of SOAP overflowed, or a gradient is not finite: the largest element of these gradients is "
@@ -209,7 +223,9 @@ class EigenbasisRule(WholeMatrices):
         if self.order is Order.MEGATRON:
             # The order of its products: the first factors of a matrix that is not square have a null space, whose
             # basis follows from rounding errors.
-            return seen @ ((basis * (scale * values.reciprocal()).unsqueeze(-2)) @ basis.mT) @ seen.mT
+            weights = scale * values.reciprocal()
+            inverse = (basis * weights.unsqueeze(-2)) @ basis.mT
+            return seen @ inverse @ seen.mT
         half = (seen @ basis) * values.rsqrt().unsqueeze(-2)
         return scale * (half @ half.mT)
 
@@ -218,7 +234,8 @@ class EigenbasisRule(WholeMatrices):
         moved = {}
         for side, factor in factors.items():
             old = states.load(f"Q_{side}")
-            exponent = torch.frexp(factor.abs().amax((-2, -1), keepdim=True)).exponent
+            largest = factor.abs().amax((-2, -1), keepdim=True)
+            exponent = torch.frexp(largest).exponent
             exponent = exponent.to(factor.dtype)  # of integers, torch 2.6 makes powers in the default dtype
             factor = torch.ldexp(factor, -exponent)
             if first:
@@ -244,7 +261,9 @@ class EigenbasisRule(WholeMatrices):
         sorts_first = self.order is Order.PAPER
         product = factor @ old + floor * old
         order = (old * product).sum(-2).argsort(-1, descending=True)
-        vectors = self._orthonormalised(_columns(product, order) if sorts_first else product)
+        if sorts_first:
+            product = _columns(product, order)
+        vectors = self._orthonormalised(product)
         for _ in range(self.power_iterations - 1):
             vectors = self._orthonormalised(factor @ vectors + floor * vectors)
         values = ((vectors.mT @ factor) * vectors.mT).sum(-1)
@@ -255,8 +274,9 @@ class EigenbasisRule(WholeMatrices):
         return Eigenbasis(values, vectors), order
 
     def _orthonormalised(self, columns: Tensor) -> Tensor:
-        by_rule = self.orthonormalization is Orthonormalization.BY_RULE and not self.keeps_null_spaces
-        if by_rule or self.orthonormalization is Orthonormalization.HOUSEHOLDER or self.backend == "reference":
+        kind = self.orthonormalization
+        by_rule = kind is Orthonormalization.BY_RULE and not self.keeps_null_spaces
+        if by_rule or kind is Orthonormalization.HOUSEHOLDER or self.backend == "reference":
             return householder(columns)
         return cholesky(columns)
 
@@ -272,14 +292,20 @@ def reordered(x: Tensor, turned: Mapping[str, Turned]) -> Tensor:
 
 def into_basis(states: access.PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
     """Q_Lᵀ X Q_R for matrices (batch, m, n); a side without a basis is left unchanged."""
-    x = states.load("Q_L").mT @ x if LEFT in sides else x
-    return x @ states.load("Q_R") if RIGHT in sides else x
+    if LEFT in sides:
+        x = states.load("Q_L").mT @ x
+    if RIGHT in sides:
+        x = x @ states.load("Q_R")
+    return x
 
 
 def out_of_basis(states: access.PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
     """Q_L X Q_Rᵀ, the inverse of `into_basis`."""
-    x = states.load("Q_L") @ x if LEFT in sides else x
-    return x @ states.load("Q_R").mT if RIGHT in sides else x
+    if LEFT in sides:
+        x = states.load("Q_L") @ x
+    if RIGHT in sides:
+        x = x @ states.load("Q_R").mT
+    return x
 
 
 def _columns(matrices: Tensor, order: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ def library(source: Path | Source, **macros: str | int) -> ctypes.CDLL:
     """
     name, content = source if isinstance(source, Source) else Source(source.stem, source.read_text())
     text = f"{ELEMENTS.read_text()}\n{content}"
-    flags = (*_flags(), *(f"-D{macro}={value}" for macro, value in sorted(macros.items())))
+    definitions = [f"-D{macro}={value}" for macro, value in sorted(macros.items())]
+    flags = (*_flags(), *definitions)
     stem = f"{name}-{_digest(text, flags)}"
     with _compiling(os.getpid()):
         return ctypes.CDLL(str(find_cached(stem) or _compile(text, flags, stem)))

@@ -72,7 +72,8 @@ def _torchs_team() -> Callable[[Any, int, int], None]:
 
 
 def _python_team(work: Any, task: int, threads: int) -> None:
-    others = [_pool(os.getpid(), threads - 1).submit(work, task) for _ in range(threads - 1)]
+    pool = _pool(os.getpid(), threads - 1)
+    others = [pool.submit(work, task) for _ in range(threads - 1)]
     work(task)
     for other in others:
         other.result()

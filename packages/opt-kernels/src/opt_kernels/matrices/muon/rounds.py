@@ -86,19 +86,23 @@ def _with_ordered_grad(work: Work) -> Work:
 def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> Iterator[Round]:
     """The rounds of all non-empty works. Stacks have the order of `stacks`, which is equal on every rank."""
     current: list[Stack] = []
-    place = slot = 0
+    place = 0
+    slot = 0
     for tasks in stacks(batches):
-        wanted = inputs(tasks[0].work)
-        numel = len(tasks) * tasks[0].work.grad.numel()
-        if current and (wanted[:2] != current[0].inputs[:2] or place + numel > ROUND_NUMEL):
-            yield Round(current[0].inputs, current, place)
-            current = []
-            place = 0
-            slot = 0
-        slots = _slots(tasks[0].work, factors)
+        first = tasks[0].work
+        wanted = inputs(first)
+        numel = len(tasks) * first.grad.numel()
+        if current:
+            former = current[0].inputs
+            if wanted[:2] != former[:2] or place + numel > ROUND_NUMEL:
+                yield Round(former, current, place)
+                current = []
+                place = 0
+                slot = 0
+        slots = _slots(first, factors)
         current.append(Stack(tasks, place, slot, slots, wanted))
-        place = place + -(-numel // APART) * APART
-        slot = slot + len(tasks) * len(slots)
+        place += -(-numel // APART) * APART
+        slot += len(tasks) * len(slots)
     if current:
         yield Round(current[0].inputs, current, place)
 
@@ -115,7 +119,10 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
         for size, factor in zip(sizes, factors(work)):
             starts = range(matrix * rows + begin, (matrix + 1) * rows, sum(sizes))
             runs = tuple((start * cols, size * cols) for start in starts)
-            found += [Slot((run,), factor) for run in runs] if work.matrix.by_group else [Slot(runs, factor)]
+            if work.matrix.by_group:
+                found += [Slot((run,), factor) for run in runs]
+            else:
+                found.append(Slot(runs, factor))
             begin += size
     return tuple(found)
 
@@ -149,7 +156,7 @@ def _runs_of(round_: Round, block: int, work: int, numel: int) -> Iterator[Cut]:
     stack, number = round_.place_of(work)
     item_bytes = round_.inputs.dtype.itemsize
     begin_of_work = stack.begin + number * numel
-    for index, slot in enumerate(stack.slots):
+    for index, slot in enumerate(stack.slots, stack.first_slot + number * len(stack.slots)):
         for begin, length in slot.runs:
             if block and begin % block:
                 raise LayoutError(
@@ -157,9 +164,7 @@ def _runs_of(round_: Round, block: int, work: int, numel: int) -> Iterator[Cut]:
                     "pass momentum_buffer_dtype=torch.float32 or torch.bfloat16, or backend='torch'"
                 )
             first = begin_of_work + begin
-            yield Cut(
-                work, begin, length, first, stack.first_slot + number * len(stack.slots) + index, first * item_bytes
-            )
+            yield Cut(work, begin, length, first, index, first * item_bytes)
 
 
 class Range(NamedTuple):
@@ -190,7 +195,8 @@ def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: tor
         before = 0
         for of_sweep in of_sweeps:
             for slot, begin, end in of_sweep:
-                host[slot] = torch.tensor((before + begin, before + end), dtype=torch.int64, device="cpu")
+                host[slot, 0] = before + begin
+                host[slot, 1] = before + end
             before += of_sweep[-1].end
         return to_device(host, device)
 
@@ -199,13 +205,14 @@ def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: tor
 
 def factors_on(device: torch.device, round_: Round) -> Tensor:
     """The factor of every slot of the round, (slots,) float32."""
-    of_stacks = tuple([(len(stack.tasks), tuple([slot.factor for slot in stack.slots])) for stack in round_.stacks])
+    of_slots: list[float] = []
+    for stack in round_.stacks:
+        of_slots += [slot.factor for slot in stack.slots] * len(stack.tasks)
 
     def build() -> Tensor:
-        of_slots = [factor for num_works, factors in of_stacks for factor in factors * num_works]
         return to_device(torch.tensor(of_slots, dtype=torch.float32, device="cpu"), device)
 
-    return known_tables(device).get(of_stacks, build)
+    return known_tables(device).get(tuple(of_slots), build)
 
 
 @cache
