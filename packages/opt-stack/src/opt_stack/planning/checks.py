@@ -149,7 +149,9 @@ def _check_averages(design: Design) -> Iterator[str]:
                 f"{given}: parameter {str(id)!r} is stored in fp8, in which eval() could not restore the trained "
                 "weights bit for bit; leave it at None, or keep the parameter in bf16"
             )
-    formats = {numbers for unit in design.plan.units for numbers in unit.numbers.values()}
+    formats = set[MainFormat]()
+    for unit in design.plan.units:
+        formats.update(unit.numbers.values())
     if config.ema_nesterov_beta is not None and MainFormat.FP16_SCALED in formats:
         yield (
             f"ema_nesterov_beta={config.ema_nesterov_beta!r} with main_params_dtype={config.main_params_dtype}: blocks "

@@ -117,7 +117,10 @@ def _cuts(meta: ParamMeta, tensor_parallel: int) -> list[_Cut]:
     for number, placed in enumerate(meta.placements):
         if placed.shard_dim is not None and placed.size > 1:
             cut = _Cut(CutAxis(placed.axis, placed.size, number), placed.shard_dim)
-            (last if placed.cuts_last else first).append(cut)
+            if placed.cuts_last:
+                last.append(cut)
+            else:
+                first.append(cut)
     return [*first, *reversed(last)]
 
 

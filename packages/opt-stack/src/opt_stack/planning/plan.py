@@ -389,7 +389,9 @@ def total_lines(plan: Plan) -> Iterator[str]:
     if any(unit.averages.specs for unit in plan.units):
         yield f"eval() shows averages, and keeps {plan.evaluation_bytes():,} bytes of trained weights until train()"
     config = plan.config
-    clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
+    clip = "off"
+    if config.clip_grad > 0:
+        clip = f"to global norm {config.clip_grad}"
     match config.loss_scaling:
         case ConstantScale(scale=scale):
             words = f"constant {scale:g}"

@@ -49,7 +49,8 @@ def check_ranks(design: Design, checks: Sequence[RankCheck]) -> dict[RankCheck, 
     """Run `checks` in one exchange, and return what each returns. Collective. Raises ConfigError on every rank."""
     everyone = design.request.roles.everyone
     running = [check(design) for check in checks]
-    per_rank = everyone.gather_objects(agreed(everyone, lambda: [next(generator) for generator in running]))
+    own = agreed(everyone, lambda: [next(generator) for generator in running])
+    per_rank = everyone.gather_objects(own)
     found = {}
     for check, generator, facts in zip(checks, running, zip(*per_rank, strict=True), strict=True):
         try:
@@ -203,7 +204,8 @@ def common_device(design: Design) -> Generator[Any, Any, torch.device]:
 def _trained(design: Design) -> Generator[Any, Any, None]:
     """Refuse a model without trainable parameters."""
     per_rank = yield len(design.groups.rule_of)
-    if sum(per_rank) == 0:
+    num_trained = sum(per_rank)
+    if num_trained == 0:
         yield "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"
 
 
@@ -313,10 +315,8 @@ def check_peers(design: Design) -> None:
     """
     roles = design.request.roles
     # Ranks may hold other experts.
-    problems = [
-        *_peer_problems(design, roles.dense, experts=False),
-        *_peer_problems(design, roles.expert, experts=True),
-    ]
+    problems = _peer_problems(design, roles.dense, experts=False)
+    problems += _peer_problems(design, roles.expert, experts=True)
     agree(roles.everyone, ConfigError(problems[0]) if problems else None)
 
 
