@@ -159,7 +159,7 @@ def nobody_waits_for_parameters(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_stage_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InFlight, "advance", InFlight._next)
+    patch.setattr(InFlight, "_next", lambda flight: setattr(flight, "_pending", next(flight._stages, None)))
 
 
 def the_side_stream_does_not_wait(patch: pytest.MonkeyPatch) -> None:
