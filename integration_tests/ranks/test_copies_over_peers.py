@@ -20,7 +20,7 @@ from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import finalize_model_grads, get_optimizer
 
-ROLES = {"shared_embedding": "embedding", "shared_position_embedding": "positions", "pipeline_parallel": "pp"}
+ROLES = {"shared_embedding": "embd", "shared_position_embedding": "pos_embd", "pipeline_parallel": "pp"}
 OVER_TP = ("sequence_parallel", "average_gradients_across_tp_domain")
 MARKS = (*OVER_TP, *ROLES)
 FLAT = {"use_distributed_optimizer": True}
@@ -98,8 +98,8 @@ def made(grid: Place, mark: str, *, wrapped: bool = False, chunk: int | None = N
 
 def roles_of(grid: Place, mark: str, *, knows_stages: bool = True) -> Roles:
     axes = Axes(dp=grid.dp, tp=grid.tp if mark in OVER_TP else Alone())
-    known: dict[str, Any] = {ROLES[mark]: grid.tp} if mark in ROLES and knows_stages else {}
-    return Roles(dense=axes, expert=axes, everyone=grid.world, **known)
+    known = {ROLES[mark]: grid.tp} if mark in ROLES and knows_stages else {}
+    return Roles(dense=axes, expert=axes, everyone=grid.world, known_peers=known)
 
 
 def backward(model: nn.Module, grid: Place, step: int) -> None:
