@@ -274,7 +274,7 @@ def test_a_recording_names_the_spike(of: str, tmp_path: Path) -> None:
     optimizer.recorder.write("end")
     text = str(why(tmp_path))
     assert "1 of them skipped" in text
-    assert f"First: step 13 was skipped for a spike of the {of}" in text
+    assert f"First: at step 13 a spike of the {of} skipped the step" in text
 
 
 # --- on an accelerator ------------------------------------------------------------------------------------------------

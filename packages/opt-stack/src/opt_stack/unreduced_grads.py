@@ -9,8 +9,7 @@ from torch import nn
 from opt_distributed.pieces import BufferedGrads
 from opt_distributed.step import Stepper
 from opt_paramgroups import ParamId
-from opt_stack.diagnosis.recorder import caller_level
-from opt_stack.wording import and_more
+from opt_stack.wording import and_more, caller_level
 
 NUM_ITERATIONS = 3
 """Iterations that are watched: a loop that clips does so from the start."""

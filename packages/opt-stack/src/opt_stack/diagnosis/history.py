@@ -14,6 +14,10 @@ JUMP = 5.0  # factor over the norms before, from which a norm has jumped
 NUM_BEFORE = 20  # records that give the usual norm
 
 
+Sentence = tuple[int, str]  # with the number of its record
+Sentences = Iterator[Sentence]
+
+
 class Finding(NamedTuple):
     """Something that changed, in a sentence."""
 
@@ -44,6 +48,21 @@ class History:
         return np.array([getattr(stats, field) for stats in self.run], float)
 
     @cached_property
+    def settings(self) -> dict[tuple[str, str], ndarray]:
+        """The numbers of groups, by their key and group."""
+        found = {}
+        for group, numbers in self.run[-1].settings.items():
+            for key in numbers:
+                values = [stats.settings.get(group, {}).get(key) for stats in self.run]
+                found[key, group] = np.array(values, float)
+        return found
+
+    @cached_property
+    def rates(self) -> dict[str, ndarray]:
+        """The learning rates, by group."""
+        return {group: values for (key, group), values in self.settings.items() if key == "lr"}
+
+    @cached_property
     def losses(self) -> ndarray:
         return self.of_steps("loss")
 
@@ -59,14 +78,21 @@ class History:
         common: ndarray = np.median(self.grads[:, is_known], 1)
         return common
 
-    def at(self, record: int) -> str:
-        """Return `at step 61`, and whether that is the first of a resumed run."""
+    def places(self, sizes: ndarray) -> str:
+        """Return the parameter that has the largest size, and the number of the others that have one."""
+        num_others = np.count_nonzero(sizes) - 1
+        others = f", and of {num_others} other parameters," if num_others else ""
+        return f"{self.names[abs(sizes).argmax()]!r}{others}"
+
+    def at(self, record: int, text: str) -> Sentence:
+        """Return a sentence that begins with `at step 61`, and whether that is the first of a resumed run."""
         stats = self.run[record]
         suffix = ", the first of the resumed run," if stats is self.resumed else ""
-        return f"at step {stats.step}{suffix}"
+        return record, f"at step {stats.step}{suffix} {text}"
 
-    def since(self, record: int) -> str:
-        return f"from step {self.run[record].step} on"
+    def since(self, record: int, text: str) -> Sentence:
+        """Return a sentence that begins with `from step 61 on`."""
+        return record, f"from step {self.run[record].step} on {text}"
 
 
 def logs(values: ndarray) -> ndarray:
@@ -75,38 +101,27 @@ def logs(values: ndarray) -> ndarray:
     return found
 
 
-def shifts(values: ndarray, floor: float) -> Iterator[tuple[int, float]]:
-    """Yield each record from which five values are all outside the range of the eight before, by `floor` and half of
-    that range, and the difference of the medians."""
+def shifts(values: ndarray, floor: float) -> Iterator[tuple[int, ndarray]]:
+    """Yield the records from which five values are all outside the range of the eight before, by `floor` and half of
+    that range, with the difference of the medians. Of (records,) or (records, n): then 0 for those that are not."""
     for at in range(8, len(values) - 2):
         before = values[at - 8 : at]
         after = values[at : at + 5]
-        room = floor + np.ptp(before) / 2
-        is_above = after.min() > before.max() + room
-        is_below = after.max() < before.min() - room
-        if is_above or is_below:
-            size = np.median(after) - np.median(before)
-            yield at, float(size)
+        room = floor + np.ptp(before, 0) / 2
+        is_outside = (after.min(0) > before.max(0) + room) | (after.max(0) < before.min(0) - room)
+        if is_outside.any():
+            yield at, np.where(is_outside, change(values, at, 5), 0.0)
 
 
-def change(values: ndarray, at: int) -> ndarray:
-    """Return the values at a record, less the median of the three before."""
-    before = values[max(at - 3, 0) : at]
-    size: ndarray = values[at] - np.median(before, 0)
+def change(values: ndarray, at: int, num: int = 1) -> ndarray:
+    """Return the median of the values of some records, less that of the eight before."""
+    size: ndarray = np.median(values[at : at + num], 0) - np.median(values[max(at - 8, 0) : at], 0)
     return size
 
 
-def place(name: str) -> str:
-    """Return a parameter with its layer."""
-    layer, _, _ = name.rpartition(".")
-    return f"{name!r} (layer {layer!r})" if layer else repr(name)
+def last_begun(holds: ndarray) -> int:
+    """Return the first record from which something holds in all of them."""
+    return int(np.flatnonzero(~holds).max(initial=-1)) + 1
 
 
-def places(names: Sequence[str]) -> str:
-    """Return the first of some parameters, and how many there are."""
-    others = f", and of {len(names) - 1} other parameters," if len(names) > 1 else ""
-    return f"{place(names[0])}{others}"
-
-
-Sentences = Iterator[tuple[int, str]]  # each with the number of its record
 Detector = Callable[[History], Sentences]

@@ -3,62 +3,59 @@
 import importlib
 import json
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from opt_stack.diagnosis.tensor_stats import StepStats, TensorStats
 
-_PLAIN = ("step", "updates", "success", "reason", "lr")
-_FLOATS = ("grad_norm", "clip", "loss_scale")
-_OPTIONAL = ("loss",)  # None, or not in older recordings
-_TABLES = ("params", "groups")
 _NOT_SHOWN = ("numel", "weight_sum", "update_sum")  # on dashboards
 
 
 def to_line(stats: StepStats) -> str:
     """Return the numbers of a step as one line of JSON. NaN and infinity are strings, since JSON has neither."""
-    line: dict[str, Any] = {name: getattr(stats, name) for name in _PLAIN}
-    line |= {name: _plain(getattr(stats, name)) for name in (*_FLOATS, *_OPTIONAL)}
-    line["ranks"] = {}
-    for rank, norm in stats.rank_norms.items():
-        line["ranks"][rank] = [_plain(norm), stats.replicas_of[rank]]
-    line["settings"] = {}
-    for group, numbers in stats.settings.items():  # in full: small changes of a schedule count
-        line["settings"][group] = {key: value if math.isfinite(value) else str(value) for key, value in numbers.items()}
+    line = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    exact = {"settings": line.pop("settings"), "lr": stats.lr}  # schedules change slowly
+    norms = line.pop("rank_norms")
+    line["ranks"] = {rank: [norms[rank], first] for rank, first in line.pop("replicas_of").items()}
     line["columns"] = TensorStats._fields
-    for kind in _TABLES:
-        rows = getattr(stats, kind)
-        line[kind] = {name: [*map(_plain, row)] for name, row in rows.items()}
-    return json.dumps(line) + "\n"
+    return json.dumps(_each(_text, {**_each(_rounded, line), **exact}), allow_nan=False) + "\n"
 
 
-def from_line(text: str) -> StepStats | None:
-    """Return the numbers of a line that `to_line` made; None for another line, such as the head of a recording."""
-    line: dict[str, Any] = json.loads(text)
-    if "params" not in line:
-        return None
-    stats: dict[str, Any] = {name: line[name] for name in _PLAIN}
-    stats |= {name: float(line[name]) for name in _FLOATS}
-    stats |= {name: _number(line.get(name)) for name in _OPTIONAL}
-    stats["settings"] = {}
-    for group, numbers in line.get("settings", {}).items():
-        stats["settings"][group] = {key: float(value) for key, value in numbers.items()}
-    for kind in _TABLES:
-        stats[kind] = {name: TensorStats(*map(_number, row)) for name, row in line[kind].items()}  # type: ignore[arg-type]
-    ranks = line["ranks"].items()
-    stats["rank_norms"] = {int(rank): _number(norm) for rank, (norm, _) in ranks}
-    stats["replicas_of"] = {int(rank): first for rank, (_, first) in ranks}
-    return StepStats(**stats)
+def from_line(line: Mapping[str, Any]) -> StepStats:
+    """Return the numbers of a parsed line that `to_line` made."""
+    values = _each(_number, line)
+    rates = values.pop("lr")
+    ranks = values.pop("ranks")
+    values.pop("columns")
+    for kind in ("params", "groups"):
+        values[kind] = {name: TensorStats(*row) for name, row in values[kind].items()}
+    values["rank_norms"] = {int(rank): norm for rank, (norm, _) in ranks.items()}
+    values["replicas_of"] = {int(rank): first for rank, (_, first) in ranks.items()}
+    values.setdefault("settings", {group: {"lr": rate} for group, rate in rates.items()})  # not in older recordings
+    return StepStats(**values)
 
 
-def _number(value: float | str | None) -> float | None:
-    return float(value) if isinstance(value, str) else value
+def _each(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of dicts and lists with each value changed."""
+    if isinstance(tree, Mapping):
+        return {key: _each(change, inner) for key, inner in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_each(change, inner) for inner in tree]
+    return change(tree)
 
 
-def _plain(value: float | None) -> float | str | None:
-    if value is None or isinstance(value, int):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 # --- callbacks for `Optimizer.stats_every`: call them on one rank -----------------------------------------------------
@@ -100,15 +97,11 @@ class WeightsAndBiases:
 
 def scalars(stats: StepStats) -> dict[str, float]:
     """Return the numbers of a step under the names that dashboards show: `update_norm/0.weight`, ..."""
-    found: dict[str, float | None] = {}
-    for kind in (*_FLOATS, "success", *_OPTIONAL):
-        found[f"optimizer/{kind}"] = getattr(stats, kind)
+    found = {
+        f"optimizer/{kind}": getattr(stats, kind) for kind in ("grad_norm", "clip", "loss_scale", "success", "loss")
+    }
     for name, of in {**stats.params, **stats.groups}.items():
-        numbers = of._asdict()
-        numbers["update_over_weight"] = of.ratio
-        for kind, value in numbers.items():
-            if kind not in _NOT_SHOWN:
-                found[f"{kind}/{name}"] = value
-    for rank, norm in stats.rank_norms.items():
-        found[f"rank_norm/{rank}"] = norm
+        numbers = {**of._asdict(), "update_over_weight": of.ratio}
+        found |= {f"{kind}/{name}": value for kind, value in numbers.items() if kind not in _NOT_SHOWN}
+    found |= {f"rank_norm/{rank}": norm for rank, norm in stats.rank_norms.items()}
     return {name: float(value) for name, value in found.items() if value is not None}

@@ -7,13 +7,13 @@ first and the last rank when state is saved, after an error in a step, when the 
 import json
 import math
 import os
-import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from weakref import ref
 from torch import Tensor
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm import Comm, Roles
+from opt_distributed.comm import Comm, Roles, device
 from opt_distributed.pieces import Ready
 from opt_distributed.step import Outcome, Report
 from opt_stack.diagnosis.lines import to_line
@@ -30,20 +30,20 @@ from opt_stack.diagnosis.tensor_stats import (
     ABOVE_LIMIT,
     OVERFLOW,
     SPIKE,
-    Recorded,
+    Settings,
     StepStats,
     TensorSums,
-    non_finite,
+    by_rank,
+    fault,
     reason_of,
 )
-from opt_stack.wording import listed
+from opt_stack.wording import caller_level, ranks_text
 
 FOLDER = "recording"
 FILES = "rank[0-9]*.jsonl"
 NUM_KEPT = 100  # steps of a run
 NUM_RUNS = 20  # recordings of a directory
 NUM_REFUSED = 5  # steps of a run, with their errors
-_INSIDE = ("contextlib", "opt_distributed", "opt_stack", "torch")  # modules that a warning does not point to
 WAIT_SECONDS = 5.0  # before a recording is written, for a device whose peers may be dead
 Callback = Callable[[StepStats], object]
 
@@ -71,25 +71,31 @@ class Recorder:
     every: int = 0
     spectrum: bool = False
     callback: Callback | None = None
-    file: Path | None = None  # of this rank
+    _write_file: Callable[[str], None] | None = None  # with the reason
     _at_end: Finalize | None = None  # writes the file when the optimizer is deleted, or at exit
     records: deque[StepStats] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
-    refused: list[tuple[int, str]] = field(default_factory=list)  # the first steps that raised an error, with it
+    refused: dict[int, str] = field(default_factory=dict)  # the first steps that raised an error, with it
     _num_loaded: int = 0  # updates of earlier runs, which the steps of this one follow
     _sums: TensorSums | None = None
     _is_recording: bool = False
     _has_skipped: bool = False  # the last step that was read
     _applied: int = 0
     _causes: dict[str, _Cause] = field(default_factory=dict)
-    # Steps that the host has not read, with the numbers of the groups.
-    _open: list[tuple[Outcome, Recorded | None, dict[str, dict[str, float]]]] = field(default_factory=list)
+    # Steps that the host has not read, with their sums, and the numbers of their groups.
+    _open: list[tuple[Outcome, device.HostCopy | None, Settings]] = field(default_factory=list)
 
     @property
     def _everyone(self) -> Comm:
         return self._roles.everyone
 
     def start(
-        self, every: int, callback: Callback | None, directory: str | Path | None, spectrum: bool, *, next_step: int
+        self,
+        every: int,
+        callback: Callback | None,
+        directory: str | Path | None,
+        spectrum: bool,
+        *,
+        next_step: int,
     ) -> None:
         """Record every `every` steps from the next one on. Collective. Raises as `Optimizer.stats_every`."""
         asked = f"stats_every({every}, spectrum={spectrum}), {'no' if directory is None else 'a'} directory"
@@ -117,18 +123,19 @@ class Recorder:
         number = max(self._everyone.gather_objects(max(runs, default=0))) + 1
         if rank == 0:
             with suppress(OSError):
-                _delete_oldest(runs)
+                _delete_oldest([runs[old] for old in sorted(runs)])
         if rank not in (0, self._everyone.size - 1):
             return
-        self.file = folder / f"{number:04}" / f"rank{rank}.jsonl"
-        with suppress(OSError):  # `write` warns
-            self.file.parent.mkdir(parents=True, exist_ok=True)  # the number is taken
+        file = folder / f"{number:04}" / f"rank{rank}.jsonl"
+        with suppress(OSError):  # `_write_records` warns
+            file.parent.mkdir(parents=True, exist_ok=True)  # the number is taken
         if self._at_end is not None:
             self._at_end.cancel()
         # Keeps no callback alive, which may refer to the optimizer. Unlike atexit, this also runs in processes that
         # multiprocessing starts.
-        arguments = (ref(self), self.file, self._head(), self.records)
-        self._at_end = Finalize(self, _write_at_end, arguments, exitpriority=10)
+        head = {"recording": 1, "rank": rank, "ranks": self._everyone.size}
+        self._write_file = partial(_write_records, file, head, self.records, self.refused)
+        self._at_end = Finalize(self, _write_at_end, (ref(self), self._write_file), exitpriority=10)
 
     def _sums_of_model(self) -> TensorSums:
         if self._sums is None:
@@ -146,8 +153,7 @@ class Recorder:
         has_others = self._everyone.size > 1
         self._settle(within=None if has_others and self.every else 0.0)
         if has_others and self._open:
-            report = self._open[-1][0].resolve()
-            self._has_skipped = report.is_skipped
+            self._has_skipped = self._open[-1][0].resolve().is_skipped
         is_due = self._is_due(step)
         self._is_recording = is_due or skipped or (self._is_late and self._has_skipped)
         if self._is_recording:
@@ -155,12 +161,12 @@ class Recorder:
             self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=spectrum)
 
     def after(self, outcome: Outcome, groups: Sequence[Mapping[str, Any]], *, max_norm: float) -> None:
-        recorded = None
+        copy = None
         settings = {"": {"clip_grad": max_norm}}
         if self._is_recording:
-            recorded = self._sums_of_model().finish(outcome, max_norm=max_norm)
+            copy = self._sums_of_model().finish()
             settings |= {str(group.get("name", at)): numbers_of(group) for at, group in enumerate(groups)}
-        self._open.append((outcome, recorded, settings))
+        self._open.append((outcome, copy, settings))
         if not self._is_late:
             self._settle(within=None)
         if self._sums is not None:
@@ -168,42 +174,37 @@ class Recorder:
 
     def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """Name the ranks at fault, with their guard. Collective. On a single rank the error itself names the cause."""
-        local = (self._everyone.rank, found[:1], str(error))
-        here = self._roles.totals.gather_objects(local)
-        per_instance = self._roles.dense.inter.gather_objects(here)
-        per_rank = [of_rank for of_instance in per_instance for of_rank in of_instance]
-        at_fault = [of_rank for of_rank in per_rank if of_rank[1]]
-        what = per_rank[0][2]  # such as groups that differ: no rank is at fault
-        text = str(error)
+        per_rank = by_rank(self._roles, found[:1])
+        at_fault = {rank: guards for rank, guards in per_rank.items() if guards}
+        text = str(error)  # such as groups that differ: no rank is at fault
         if at_fault:
-            _, guards, first_error = at_fault[0]
-            ranks = ranks_text(rank for rank, _, _ in at_fault)
-            what = f"{ranks}, guard {guards[0]}"
-            text = f"{what}: {first_error}"
-        self._note_refusal(step, text)
-        self._count(what, step, f"was refused on every rank by {what}", warns=len(per_rank) > 1)
+            guards, *_ = at_fault.values()
+            text = f"{ranks_text(at_fault)}, guard {guards[0]}"
+        self._refuse(step, f" by {text}", text)
+
+    def _refuse(self, step: int, what: str, error: str) -> None:
+        """Count a refused step, and keep its error for the recording."""
+        self._note_refusal(step, error)
+        self._count(what, step, f"was refused on every rank{what}", warns=self._everyone.size > 1)
 
     def _settle(self, *, within: float | None) -> None:
         """Read the steps that are open, waiting `within` seconds for each; None: until it is there."""
         while self._open:
-            outcome, recorded, settings = self._open[0]
-            if within is not None and not (recorded or outcome).arrives(within):
+            outcome, copy, settings = self._open[0]
+            if within is not None and not (copy or outcome).arrives(within):
                 return
             self._open.pop(0)
             report = outcome.resolve()
             stats = None
-            if recorded is not None:
-                read = recorded.read()
-                self._num_loaded = max(self._num_loaded, read.updates + 1 - outcome.step)
-                rates = {name: numbers["lr"] for name, numbers in settings.items() if "lr" in numbers}
-                stats = replace(read, step=outcome.step + self._num_loaded, lr=rates, settings=settings)
+            if copy is not None:
+                stats = self._sums_of_model().read(copy, outcome, settings, self._num_loaded)
+                self._num_loaded = stats.step - outcome.step
             self._has_skipped = report.is_skipped
             if outcome.error is not None:  # on an accelerator; on a CPU, `on_refusal` has counted it
-                text = f"was refused on every rank: {outcome.error}"
-                self._note_refusal(outcome.step, str(outcome.error))
-                self._count(str(outcome.error), outcome.step, text, warns=self._everyone.size > 1)
+                self._refuse(outcome.step, f": {outcome.error}", str(outcome.error))
             elif self._has_skipped:
-                self._explain(outcome.step, report, stats)
+                key, text = self._explain(report, stats)
+                self._count(key, outcome.step, f"was skipped on every rank: {text}")
             else:
                 self._applied += report.success
             if stats is not None and (self._has_skipped or self._is_due(outcome.step)):
@@ -211,56 +212,32 @@ class Recorder:
                 if self.callback is not None:
                     self.callback(stats)
 
-    def _explain(self, step: int, report: Report, stats: StepStats | None) -> None:
-        """Count a skipped step by its reason, its place in the model and the ranks at fault, and warn of the first."""
-        where = ""
-        ranks = ""
-        norm = report.norms[0]
-        norms = {"": norm}
-        if stats is not None:
-            norms = stats.grad_norms
-            bad = non_finite(norms)
-            if not report.overflow and norms:
-                bad = [max(norms, key=norms.__getitem__)]
-            if not bad:
-                where = " in a copy that norms do not count"
-            elif 1 < len(bad) == len(norms):
-                where = f" of all {len(bad)} parameters"
-            else:
-                where = f" of {bad[-1]!r}"
-                if len(bad) > 1:  # backward spreads a NaN to parameters before it in the model
-                    where += f" and of {len(bad) - 1} before it in the model"
-            at_fault = non_finite(stats.rank_norms)
-            if report.overflow and at_fault:
-                ranks = f", on {ranks_text(at_fault)} before the mean over ranks"
+    def _explain(self, report: Report, stats: StepStats | None) -> tuple[str, str]:
+        """Return why a step was skipped: by its reason and place, to count it, and with its numbers."""
         config = self._config
+        norm = report.norms[0]
         reason = reason_of(report)
-        key = f"{reason}{where}{ranks}"
-        largest = f"; the largest is that{where}" if where else ""
-        spread = f"{config.skip_sigma:g} deviations (skip_sigma) above the mean of the last {config.skip_window} steps"
         if reason == OVERFLOW:
-            what = "NaN" if any(map(math.isnan, norms.values())) else "infinite values"
-            text = f"{what} in the gradient{where}{ranks}"
-            if config.fp16 and config.loss_scale is None:
-                text += "; the loss scale is lowered, as expected in the first steps of a dynamic loss scale"
-        elif reason == ABOVE_LIMIT:
+            text = fault(norm, stats)
+            is_expected = config.fp16 and config.loss_scale is None
+            expected = "; the loss scale is lowered, as expected in the first steps of a dynamic loss scale"
+            return text, f"{text}{expected if is_expected else ''}"
+        norms = stats.grad_norms if stats is not None else {}
+        largest = f"; the largest is that of {max(norms, key=norms.__getitem__)!r}" if norms else ""
+        if reason == ABOVE_LIMIT:
             limit = config.grad_norm_skip_threshold
-            text = f"the gradient norm {norm:.4g} is above grad_norm_skip_threshold={limit:g}{largest}"
-        elif reason == SPIKE:
-            text = f"the gradient norm {norm:.4g} is a spike above {report.bounds[0]:.4g}, {spread}{largest}"
-        elif report.loss is not None and math.isfinite(report.loss):
-            key = reason
-            text = f"the loss {report.loss:.4g} is a spike above {report.bounds[1]:.4g}, {spread}"
-        else:
-            key = reason
-            text = f"the loss was {report.loss}"
-        self._count(key, step, f"was skipped on every rank: {text}")
+            return reason, f"the gradient norm {norm:.4g} is above grad_norm_skip_threshold={limit:g}{largest}"
+        spread = f"{config.skip_sigma:g} deviations (skip_sigma) above the mean of the last {config.skip_window} steps"
+        if reason == SPIKE:
+            return reason, f"the gradient norm {norm:.4g} is a spike above {report.bounds[0]:.4g}, {spread}{largest}"
+        if report.loss is not None and math.isfinite(report.loss):
+            return reason, f"the loss {report.loss:.4g} is a spike above {report.bounds[1]:.4g}, {spread}"
+        return reason, f"the loss was {report.loss}"
 
     def _note_refusal(self, step: int, error: str) -> None:
         """Keep the error of a step for the recording, once."""
-        step += self._num_loaded
-        if len(self.refused) < NUM_REFUSED and all(step != known for known, _ in self.refused):
-            self.refused.append((step, " ".join(error.split())))
+        if len(self.refused) < NUM_REFUSED:
+            self.refused.setdefault(step + self._num_loaded, " ".join(error.split()))
 
     def _count(self, key: str, step: int, text: str, *, warns: bool = True) -> None:
         step += self._num_loaded
@@ -304,25 +281,22 @@ class Recorder:
 
     def write(self, reason: str, *, within: float = WAIT_SECONDS) -> None:
         """Write the recording of this rank, if `stats_every` was given a directory. A failure is a warning."""
-        if self.file is not None:
+        if self._write_file is not None:
             self._settle(within=within)
-            _write_records(self.file, self._head(), self.records, reason)
-
-    def _head(self) -> dict[str, Any]:
-        return {"recording": 1, "rank": self._everyone.rank, "ranks": self._everyone.size, "refused": self.refused}
+            self._write_file(reason)
 
 
-def _delete_oldest(runs: Mapping[int, Path]) -> None:
+def _delete_oldest(runs: Sequence[Path]) -> None:
     """Delete recordings until a new one fits. Runs without a recording, and folders of other programs, do not count."""
-    recorded = [number for number in sorted(runs) if any(runs[number].glob(FILES))]
-    for number in recorded[: 1 - NUM_RUNS]:
-        for file in runs[number].glob(FILES):
+    recorded = [run for run in runs if any(run.glob(FILES))]
+    for run in recorded[: 1 - NUM_RUNS]:
+        for file in run.glob(FILES):
             file.unlink()
         with suppress(OSError):
-            runs[number].rmdir()  # unless other files are in it
+            run.rmdir()  # unless other files are in it
 
 
-def _write_at_end(recorder: ref[Recorder], file: Path, head: dict[str, Any], records: deque[StepStats]) -> None:
+def _write_at_end(recorder: ref[Recorder], write_file: Callable[[str], None]) -> None:
     """Write the recording at exit, or when the optimizer has been deleted.
 
     It may be garbage while a graph is captured, when nothing may wait: then only what the host has read is written.
@@ -331,43 +305,25 @@ def _write_at_end(recorder: ref[Recorder], file: Path, head: dict[str, Any], rec
     if living is not None:
         living.write("exit")
     else:
-        _write_records(file, head, records, "the optimizer was deleted")
+        write_file("the optimizer was deleted")
 
 
-def _write_records(file: Path, head: dict[str, Any], records: deque[StepStats], reason: str) -> None:
-    if not records and not head["refused"]:
+def _write_records(
+    file: Path, head: dict[str, Any], records: deque[StepStats], refused: dict[int, str], reason: str
+) -> None:
+    if not records and not refused:
         return
-    first_line = json.dumps({**head, "end": reason, "time": time.time()})
-    text = "".join(map(to_line, records))
-    partial = file.with_suffix(".partial")
+    head = {**head, "refused": [*refused.items()], "end": reason, "time": time.time()}
+    unfinished = file.with_suffix(".partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(f"{first_line}\n{text}", encoding="utf-8")
-        os.replace(partial, file)
+        unfinished.write_text("".join([json.dumps(head), "\n", *map(to_line, records)]), encoding="utf-8")
+        os.replace(unfinished, file)
     except OSError as error:
         warnings.warn(f"the recording was not written to {file}: {error}", stacklevel=3)
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a group that the host knows; those of `betas` as `beta1` and `beta2`."""
-    values = dict(group)
-    for at, beta in enumerate(group.get("betas", ()), 1):
-        values[f"beta{at}"] = beta
-    return {key: float(value) for key, value in values.items() if type(value) in (int, float)}
-
-
-def caller_level() -> int:
-    """Return the `stacklevel` with which a warning of the caller of this function points to the user's code."""
-    level = 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
-        level += 1
-        frame = frame.f_back
-    return level
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return `rank 3` or `ranks 0, 3`."""
-    numbers = sorted(ranks)
-    word = "ranks" if len(numbers) > 1 else "rank"
-    return f"{word} {listed(numbers, 8)}"
+    betas = {f"beta{at}": beta for at, beta in enumerate(group.get("betas", ()), 1)}
+    return {key: float(value) for key, value in {**group, **betas}.items() if type(value) in (int, float)}

@@ -2,7 +2,7 @@
 
 A recorded step reads gradients, main weights and updates once more, and keeps a copy of the main weights that this rank
 counts until they are updated. Every rank adds up the elements that it counts; one all-reduce of one float64 tensor,
-eight numbers a parameter and two a rank, gives all of them the numbers of the whole model. Other steps do nothing here.
+eight numbers a parameter and one a rank, gives all of them the numbers of the whole model. Other steps do nothing here.
 The host reads the sums later, from a copy.
 """
 
@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -23,16 +24,23 @@ from opt_distributed.step import Family, Outcome, Report, Unit
 from opt_kernels import backends
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId, aligned
+from opt_stack.wording import ranks_text
 
 OVERFLOW = "overflow"
 ABOVE_LIMIT = "norm above the limit"
 SPIKE = "spike of the norm"
 BAD_LOSS = "spike of the loss"  # or a loss that is infinite or NaN
-REASONS = (OVERFLOW, ABOVE_LIMIT, SPIKE, BAD_LOSS)
 
-# The columns of a parameter's sums.
-GRAD, ZEROS, GRAD_NUMEL, WEIGHT, UPDATE, SPREAD, WEIGHT_SUM, UPDATE_SUM = range(8)
+# The columns of a parameter's sums: three of the gradient, two of the weight and of the update, and the spread.
+GRAD = 0
+WEIGHT = 3
+UPDATE = 5
+SPREAD = 7
 NUM_COLUMNS = 8
+NUM_COUNTS = 3  # before the sums of ranks: 1 / loss scale, the next update's number, and the ranks that know it
+UNKNOWN = -1.0  # in place of a sum of squares
+
+Settings = Mapping[str, Mapping[str, float]]
 
 
 class TensorStats(NamedTuple):
@@ -61,7 +69,7 @@ class StepStats:
     step: int  # of the optimizer, from 1; a resumed run continues from the updates that it has loaded
     updates: int  # made to the parameters before, also by earlier runs that were loaded
     success: bool
-    reason: str  # why it was skipped, one of `REASONS`; "" if it was not
+    reason: str  # why it was skipped, such as `OVERFLOW`; "" if it was not
     grad_norm: float
     clip: float  # the factor of gradients, without loss scale
     loss_scale: float
@@ -71,10 +79,14 @@ class StepStats:
     # DTensors, and with a wrapped model in the first recorded step.
     rank_norms: Mapping[int, float | None] = field(repr=False)
     replicas_of: Mapping[int, int] = field(repr=False)  # by rank: the first rank with the same dense parameters
-    lr: Mapping[str, float] = field(repr=False, default_factory=dict)  # by group, where the host knows it
-    # Numbers of each group other than `lr`, such as `beta1` and `weight_decay`; `clip_grad` is under "".
-    settings: Mapping[str, Mapping[str, float]] = field(repr=False, default_factory=dict)
+    # The numbers of each group that the host knows, such as `lr` and `beta1`; `clip_grad` is under "".
+    settings: Settings = field(repr=False, default_factory=dict)
     loss: float | None = None  # mean of those that all ranks noted (`Optimizer.note_loss`); None if none was
+
+    @property
+    def lr(self) -> dict[str, float]:
+        """The learning rate of each group, where the host knows it."""
+        return {group: numbers["lr"] for group, numbers in self.settings.items() if "lr" in numbers}
 
     @property
     def grad_norms(self) -> dict[str, float]:
@@ -93,12 +105,18 @@ class StepStats:
 
 
 def reason_of(report: Report) -> str:
-    """Return the first of `REASONS` for which a step was skipped; "" if there is none."""
-    has_reason = (report.overflow, report.is_above_limit, report.is_spike, report.is_bad_loss)
-    return next((reason for reason, holds in zip(REASONS, has_reason, strict=True) if holds), "")
+    """Return the first reason for which a step was skipped; "" if there is none."""
+    holds = {
+        OVERFLOW: report.overflow,
+        ABOVE_LIMIT: report.is_above_limit,
+        SPIKE: report.is_spike,
+        BAD_LOSS: report.is_bad_loss,
+    }
+    return next(filter(holds.get, holds), "")
 
 
 Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 def non_finite(norms: Mapping[Key, float | None]) -> list[Key]:
@@ -106,11 +124,35 @@ def non_finite(norms: Mapping[Key, float | None]) -> list[Key]:
     return [key for key, norm in norms.items() if norm is not None and not math.isfinite(norm)]
 
 
-class Row(NamedTuple):
-    """A parameter of the whole model. Pipeline stages and experts may have different parameters of one name."""
+def fault(norm: float, stats: StepStats | None) -> str:
+    """Say where the gradients of a step overflowed, in the model and on which ranks; only how, without its numbers."""
+    norms = stats.grad_norms if stats is not None else {}
+    what = "NaN" if any(map(math.isnan, (norm, *norms.values()))) else "infinite values"
+    text = f"{what} in the gradient"
+    if stats is None:
+        return text
+    bad = non_finite(norms)
+    if not bad:
+        return f"{text} in a copy that norms do not count"
+    if 1 < len(bad) == len(norms):
+        text += f" of all {len(bad)} parameters"
+    else:
+        text += f" of {bad[-1]!r}"
+        if len(bad) > 1:
+            text += f" and of {len(bad) - 1} before it in the model, to which backward spread it"
+    ranks = non_finite(stats.rank_norms)
+    return f"{text}, on {ranks_text(ranks)} before the mean over ranks" if ranks else text
 
-    name: str
-    place: int  # the first rank that holds it
+
+def by_rank(roles: Roles, value: Value) -> dict[int, Value]:
+    """Gather a value of each rank of all optimizer instances. Collective."""
+    here = roles.totals.gather_objects((roles.everyone.rank, value))
+    return dict(chain.from_iterable(roles.dense.inter.gather_objects(here)))
+
+
+Row = tuple[str, int]
+"""A parameter of the whole model, and the first rank that holds it: pipeline stages and experts may have different
+parameters of one name."""
 
 
 class TensorSums:
@@ -129,12 +171,19 @@ class TensorSums:
         """Gather the parameters of all ranks. Collective."""
         self._units = units
         self._sources = [source for family in families for source in family.sources]
-        self._everyone = everyone = roles.totals
-        self._instances = instances = roles.dense.inter
+        self._roles = roles
         self._device = device
-        self._queues = devices.device_of(device)
-        rank = roles.everyone.rank
-        first_of: dict[ParamId, int] = {}
+        place = {id: at for at, id in enumerate(order)}
+        counted = (piece for unit in units for piece in unit.pieces if piece.counted)
+        self._pieces = sorted(counted, key=lambda piece: place[piece.id])
+        self._gather_replicas(families)
+        self._gather_rows(group_names)
+        self._before: list[tuple[OwnedPiece, Tensor]] = []  # main weights of a step that has begun
+
+    def _gather_replicas(self, families: Sequence[Family]) -> None:
+        """Find the first rank that holds each parameter, and the ranks that hold the same dense ones. Collective."""
+        rank = self._roles.everyone.rank
+        self._first_of: dict[ParamId, int] = {}
         first_replica = rank
         for family in reversed(families):  # dense parameters last
             axes = family.axes
@@ -142,45 +191,36 @@ class TensorSums:
             first_replica = min(axes.inter.gather_objects(first_shard))
             first = min(axes.tp.gather_objects(first_replica))
             for source in family.sources:
-                first_of |= dict.fromkeys(source.params, first)
-        place = {id: at for at, id in enumerate(order)}
-        counted = (piece for unit in units for piece in unit.pieces if piece.counted)
-        self._pieces = sorted(counted, key=lambda piece: place[piece.id])
+                self._first_of |= dict.fromkeys(source.params, first)
+        # By rank: the first of the ranks that hold the same dense parameters.
+        self.replicas_of = by_rank(self._roles, first_replica)
+        self._rank_at = NUM_COUNTS + list(self.replicas_of).index(rank)
+        self._num_before = NUM_COUNTS + len(self.replicas_of)  # the sums of parameters
+
+    def _gather_rows(self, group_names: Sequence[str]) -> None:
+        """Gather the parameters of all ranks, with their groups and sizes. Collective."""
         rows: dict[ParamId, Row] = {}
         local = []
         for piece in self._pieces:
-            first = first_of[piece.id]
+            first = self._first_of[piece.id]
             mesh = getattr(piece.param, "device_mesh", None)
             if mesh is not None:
                 first = min(first, int(mesh.mesh.min()))
-            rows[piece.id] = row = Row(str(piece.id), first)
-            group = group_names[piece.group]
-            local.append((row, group, piece.main.shape.numel()))
-        self.numels: dict[Row, int] = {}
-        self.group_of: dict[Row, str] = {}
-        for of_rank in everyone.gather_objects(local):
+            rows[piece.id] = row = (str(piece.id), first)
+            local.append((row, group_names[piece.group], piece.main.shape.numel()))
+        found: dict[Row, tuple[str, int]] = {}
+        for of_rank in self._roles.totals.gather_objects(local):
             for row, group, numel in of_rank:
-                self.numels[row] = self.numels.get(row, 0) + numel
-                self.group_of[row] = group
-        index_of = {row: at for at, row in enumerate(self.numels)}
+                _, known = found.get(row, (group, 0))
+                found[row] = (group, known + numel)
+        index_of = {row: at for at, row in enumerate(found)}
         self._row_of = {id: index_of[row] for id, row in rows.items()}
-        holders = Counter(row.name for row in self.numels)
-        self.names = []
-        for name, holder in self.numels:
-            is_unique = holders[name] == 1
-            self.names.append(name if is_unique else f"{name} (rank {holder})")
-        here = everyone.gather_objects((rank, first_replica))
-        # By rank: the first of the ranks that hold the same dense parameters.
-        self.replicas_of: dict[int, int] = {}
-        for of_instance in instances.gather_objects(here):
-            self.replicas_of |= dict(of_instance)
-        self._has_ranks_elsewhere = len(self.replicas_of) > len(here)  # in other instances
-        num_before = list(self.replicas_of).index(rank)
-        self._rank_at = NUM_COLUMNS * len(self.names) + 2 * num_before
-        # Of a step that has begun: an index, and what is added there; a number if the host knows it.
-        self._entries: list[tuple[int, Tensor | float]] = []
-        self._before: list[tuple[OwnedPiece, Tensor]] = []  # its main weights
-        self._inverse: float | Tensor = 1.0
+        holders = Counter(name for name, _ in found)
+        # Of the whole model: name, group and size.
+        self.params: list[tuple[str, str, int]] = []
+        for (name, holder), (group, numel) in found.items():
+            shown = name if holders[name] == 1 else f"{name} (rank {holder})"
+            self.params.append((shown, group, numel))
 
     def expect(self, is_due: bool) -> None:
         """Note whether the next step is recorded: wrapped models reduce gradients before it, so that the norms of each
@@ -192,41 +232,42 @@ class TensorSums:
     def begin(self, ready: Sequence[Ready], inverse: float | Tensor, *, updates: bool, spectrum: bool = False) -> None:
         """Add up gradients and main weights, before the update. `inverse` is 1 / loss scale; with `updates`, an update
         follows; with `spectrum`, singular values are computed of the matrices of matrix rules, in float32."""
-        self._entries = []
+        num_sums = self._num_before + NUM_COLUMNS * len(self.params)
+        self._sums = torch.zeros(num_sums, dtype=torch.float64, device=self._device)
+        self._table = self._sums[self._num_before :].view(-1, NUM_COLUMNS)
         self._before = []
         self._inverse = inverse
-        updated: set[int] = set()
         for unit_grads in ready:
             for piece, grad in zip(unit_grads.pieces, unit_grads.grads, strict=True):
                 if piece.counted and grad.numel():
                     found = backends.grad_stats([grad])
-                    self._add(piece.id, GRAD, found.sum_of_squares * piece.source.grad_scale**2)
-                    self._add(piece.id, ZEROS, found.zeros)
-                    self._add(piece.id, GRAD_NUMEL, grad.numel())
-                    updated.add(id(piece))
+                    square = found.sum_of_squares * piece.source.grad_scale**2
+                    self._add(piece.id, GRAD, square, found.zeros, grad.numel())
         for piece in self._pieces:
             if piece.main.shape.numel():
                 value = _weights(piece)
-                self._add(piece.id, WEIGHT, _square(value))
-                self._add(piece.id, WEIGHT_SUM, _sum(value))
-                if updates and id(piece) in updated:
+                self._add(piece.id, WEIGHT, *_sums(value))
+                if updates:
                     self._before.append((piece, value.detach().clone()))
         if spectrum:
             self._add_spreads()
         if self._pieces:
-            self._entries += [(-2, self._pieces[0].count.next()), (-1, 1.0)]
-        if len(self.replicas_of) > 1:
-            squares = list(self._local_squares())
-            self._entries += [(self._rank_at, square) for square in squares]
-            if squares:
-                self._entries.append((self._rank_at + 1, 1.0))
+            self._sums[1].add_(self._pieces[0].count.next())
+            self._sums[2].add_(1.0)
+        squares = list(self._local_squares()) if len(self.replicas_of) > 1 else []
+        for square in squares:
+            self._sums[self._rank_at].add_(square)
+        if not squares:
+            self._sums[self._rank_at].fill_(UNKNOWN)
 
     def num_updates(self) -> int:
         """Return the number of updates that were made to this rank's parameters, for which the host waits."""
         return max((piece.step for piece in self._pieces[:1]), default=0)
 
-    def _add(self, id: ParamId, column: int, value: Tensor | float) -> None:
-        self._entries.append((NUM_COLUMNS * self._row_of[id] + column, value))
+    def _add(self, id: ParamId, column: int, *values: Tensor | float) -> None:
+        """Add to columns of a parameter, from one on."""
+        for at, value in enumerate(values, column):
+            self._table[self._row_of[id], at].add_(value)
 
     def _local_squares(self) -> Iterator[Tensor]:
         """Yield sums of squares of this rank's gradients before the reduction, where they are known."""
@@ -238,45 +279,24 @@ class TensorSums:
                 if dense := [grad for grad in grads if not is_sparse(grad)]:
                     yield backends.grad_stats(dense, count_zeros=False).sum_of_squares
 
-    def finish(self, outcome: Outcome, *, max_norm: float) -> "Recorded":
-        """Add up the updates, and sum over ranks. `outcome` is the step's. Raises CollectiveError if a peer is lost."""
+    def finish(self) -> devices.HostCopy:
+        """Add up the updates, and sum over ranks. Return the sums for `read`.
+
+        Raises CollectiveError if a peer is lost."""
         for piece, before in self._before:
-            exact = before if before.dtype in (torch.float32, torch.float64) else before.float()
-            change = exact.sub_(_weights(piece).to(exact))
-            self._add(piece.id, UPDATE, _square(change))
-            self._add(piece.id, UPDATE_SUM, -_sum(change))
-        num_sums = NUM_COLUMNS * len(self.names)  # of parameters; those of ranks and of updates follow
-        size = num_sums + 2 * len(self.replicas_of) + 2
-        device = self._device
-        on_device = [(at, value) for at, value in self._entries if isinstance(value, Tensor)]
-        on_host = [(at, value) for at, value in self._entries if not isinstance(value, Tensor)]
-        known = [value for _, value in on_host]
-        numbers = torch.tensor(known, dtype=torch.float64, device="cpu")
-        added = self._queues.upload(numbers)
-        if on_device:
-            measured = [value.to(device, torch.float64) for _, value in on_device]
-            added = torch.cat([torch.stack(measured), added])
-        entries = on_device + on_host
-        places = [at % size for at, _ in entries]
-        places_on_host = torch.tensor(places, dtype=torch.int64, device="cpu")
-        index = self._queues.upload(places_on_host)
-        sums = torch.zeros(size, dtype=torch.float64, device=device)
-        sums.index_add_(0, index, added)
-        with naming("sum of recorded statistics"):
-            self._everyone.all_reduce_(sums)
-            if self._has_ranks_elsewhere:
-                squares = sums[num_sums:-2].clone()
-                self._instances.all_reduce_(squares)
-                sums[num_sums:-2] = squares
-        inverse = torch.as_tensor(self._inverse, dtype=torch.float64, device=device).view(1)
-        self._entries = []
+            exact = before.to(torch.promote_types(before.dtype, torch.float32))
+            self._add(piece.id, UPDATE, *_sums(exact.neg_().add_(_weights(piece))))
         self._before = []
-        copy = devices.HostCopy(torch.cat([sums, inverse]), self._queues)
-        return Recorded(self, outcome, copy, max_norm)
+        with naming("sum of recorded statistics"):
+            self._roles.totals.all_reduce_(self._sums)
+            if len(self.replicas_of) > self._roles.totals.size:  # ranks of other instances
+                self._roles.dense.inter.all_reduce_(self._sums[NUM_COUNTS : self._num_before])
+        self._sums[:1] = self._inverse
+        return devices.HostCopy(self._sums, devices.device_of(self._device))
 
     def _add_spreads(self) -> None:
-        matrix_units = (unit for unit in self._units if unit.rule.needs is Needs.MATRICES)
-        for piece in (piece for unit in matrix_units for piece in unit.pieces):
+        matrix_units = [unit for unit in self._units if unit.rule.needs is Needs.MATRICES]
+        for piece in chain.from_iterable(unit.pieces for unit in matrix_units):
             value = piece.main.value()
             is_counted = piece.counted and not piece.matrix.tensor_parallel
             if piece.stage is not None:
@@ -287,74 +307,36 @@ class TensorSums:
                 matrix = value.detach().float().reshape(-1, value.shape[-1])
                 # The decomposition raises for values that are not finite, on the ranks that have them.
                 values = torch.linalg.svdvals(matrix.nan_to_num(0.0, 0.0, 0.0))
-                spread = torch.where(matrix.isfinite().all(), values[0] / values[-1], math.nan)
-                self._add(piece.id, SPREAD, spread)
+                self._add(piece.id, SPREAD, torch.where(matrix.isfinite().all(), values[0] / values[-1], math.nan))
 
-
-class Recorded:
-    """The sums of one step, which the host reads once."""
-
-    def __init__(self, sums: TensorSums, outcome: Outcome, copy: devices.HostCopy, max_norm: float):
-        self.outcome = outcome
-        self._sums = sums
-        self._copy = copy
-        self._max_norm = max_norm
-
-    def arrives(self, within: float) -> bool:
-        """Wait at most `within` seconds for the sums. Return whether the host has them."""
-        return self._copy.arrives(within)
-
-    def read(self) -> StepStats:
-        """Return the numbers, for which the host waits."""
-        *numbers, next_updates, num_counts, inverse = self._copy.wait().tolist()
-        sums = self._sums
-        report = self.outcome.resolve()
-        success = report.success
-        num_sums = NUM_COLUMNS * len(sums.names)
-        rows = [numbers[start : start + NUM_COLUMNS] for start in range(0, num_sums, NUM_COLUMNS)]
-        numels = list(sums.numels.values())
-
-        def tensor_stats(places: Sequence[int]) -> TensorStats:
-            columns = zip(*(rows[at] for at in places), strict=True)
-            grad, zeros, grad_numel, weight, update, spread, weight_sum, update_sum = map(sum, columns)
-            grad_norm = math.sqrt(grad) * inverse if grad_numel else None
-            update_norm = math.sqrt(update) if success else None
-            share_of_zeros = zeros / grad_numel if grad_numel else None
-            numel = sum(numels[at] for at in places)
-            return TensorStats(
-                grad_norm=grad_norm,
-                weight_norm=math.sqrt(weight),
-                update_norm=update_norm,
-                zeros=share_of_zeros,
-                numel=numel,
-                spread=spread if spread and len(places) == 1 else None,
-                weight_sum=weight_sum,
-                update_sum=update_sum if success else None,
-            )
-
-        by_group: dict[str, list[int]] = {}
-        for at, group in enumerate(sums.group_of.values()):
-            by_group.setdefault(group, []).append(at)
-        groups = {group: tensor_stats(places) for group, places in by_group.items()}
-        params = {name: tensor_stats([at]) for at, name in enumerate(sums.names)}
-        rank_norms = {}
-        rank_sums = iter(numbers[num_sums:])
-        for rank, square, is_measured in zip(sums.replicas_of, rank_sums, rank_sums, strict=False):
-            rank_norms[rank] = math.sqrt(square) * inverse if is_measured else None
+    def read(self, copy: devices.HostCopy, outcome: Outcome, settings: Settings, num_loaded: int) -> StepStats:
+        """Return the numbers of a step, for which the host waits. Earlier runs made at least `num_loaded` updates."""
+        inverse, next_updates, num_counts, *numbers = copy.wait().tolist()
+        report = outcome.resolve()
+        rest = iter(numbers)
+        rank_norms: dict[int, float | None] = {}
+        for rank, square in zip(self.replicas_of, rest, strict=False):
+            rank_norms[rank] = math.sqrt(square) * inverse if square != UNKNOWN else None
+        params: dict[str, TensorStats] = {}
+        rows_of: dict[str, list[Sequence[float]]] = {}
+        for name, group, numel in self.params:
+            row = [*islice(rest, NUM_COLUMNS), numel]
+            params[name] = _tensor_stats([row], inverse, success=report.success)
+            rows_of.setdefault(group, []).append(row)
+        groups = {group: _tensor_stats(rows, inverse, success=report.success) for group, rows in rows_of.items()}
         grad_norm = report.norms[0]
+        max_norm = settings[""]["clip_grad"]
         clip = 1.0
-        if math.isfinite(grad_norm) and self._max_norm > 0:
-            clip = min(self._max_norm / (grad_norm + 1e-6), 1.0)  # `clip_coefficients`, without the device
+        if math.isfinite(grad_norm) and max_norm > 0:
+            clip = min(max_norm / (grad_norm + 1e-6), 1.0)  # `clip_coefficients`, without the device
         updates = round(next_updates / num_counts) - 1 if num_counts else 0
-        loss_scale = 1.0 / inverse
-        step = self.outcome.step
+        step = max(outcome.step + num_loaded, updates + 1)
         reason = reason_of(report)
-        replicas_of = sums.replicas_of
-        loss = report.loss
+        loss_scale = 1.0 / inverse
         return StepStats(
             step=step,
             updates=updates,
-            success=success,
+            success=report.success,
             reason=reason,
             grad_norm=grad_norm,
             clip=clip,
@@ -362,9 +344,32 @@ class Recorded:
             params=params,
             groups=groups,
             rank_norms=rank_norms,
-            replicas_of=replicas_of,
-            loss=loss,
+            replicas_of=self.replicas_of,
+            settings=settings,
+            loss=report.loss,
         )
+
+
+def _tensor_stats(rows: Sequence[Sequence[float]], inverse: float, *, success: bool) -> TensorStats:
+    """Return the numbers of the parameters whose sums are `rows`, together."""
+    columns = zip(*rows, strict=True)
+    grad, zeros, grad_numel, weight, weight_sum, update, update_sum, spread, numel = map(sum, columns)
+    grad_norm = None
+    share_of_zeros = None
+    if grad_numel:
+        grad_norm = math.sqrt(grad) * inverse
+        share_of_zeros = zeros / grad_numel
+    spread_of_one = spread if spread and len(rows) == 1 else None
+    return TensorStats(
+        grad_norm=grad_norm,
+        weight_norm=math.sqrt(weight),
+        update_norm=math.sqrt(update) if success else None,
+        zeros=share_of_zeros,
+        numel=int(numel),
+        spread=spread_of_one,
+        weight_sum=weight_sum,
+        update_sum=update_sum if success else None,
+    )
 
 
 def _weights(piece: OwnedPiece) -> Tensor:
@@ -372,9 +377,8 @@ def _weights(piece: OwnedPiece) -> Tensor:
     return piece.main.target if isinstance(piece.main, HostMain) else piece.main.value()
 
 
-def _square(value: Tensor) -> Tensor:
-    return backends.grad_stats([value.detach()], count_zeros=False).sum_of_squares
-
-
-def _sum(value: Tensor) -> Tensor:
-    return value.detach().sum(dtype=torch.float64)
+def _sums(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of squares, and of the elements."""
+    value = value.detach()
+    square = backends.grad_stats([value], count_zeros=False).sum_of_squares
+    return square, value.sum(dtype=torch.float64)
