@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from opt_distributed.comm import group_of
@@ -55,6 +55,7 @@ class GradientStatistics(StateDicts):
         *,
         directory: str | Path | None = None,
         spectrum: bool = False,
+        forward: nn.Module | None = None,
     ) -> None:
         """Record the statistics of the next step and every `n` steps after it; 0 stops. Collective.
 
@@ -71,6 +72,11 @@ class GradientStatistics(StateDicts):
                 `python -m opt_stack why` reads them.
             spectrum: also compute the largest / smallest singular value of the matrices of Muon and SOAP, by a
                 decomposition of each whole matrix.
+            forward: a model whose first module that overflows in a forward pass is noted, so that `why` names the
+                layer; a recording has those of its own rank. Costs a hook of every module, which reads the inputs and
+                the output of each call in training once more, in all steps; the host waits for nothing. The next call
+                of `stats_every` and the end of the optimizer remove the hooks. Call it before torch.compile traces the
+                model.
 
         Raises:
             ValueError: `n` is negative, or ranks differ in `n`, `spectrum`, or whether there is a directory.
@@ -79,7 +85,7 @@ class GradientStatistics(StateDicts):
         if n and self.in_backward is not None:
             raise RuntimeError("stats_every: gradients are released in backward, before a step could record them")
         self.complete_params()
-        self.recorder.start(n, callback, directory, spectrum, next_step=self.stepper.num_begun + 1)
+        self.recorder.start(n, callback, directory, spectrum, forward, next_step=self.stepper.num_begun + 1)
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Note a loss of the next step, before `scale_loss`: of a micro-batch, or of the iteration.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_config import OptimizerConfig
 from opt_distributed.comm import Comm, Roles, device
@@ -94,6 +94,7 @@ class Recorder:
         callback: Callback | None,
         directory: str | Path | None,
         spectrum: bool,
+        forward: nn.Module | None,
         *,
         next_step: int,
     ) -> None:
@@ -110,8 +111,10 @@ class Recorder:
         self.spectrum = spectrum
         if directory is not None:
             self._start_file(Path(directory).absolute() / FOLDER)
-        if every:
+        self._settle(within=None)
+        if every or self._sums is not None:
             sums = self._sums_of_model()
+            sums.watch_forward(forward if every else None)
             sums.expect(self._is_due(next_step))
             updates = max(self._everyone.gather_objects(sums.num_updates()))
             self._num_loaded = max(self._num_loaded, updates + 1 - next_step)

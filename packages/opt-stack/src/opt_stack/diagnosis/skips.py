@@ -26,7 +26,7 @@ def skipped_steps(history: History) -> Sentences:
         stats = run[at]
         skipped = list(takewhile(lambda later: not later.success, run[at:]))
         after = run[at + len(skipped) :]
-        if stats.reason == OVERFLOW and not _finds_its_scale(run[:at], skipped, after):
+        if stats.reason == OVERFLOW and (stats.overflowed or not _finds_its_scale(run[:at], skipped, after)):
             yield history.at(at, _sentence(skipped, recovers=bool(after)))
         elif stats.reason not in ("", OVERFLOW) and stats.grad_norms:
             largest = max(stats.grad_norms, key=stats.grad_norms.__getitem__)
@@ -56,6 +56,8 @@ def _sentence(skipped: Sequence[StepStats], *, recovers: bool) -> str:
     stats = skipped[0]
     were = "s were" if len(skipped) > 1 else " was"
     text = f"backward gave {fault(stats.grad_norm, stats)}; {len(skipped)} step{were} skipped"
+    if stats.overflowed:
+        text = f"the forward pass overflowed first in layer {stats.overflowed!r}; {text}"
     bad_weights = non_finite({name: of.weight_norm for name, of in stats.params.items()})
     if bad_weights:
         return f"{text}; the weights of {bad_weights[0]!r} were not finite before: go back to a checkpoint before it."

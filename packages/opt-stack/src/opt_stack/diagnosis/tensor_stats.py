@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_distributed.buffers import SyncedBuffer, naming
 from opt_distributed.comm import Roles
@@ -24,6 +24,7 @@ from opt_distributed.step import Family, Outcome, Report, Unit
 from opt_kernels import backends
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId, aligned
+from opt_stack.diagnosis.forward import ForwardWatch
 from opt_stack.wording import ranks_text
 
 OVERFLOW = "overflow"
@@ -37,7 +38,7 @@ WEIGHT = 3
 UPDATE = 5
 SPREAD = 7
 NUM_COLUMNS = 8
-NUM_COUNTS = 3  # before the sums of ranks: 1 / loss scale, the next update's number, and the ranks that know it
+NUM_COUNTS = 4  # before the sums of ranks: 1 / loss scale, overflowed module, number of the next update, ranks with it
 UNKNOWN = -1.0  # in place of a sum of squares
 
 Settings = Mapping[str, Mapping[str, float]]
@@ -64,7 +65,7 @@ class TensorStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """The numbers of one step, equal on every rank."""
+    """The numbers of one step, equal on every rank, except for `overflowed`."""
 
     step: int  # of the optimizer, from 1; a resumed run continues from the updates that it has loaded
     updates: int  # made to the parameters before, also by earlier runs that were loaded
@@ -82,6 +83,8 @@ class StepStats:
     # The numbers of each group that the host knows, such as `lr` and `beta1`; `clip_grad` is under "".
     settings: Settings = field(repr=False, default_factory=dict)
     loss: float | None = None  # mean of those that all ranks noted (`Optimizer.note_loss`); None if none was
+
+    overflowed: str = ""  # with `forward`: the first module that overflowed in the forward passes of this rank
 
     @property
     def lr(self) -> dict[str, float]:
@@ -179,6 +182,7 @@ class TensorSums:
         self._gather_replicas(families)
         self._gather_rows(group_names)
         self._before: list[tuple[OwnedPiece, Tensor]] = []  # main weights of a step that has begun
+        self.watch_forward(None)
 
     def _gather_replicas(self, families: Sequence[Family]) -> None:
         """Find the first rank that holds each parameter, and the ranks that hold the same dense ones. Collective."""
@@ -222,9 +226,15 @@ class TensorSums:
             shown = name if holders[name] == 1 else f"{name} (rank {holder})"
             self.params.append((shown, group, numel))
 
+    def watch_forward(self, model: nn.Module | None) -> None:
+        """Find the first module of a model that overflows in the forward passes before each step."""
+        self._forward = ForwardWatch(model, self._device)
+
     def expect(self, is_due: bool) -> None:
         """Note whether the next step is recorded: wrapped models reduce gradients before it, so that the norms of each
         rank are computed then."""
+        if self._forward.names:
+            self._forward.first.zero_()
         for source in self._sources:
             if isinstance(source, SyncedBuffer):
                 source.memory.local_squares = {} if is_due else None
@@ -252,8 +262,8 @@ class TensorSums:
         if spectrum:
             self._add_spreads()
         if self._pieces:
-            self._sums[1].add_(self._pieces[0].count.next())
-            self._sums[2].add_(1.0)
+            self._sums[2].add_(self._pieces[0].count.next())
+            self._sums[3].add_(1.0)
         squares = list(self._local_squares()) if len(self.replicas_of) > 1 else []
         for square in squares:
             self._sums[self._rank_at].add_(square)
@@ -292,6 +302,7 @@ class TensorSums:
             if len(self.replicas_of) > self._roles.totals.size:  # ranks of other instances
                 self._roles.dense.inter.all_reduce_(self._sums[NUM_COUNTS : self._num_before])
         self._sums[:1] = self._inverse
+        self._sums[1] = self._forward.first
         return devices.HostCopy(self._sums, devices.device_of(self._device))
 
     def _add_spreads(self) -> None:
@@ -311,7 +322,7 @@ class TensorSums:
 
     def read(self, copy: devices.HostCopy, outcome: Outcome, settings: Settings, num_loaded: int) -> StepStats:
         """Return the numbers of a step, for which the host waits. Earlier runs made at least `num_loaded` updates."""
-        inverse, next_updates, num_counts, *numbers = copy.wait().tolist()
+        inverse, first, next_updates, num_counts, *numbers = copy.wait().tolist()
         report = outcome.resolve()
         rest = iter(numbers)
         rank_norms: dict[int, float | None] = {}
@@ -332,6 +343,7 @@ class TensorSums:
         updates = round(next_updates / num_counts) - 1 if num_counts else 0
         step = max(outcome.step + num_loaded, updates + 1)
         reason = reason_of(report)
+        overflowed = self._forward.names[int(first) - 1] if first else ""
         loss_scale = 1.0 / inverse
         return StepStats(
             step=step,
@@ -347,6 +359,7 @@ class TensorSums:
             replicas_of=self.replicas_of,
             settings=settings,
             loss=report.loss,
+            overflowed=overflowed,
         )
 
 
