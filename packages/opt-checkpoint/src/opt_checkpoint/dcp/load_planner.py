@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from numbers import Number
@@ -97,11 +97,11 @@ class ShardedLoadPlanner:
         self._aliases = aliases
         self._safe_globals = safe_globals
         self.files = DataFiles(opened.index)  # of objects
-        self._loaded_objects: dict[str, Any] = {}
+        self._objects: dict[Path, Any] = {}  # loaded
         self._plain: dict[Path, Any] = {}  # loaded plain values
-        # Within plain values: tensors, in new memory, and of stock directories the keys of objects.
-        self._within: dict[Path, dict[Path, ShardedTensor | str]] = {}
-        self._filled: dict[Path, dict[Path, Tensor]] = defaultdict(dict)  # tensors in templates, from plain values
+        # Within plain values: tensors that are read; and loaded objects of stock directories, or tensors of templates.
+        self._within: dict[Path, dict[Path, Any]] = defaultdict(dict)
+        self._asked: set[str] = {COMMON_KEY}  # stored keys
         self._to_zero: list[ShardedTensor] = []
         self._to_copy: list[tuple[Tensor, Tensor]] = []  # targets, and the values that they get after all are read
         self.items: list[TensorRead] = []
@@ -149,20 +149,21 @@ class ShardedLoadPlanner:
         self._sharing = list(sharing_pairs(asked))
         for key, shard in asked:
             self._plan_reads_of(key, shard)
-        self._read_objects([self._names[path] for path in self.flat.objects.keys() - self.dropped])
-        keys = {*self._names.values(), COMMON_KEY}
+        objects = {path: self._names[path] for path in self.flat.objects.keys() - self.dropped}
+        loaded = self._read_objects(objects.values())
+        self._objects = {path: loaded[key] for path, key in objects.items()}
+        keys = self._asked.union(self._names.values())
         keys.update(asked_plain((*self.flat.common, *self.flat.plain), self._common))
         keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
-        keys |= {part if isinstance(part, str) else part.key for part in within}
         return np.packbits([key in keys for key in self._stored_keys()]).tobytes()
 
     def _stored_keys(self) -> list[str]:
         """All stored keys, and the paths of plain values; the same on all ranks."""
         return [*sorted(self.index.tensors), *sorted(self.index.objects), *sorted(self.stored_plain)]
 
-    def _read_objects(self, keys: Sequence[str]) -> None:
+    def _read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read stored objects now: whether they can be loaded must be known before memory changes."""
-        self._loaded_objects |= read_objects(self.index, keys, safe_globals=self._safe_globals, files=self.files)
+        return read_objects(self.index, keys, safe_globals=self._safe_globals, files=self.files)
 
     def _find_plain(self) -> None:
         """Find the stored plain values: in the common state, as tensors, or, from stock writers, as objects by path.
@@ -193,41 +194,35 @@ class ShardedLoadPlanner:
         Both are `ABSENT` if nothing is stored there, the first one alone if there are tensors only.
         """
         value = lookup(self._common, path)
-        parts = self._find_within(path)
-        objects = [part for part in parts.values() if isinstance(part, str)]
-        self._read_objects(objects)
-        if value is ABSENT and not parts:
+        tensors = self.index.tensors
+        keys = stored_under(path, self.index)
+        objects = self._read_objects([key for key in keys.values() if key not in tensors])
+        self._asked.update(keys.values())
+        parts: dict[Path, Any] = {}
+        shown: dict[Path, Any] = {}
+        for inner, key in keys.items():
+            if key in tensors:
+                parts[inner] = whole_tensor(key, tensors[key])
+                shown[inner] = torch.empty(tensors[key].shape, dtype=tensors[key].dtype, device="meta")
+            else:
+                parts[inner] = shown[inner] = objects[key]
+        if parts:
+            self._within[path] = parts
+        elif value is ABSENT:
             return ABSENT, ABSENT
         plain = None if value is ABSENT else loaded_whole(value, path_text(path))
-        shown = {inner: self._shown(part) for inner, part in parts.items()}
         stored = merged(plain, shown, lists=self.index.kind is Kind.DCP)
         return ABSENT if value is ABSENT and not objects else plain, stored
 
-    def _shown(self, part: ShardedTensor | str) -> Any:
-        if isinstance(part, str):
-            return self._loaded_objects[part]
-        return torch.empty(part.global_shape, dtype=part.dtype, device="meta")
-
-    def _find_within(self, path: Path) -> dict[Path, ShardedTensor | str]:
-        tensors = self.index.tensors
-        parts = stored_under(path, self.index)
-        found: dict[Path, ShardedTensor | str] = {}
-        for inner, key in parts.items():
-            found[inner] = whole_tensor(key, tensors[key]) if key in tensors else key
-        if found:
-            self._within[path] = found
-        return found
-
     def _find_tensors_in(self, path: Path, template: Any, stored: Any) -> None:
         """Let the tensors in the lists of a template be filled in place."""
-        within = self._within.get(path, {})
         for inner, tensor in without_tensors(template)[1].items():
             value = inner_value(path, inner, template, stored)
-            part = within.get(inner)
+            part = self._within[path].get(inner)
             if isinstance(part, ShardedTensor):
-                within[inner] = sharded_like(part.key, tensor)
+                self._within[path][inner] = sharded_like(part.key, tensor)
             else:
-                self._filled[path][inner] = tensor
+                self._within[path][inner] = tensor
                 self._fill_later(path + inner, tensor, value)
 
     def _fill_later(self, path: Path, template: Tensor, value: Any) -> None:
@@ -397,23 +392,17 @@ class ShardedLoadPlanner:
         with torch.no_grad():
             for target, source in self._to_copy:
                 target.copy_(source)
-        kept_objects = self.flat.objects.keys() - self.dropped
-        objects = {path: self._loaded_objects[self._names[path]] for path in kept_objects}
         plain = dict(self._plain)
         for path, parts in self._within.items():
-            values: dict[Path, Any] = {}
-            for inner, part in parts.items():
-                values[inner] = self._loaded_objects[part] if isinstance(part, str) else part.data
+            values = {inner: part.data if isinstance(part, ShardedTensor) else part for inner, part in parts.items()}
             plain[path] = merged(plain.get(path), values, lists=self.index.kind is Kind.DCP)
-        for path, filled in self._filled.items():
-            plain[path] = merged(plain.get(path), filled)
         for path, template in self.flat.common.items():
             if isinstance(template, Number) and isinstance(plain.get(path), Tensor):
                 plain[path] = plain[path].item()
         for path, tensor in self.flat.plain.items():
             if path not in self.dropped:
                 plain[path] = tensor
-        self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))
+        self.assembled = self.flat.assembled(self._objects, plain, frozenset(self.dropped))
 
 
 def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:

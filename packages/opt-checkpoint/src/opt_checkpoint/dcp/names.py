@@ -171,14 +171,16 @@ def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any
 
     Args:
         value: a nested value; None for none.
-        parts: what to insert.
+        parts: what to insert, outer ones before inner ones.
         lists: whether new containers whose keys count from 0 are lists, as in stock directories; else dicts.
     """
-    if not parts or () in parts:
-        return parts.get((), value)
+    value = parts.get((), value)
     by_key: dict[Any, dict[Path, Any]] = defaultdict(dict)
-    for (key, *rest), part in parts.items():
-        by_key[key][tuple(rest)] = part
+    for path, part in parts.items():
+        if path:
+            by_key[path[0]][path[1:]] = part
+    if not by_key:
+        return value
     if isinstance(value, list | tuple):
         items = list(value)
         for key, inner in by_key.items():
