@@ -18,7 +18,7 @@ from opt_checkpoint.state.tree import ABSENT, FlatState, is_below, leaves, looku
 from opt_checkpoint.state.wrappers import former_names
 
 _MAINS = "optimizer.state.fp32_param."
-_STATE_PREFIX = re.compile(r"optimizer\.state\.[^.]+\.")
+_STATE_PREFIX = re.compile(r"^optimizer\.state\.[^.]+\.")
 
 
 def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
@@ -48,48 +48,43 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
         if name not in index.tensors:
             name = path_text(path) if path_text(path) in index.tensors else relative.get(path, name)
         names[path] = name
-    former = _former_names(flat, index, names)
-    for path, renamed in former.items():
-        names[path] = f"{renamed.base}{renamed.former}"
-    names.update(_main_values(flat, index, names, aliases, former))
+    for path, former in _former_names(flat, index, names).items():
+        names[path] = former.stored
+        flat.relative[path] = flat.relative[path]._replace(key=former.relative)
+    names |= _main_values(flat, index, names, aliases)
     for path, item in flat.objects.items():
         shortened = relative.get(path)
         names[path] = item.unique_key if shortened is None or item.unique_key in index.objects else shortened
     return names
 
 
-class _Renamed(NamedTuple):
-    """A tensor that an earlier version stored under another name of its parameter: the key is `base + former`."""
+class _Former(NamedTuple):
+    """The stored key of a tensor under a former name of its parameter, and this key within its scope."""
 
-    base: str
-    name: str
-    former: str
+    stored: str
+    relative: str
 
 
-def _former_names(flat: FlatState, index: CheckpointIndex, names: Mapping[Path, str]) -> dict[Path, _Renamed]:
-    """The tensors of models and optimizers that are stored under former names only."""
+def _former_names(flat: FlatState, index: CheckpointIndex, names: Mapping[Path, str]) -> dict[Path, _Former]:
+    """The keys of tensors of models and optimizers that are stored under former names of their parameters only."""
     if all(names[path] in index.tensors for path in flat.relative if path in names):
         return {}
-    parts: dict[str, dict[str, Path]] = defaultdict(dict)  # the paths of tensors by base and name
+    parts: dict[str, dict[str, Path]] = defaultdict(dict)  # the paths of tensors by the rest of the key, and name
     for path, (_, key) in flat.relative.items():
         if path in flat.tensors:
-            state = _STATE_PREFIX.match(key)
-            name = key[state.end() :] if state else key
+            name = _STATE_PREFIX.sub("", key)
             parts[flat.tensors[path].key.removesuffix(name)][name] = path
-    former: dict[Path, _Renamed] = {}
+    former: dict[Path, _Former] = {}
     for base, paths in parts.items():
         stored = {key.removeprefix(base) for key in index.tensors if key.startswith(base)}
         for name, old in former_names(paths, stored.__contains__).items():
-            former[paths[name]] = _Renamed(base, name, old)
+            path = paths[name]
+            former[path] = _Former(base + old, flat.relative[path].key.removesuffix(name) + old)
     return former
 
 
 def _main_values(
-    flat: FlatState,
-    index: CheckpointIndex,
-    names: Mapping[Path, str],
-    aliases: Mapping[str, str],
-    former: Mapping[Path, _Renamed],
+    flat: FlatState, index: CheckpointIndex, names: Mapping[Path, str], aliases: Mapping[str, str]
 ) -> dict[Path, str]:
     """The tensors that are read from another stored tensor with more exact values.
 
@@ -100,8 +95,6 @@ def _main_values(
     keys = {path: shard.key for path, shard in flat.tensors.items()}
     for path in keys.keys() & flat.relative.keys():
         keys[path] = flat.relative[path].key
-    for path, renamed in former.items():
-        keys[path] = keys[path].removesuffix(renamed.name) + renamed.former
     asked: dict[str, set[str]] = defaultdict(set)
     for path, key in keys.items():
         asked[key].add(names[path])

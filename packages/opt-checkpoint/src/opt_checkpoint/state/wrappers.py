@@ -5,6 +5,7 @@ A wrapper is recognised by its class, so that a module of a model that is called
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
@@ -119,7 +120,7 @@ def plain_names(modules: Collection[NamedModule], keys: Collection[str]) -> dict
     return names
 
 
-_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_PARTS = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 def former_names(names: Collection[str], is_stored: Callable[[str], bool]) -> dict[str, str]:
@@ -137,8 +138,7 @@ def former_names(names: Collection[str], is_stored: Callable[[str], bool]) -> di
     if all(map(is_stored, every)):
         return {}
     is_in_module = all(name.startswith("module.") for name in every)
-    for with_parts in (True, False):
-        bare = {name: name if with_parts else _without_parts(name) for name in every}
+    for bare in ({name: name for name in every}, {name: _PARTS.sub("", name) for name in every}):
         forms = [bare, {name: f"module.{old}" for name, old in bare.items()}]
         if is_in_module:
             forms.append({name: old.removeprefix("module.") for name, old in bare.items()})
@@ -148,9 +148,3 @@ def former_names(names: Collection[str], is_stored: Callable[[str], bool]) -> di
             if is_former and (found := {name: old for name, old in changed.items() if is_stored(old)}):
                 return found
     return {}
-
-
-def _without_parts(name: str) -> str:
-    for part in _PARTS:
-        name = name.replace(part, "")
-    return name
