@@ -9,7 +9,6 @@ restart of a rank, or if the number or order of ranks or the shape of a tensor c
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -228,7 +227,7 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     group, offsets, sizes = _cut(tensors, groups, count)
     piece_bytes = np.prod(sizes, axis=1) * itemsize[group]  # (pieces,)
     order = np.lexsort((-piece_bytes, groups.holders[group]))
-    chosen = _least_loaded(tensors, groups, group[order], piece_bytes[order], [int(n) for n in load])
+    chosen = _least_loaded(tensors, groups, group[order], piece_bytes[order], load.astype(np.int64))
     box = np.concatenate([single, chosen])  # (parts,)
     offsets = np.concatenate([tensors.offsets[single], offsets[order]])
     sizes = np.concatenate([tensors.sizes[single], sizes[order]])
@@ -277,24 +276,20 @@ def _grouped(tensors: TensorsOfRanks) -> _Groups:
     return _Groups(members, start[as_held], holders[as_held], main[kept][as_held])
 
 
-def _least_loaded(tensors: TensorsOfRanks, groups: _Groups, group: Array, nbytes: Array, load: list[int]) -> Array:
-    """The box of the least loaded holder of each piece, with one heap per set of holders. Writes to `load`."""
-    heaps: dict[bytes, list[tuple[int, int]]] = {}
-    found: dict[int, tuple[list[tuple[int, int]], Array, Array]] = {}  # by group: heap, ranks and boxes of its holders
+def _least_loaded(tensors: TensorsOfRanks, groups: _Groups, group: Array, nbytes: Array, load: Array) -> Array:
+    """(pieces,) the box of the least loaded holder of each piece, of the first rank among equals.
+
+    Args:
+        tensors: the contents of all ranks.
+        groups: of equal boxes.
+        group: (pieces,) the group of each piece.
+        nbytes: (pieces,) its size.
+        load: (ranks,) bytes that each rank writes already; is written to.
+    """
     chosen = np.zeros(len(group), np.int64)
     for number, (group_id, size) in enumerate(zip(group.tolist(), nbytes.tolist())):
-        if group_id not in found:
-            boxes = groups.members[groups.start[group_id] :][: groups.holders[group_id]]
-            holders = tensors.box_rank[boxes]
-            if (name := holders.tobytes()) not in heaps:
-                heaps[name] = sorted((load[r], r) for r in holders.tolist())
-            found[group_id] = heaps[name], holders, boxes
-        heap, holders, boxes = found[group_id]
-        seen, rank = heap[0]
-        while seen != load[rank]:  # another set of holders has loaded this rank since
-            heapq.heapreplace(heap, (load[rank], rank))
-            seen, rank = heap[0]
-        load[rank] += size
-        heapq.heapreplace(heap, (load[rank], rank))
-        chosen[number] = boxes[np.searchsorted(holders, rank)]  # in the order of ranks
+        boxes = groups.members[groups.start[group_id] :][: groups.holders[group_id]]
+        box = boxes[np.argmin(load[tensors.box_rank[boxes]])]
+        load[tensors.box_rank[box]] += size
+        chosen[number] = box
     return chosen
