@@ -6,7 +6,7 @@ strict modes cannot parse. Plain values are in `common.pt`, which all of its rel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from opt_checkpoint.disk.checkpoint import open_checkpoint
 from opt_checkpoint.disk.foreign import MEGATRON_COMMON, MEGATRON_MARK, MEGATRON_MARKED, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.disk.main_weights import Moments
+from opt_checkpoint.dist_checkpointing.megatron import RESHARDABLE, optimizer_entry
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import PREFIX
@@ -34,7 +35,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "decoupled_weight_decay": True,
 }  # fmt: skip
 _OURS = ("optimizer", "choices", "name")
-_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_CONTENT = {"distrib_optim_sharding_type": RESHARDABLE, "chained_optim_avoid_prefix": True}
 
 
 def checkpoint_to_megatron(
@@ -80,13 +81,15 @@ def checkpoint_to_megatron(
     if moments == "new":
         del common["optimizer"]
     else:
-        has_mains = any(key.startswith(f"{PREFIX}fp32_param.") for key in tensors)
+        form = "distributed"
+        if not is_distributed:
+            has_mains = any(key.startswith(f"{PREFIX}fp32_param.") for key in tensors)
+            form = "mixed" if has_mains else "fp32"
         scale = lookup(opened.common, ("optimizer", "grad_scaler"))
         step = _common_step(opened.index)
-        parts = [
-            _optimizer(rows, step, scale, is_distributed=is_distributed, is_nested=is_distributed or has_mains)
-            for rows in _rows_of_chain(groups)
-        ]
+        parts = []
+        for rows in _rows_of_chain(groups):
+            parts.append(optimizer_entry(form, [{**row, "step": step} for row in rows], step, scale))
         common["optimizer"] = parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
     def write_more(out: Path) -> None:
@@ -110,27 +113,6 @@ def _rows_of_chain(groups: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         rows = of_experts if is_expert else dense
         rows.append({**_group(group), "is_expert_parallel": is_expert})
     return [dense, of_experts] if is_chain else [dense]
-
-
-def _optimizer(
-    rows: Sequence[Mapping[str, Any]],
-    step: int,
-    scale: Mapping[str, Any] | None,
-    *,
-    is_distributed: bool,
-    is_nested: bool,
-) -> dict[str, Any]:
-    """The plain values of one optimizer."""
-    inner: dict[str, Any] = {"param_groups": [{**row, "step": step} for row in rows]}
-    if not is_distributed:
-        inner["state"] = {"common_step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
-    whole: dict[str, Any] = {"optimizer": inner} if is_nested else inner
-    if scale:
-        value = torch.tensor([scale["scale"]], dtype=torch.float32, device="cpu")
-        whole["grad_scaler"] = {**scale, "scale": value}
-    if is_distributed:
-        whole["param_state_sharding_type"] = _CONTENT["distrib_optim_sharding_type"]
-    return whole
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.dist_checkpointing.megatron import (
+    RESHARDABLE,
     Compared,
     compare_end,
     local_object,
+    optimizer_entry,
     shifted_of,
     to_megatron,
 )
@@ -32,7 +34,6 @@ from opt_stack.rules.entries import Group
 logger = logging.getLogger("opt_stack")
 OWN = "opt_stack"
 SPIKES = "spikes"  # in a state: the norms and losses of the last steps, with `skip_sigma`
-RESHARDABLE = "fully_reshardable"
 AVOID_PREFIX = "chained_optim_avoid_prefix"  # in that metadata: keys do not begin with `chained_<number>.`
 SHARDING_TYPE = "distrib_optim_sharding_type"  # in the metadata of Megatron-Core's callers
 _IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "start_wd", "end_wd")
@@ -152,22 +153,9 @@ def to_megatron_state(
         is_counted = len(chain) == 1 or groups[0][RULE] not in _UNCOUNTED
         step = common if is_counted else None
         written = [_megatron_group(group, step, unnamed=first_rule) for group in groups]
-        entries.append(_entry(link.form, written, step, state["grad_scaler"]))
+        entries.append(optimizer_entry(link.form, written, step, state["grad_scaler"]))
     entries[0][OWN] = own
     return entries[0] if len(entries) == 1 else dict(enumerate(entries))
-
-
-def _entry(form: str, groups: Sequence[Group], step: int | None, scaler: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of one of Megatron-Core's optimizers."""
-    inner: dict[str, Any] = {"param_groups": groups}
-    if form != "distributed":
-        inner["state"] = {} if step is None else {"common_step": _fp32(float(step))}
-    entry: dict[str, Any] = inner if form == "fp32" else {"optimizer": inner}
-    if form == "distributed":
-        entry["param_state_sharding_type"] = RESHARDABLE
-    if scaler:
-        entry["grad_scaler"] = {**scaler, "scale": _fp32([float(scaler["scale"])])}
-    return entry
 
 
 def _names_in(chain: Sequence[Link], form: str, names: Sequence[Sequence[str]]) -> set[str]:
@@ -178,10 +166,6 @@ def _names_in(chain: Sequence[Link], form: str, names: Sequence[Sequence[str]]) 
 def _param_name(at: str) -> str:
     """The name of the parameter that has its state at `at`."""
     return at.rpartition(", chunk ")[0] or at
-
-
-def _fp32(value: float | list[float]) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _megatron_group(group: Group, step: int | None, *, unnamed: str) -> dict[str, Any]:
