@@ -43,6 +43,7 @@ from opt_checkpoint.run.ranks import (
     check_equal,
     from_all,
     from_rank_0,
+    own_and_all,
     ranks_of,
     same_location,
     texts_of,
@@ -230,41 +231,41 @@ def carry_out_save(
         CheckpointingException: as `save`.
     """
     cached = CachedPlan() if cache is None else cache.plan
-    writers: list[Writer] = []
-    local: list[Held] = []
     of_all: list[Assigned] = []  # on rank 0
 
-    def offer() -> Offer:
-        writers.append(new_writer())
-        held = describe(state, ranks.rank, policy=policy, cached=cached, lists_values=lists_values)
-        local.append(held)
-        return offer_of(held, texts_of({"path": writers[0].path, **arguments}))
+    def begin() -> tuple[Writer, Held]:
+        writer = new_writer()
+        return writer, describe(state, ranks.rank, policy=policy, cached=cached, lists_values=lists_values)
+
+    def offer(own: tuple[Writer, Held]) -> Offer:
+        writer, held = own
+        return offer_of(held, texts_of({"path": writer.path, **arguments}))
 
     def plan(contents: list[LocalContents]) -> list[tuple[AssignedParts | None, Any]]:
-        assigned = assign(local[0], agreed, contents, lists_values=lists_values)
+        assigned = assign(held, agreed, contents, lists_values=lists_values)
         of_all.append(assigned)
-        return list(zip(assigned.to_ranks, writers[0].begin(assigned), strict=True))
+        return list(zip(assigned.to_ranks, writer.begin(assigned), strict=True))
 
     def write() -> Any:
         assigned = of_all[0] if of_all else None
-        taken = take(local[0], parts, assigned)
+        taken = take(held, parts, assigned)
         if cache is not None:
             cache.plan = to_cache(agreed, taken, assigned)
-        return writers[0].write(message, taken)
+        return writer.write(message, taken)
 
+    (writer, held), offers = own_and_all(ranks, begin, offer, what)
+    check_equal(what.partition(" ")[0], [offer.arguments for offer in offers])
+    agreed = agree(policy, offers)
     try:
-        offers = from_all(ranks, offer, what)
-        check_equal(what.partition(" ")[0], [offer.arguments for offer in offers])
-        agreed = agree(policy, offers)
-        parts, message = through_rank_0(ranks, lambda: contents_for(local[0], agreed), plan, what, each=True)
-        through_rank_0(ranks, write, lambda written: writers[0].finish(of_all[0], written), what)
-        then(writers[0], local[0])
+        parts, message = through_rank_0(ranks, lambda: contents_for(held, agreed), plan, what, each=True)
+        through_rank_0(ranks, write, lambda written: writer.finish(of_all[0], written), what)
+        then(writer, held)
     except BaseException:
-        if ranks.rank == 0 and writers:
+        if ranks.rank == 0:
             try:
-                writers[0].abandon()
+                writer.abandon()
             except OSError as error:
-                what = f"could not remove the files of the failed save to {writers[0].path}: {error}"
+                what = f"could not remove the files of the failed save to {writer.path}: {error}"
                 warnings.warn(f"{what}; the next save will try again", stacklevel=3)
         raise
 
