@@ -146,7 +146,7 @@ def find_arrays(folder: Path) -> dict[str, Array]:
     listed: dict[str, str] | None = None
     if (folder / INDEX).exists():
         try:
-            listed = {**json.loads(Directory(folder).read(INDEX, follow=True))["weight_map"]}
+            listed = {**json.loads(Directory(folder, follow=True).read(INDEX))["weight_map"]}
         except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise CheckpointCorruptError(f"{folder / INDEX} is not a valid index of files: {error!r:.200}") from None
         files = sorted({str(file) for file in listed.values()})

@@ -183,10 +183,10 @@ class DataFiles:
 
     def __init__(self, index: CheckpointIndex) -> None:
         self.path = index.path
-        self._store = store_at(index.path)
+        # Files in Hugging Face's cache are symbolic links.
+        self._store = store_at(index.path, follow=index.kind is Kind.SAFETENSORS)
         self.near_bytes = self._store.near_bytes
         self.read_bytes = self._store.read_bytes
-        self._follow = index.kind is Kind.SAFETENSORS  # files in Hugging Face's cache are symbolic links
         self._header = b"" if index.save_id is None else file_header(index.save_id)
         self._checked = set[str]()
         self.bytes_read = 0
@@ -226,7 +226,7 @@ class DataFiles:
 
     def _read(self, name: str, start: int, view: memoryview) -> None:
         try:
-            self._store.read_into(name, start, view, follow=self._follow)
+            self._store.read_into(name, start, view)
         except FileNotFoundError:
             problem = "is missing; save checkpoints to storage that all ranks can read"
             if self._header and self._store.committed() is None:

@@ -20,9 +20,9 @@ class Target(NamedTuple):
     name: str
 
 
-def store_at(place: Location) -> Store:
-    """Return the store whose root is a place."""
-    return Bucket(place) if isinstance(place, ObjectPath) else Directory(place)
+def store_at(place: Location, *, follow: bool = False) -> Store:
+    """Return the store whose root is a place. With `follow`, files in a directory may be symbolic links."""
+    return Bucket(place) if isinstance(place, ObjectPath) else Directory(place, follow=follow)
 
 
 def target_at(place: Location) -> Target:

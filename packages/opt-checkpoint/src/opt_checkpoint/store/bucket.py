@@ -190,10 +190,10 @@ class Bucket:
 
     # --- reading ---
 
-    def read(self, name: str, *, follow: bool = False) -> bytes:
+    def read(self, name: str) -> bytes:
         return self._make("get", name, lambda key: bytes(obstore.get(self._store, key).bytes()))
 
-    def read_into(self, name: str, start: int, view: memoryview, *, follow: bool = False) -> None:
+    def read_into(self, name: str, start: int, view: memoryview) -> None:
         for first in range(0, len(view), self.read_bytes):
             part = view[first:][: self.read_bytes]
             starts = list(range(start + first, start + first + len(part), _REQUEST_BYTES))

@@ -58,19 +58,19 @@ class Directory:
     Args:
         root: the directory.
         sync: whether files must survive a power loss of this machine.
+        follow: whether files may be symbolic links.
     """
 
     near_bytes = 16 << 10
     read_bytes = 4 << 20  # fits the processor's cache
 
-    def __init__(self, root: Path, *, sync: bool = True) -> None:
+    def __init__(self, root: Path, *, sync: bool = True, follow: bool = False) -> None:
         self.root = root
         self._sync = sync
+        self._follow = follow
         self.leases = Leases()
         # Closed with this object: the function does not refer to it.
-        self._opened = lru_cache(_OPEN_FILES)(
-            lambda name, follow: _Descriptor(open_regular(root / name, follow=follow))
-        )
+        self._opened = lru_cache(_OPEN_FILES)(lambda name: _Descriptor(open_regular(root / name, follow=follow)))
 
     def path(self, name: str = "") -> Path:
         return self.root / name
@@ -173,12 +173,12 @@ class Directory:
 
     # --- reading ---
 
-    def read(self, name: str, *, follow: bool = False) -> bytes:
-        with open(open_regular(self.path(name), follow=follow), "rb") as file:
+    def read(self, name: str) -> bytes:
+        with open(open_regular(self.path(name), follow=self._follow), "rb") as file:
             return file.read()
 
-    def read_into(self, name: str, start: int, view: memoryview, *, follow: bool = False) -> None:
-        opened = self._opened(name, follow)
+    def read_into(self, name: str, start: int, view: memoryview) -> None:
+        opened = self._opened(name)
         while len(view):
             count = os.preadv(opened.fd, [view[: 1 << 30]], start)
             if not count:

@@ -103,15 +103,10 @@ class Store(Protocol):
     def committed(self, target: str = "") -> str | None:
         """Return the folder of the committed checkpoint at a target; None if certainly none was committed."""
 
-    def read(self, name: str, *, follow: bool = False) -> bytes:
-        """Read a whole small file.
+    def read(self, name: str) -> bytes:
+        """Read a whole small file."""
 
-        Args:
-            name: the file.
-            follow: whether it may be a symbolic link.
-        """
-
-    def read_into(self, name: str, start: int, view: memoryview, *, follow: bool = False) -> None:
+    def read_into(self, name: str, start: int, view: memoryview) -> None:
         """Fill memory with the bytes of a file from `start` on. Raises EOFError if the file ends before."""
 
     def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
