@@ -126,34 +126,34 @@ def is_below(path: Path, places: Iterable[Path]) -> bool:
 ABSENT: Any = object()  # stands for a value that does not exist
 
 
-def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = (), *, scoped: bool = False) -> Any:
+def map_leaves(
+    state: Any,
+    change: Callable[[Path, Any], Any],
+    path: Path = (),
+    *,
+    scoped: bool = False,
+    prunes: bool = False,
+) -> Any:
     """Return a state of the same shape whose every value is `change(path, value)`; one that is `ABSENT` is left out.
 
-    A `ScopedState` becomes a plain dict, unless `scoped`.
+    In a list, it is None.
+    A `ScopedState` becomes a plain dict, unless `scoped`. With `prunes`, a container without values is `ABSENT` too.
     """
     inner = _inner(state)
     if not inner:
         return change(path, state)
-    changed = [(key, map_leaves(value, change, (*path, key), scoped=scoped)) for key, value in inner]
-    if isinstance(state, list):
-        return [None if value is ABSENT else value for _, value in changed]
+    changed = [(key, map_leaves(value, change, (*path, key), scoped=scoped, prunes=prunes)) for key, value in inner]
     found = {key: value for key, value in changed if value is not ABSENT}
+    if prunes and not found:
+        return ABSENT
+    if isinstance(state, list):
+        return [found.get(key) for key, _ in changed]
     return state.like(found) if scoped and isinstance(state, ScopedState) else found
 
 
-def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Return the parts of a state at which `values` has a value, with these values; other elements of a list are None.
-
-    `ABSENT` if there are none.
-    """
-    inner = _inner(state)
-    if not inner:
-        return values.get(path, ABSENT)
-    found = [(key, selected(value, values, (*path, key))) for key, value in inner]
-    present = {key: value for key, value in found if value is not ABSENT}
-    if isinstance(state, list) and present:
-        return [None if value is ABSENT else value for _, value in found]
-    return present or ABSENT
+def selected(state: Any, values: Mapping[Path, Any]) -> Any:
+    """Return the parts of a state at which `values` has a value, with these values; `ABSENT` if there are none."""
+    return map_leaves(state, lambda path, _: values.get(path, ABSENT), prunes=True)
 
 
 def without_tensors(value: Any) -> tuple[Any, dict[Path, Tensor]]:
