@@ -320,8 +320,6 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     arrivals = {p: store.folder(p.name, uuid.uuid4().hex) for p in parcels if p.receiver == ranks.rank}
     listings = from_all(ranks, lambda: {parcel: list(_chunks_of(source)) for parcel, source in sources.items()}, what)
     chunks = {parcel: listings[parcel.sender][parcel] for parcel in (*sources, *arrivals)}
-    largest = {parcel: max((chunk.nbytes for chunk in own), default=0) for parcel, own in chunks.items()}
-    memory = {p: torch.empty(nbytes, dtype=torch.uint8, device="cpu") for p, nbytes in largest.items()}
     crcs: dict[Parcel, dict[str, int]] = {parcel: {} for parcel in arrivals}
     errors: list[BaseException] = []
 
@@ -343,20 +341,17 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
             attempt(store.make_dir, store.path(folder))
         for number in range(max(map(len, chunks.values()), default=0)):
             works = []
-            now = []
-            for parcel, own in chunks.items():
-                if number < len(own):
-                    now.append((parcel, own[number], memory[parcel][: own[number].nbytes]))
-            for parcel, chunk, message in now:
+            now = [(parcel, own[number]) for parcel, own in chunks.items() if number < len(own)]
+            messages = [torch.empty(chunk.nbytes, dtype=torch.uint8, device="cpu") for _, chunk in now]
+            for (parcel, chunk), message in zip(now, messages):
                 if parcel in sources:
                     attempt(sources[parcel].read_into, chunk.file, chunk.start, bytes_view(message))
                     works.append(dist.isend(message, group=ranks.group, group_dst=parcel.receiver))
                 else:
                     works.append(dist.irecv(message, group=ranks.group, group_src=parcel.sender))
-            for work in works:
-                if work is not None:
-                    work.wait()
-            for parcel, chunk, message in now:
+            for work in filter(None, works):
+                work.wait()
+            for (parcel, chunk), message in zip(now, messages):
                 if parcel in arrivals:
                     attempt(write, parcel, chunk, bytes_view(message))
         for parcel, folder in arrivals.items():
