@@ -110,16 +110,13 @@ def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], wher
     Raises:
         CheckpointMismatchError: naming the list.
     """
-    unplaced = [(own, own.marks) for own in tensors if own.marks is not None and own.marks.list_name is not None]
-    if not unplaced or not has_other_ranks():
-        return
     lists: dict[str, int] = {}
-    for own, marks in unplaced:
-        own_list = marks.list_name if own.key.endswith(marks.name) else _before_number(own.key)
-        if own_list is not None:
-            prefix = own.key.removesuffix(marks.name) if own.key.endswith(marks.name) else ""
-            lists[f"{prefix}{own_list}{own_list and '.'}"] = marks.list_len
-    for key in stored:
+    for tensor in tensors if has_other_ranks() else ():
+        if tensor.marks is not None:
+            prefix, _, own_list = _parts_of(tensor.key, tensor.marks)
+            if own_list is not None:
+                lists[f"{prefix}{own_list}{own_list and '.'}"] = tensor.marks.list_len
+    for key in stored if lists else ():
         for prefix, length in lists.items():
             number = key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
             if number.isdigit() and int(number) >= length:
@@ -129,6 +126,21 @@ def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], wher
                     f"groups=opt_stack.ProcessGroups(dp=..., pp=..., ...)); if every rank loads the same first layers, "
                     f"groups=opt_stack.ProcessGroups(dp=torch.distributed.group.WORLD)"
                 )
+
+
+class _Parts(NamedTuple):
+    """The parts of a key: a prefix of the caller or of another form, the name, and the list of layers in the name."""
+
+    prefix: str
+    name: str
+    list_name: str | None
+
+
+def _parts_of(key: str, marks: Marks) -> _Parts:
+    """The parts of the key that a tensor has now, which may be the caller's own."""
+    if key.endswith(marks.name):
+        return _Parts(key.removesuffix(marks.name), marks.name, marks.list_name)
+    return _Parts("", key, None if marks.list_name is None else _before_number(key))
 
 
 def has_other_ranks() -> bool:
@@ -226,15 +238,12 @@ def _entries(state: Any) -> Iterator[_Entry]:
 
 
 def _entry(node: Any, at: Any, tensor: ShardedTensor, marks: Marks, scope: int) -> _Entry:
-    """The entry of a tensor under the key that it has now, with a prefix of the caller or of another form."""
-    is_prefixed = tensor.key.endswith(marks.name)
-    name = marks.name if is_prefixed else tensor.key
-    prefix = tensor.key.removesuffix(name)
+    """The entry of a tensor under the key that it has now."""
+    prefix, name, list_name = _parts_of(tensor.key, marks)
     entry = _Entry(node, at, tensor, marks, f"{scope}/{prefix}", prefix, name)
     if marks.is_expert and (found := _EXPERT_NUMBER.match(name)):
         group = 2 if found[2] is not None else 4
         entry.expert = _Expert(f"{entry.scope}{found[group - 1]}", int(found[group]), found.span(group))
-    list_name = marks.list_name if is_prefixed or marks.list_name is None else _before_number(name)
     layers = None if list_name is None else f"{entry.scope}{list_name}"
     entry.layers = None if entry.expert is not None and entry.expert.list_name == layers else layers
     return entry
