@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -307,46 +307,46 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
 
 
 class _Segment(NamedTuple):
-    """Elements of one part that are consecutive in a tensor: its pattern, the position of the first one in it along the
-    axis of the parts, and the range of elements of the part."""
+    """Elements `[first, end)` of a part that are consecutive in a tensor, from `position` on along the parts' axis."""
 
-    text: str
+    part: int
     position: int
     first: int
     end: int
 
 
+def _segments(side: _Side, lengths: Shape) -> dict[str, list[_Segment]]:
+    """The segments of each tensor of a side, by pattern; `lengths` are those of every part."""
+    found: dict[str, list[_Segment]] = {}
+    for text, (_, parts) in side.patterns.items():
+        groups = side.groups if len(parts) > 1 else 1
+        position = 0
+        found[text] = []
+        for group, part in itertools.product(range(groups), parts):
+            length = lengths[part] // groups
+            found[text].append(_Segment(part, position, group * length, (group + 1) * length))
+            position += length
+    return found
+
+
 def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Iterator[tuple[str, Piece]]:
     """The boxes that both sides share, with our name of each."""
-    our_depth = len(sides[0].stack)
-    their_depth = len(sides[1].stack)
-    logical = tuple(range(our_depth, our_depth + len(sizes.block)))
-    axes = ((None,) * their_depth) + sides[1].axes(logical)
-    described = dict(sizes.described(1, sides, {(text, ()): text for text in sides[1].patterns}))
-    segments: list[dict[int, list[_Segment]]] = [defaultdict(list), defaultdict(list)]  # of each side, by part
-    for side, lengths, found in zip(sides, sizes.lengths, segments, strict=True):
-        for text, (_, parts) in side.patterns.items():
-            groups = side.groups if len(parts) > 1 else 1
-            position = 0
-            for group, part in itertools.product(range(groups), parts):
-                length = lengths[part] // groups
-                found[part].append(_Segment(text, position, group * length, (group + 1) * length))
-                position += length
-    runs: dict[tuple[str, str], list[tuple[Shape, Shape, Shape]]] = defaultdict(list)
-    for part, of_part in segments[0].items():
-        for own, other in itertools.product(of_part, segments[1][part]):
-            start = max(own.first, other.first)
-            end = min(own.end, other.end)
-            block = with_axis(sizes.block, sizes.dim, end - start)
-            if start >= end or 0 in block:
-                continue
-            zeros = (0,) * len(block)
-            ours_at = with_axis(zeros, sizes.dim, own.position + start - own.first)
-            theirs_at = with_axis(zeros, sizes.dim, other.position + start - other.first)
-            extent = (1,) * our_depth + block
-            runs[own.text, other.text].append((ours_at, sides[1].axes(theirs_at), extent))
+    our_side, their_side = sides
+    lead = (1,) * len(our_side.stack)
+    logical = tuple(range(len(lead), len(lead) + len(sizes.block)))
+    axes = ((None,) * len(their_side.stack)) + their_side.axes(logical)
+    shapes = dict(sizes.described(1, sides, {(text, ()): text for text in their_side.patterns}))
+    our_segments, their_segments = map(_segments, sides, sizes.lengths)
+    zeros = (0,) * len(sizes.block)
     for (their_text, in_ours), their_name in theirs.items():
         for (our_text, in_theirs), our_name in ours.items():
-            for ours_at, theirs_at, extent in runs.get((our_text, their_text), ()):
-                within = Within(described[their_text].shape, (*in_theirs, *theirs_at), axes)
-                yield our_name, Piece(Box((*in_ours, *ours_at), extent), their_name, within)
+            for own, other in itertools.product(our_segments[our_text], their_segments[their_text]):
+                start = max(own.first, other.first)
+                end = min(own.end, other.end)
+                block = with_axis(sizes.block, sizes.dim, end - start)
+                if own.part != other.part or start >= end or 0 in block:
+                    continue
+                ours_at = with_axis(zeros, sizes.dim, own.position + start - own.first)
+                theirs_at = their_side.axes(with_axis(zeros, sizes.dim, other.position + start - other.first))
+                within = Within(shapes[their_text].shape, (*in_theirs, *theirs_at), axes)
+                yield our_name, Piece(Box((*in_ours, *ours_at), lead + block), their_name, within)
