@@ -145,10 +145,9 @@ class _Writer:
         tensors = assigned.plan.tensors
         parts = assigned.plan.parts
         described: dict[str, Described] = {}
-        columns = (tensors.key.tolist(), tensors.dtype.tolist(), tensors.ndim.tolist(), tensors.shape.tolist())
-        for key, dtype, ndim, shape in zip(*columns, strict=True):
-            own = Described(tuple(shape[:ndim]), dtype_from_name(tensors.dtype_names[dtype]))
-            described.setdefault(tensors.keys[key], own)
+        for key, first in zip(tensors.keys, tensors.first_of_key.tolist(), strict=True):
+            dtype = dtype_from_name(tensors.dtype_names[tensors.dtype[first]])
+            described[key] = Described(tensors.shape_of(first), dtype)
         mapped = to_theirs(self._names, described)
         self._layout = layout_of(mapped.theirs, dtype=self._dtype, shard_bytes=self._shard_bytes)
         self._store.begin(self.path.name, self._save_id)
