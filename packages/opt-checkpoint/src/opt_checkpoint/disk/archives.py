@@ -206,16 +206,12 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
     try:
         with _changing_globals, safe_globals(list(allowed)):
             names = get_unsafe_globals_in_checkpoint(io.BytesIO(raw))
-            stubs = [(_stub(name), name) for name in names]
+            # Classes whose objects are a `NotLoaded` of their name.
+            stubs = [(type("Stub", (), {"__new__": lambda *_, name=name: NotLoaded(name)}), name) for name in names]
             with safe_globals([*stubs, NotLoaded]):
                 return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types here; all mean that the bytes cannot be trusted
         raise CheckpointCorruptError(f"a stored object cannot be loaded safely: {error}") from error
-
-
-def _stub(name: str) -> type:
-    """A class whose objects are a `NotLoaded` of this name."""
-    return type("Stub", (), {"__new__": lambda cls, *args: NotLoaded(name)})
 
 
 def not_loaded_in(value: Any) -> Iterator[str]:

@@ -74,13 +74,10 @@ def bytes_view(tensor: Tensor) -> memoryview:
     """Return a writable view of the memory of a contiguous CPU tensor as bytes."""
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(byte_tensor(tensor.detach()).numpy().data).cast("B")
-
-
-def byte_tensor(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as 1-D uint8; a single element may have any stride, which `view`
-    refuses."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    elements = tensor.detach().as_strided(
+        (tensor.numel(),), (1,)
+    )  # one may have any stride
+    return memoryview(elements.view(torch.uint8).numpy().data).cast("B")
 
 
 class PieceSums:

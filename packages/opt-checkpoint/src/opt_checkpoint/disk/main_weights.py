@@ -68,9 +68,11 @@ def compare_end(key: str, main: Tensor, weight: Tensor) -> Compared:
     weight = weight[-_TAIL:]
     if torch.equal(_rounded(main, weight), weight):
         return Compared(key, bool(weight.any()))
-    zeros = _ends_with_zeros(main, weight)
-    moved = _is_moved(main, weight)
-    return Compared(key, is_exact=False, has_zeros=zeros, is_moved=moved, differs=True)
+    # Main weights at the end are zero where weights are not, nor so small that main weights underflow.
+    nonzero = main.nonzero()
+    end = int(nonzero[-1]) + 1 if len(nonzero) else 0
+    zeros = bool((weight[end:].abs() > weight.abs().max() / 512).any())
+    return Compared(key, is_exact=False, has_zeros=zeros, is_moved=_is_moved(main, weight), differs=True)
 
 
 def shifted_of(compared: Collection[Compared]) -> list[str]:
@@ -181,13 +183,6 @@ def _rounded(main: Tensor, weight: Tensor) -> Tensor:
     """Main weights in the dtype of the weights; where both are NaN, the weight."""
     rounded = main.to(weight.dtype)
     return torch.where(rounded.isnan() & weight.isnan(), weight, rounded)
-
-
-def _ends_with_zeros(main: Tensor, weight: Tensor) -> bool:
-    """Whether main weights at the end are zero where the weights are not, nor so small that main weights underflow."""
-    nonzero = main.nonzero()
-    end = int(nonzero[-1]) + 1 if len(nonzero) else 0
-    return bool((weight[end:].abs() > weight.abs().max() / 512).any())
 
 
 def _is_moved(main: Tensor, weight: Tensor) -> bool:
