@@ -74,9 +74,7 @@ def bytes_view(tensor: Tensor) -> memoryview:
     """Return a writable view of the memory of a contiguous CPU tensor as bytes."""
     if not tensor.numel():
         return memoryview(b"")
-    elements = tensor.detach().as_strided(
-        (tensor.numel(),), (1,)
-    )  # one may have any stride
+    elements = tensor.detach().as_strided((tensor.numel(),), (1,))  # one may have any stride
     return memoryview(elements.view(torch.uint8).numpy().data).cast("B")
 
 

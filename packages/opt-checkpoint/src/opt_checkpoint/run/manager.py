@@ -339,7 +339,12 @@ class CheckpointManager(Closing):
         self.wait()
         same_everywhere(self._ranks, "loading", step=step, verify=verify)  # they decide which exchanges follow
         for left in reversed(range(LOAD_ATTEMPTS if step is None else 1)):
-            chosen = self._newest(verify) if step is None else step_number(step)
+            number = step
+            if step is None:
+                number = self.latest() if verify == "none" else self.latest_good()
+            if number is None:
+                raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
+            chosen = step_number(number)
             try:
                 report = read(self.series.path(chosen))
             except CheckpointNotFoundError:  # the same on every rank
@@ -347,15 +352,15 @@ class CheckpointManager(Closing):
                 if not left:
                     raise
             else:
-                self._go_to(chosen)
-                return report
-        raise AssertionError("the last attempt returns or raises")
-
-    def _newest(self, verify: str | None) -> int:
-        newest = self.latest() if verify == "none" else self.latest_good()
-        if newest is None:
-            raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
-        return newest
+                break
+        # The run continues from this step: it may save the later ones again.
+        self._loaded = chosen
+        if self._ranks.rank == 0:
+            self._resumed = chosen
+            self._later = set()
+            self._known = self.series.committed()
+            self._left = {known: {self.series.save_of(known)} for known in self._known if known > chosen}
+        return report
 
     def latest_good(self) -> int | None:
         """Return the highest step whose files match their checksums; None if there never was one. Raises like
@@ -402,17 +407,8 @@ class CheckpointManager(Closing):
             raise removed(self.series.path(step))
         self._damaged.add(step)
         if self._ranks.rank == 0:
-            warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=6)
+            warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=5)
         return False
-
-    def _go_to(self, step: int) -> None:
-        """The run continues from a step: it may save the later ones again."""
-        self._loaded = step
-        if self._ranks.rank == 0:
-            self._resumed = step
-            self._later = set()
-            self._known = self.series.committed()
-            self._left = {known: {self.series.save_of(known)} for known in self._known if known > step}
 
     def _retire(self, saved: int, save_id: str, metric: float | None) -> None:
         """Delete all but the newest `keep` steps, the best ones, and `saved`, which was just saved with a metric.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from opt_checkpoint.state.model_parallel import ModelAxes, marks_of, place_
 from opt_checkpoint.state.sharded import ShardedStateDict, Source
 from opt_checkpoint.state.tensors import is_dtensor, local_tensor, sharded_like
 from opt_checkpoint.state.tree import ScopedState
-from opt_checkpoint.state.wrappers import NamedModule, named_modules, plain_names
+from opt_checkpoint.state.wrappers import named_modules, plain_names
 
 
 def sharded_model(
@@ -53,7 +52,10 @@ def sharded_model(
     entries = model.state_dict(keep_vars=True)
     values = {name: entries[key] for key, name in plain_names(modules, entries).items() if name not in described}
     marks = marks_of(modules, values)
-    places = _places(modules)
+    places = {}  # the path of each parameter and buffer, by the `id` of the tensor
+    for module, path, _, _ in modules:
+        for last, tensor in (*module._parameters.items(), *module._buffers.items()):
+            places[id(tensor)] = f"{path}{last}"
     compared = ranks.size > 1 and process_group is None
     state: dict[str, Any] = {}
     for name, value in values.items():
@@ -70,15 +72,6 @@ def sharded_model(
     if groups is not None:
         place_(sharded, _axes_of(groups))
     return sharded
-
-
-def _places(modules: Iterable[NamedModule]) -> dict[int, str]:
-    """The path of each parameter and buffer, by the `id` of the tensor."""
-    names = {}
-    for module, path, _, _ in modules:
-        for last, tensor in (*module._parameters.items(), *module._buffers.items()):
-            names[id(tensor)] = f"{path}{last}"
-    return names
 
 
 def _tensor_now(model: nn.Module, path: str, described: Tensor) -> Tensor:

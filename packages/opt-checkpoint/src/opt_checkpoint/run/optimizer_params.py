@@ -88,7 +88,10 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
     """
     modules = list(named_modules(model))
     _refuse_local_shards(modules, optimizer)
-    _reshard(modules)
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for found in modules:
+        if isinstance(found.module, sharded):
+            found.module.reshard()  # FSDP2 leaves shards gathered after a forward without a backward pass
     params = named_parameters(modules)
     marks = marks_of(modules, params)
     names: dict[int, str] = {}
@@ -99,7 +102,7 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
     if groups is not None:
         described = sharded_model(model, groups=groups)
         placed = get_param_id_to_sharded_param_map(described, [param for param, _ in members], strict=False)
-    found = []
+    named = []
     for index, (param, group) in enumerate(members):
         if id(param) not in names:
             raise CheckpointValueError(
@@ -113,8 +116,8 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
         if place is not None:
             current = place.key
             shape = _whole_shape(place)
-        found.append(NamedParam(current, param, group, shape, marks[name], place))
-    return found
+        named.append(NamedParam(current, param, group, shape, marks[name], place))
+    return named
 
 
 def _whole_shape(placed: ShardedTensor | ShardedTensorFactory) -> tuple[int, ...]:
@@ -127,14 +130,6 @@ def _whole_shape(placed: ShardedTensor | ShardedTensorFactory) -> tuple[int, ...
             f"optimizer of opt_stack.get_optimizer"
         )
     return segments[0].global_shape
-
-
-def _reshard(modules: Iterable[NamedModule]) -> None:
-    """Let FSDP2 put its shards back, which it leaves gathered after a forward without a backward pass."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    for found in modules:
-        if isinstance(found.module, kind):
-            found.module.reshard()
 
 
 def _refuse_local_shards(modules: Iterable[NamedModule], optimizer: Optimizer) -> None:

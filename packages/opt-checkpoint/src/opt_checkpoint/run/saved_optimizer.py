@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,7 +112,10 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
                 of_param |= own
     with_states = keys.keys() | plain.keys()
     members = {name for own in saved_names for name in own} or with_states
-    strange = _inside_states(with_states, members)
+    strange = []  # names that a state of a parameter contains; others are of parameters that are gone
+    for name in sorted(with_states - members):
+        outer = accumulate(name.split("."), "{}.{}".format)
+        strange += [name] if any(prefix in members for prefix in outer) else []
     if strange:
         raise CheckpointKeyError(
             f"{index.path} holds states that are lists or dicts: {some_of(strange)}; they are read from checkpoints of "
@@ -135,18 +138,6 @@ def _found_nothing(index: CheckpointIndex, at: Sequence[str]) -> str:
     hint = f". There are states at {places}" if places else ""
     where = path_text(tuple(at)) or "its root"
     return f"{index.path} holds no optimizer at {where}; pass its place as at=(...){hint}"
-
-
-def _inside_states(names: Iterable[str], params: Collection[str]) -> list[str]:
-    """The names that a state of a parameter contains: states that are lists or dicts. Names that contain no
-    parameter's name are of parameters that are gone.
-    """
-    inside = []
-    for name in sorted(names):
-        outer = accumulate(name.split("."), "{}.{}".format)
-        if name not in params and any(prefix in params for prefix in outer):
-            inside.append(name)
-    return inside
 
 
 def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: Iterable[str]) -> SavedOptimizer:

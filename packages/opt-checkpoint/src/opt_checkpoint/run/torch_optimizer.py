@@ -99,7 +99,15 @@ def sharded_optimizer(
         "param_shapes": _joined(shapes),
         **groups_to_saved(optimizer.param_groups, on_all_ranks(names)),
     }
-    check = partial(_check_current, optimizer, _copied_values(optimizer))
+    copied = _copied_values(optimizer)
+
+    def check() -> None:
+        if _copied_values(optimizer) != copied:
+            raise CheckpointValueError(
+                f"the groups or states of {type(optimizer).__name__} have changed since sharded_optimizer described "
+                f"them; call sharded_optimizer(model, optimizer) before each save"
+            )
+
     return ScopedState(parts, replaces=OPTIMIZER, check=check)
 
 
@@ -125,24 +133,19 @@ def _states_of(
         for state_name, value in states.get(member.param, {}).items():
             if isinstance(value, Tensor):
                 key = f"{PREFIX}{state_name}.{member.name}"
-                _refuse_subclass(key, value)
+                kind = type(local_tensor(value))
+                if kind not in (Tensor, nn.Parameter):
+                    raise CheckpointValueError(
+                        f"{key} is a {kind.__name__}, a subclass of Tensor, which a load could not make again; use an "
+                        f"optimizer whose state is plain tensors or whose state_dict() returns them, such as "
+                        f"opt_kernels.AdamW for 8-bit states"
+                    )
                 tensors[member.name][state_name] = member.describe(key, value, rank)
             else:
                 plain[member.name][state_name] = value
     state_names = {member.name: sorted(states.get(member.param, {})) for member in members}
     shapes = {member.name: list(member.shape) for member in members}
     return dict(tensors), _Recorded(dict(plain), state_names, shapes, names_by_group(optimizer, members))
-
-
-def _refuse_subclass(key: str, value: Tensor) -> None:
-    """Raise CheckpointValueError for a tensor of a class of its own, which a load could not make again."""
-    kind = type(local_tensor(value))
-    if kind not in (Tensor, nn.Parameter):
-        raise CheckpointValueError(
-            f"{key} is a {kind.__name__}, a subclass of Tensor, which a load could not make again; use an optimizer "
-            f"whose state is plain tensors or whose state_dict() returns them, such as opt_kernels.AdamW for 8-bit "
-            f"states"
-        )
 
 
 def _joined(per_rank: Sequence[Mapping[str, T]]) -> dict[str, T]:
@@ -182,14 +185,6 @@ def _copied_values(optimizer: Optimizer) -> tuple[int, int]:
                 elif not isinstance(value, Tensor) or not value.dim():
                     copied.append((name, value))
     return fingerprint(copied), hash(tuple(shared))
-
-
-def _check_current(optimizer: Optimizer, described: tuple[int, int]) -> None:
-    if _copied_values(optimizer) != described:
-        raise CheckpointValueError(
-            f"the groups or states of {type(optimizer).__name__} have changed since sharded_optimizer described them; "
-            f"call sharded_optimizer(model, optimizer) before each save"
-        )
 
 
 def load_optimizer(
