@@ -120,7 +120,10 @@ def to_megatron_state(
     described = {}
     for at, of_param in state["state"].items():
         described[at] = {name: value for name, value in of_param.items() if name != STEP}
-    distributed = _names_in(chain, "distributed", state["groups"]["names"])
+    names = state["groups"]["names"]
+    distributed: set[str] = set()  # parameters
+    for number in (number for link in chain if link.form == "distributed" for number in link.groups):
+        distributed.update(names[number])
     flat = flatten_state({"state": described})
     stored: dict[int, dict[int, Any]] = {}
     boxes = []
@@ -156,11 +159,6 @@ def to_megatron_state(
         entries.append(optimizer_entry(link.form, written, step, state["grad_scaler"]))
     entries[0][OWN] = own
     return entries[0] if len(entries) == 1 else dict(enumerate(entries))
-
-
-def _names_in(chain: Sequence[Link], form: str, names: Sequence[Sequence[str]]) -> set[str]:
-    """The parameters of the optimizers that have a form; `names` are those of each group."""
-    return {name for link in chain if link.form == form for number in link.groups for name in names[number]}
 
 
 def _param_name(at: str) -> str:

@@ -23,7 +23,7 @@ from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded, WeightAverages
 from opt_distributed.saving import check_loaded, take_loaded_
 from opt_distributed.sharded_pieces import rows_of_part
-from opt_distributed.step import Scaler, Stepper, check_spikes
+from opt_distributed.step import Stepper, check_spikes
 from opt_kernels.hooks import bare
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
@@ -199,10 +199,10 @@ class ShardedStates(torch.optim.Optimizer):
     def _copied_values(self) -> tuple[Any, ...]:
         """Return the numbers that differ if the copies in a sharded state are no longer those of the optimizer."""
         steps = [ref.piece.step for ref in self._held.values()]
-        numbers = [
-            {key: _copied(value) for key, value in group.items() if key not in _RUN_ENTRIES}
-            for group in self.param_groups
-        ]
+        numbers = []
+        for group in self.param_groups:
+            kept = {key: value for key, value in group.items() if key not in _RUN_ENTRIES}
+            numbers.append(copy.deepcopy({k: v.tolist() if isinstance(v, Tensor) else v for k, v in kept.items()}))
         return self.stepper.num_begun, steps, numbers, self.stepper.scaler.state_dict()
 
     def _load_sharded(
@@ -321,10 +321,6 @@ class ShardedStates(torch.optim.Optimizer):
             )
 
 
-def _copied(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
 def axes_of(roles: Roles) -> ModelAxes:
     """Return the groups over which the model of these roles is divided."""
 
@@ -352,18 +348,13 @@ def saved_decisions(state_dict: Mapping[str, Any], stepper: Stepper) -> Decision
     spikes = dict(state_dict.get(SPIKES) or {})
     if stepper.spikes is not None:
         check_spikes(spikes)
-    return Decisions(_saved_scaler(state_dict, stepper.scaler), spikes)
-
-
-def _saved_scaler(state_dict: Mapping[str, Any], scaler: Scaler) -> dict[str, Any]:
-    """Return the saved loss scale, after loading it into a copy of `scaler`. Raise ValueError if that fails."""
-    saved = dict(state_dict.get("grad_scaler") or {})
-    if saved and not scaler.state_dict():
+    scaler = dict(state_dict.get("grad_scaler") or {})
+    if scaler and not stepper.scaler.state_dict():
         logger.info("the saved loss scale is ignored: this optimizer has a constant one")
-        return {}
+        scaler = {}
     try:
-        if saved:
-            copy.copy(scaler).load_state_dict(saved)
+        if scaler:
+            copy.copy(stepper.scaler).load_state_dict(scaler)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"grad_scaler={saved!r} of the state_dict cannot be loaded: {error!r}") from None
-    return saved
+        raise ValueError(f"grad_scaler={scaler!r} of the state_dict cannot be loaded: {error!r}") from None
+    return Decisions(scaler, spikes)
