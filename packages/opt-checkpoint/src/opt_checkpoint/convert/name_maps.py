@@ -73,7 +73,11 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
         sides = instance.sides
         names = instance.names
         sizes = _sizes_of(instance, tensors)
-        made = _made_names(instance, sizes)
+        made: _Names = {}  # on the other side
+        stack = sides[known].stack
+        for index in itertools.product(*(range(sizes.stacks[name]) for name in stack)):
+            for text, (pattern, _) in sides[1 - known].patterns.items():
+                made[text, index] = instance.filled(pattern, stack, index)
         ours = names if known == 0 else made
         theirs = made if known == 0 else names
         mapped.ours.update(sizes.described(0, sides, ours))
@@ -90,17 +94,6 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
             found[name].append(piece)
     _check_tied(mapped)
     return mapped
-
-
-def _made_names(instance: _Instance, sizes: _Sizes) -> _Names:
-    """The names on the other side of an instance."""
-    known = instance.sides[instance.known]
-    other = instance.sides[1 - instance.known]
-    made: _Names = {}
-    for index in itertools.product(*(range(sizes.stacks[name]) for name in known.stack)):
-        for text, (pattern, _) in other.patterns.items():
-            made[text, index] = instance.filled(pattern, known.stack, index)
-    return made
 
 
 def _check_tied(mapped: Mapped) -> None:

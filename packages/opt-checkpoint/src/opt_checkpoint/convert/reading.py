@@ -124,14 +124,6 @@ def read_whole(index: CheckpointIndex, key: str) -> Tensor:
     return read_tensors(Opened(index=index, common={}), [key])[key]
 
 
-def _read_box(index: CheckpointIndex, key: str, box: Box) -> Tensor:
-    stored = index.tensors[key]
-    data = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
-    wanted = ShardedTensor(key, data, stored.dtype, box.sizes, stored.shape, box.offsets, None)
-    load_alone({"": wanted}, Opened(index=index, common={}))
-    return data
-
-
 class Difference(NamedTuple):
     """A key, and how the two checkpoints differ in it."""
 
@@ -179,8 +171,11 @@ def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str
     for piece in split_rows(Box.whole(stored.shape), rows) if rows else ():
         values = []
         for which, index in (("first", first), ("second", second)):
+            data = torch.empty(piece.sizes, dtype=stored.dtype, device="cpu")
+            wanted = ShardedTensor(key, data, stored.dtype, piece.sizes, stored.shape, piece.offsets, None)
             try:
-                values.append(_read_box(index, key, piece))
+                load_alone({"": wanted}, Opened(index=index, common={}))
+                values.append(data)
             except CheckpointCorruptError as error:
                 yield Difference(key, f"damaged in the {which}: {error}")
                 return

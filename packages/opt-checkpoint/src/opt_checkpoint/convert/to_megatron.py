@@ -111,15 +111,12 @@ def _rows_of_chain(groups: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     for group, experts in zip(groups["groups"], has_experts, strict=True):
         is_expert = is_chain and experts == {True}
         rows = of_experts if is_expert else dense
-        rows.append({**_group(group), "is_expert_parallel": is_expert})
+        # Choices, as amsgrad=False, are fields there.
+        choices = [choice.partition("=") for choice in group.get("choices", ())]
+        chosen = {field: value == "True" for field, _, value in choices if field in _DEFAULTS}
+        kept = {field: value for field, value in group.items() if field not in _OURS}
+        rows.append({**_DEFAULTS, **chosen, **kept, "is_expert_parallel": is_expert})
     return [dense, of_experts] if is_chain else [dense]
-
-
-def _group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group with the fields of Megatron-Core's; its choices, as `amsgrad=False`, are fields there."""
-    choices = [choice.partition("=") for choice in group.get("choices", ())]
-    chosen = {field: value == "True" for field, _, value in choices if field in _DEFAULTS}
-    return {**_DEFAULTS, **chosen, **{field: value for field, value in group.items() if field not in _OURS}}
 
 
 def _renamed(
