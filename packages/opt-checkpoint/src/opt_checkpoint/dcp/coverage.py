@@ -91,7 +91,9 @@ class TensorsOfRanks:
         shapes = np.concatenate([layout.shapes for layout in layouts])  # one after another, as offsets and sizes
         offsets = np.concatenate([layout.offsets for layout in layouts])
         sizes = np.concatenate([layout.sizes for layout in layouts])
-        copies = _later_copies(key, flags & PLAIN > 0)
+        copies = flags & PLAIN > 0  # (t,) whether a plain tensor has the key of an earlier one
+        plain = np.flatnonzero(copies)
+        copies[plain[np.unique(key[plain], return_index=True)[1]]] = False
         usable = np.full(len(owner), True)
         if first_holder_only:
             usable = ~copies[owner]
@@ -125,15 +127,6 @@ class TensorsOfRanks:
     def shape_of(self, number: int) -> Shape:
         """Return the global shape of a held tensor."""
         return tuple(self.shape[number, : self.ndim[number]].tolist())
-
-
-def _later_copies(key: Array, is_plain: Array) -> Array:
-    """(t,) whether a plain tensor has the key of an earlier one."""
-    plain = np.flatnonzero(is_plain)
-    first = np.unique(key[plain], return_index=True)[1]
-    copies: Array = is_plain.copy()
-    copies[plain[first]] = False
-    return copies
 
 
 def _padded(values: Array, ndim: Array, axes: int, fill: int) -> Array:

@@ -133,7 +133,12 @@ def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
     flags = []
     repeating = []
     for path, shard in flat.tensors.items():
-        data = _storable(shard)
+        data = shard.data
+        if data is None:
+            raise CheckpointValueError(f"{shard.key} has no data to save")
+        check_dense(shard.key, data)
+        if shard.dtype not in DTYPE_NAMES:
+            raise CheckpointValueError(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
         identity = shard.identity
         flag = PLAIN if path in plain else 0
         copied = flat.tensors[first.setdefault(identity, path)].data
@@ -167,18 +172,6 @@ def _digests(tensors: Sequence[Tensor]) -> Array:
     for at, tensor in enumerate(tensors):
         digests.append(on_device[at] if at in on_device else fingerprint(tensor))
     return np.array(digests, np.int64)
-
-
-def _storable(shard: ShardedTensor) -> Tensor:
-    """The values of a shard. Raises CheckpointingException if they cannot be stored."""
-    data = shard.data
-    key = shard.key
-    if data is None:
-        raise CheckpointValueError(f"{key} has no data to save")
-    check_dense(key, data)
-    if shard.dtype not in DTYPE_NAMES:
-        raise CheckpointValueError(f"{key} has dtype {shard.dtype}, which cannot be stored; convert it first")
-    return data
 
 
 def fingerprint(value: Any, start: int = 0, objects: dict[int, tuple[Any, int]] | None = None) -> int:

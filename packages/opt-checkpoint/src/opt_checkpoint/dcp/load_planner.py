@@ -148,7 +148,14 @@ class ShardedLoadPlanner:
         _check_disjoint({key: index.tensors[key] for key, _ in asked})
         self._sharing = list(sharing_pairs(asked))
         for key, shard in asked:
-            self._plan_reads_of(key, shard)
+            self._check_description(key, shard, index.tensors[key])
+            if shard.data is None:
+                shard.init_data("cpu")
+            elif is_quantized(shard.data):  # quantised after all values are read
+                dense = torch.zeros(shard.data.shape, dtype=shard.data.dtype, device=shard.data.device)
+                self._to_copy.append((shard.data, dense))
+                shard = replace(shard, data=dense)
+            self.items += self._reads_of(key, shard)
         objects = {path: self._names[path] for path in self.flat.objects.keys() - self.dropped}
         loaded = self._read_objects(objects.values())
         self._objects = {path: loaded[key] for path, key in objects.items()}
@@ -177,8 +184,15 @@ class ShardedLoadPlanner:
             if stored is ABSENT:
                 continue
             check_form(path, template, stored)
-            if not is_below(path, scoped):
-                self._find_tensors_in(path, template, stored)
+            in_lists = {} if is_below(path, scoped) else without_tensors(template)[1]
+            for inner, tensor in in_lists.items():  # are filled in place
+                found = inner_value(path, inner, template, stored)
+                part = self._within[path].get(inner)
+                if isinstance(part, ShardedTensor):
+                    self._within[path][inner] = sharded_like(part.key, tensor)
+                else:
+                    self._within[path][inner] = tensor
+                    self._fill_later(path + inner, tensor, found)
             if value is not ABSENT:
                 self._plain[path] = value
         for path, template in self.flat.plain.items():
@@ -214,17 +228,6 @@ class ShardedLoadPlanner:
         stored = merged(plain, shown, lists=self.index.kind is Kind.DCP)
         return ABSENT if value is ABSENT and not objects else plain, stored
 
-    def _find_tensors_in(self, path: Path, template: Any, stored: Any) -> None:
-        """Let the tensors in the lists of a template be filled in place."""
-        for inner, tensor in without_tensors(template)[1].items():
-            value = inner_value(path, inner, template, stored)
-            part = self._within[path].get(inner)
-            if isinstance(part, ShardedTensor):
-                self._within[path][inner] = sharded_like(part.key, tensor)
-            else:
-                self._within[path][inner] = tensor
-                self._fill_later(path + inner, tensor, value)
-
     def _fill_later(self, path: Path, template: Tensor, value: Any) -> None:
         """Fill a tensor of the state with a stored plain value, after all others are read."""
         if not isinstance(value, Tensor):
@@ -256,17 +259,6 @@ class ShardedLoadPlanner:
             is_optional = path in self.flat.tensors and self.flat.tensors[path].optional
             if path in self.dropped and not is_optional:
                 self.missing.append(key)
-
-    def _plan_reads_of(self, key: str, shard: ShardedTensor) -> None:
-        stored = self.index.tensors[key]
-        self._check_description(key, shard, stored)
-        if shard.data is None:
-            shard.init_data("cpu")
-        elif is_quantized(shard.data):  # quantised after all values are read
-            dense = torch.zeros(shard.data.shape, dtype=shard.data.dtype, device=shard.data.device)
-            self._to_copy.append((shard.data, dense))
-            shard = replace(shard, data=dense)
-        self.items += self._reads_of(key, shard)
 
     def _reads_of(self, key: str, shard: ShardedTensor) -> Iterator[TensorRead]:
         stored = self.index.tensors[key]
@@ -316,16 +308,13 @@ class ShardedLoadPlanner:
                     f"as tied weights do; leave the key out of the state that is not to be loaded, or untie them"
                 )
             if stored.dtype != other_stored.dtype:
-                self._leave_out(key if dtype == stored.dtype else other_key, shard.data)
-
-    def _leave_out(self, key: str, data: Tensor) -> None:
-        """Do not read a stored tensor into this memory."""
-        memory = data.untyped_storage().data_ptr()
-        kept = []
-        for item in self.items:
-            if item.key != key or item.target.untyped_storage().data_ptr() != memory:
-                kept.append(item)
-        self.items = kept
+                less_exact = key if dtype == stored.dtype else other_key
+                memory = shard.data.untyped_storage().data_ptr()
+                kept = []
+                for item in self.items:
+                    if item.key != less_exact or item.target.untyped_storage().data_ptr() != memory:
+                        kept.append(item)
+                self.items = kept
 
     def _check_description(self, key: str, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:

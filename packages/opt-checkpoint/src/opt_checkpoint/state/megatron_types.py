@@ -35,22 +35,20 @@ def from_megatron(state: Any) -> Any:
         values = [from_megatron(value) for value in state]
         return state if all(a is b for a, b in zip(values, state)) else type(state)(values)
     names = [cls.__name__ for cls in type(state).__mro__ if cls.__module__ == MEGATRON]
-    return _converted(state, names) if names else state
-
-
-def _converted(value: Any, names: list[str]) -> Any:
+    if not names:
+        return state
     if "ShardedTensor" in names:
-        return ShardedTensor(*(getattr(value, field) for field in _FIELDS.split()))
+        return ShardedTensor(*(getattr(state, field) for field in _FIELDS.split()))
     if "ShardedTensorFactory" in names:
 
         def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
-            return from_megatron(value.build_fn(key, data, replica_id, flattened_range))
+            return from_megatron(state.build_fn(key, data, replica_id, flattened_range))
 
         return ShardedTensorFactory(
-            value.key, value.data, build, value.merge_fn, value.replica_id, value.flattened_range
+            state.key, state.data, build, state.merge_fn, state.replica_id, state.flattened_range
         )
     if "ShardedObject" in names:
-        return ShardedObject(value.key, value.data, value.global_shape, value.global_offset, value.replica_id)
+        return ShardedObject(state.key, state.data, state.global_shape, state.global_offset, state.replica_id)
     if "LocalNonpersistentObject" in names:
-        return LocalNonpersistentObject(value.obj)
-    raise CheckpointValueError(f"{type(value).__name__} of Megatron-Core cannot be saved here; pass a ShardedTensor")
+        return LocalNonpersistentObject(state.obj)
+    raise CheckpointValueError(f"{type(state).__name__} of Megatron-Core cannot be saved here; pass a ShardedTensor")

@@ -223,6 +223,7 @@ def place_(state: Any, axes: ModelAxes) -> None:
 
 
 def _entries(state: Any) -> Iterator[_Entry]:
+    """The tensors that are not placed, each under the key that it has now."""
     scopes: dict[int, int] = {}
 
     def walk(node: Any, scope: int) -> Iterator[_Entry]:
@@ -230,23 +231,18 @@ def _entries(state: Any) -> Iterator[_Entry]:
             scope = scopes.setdefault(id(node), len(scopes) + 1)
         for at, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
             if isinstance(value, ShardedTensor) and (marks := value.marks) is not None:
-                yield _entry(node, at, value, marks, scope)
+                prefix, name, list_name = _parts_of(value.key, marks)
+                entry = _Entry(node, at, value, marks, f"{scope}/{prefix}", prefix, name)
+                if marks.is_expert and (found := _EXPERT_NUMBER.match(name)):
+                    group = 2 if found[2] is not None else 4
+                    entry.expert = _Expert(f"{entry.scope}{found[group - 1]}", int(found[group]), found.span(group))
+                layers = None if list_name is None else f"{entry.scope}{list_name}"
+                entry.layers = None if entry.expert is not None and entry.expert.list_name == layers else layers
+                yield entry
             elif isinstance(value, dict | list):
                 yield from walk(value, scope)
 
     return walk(state, 0) if isinstance(state, dict | list) else iter(())
-
-
-def _entry(node: Any, at: Any, tensor: ShardedTensor, marks: Marks, scope: int) -> _Entry:
-    """The entry of a tensor under the key that it has now."""
-    prefix, name, list_name = _parts_of(tensor.key, marks)
-    entry = _Entry(node, at, tensor, marks, f"{scope}/{prefix}", prefix, name)
-    if marks.is_expert and (found := _EXPERT_NUMBER.match(name)):
-        group = 2 if found[2] is not None else 4
-        entry.expert = _Expert(f"{entry.scope}{found[group - 1]}", int(found[group]), found.span(group))
-    layers = None if list_name is None else f"{entry.scope}{list_name}"
-    entry.layers = None if entry.expert is not None and entry.expert.list_name == layers else layers
-    return entry
 
 
 def _missing_groups(axes: ModelAxes, training: int, has_plain: bool, has_experts: bool) -> str | None:

@@ -43,7 +43,7 @@ from opt_checkpoint.run.ranks import (
 from opt_checkpoint.run.save_load import LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
-from opt_checkpoint.store import AnyPath
+from opt_checkpoint.store import AnyPath, Location
 from opt_checkpoint.store.paths import local_path
 from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, keepers, run_name, this_node
 from opt_checkpoint.tiers.parts import load_part, open_part, plan_part
@@ -176,21 +176,21 @@ class TieredCheckpointManager(Closing):
         if is_due:  # first, because it may be refused
             self._durable.save(step, state, metric=metric)
             self._last_durable = step
-        write = lambda snapshot, _, ranks: self._write_local(ranks, tier, snapshot, step)
+        series = self._durable.series
+
+        def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
+            """Save to the local tier. Later durable steps are abandoned once all ranks have their parts."""
+            save = from_rank_0(ranks, lambda: uuid.uuid4().hex, "naming a save")
+            what = f"recording step {step} in {series.directory}"
+            goes_back = from_rank_0(ranks, lambda: series.begin(step, save), what)
+            tier.write(ranks, snapshot, step, save)
+            if goes_back:
+                from_rank_0(ranks, lambda: series.finish(step, save), f"{what} (it is in the local tier)")
+
         saver.start(state, tier.place(step, self._ranks.rank), write, step=step)
         self._resume = None
         self._has_loaded = False
         return is_due
-
-    def _write_local(self, ranks: Ranks, tier: LocalTier, state: ShardedStateDict, step: int) -> None:
-        """Save a step to the local tier. Later durable steps are abandoned once all ranks have their parts."""
-        series = self._durable.series
-        save = from_rank_0(ranks, lambda: uuid.uuid4().hex, "naming a save")
-        goes_back = from_rank_0(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
-        tier.write(ranks, state, step, save)
-        if goes_back:
-            what = f"recording step {step} in {series.directory} (it is in the local tier)"
-            from_rank_0(ranks, lambda: series.finish(step, save), what)
 
     def wait(self) -> None:
         """Wait for the running saves. Raises CheckpointingException if one failed; the same on every rank."""
