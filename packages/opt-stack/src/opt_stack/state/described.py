@@ -74,7 +74,10 @@ def describe_params(model_sharded_state_dict: Mapping[str, Any], groups: Sequenc
             sharded = found[index]
             if isinstance(sharded, ShardedTensorFactory):
                 sharded = sharded.declared()
-            of_group.append(Described(id, _name(sharded), sharded))
+            name = sharded.key
+            if isinstance(sharded, ShardedTensor) and sharded.prepend_axis_num:  # layers or experts are stacked
+                name = f"{name}/{'.'.join(map(str, sharded.global_offset[: sharded.prepend_axis_num]))}"
+            of_group.append(Described(id, name, sharded))
         described.append(of_group)
     return described
 
@@ -103,10 +106,3 @@ def check_optional(saved_piece: SavedPiece, values: Mapping[str, Any], saved: Ma
             f"parameter {own.name!r} was saved by optimizer={rules[0]!r}, but the checkpoint lacks its "
             f"{', '.join(missing)}; load another checkpoint, or reset the state of this parameter"
         )
-
-
-def _name(sharded: ShardedTensor | ShardedTensorFactory) -> str:
-    """Return the parameter's key, with its index if several layers or experts are stacked under one key."""
-    if isinstance(sharded, ShardedTensor) and sharded.prepend_axis_num:
-        return f"{sharded.key}/{'.'.join(map(str, sharded.global_offset[: sharded.prepend_axis_num]))}"
-    return sharded.key

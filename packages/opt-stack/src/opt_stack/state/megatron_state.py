@@ -207,8 +207,16 @@ def from_megatron_state(
             steps = {name: step for of_group in names for name in of_group}
     else:
         groups, steps = _their_groups(request.chain, inners, param_groups, names)
-    missing = _fill_(request, own.get("tensors", {}))
-    state = request.flat.assembled({}, {}, missing).get("state", {})
+    missing = set()  # paths of tensors
+    tensors = own.get("tensors", {})
+    for number, (path, views) in enumerate(zip(request.flat.tensors, request.boxes, strict=True)):
+        for index, view in enumerate(views):
+            value = tensors.get(number, {}).get(index)
+            if value is None:
+                missing.add(path)
+            elif value.data_ptr() != view.data_ptr():
+                view.copy_(value)
+    state = request.flat.assembled({}, {}, frozenset(missing)).get("state", {})
     unknown = {path[1] for path in missing if path[2] not in (MAIN, *AVERAGES)}
     for at, of_param in state.items():
         count = steps.get(at, steps.get(_param_name(at)))
@@ -235,7 +243,10 @@ def _their_groups(
         for number in link.groups:
             group = param_groups[number]
             saved = _match(group, inner["param_groups"])
-            groups[number] = _own_group(group, saved)
+            flags = [str(choice).partition("=")[0] for choice in group.get(CHOICES) or ()]
+            choices = tuple(f"{name}={saved[name]}" for name in flags if name in saved)
+            kept = {key: saved[key] for key in saved if key in group and key not in (*HELD, "name", "default_config")}
+            groups[number] = {**kept, CHOICES: choices}
             if of_group := names[number]:
                 step = _common_step(inner, saved, rule=group[RULE], chain=inners)
                 steps |= dict.fromkeys(of_group, step)
@@ -313,14 +324,6 @@ def _match(group: Group, saved_groups: Sequence[Group]) -> Group:
     return found[0]
 
 
-def _own_group(group: Group, saved: Group) -> dict[str, Any]:
-    """Return the entries of a saved group that the present one has, and its flags as choices of the formula."""
-    names = [str(choice).partition("=")[0] for choice in group.get(CHOICES) or ()]
-    choices = tuple(f"{name}={saved[name]}" for name in names if name in saved)
-    kept = {key: saved[key] for key in saved if key in group and key not in (*HELD, "name", "default_config")}
-    return {**kept, CHOICES: choices}
-
-
 def _common_step(
     inner: Mapping[str, Any], saved: Group, *, rule: str = "", chain: Sequence[Mapping[str, Any]] = ()
 ) -> int:
@@ -334,16 +337,3 @@ def _common_step(
     if count is None:
         raise ConfigError("the checkpoint has no step count of the optimizer; save it after its first step")
     return int(count)
-
-
-def _fill_(request: Request, tensors: Mapping[int, Mapping[int, Tensor]]) -> frozenset[tuple[str | int, ...]]:
-    """Write loaded tensors to the memory that was described, and return the paths of those that are missing."""
-    missing = set()
-    for number, (path, views) in enumerate(zip(request.flat.tensors, request.boxes, strict=True)):
-        for index, view in enumerate(views):
-            value = tensors.get(number, {}).get(index)
-            if value is None:
-                missing.add(path)
-            elif value.data_ptr() != view.data_ptr():
-                view.copy_(value)
-    return frozenset(missing)
