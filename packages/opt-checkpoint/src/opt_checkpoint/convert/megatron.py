@@ -128,27 +128,23 @@ def _steps(states: Sequence[ShardedTensor], step: int) -> Iterator[ShardedTensor
         yield sharded_like(f"{PREFIX}step.{name}", steps)
 
 
-def _loss_scale(index: CheckpointIndex, common: Any) -> dict[str, Any]:
-    """The state of the loss scaler; empty if none is stored, or a constant one.
+def _plain(index: CheckpointIndex, common: Any) -> dict[str, Any]:
+    """The loaded objects and plain values under their keys; of the optimizer, only the loss scale, if it changes.
 
     Raises:
-        CheckpointValueError: optimizers of a chain have different ones.
+        CheckpointValueError: optimizers of a chain have different loss scales.
     """
+    values: dict[str, Any] = {}
+    if isinstance(common, Mapping):
+        values = {k: v for k, v in common.items() if k != "optimizer" and not any(not_loaded_in(v))}
     keys = [key for key in sorted(index.objects) if ".grad_scaler/shard_" in key and "optimizer.distributed." in key]
     stored = [*dicts_of(common, "grad_scaler"), *(read_object(index, key) for key in keys)]
     scales = [{name: float(value) for name, value in scale.items()} for scale in stored if scale]
     if any(scale != scales[0] for scale in scales):
         raise CheckpointValueError(f"{index.path} holds different loss scales: {scales}")
-    return {name: value if name == "scale" else int(value) for name, value in scales[0].items()} if scales else {}
-
-
-def _plain(index: CheckpointIndex, common: Any) -> dict[str, Any]:
-    """The loaded objects and plain values under their keys, without those of the optimizer."""
-    values: dict[str, Any] = {}
-    if isinstance(common, Mapping):
-        values = {k: v for k, v in common.items() if k != "optimizer" and not any(not_loaded_in(v))}
-    if scale := _loss_scale(index, common):
-        values["optimizer"] = {"grad_scaler": scale}
+    for scale in scales[:1]:
+        kept = {name: value if name == "scale" else int(value) for name, value in scale.items()}
+        values["optimizer"] = {"grad_scaler": kept}
     objects = []
     for key in sorted(index.objects):
         is_of_optimizer = _CHAINED.sub("", key).startswith("optimizer.distributed.")

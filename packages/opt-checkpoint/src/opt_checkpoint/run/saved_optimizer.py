@@ -277,8 +277,14 @@ def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[d
         rows = [dict(group) for group in listed]
     else:
         read = _fields(opened, at, saved, "param_groups.")
-        are_by_number = all(name.isdigit() and "params" in own for name, own in read.items())
-        rows = [read[name] for name in sorted(read, key=int)] if are_by_number else _with_equal_fields(read)
+        if all(name.isdigit() and "params" in own for name, own in read.items()):
+            rows = [read[name] for name in sorted(read, key=int)]
+        else:  # parameters with equal fields are a group
+            by_fields: dict[str, dict[str, Any]] = {}
+            for name, fields in read.items():
+                values = {field: v.tolist() if isinstance(v, Tensor) else v for field, v in sorted(fields.items())}
+                by_fields.setdefault(repr(values), {**fields, "params": []})["params"].append(name)
+            rows = list(by_fields.values())
     names = [list(group.get("params", ())) for group in rows]
     if not all(isinstance(name, str) for of_group in names for name in of_group):
         raise CheckpointKeyError(
@@ -287,16 +293,6 @@ def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[d
         )
     groups = [{field: value for field, value in group.items() if field != "params"} for group in rows]
     return groups, names
-
-
-def _with_equal_fields(of_params: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Group parameters whose fields are equal."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, fields in of_params.items():
-        values = {field: v.tolist() if isinstance(v, Tensor) else v for field, v in sorted(fields.items())}
-        group = groups.setdefault(repr(values), {**fields, "params": []})
-        group["params"].append(name)
-    return list(groups.values())
 
 
 def read_step(index: CheckpointIndex, common: Any) -> int | None:

@@ -211,28 +211,24 @@ class LocalTier:
         """
         while True:
             listed = named_steps(self._store)
-            found = self._parts_of(listed)
+            found = set()
+            for step in listed:
+                for part in filter(_PART.fullmatch, self._store.children(step_name(step))):
+                    path = self._store.path(f"{step_name(step)}/{part}")
+                    try:
+                        index = read_manifest(path)
+                        check_sizes(index)
+                        name = read_part_name(index)
+                    except FileNotFoundError:
+                        continue
+                    except CheckpointingException as error:
+                        if path.is_dir():  # else its trainer has removed it
+                            logger.warning("skipping %s: %s", path, error)
+                        continue
+                    if path == self.place(name.step, name.rank):
+                        found.add(name)
             if named_steps(self._store) == listed:  # else a trainer has removed some, and has saved others before
                 return found
-
-    def _parts_of(self, steps: Sequence[int]) -> set[PartName]:
-        found = set()
-        for step in steps:
-            for part in filter(_PART.fullmatch, self._store.children(step_name(step))):
-                path = self._store.path(f"{step_name(step)}/{part}")
-                try:
-                    index = read_manifest(path)
-                    check_sizes(index)
-                    name = read_part_name(index)
-                except FileNotFoundError:
-                    continue
-                except CheckpointingException as error:
-                    if path.is_dir():  # else its trainer has removed it
-                        logger.warning("skipping %s: %s", path, error)
-                    continue
-                if path == self.place(name.step, name.rank):
-                    found.add(name)
-        return found
 
     def settle(self, ranks: Ranks, *, not_before: int) -> Verdict:
         """Find the newest complete step, fetch this rank's part, and compare all parts with their checksums.
