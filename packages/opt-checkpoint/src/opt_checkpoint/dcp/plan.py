@@ -224,7 +224,13 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     share = int(nbytes.sum()) / tensors.ranks
     largest = max(_SMALLEST_PIECE_BYTES, int(share / _PIECES_PER_RANK))
     count = np.where(is_single, 0, -(-nbytes // largest))  # (groups,) of pieces
-    group, offsets, sizes = _cut(tensors, groups, count)
+    uncut = np.flatnonzero(count == 1)
+    main = groups.main[uncut]
+    pieces = [(uncut, tensors.offsets[main], tensors.sizes[main])]
+    for number in np.flatnonzero(count > 1).tolist():
+        rows = list(split_rows(tensors.box(groups.main[number]), int(count[number])))
+        pieces.append((np.full(len(rows), number), *columns_of(rows, tensors.offsets.shape[1])))
+    group, offsets, sizes = map(np.concatenate, zip(*pieces))  # (pieces,) and (pieces, axes)
     piece_bytes = np.prod(sizes, axis=1) * itemsize[group]  # (pieces,)
     order = np.lexsort((-piece_bytes, groups.holders[group]))
     chosen = _least_loaded(tensors, groups, group[order], piece_bytes[order], load.astype(np.int64))
@@ -234,24 +240,6 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     rank = tensors.box_rank[box]
     by_rank = np.argsort(rank, kind="stable")
     return Parts(rank[by_rank], box[by_rank], offsets[by_rank], sizes[by_rank])
-
-
-def _cut(tensors: TensorsOfRanks, groups: _Groups, count: Array) -> tuple[Array, Array, Array]:
-    """Cut the box of each group into `count` pieces, (groups,); those with a count of 0 are left out.
-
-    Returns:
-        (pieces,) the group of each piece; and (pieces, axes) its offsets in the tensor, and its sizes.
-    """
-    uncut = np.flatnonzero(count == 1)
-    main = groups.main[uncut]
-    columns = [(uncut, tensors.offsets[main], tensors.sizes[main])]
-    for number in np.flatnonzero(count > 1).tolist():
-        box = tensors.box(groups.main[number])
-        rows = list(split_rows(box, int(count[number])))
-        offsets, sizes = columns_of(rows, tensors.offsets.shape[1])
-        columns.append((np.full(len(rows), number), offsets, sizes))
-    group, offsets, sizes = map(np.concatenate, zip(*columns))
-    return group, offsets, sizes
 
 
 def _grouped(tensors: TensorsOfRanks) -> _Groups:

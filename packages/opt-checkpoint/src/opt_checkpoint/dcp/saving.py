@@ -175,7 +175,16 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
     else:
         plan = cached
         to_ranks = [None] * len(contents)
-    stock = _stock_values(held.flat, without=set(plan.tensors.keys)) if lists_values else {}
+    # Stock `load` looks for plain values by their paths, which continue into lists; not for those of a `ScopedState`,
+    # which describes an optimizer in the form of this package.
+    flat = held.flat
+    scoped = [path for path, _ in scopes(flat.state) if path]
+    stock: dict[str, Any] = {}
+    for path in flat.common if lists_values else ():
+        if not is_below(path, scoped):
+            stock.update(_stock_leaves(path, lookup(flat.state, path)))
+    for key in stock.keys() & plan.tensors.keys:
+        del stock[key]
     objects = [list(parts.objects) for parts in plan.assigned]
     objects[0] += [COMMON_KEY, *stock]
     return Assigned(plan=plan, to_ranks=to_ranks, stock=stock, objects_of_ranks=objects)
@@ -194,19 +203,6 @@ def _check_common(policy: str, differing: Sequence[str]) -> None:
             f"only some ranks have it), or pass common='first_rank' to store the first rank's"
         )
     logger.warning("%s; those of the first rank are stored", text)
-
-
-def _stock_values(flat: FlatState, *, without: set[str]) -> dict[str, Any]:
-    """The plain values that stock `load` looks for by key: their paths, which continue into lists.
-
-    A `ScopedState` is left out: it describes an optimizer in the form of this package.
-    """
-    scoped = [path for path, _ in scopes(flat.state) if path]
-    paths = [path for path in flat.common if not is_below(path, scoped)]
-    found: dict[str, Any] = {}
-    for path in paths:
-        found.update(_stock_leaves(path, lookup(flat.state, path)))
-    return {key: value for key, value in found.items() if key not in without}
 
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
@@ -250,7 +246,15 @@ class Taken:
         objects = {item.unique_key: item.data for item in flat.objects.values()}
         for key in self.object_keys:
             if key == COMMON_KEY:
-                yield key, _dump_common(flat)
+                common = selected(flat.state, {**flat.empty, **flat.common})
+                try:
+                    raw = dump_object({} if common is ABSENT else common, COMMON_KEY)
+                except CheckpointingException:
+                    for path, value in flat.common.items():
+                        for name, inner in _stock_leaves(path, value):
+                            dump_object(inner, name)  # raises an error that names the value
+                    raise
+                yield key, raw
             elif key in objects:
                 yield key, dump_object(objects[key], key)
             else:  # as `torch.distributed.checkpoint` stores it; encoding the common state has checked that it loads
@@ -273,18 +277,6 @@ class Taken:
             if part != flat_box.box and flat_box.box.overlap(part) != part:
                 raise CheckpointValueError(f"{shard.key}: the plan wants {part} of the box {flat_box.box}")
             yield shard.key, part, view_of(shard, flat_box, part)
-
-
-def _dump_common(flat: FlatState) -> bytes:
-    """The plain values in one archive. An error names the value that cannot be stored."""
-    common = selected(flat.state, {**flat.empty, **flat.common})
-    try:
-        return dump_object({} if common is ABSENT else common, COMMON_KEY)
-    except CheckpointingException:
-        for path, value in flat.common.items():
-            for name, inner in _stock_leaves(path, value):
-                dump_object(inner, name)
-        raise
 
 
 def take(held: Held, sent: AssignedParts | None, assigned: Assigned | None) -> Taken:
