@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,22 +82,12 @@ class CheckpointWriter:
             OSError: the file system reports an error.
         """
         name = f"__{taken.held.rank}_0.distcp"
-        tensors = lambda: ((key, values) for key, _, values in taken.parts())
-        output = DataFileWriter(file_header(save_id), taken.objects, tensors)
+        tensors = lambda: (values for _, _, values in taken.parts())
+        output = DataFileWriter(name, file_header(save_id), taken.objects, tensors)
         self._store.write(f"{self._store.folder(self._target, save_id)}/{name}", output)
-        objects = {}
-        places = []
-        sums = []
-        for item in output.placed:
-            nbytes = item.end - item.start
-            if item.values_start < 0:
-                place = ByteRange(file=name, start=item.start, nbytes=nbytes, sums=tuple(item.sums), archive=True)
-                objects[item.key] = place
-            else:
-                places.append((item.values_start, item.start, nbytes))
-                sums += item.sums
-        columns = np.array(places, "<i8").reshape(-1, 3), np.array(sums, "<u4")
-        return WrittenFile(name, output.written(), taken.assigned.crc, *columns, objects)
+        places = np.array(output.places, "<i8").reshape(-1, 3)
+        sums = np.array(list(chain.from_iterable(output.value_sums)), "<u4")
+        return WrittenFile(name, output.written(), taken.assigned.crc, places, sums, output.placed_objects)
 
     def finish(self, assigned: Assigned, written: Sequence[WrittenFile]) -> None:
         """Write the index and commit, on rank 0.

@@ -36,7 +36,7 @@ from opt_checkpoint.disk.data_file import (
     hashing,
     is_plain_memory,
 )
-from opt_checkpoint.disk.index import StoredFile
+from opt_checkpoint.disk.index import ByteRange, StoredFile
 from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.state.tensors import DTYPE_NAMES, STORAGE_CLASSES
 
@@ -48,42 +48,32 @@ _LIMIT_32 = 0xFFFFFFFF
 _DOS_DATE = 0x0021  # 1 January 1980, so that equal tensors give equal bytes
 
 
-class Placed(NamedTuple):
-    """An item in the file.
-
-    Args:
-        key: its key.
-        start: first byte of its archive.
-        end: end of its archive.
-        values_start: first byte of its values; -1 for an object.
-        sums: the CRC-32 of each piece of its values.
-    """
-
-    key: str
-    start: int
-    end: int
-    values_start: int
-    sums: list[int]
-
-
 @dataclass
 class DataFileWriter:
     """The bytes of a data file, in parts; each call begins again.
 
     Args:
+        name: of the file.
         header: the first bytes.
         objects: returns keys and bytes of the objects.
-        tensors: returns keys and values of the tensors.
-        placed: the items, after all parts were read.
+        tensors: returns the values of the tensors.
+        placed_objects: by key, after all parts were read.
+        places: of each tensor: the start of its values, and start and size of the archive around them.
+        value_sums: of each tensor: the CRC-32 of each piece of its values.
     """
 
+    name: str
     header: bytes
     objects: Callable[[], Iterable[tuple[str, bytes]]]
-    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
-    placed: list[Placed] = field(default_factory=list, init=False)
+    tensors: Callable[[], Iterable[Tensor]]
+    placed_objects: dict[str, ByteRange] = field(init=False)
+    places: list[tuple[int, int, int]] = field(init=False)
+    value_sums: list[list[int]] = field(init=False)
 
     def __call__(self) -> Iterator[memoryview]:
-        self.placed = []
+        self.placed_objects = {}
+        self.places = []
+        self.value_sums = []
         self._sums: list[tuple[int | PieceSums, int]] = []  # checksum and length of each run of the file
         self._gathered = bytearray(self.header)
         self._given = 0  # bytes
@@ -91,14 +81,14 @@ class DataFileWriter:
             for key, raw in self.objects():
                 start = self._given + len(self._gathered)
                 self._gathered += raw
-                placed = Placed(key, start, start + len(raw), -1, [crc32(raw)])
-                self.placed.append(placed)
+                place = ByteRange(file=self.name, start=start, nbytes=len(raw), sums=(crc32(raw),), archive=True)
+                self.placed_objects[key] = place
                 yield from self._flushed(_BUFFER_BYTES)
-            for key, values in self.tensors():
-                yield from self._tensor(submit, key, values)
+            for values in self.tensors():
+                yield from self._tensor(submit, values)
             yield from self._flushed()
 
-    def _tensor(self, submit: Callable[..., Future[None]], key: str, values: Tensor) -> Iterator[memoryview]:
+    def _tensor(self, submit: Callable[..., Future[None]], values: Tensor) -> Iterator[memoryview]:
         """The archive of a tensor, preceded by zeros that align its values."""
         framing = frame_tensor(values.dtype, tuple(values.shape))
         position = self._given + len(self._gathered)
@@ -128,8 +118,9 @@ class DataFileWriter:
             self._sums.append((hashed, nbytes))
             sums = hashed.pieces  # complete once the block of `hashing` has ended
             self._gathered += framing.after
-        end = self._given + len(self._gathered)
-        self.placed.append(Placed(key, position + gap, end, values_start, sums))
+        start = position + gap
+        self.places.append((values_start, start, self._given + len(self._gathered) - start))
+        self.value_sums.append(sums)
         yield from self._flushed(_BUFFER_BYTES)
 
     def _flushed(self, minimum: int = 1) -> Iterator[memoryview]:
