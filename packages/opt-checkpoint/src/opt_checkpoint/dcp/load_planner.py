@@ -242,22 +242,16 @@ class ShardedLoadPlanner:
         self._to_copy.append((template, value))
 
     def _find_missing(self) -> None:
-        stored = self.index.tensors
-        objects = self.index.objects
-        absent: dict[Path, str] = {}
-        for path, tensor in self.flat.tensors.items():
-            if self._names[path] not in stored:
-                absent[path] = tensor.key
-        for path, item in self.flat.objects.items():
-            if self._names[path] not in objects:
-                absent[path] = item.unique_key
-        for path in self.flat.common:
-            if path not in self._within:
-                absent[path] = path_text(path)
+        """Find what is not stored: `dropped`, and of that `missing`, which is not optional."""
+        names = self._names
+        tensors = self.flat.tensors
+        objects = self.flat.objects.items()
+        absent = {path: tensor.key for path, tensor in tensors.items() if names[path] not in self.index.tensors}
+        absent |= {path: item.unique_key for path, item in objects if names[path] not in self.index.objects}
+        absent |= {path: path_text(path) for path in self.flat.common if path not in self._within}
         self.dropped = absent.keys() - self._plain.keys()
         for path, key in absent.items():
-            is_optional = path in self.flat.tensors and self.flat.tensors[path].optional
-            if path in self.dropped and not is_optional:
+            if path in self.dropped and not (path in tensors and tensors[path].optional):
                 self.missing.append(key)
 
     def _reads_of(self, key: str, shard: ShardedTensor) -> Iterator[TensorRead]:

@@ -55,7 +55,6 @@ class CheckpointReader:
         self._threads = threads
         self._verify = verify
         self._files = DataFiles(index)
-        self.bytes_wanted = 0
         self._values: dict[StoredChunk, ByteRange | None] = {}
 
     def verify(self, planner: ShardedLoadPlanner) -> None:
@@ -66,7 +65,7 @@ class CheckpointReader:
             CheckpointCorruptError: a chunk does not match, or there are no checksums.
             OSError: a file cannot be read.
         """
-        planner.check_sharing(self._read)
+        planner.check_sharing(self.read)
         if self._verify != "chunks":
             return
         wanted = dict.fromkeys((item.chunk.place, item.key) for item in planner.items)
@@ -82,18 +81,13 @@ class CheckpointReader:
                 if not check.result():
                     raise damage_of(files, place, key)
 
-    def read_data(self, planner: ShardedLoadPlanner) -> None:
+    def read(self, items: Sequence[TensorRead]) -> None:
         """Read everything that was planned.
 
         Raises:
             CheckpointCorruptError: a file is missing, too short, belongs to another save, or has other content.
             OSError: a file cannot be read.
         """
-        self._read(planner.items)
-        for item in planner.items:
-            self.bytes_wanted += item.target.numel() * item.dtype.itemsize
-
-    def _read(self, items: Sequence[TensorRead]) -> None:
         with ThreadPoolExecutor(self._threads) as pool:
             planned = sorted(map(self._read_of, items), key=lambda read: (read.file, read.start))
             batches = _batches(planned, self._files.near_bytes)

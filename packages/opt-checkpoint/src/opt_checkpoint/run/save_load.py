@@ -414,7 +414,7 @@ def read_planned(
 
     def read() -> None:
         planner.begin_writing()
-        reader.read_data(planner)
+        reader.read(planner.items)
         planner.assemble()
 
     what = f"loading {reader.index.path} (while reading: tensors may be partly overwritten, load again before use)"
@@ -425,6 +425,6 @@ def read_planned(
         unexpected=unexpected,
         cast=tuple(planner.cast),
         kind=reader.index.kind,
-        bytes_wanted=reader.bytes_wanted,
+        bytes_wanted=sum(item.target.numel() * item.dtype.itemsize for item in planner.items),
         bytes_read=reader.bytes_read + planner.files.bytes_read,
     )
