@@ -180,8 +180,11 @@ class StateOffload:
                 target.copy_(source, non_blocking=True)
             done = side.record_event()
         current.wait_event(done)
-        for tensors, target in zip(memories, targets, strict=True):
-            _show_in_(tensors, target)
+        for tensors, memory in zip(memories, targets, strict=True):  # each views the same elements of the new memory
+            for tensor in tensors:
+                itemsize = tensor.dtype.itemsize
+                elements = memory[: len(memory) - len(memory) % itemsize].view(tensor.dtype)
+                tensor.data = elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _tensors(self, device: devices.Device) -> Iterator[Tensor]:
         """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
@@ -204,17 +207,6 @@ def _whole(tensors: Sequence[Tensor]) -> Tensor:
     narrow = min(tensors, key=lambda tensor: tensor.dtype.itemsize).detach()
     numel = narrow.untyped_storage().nbytes() // narrow.dtype.itemsize
     return narrow.as_strided((numel,), (1,), 0).view(torch.uint8)
-
-
-def _show_in_(tensors: Sequence[Tensor], memory: Tensor) -> None:
-    """Make `tensors` view the same elements of `memory`, (n,) uint8, as of the allocation in which they are.
-
-    That is freed with the last tensor that views it.
-    """
-    for tensor in tensors:
-        itemsize = tensor.dtype.itemsize
-        elements = memory[: len(memory) - len(memory) % itemsize].view(tensor.dtype)
-        tensor.data = elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or before it with broadcast_params=True"
