@@ -232,9 +232,16 @@ def _convert(options: argparse.Namespace) -> int:
     if options.to == "safetensors":
         from opt_checkpoint.convert.safetensors import left_out
 
-        chosen = {name: arguments[name] for name in ("select", "prefix") if name in arguments}
-        notes = _about_averages(options.source, options.weights, **chosen) if options.weights else {}
-        notes["left out, as safetensors files hold tensors only"] = left_out(options.source, **chosen)
+        select = arguments.get("select", "*")
+        prefix = arguments.get("prefix", "")
+        notes = {}
+        if options.weights:
+            _, plain, others = with_averages(read_index(options.source), options.weights, prefix)
+            selected = [key for key in plain if fnmatch.fnmatchcase(key, select) and key.startswith(prefix)]
+            notes["without average, so as they were saved"] = selected
+            notes["left out, as states of parameters without average"] = others
+        tensors_only = left_out(options.source, select=select, prefix=prefix)
+        notes["left out, as safetensors files hold tensors only"] = tensors_only
         for note, keys in notes.items():
             if keys:
                 print(f"{note}: {', '.join(keys)}", file=sys.stderr)
@@ -263,17 +270,6 @@ def _argument(option: str, given: Any) -> tuple[str, Any]:
         case "replicated":
             return "is_distributed", not given
     return option, given
-
-
-def _about_averages(source: str, weights: str, *, select: str = "*", prefix: str = "") -> dict[str, list[str]]:
-    """The selected keys that an export of averages copies or leaves out."""
-    _, plain, others = with_averages(read_index(source), weights, prefix)
-    return {
-        "without average, so as they were saved": [
-            key for key in plain if fnmatch.fnmatchcase(key, select) and key.startswith(prefix)
-        ],
-        "left out, as states of parameters without average": others,
-    }
 
 
 def _extract(options: argparse.Namespace) -> int:

@@ -92,24 +92,19 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
         found.update((name, []) for name in ours.values())  # also for tensors without elements
         for name, piece in _pieces(sides, sizes, ours, theirs):
             found[name].append(piece)
-    _check_tied(mapped)
-    return mapped
-
-
-def _check_tied(mapped: Mapped) -> None:
-    """Raise unless another rule makes the tensors that ours are tied to, of the same shape and dtype."""
-    for name, pieces in mapped.tied.items():
-        own = mapped.ours[name].dtype
-        for piece in pieces:
+    for name, tied in mapped.tied.items():
+        dtype = mapped.ours[name].dtype
+        for piece in tied:
             other = mapped.theirs.get(piece.theirs)
             if other is None:
                 raise CheckpointKeyError(f"{name} is tied to {piece.theirs}, but no tensor is converted to that name")
-            if other != (piece.within.shape, own):
+            if other != (piece.within.shape, dtype):
                 shape = list(piece.within.shape)
                 raise CheckpointMismatchError(
-                    f"{name} is {own} and tied to {piece.theirs} of shape {shape}, which another "
+                    f"{name} is {dtype} and tied to {piece.theirs} of shape {shape}, which another "
                     f"rule makes {other.dtype} of shape {list(other.shape)}"
                 )
+    return mapped
 
 
 class _Side(NamedTuple):

@@ -162,16 +162,10 @@ def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
     objects = tuple(item.without_data() for item in flat.objects.values())
     layout = LocalLayout.of(shards, flags)._replace(objects=objects, plain=paths)
     common = {path: fingerprint(value) for path, value in {**flat.common, **plain}.items()}
-    return LocalContents(layout=layout, digests=_digests(repeating), common=common)
-
-
-def _digests(tensors: Sequence[Tensor]) -> Array:
-    """(tensors,) int64, of their values; on a device a checksum, so that values stay there."""
-    on_device = checksums({at: tensor for at, tensor in enumerate(tensors) if tensor.device.type != "cpu"})
-    digests = []
-    for at, tensor in enumerate(tensors):
-        digests.append(on_device[at] if at in on_device else fingerprint(tensor))
-    return np.array(digests, np.int64)
+    # On a device a checksum, so that values stay there.
+    sums = checksums({at: tensor for at, tensor in enumerate(repeating) if tensor.device.type != "cpu"})
+    digests = [sums[at] if at in sums else fingerprint(tensor) for at, tensor in enumerate(repeating)]
+    return LocalContents(layout=layout, digests=np.array(digests, np.int64), common=common)
 
 
 def fingerprint(value: Any, start: int = 0, objects: dict[int, tuple[Any, int]] | None = None) -> int:

@@ -95,14 +95,24 @@ class GlobalPlan:
             CheckpointingException: the layouts leave gaps, overlap or disagree, or values that must be equal differ.
         """
         tensors = TensorsOfRanks.of(layouts, first_holder_only=first_holder_only)
-        repeats = _repeats(tensors)
+        repeating = np.flatnonzero(tensors.may_repeat & tensors.main)
+        first_box = np.searchsorted(tensors.owner, repeating).tolist()
+        last_box = np.searchsorted(tensors.owner, repeating + 1).tolist()
+        first = dict[tuple[int, bytes, bytes], int]()  # of the main replicas with the same key and boxes
+        pairs = []
+        for number, low, high in zip(repeating.tolist(), first_box, last_box):
+            place = tensors.offsets[low:high].tobytes(), tensors.sizes[low:high].tobytes()
+            other = first.setdefault((int(tensors.key[number]), *place), number)
+            if low < high and other != number:
+                pairs.append((other, number))
+        repeats = np.array(pairs, np.int64).reshape(-1, 2)
         main = tensors.main.copy()  # the second of two equal blocks is a replica; validation rejects two that differ
         main[repeats[_are_equal(tensors, repeats, digests), 1]] = False
         checked = replace(tensors, main=main)
         validate_sharding_integrity(checked, [layout.objects for layout in layouts])
         parts = assign_parts(checked)
-        first_box = np.searchsorted(tensors.box_rank, np.arange(tensors.ranks))  # (ranks,)
-        local_box = parts.box - first_box[parts.rank]  # (parts,) as each rank numbers its boxes
+        first_of_rank = np.searchsorted(tensors.box_rank, np.arange(tensors.ranks))  # (ranks,)
+        local_box = parts.box - first_of_rank[parts.rank]  # (parts,) as each rank numbers its boxes
         bounds = np.searchsorted(parts.rank, np.arange(tensors.ranks + 1)).tolist()  # of each rank's parts
         assigned = []
         for layout, start, stop in zip(layouts, bounds, bounds[1:]):
@@ -116,24 +126,6 @@ class GlobalPlan:
     def fits(self, digests: Array) -> bool:
         """Return whether blocks that several ranks hold have equal values in a later save with the same layouts."""
         return bool(_are_equal(self.tensors, self.repeats, digests).all())
-
-
-def _repeats(tensors: TensorsOfRanks) -> Array:
-    """(pairs, 2) main replicas with the same key and boxes on two ranks, the first of these and another one."""
-    repeating = np.flatnonzero(tensors.may_repeat & tensors.main)
-    first_box = np.searchsorted(tensors.owner, repeating)
-    last_box = np.searchsorted(tensors.owner, repeating + 1)
-    first = dict[tuple[int, bytes, bytes], int]()
-    pairs = []
-    for number, low, high in zip(repeating.tolist(), first_box.tolist(), last_box.tolist()):
-        if low == high:
-            continue
-        offsets = tensors.offsets[low:high].tobytes()
-        sizes = tensors.sizes[low:high].tobytes()
-        other = first.setdefault((int(tensors.key[number]), offsets, sizes), number)
-        if other != number:
-            pairs.append((other, number))
-    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def _are_equal(tensors: TensorsOfRanks, repeats: Array, digests: Array) -> Array:

@@ -167,7 +167,16 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
     layouts = cached.layouts if cached else [of_rank.layout for of_rank in contents if of_rank.layout is not None]
     if not agreed.has_equal_common:
         common = [of_rank.common for of_rank in contents]
-        _check_common(held.policy, common_differences(common, [layout.plain for layout in layouts]))
+        if differing := common_differences(common, [layout.plain for layout in layouts]):
+            text = f"common values differ between ranks: {', '.join(differing[:8])}"
+            if any(".names (" in value or ".state_names." in value for value in differing):
+                text += "; if ranks have parts of one model, pass sharded_optimizer(model, optimizer, groups=...)"
+            if held.policy == "equal":
+                raise CheckpointValueError(
+                    f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where "
+                    f"only some ranks have it), or pass common='first_rank' to store the first rank's"
+                )
+            logger.warning("%s; those of the first rank are stored", text)
     digests = np.concatenate([of_rank.digests for of_rank in contents])
     if cached is None or not cached.fits(digests):  # a new plan says which values differ
         plan = GlobalPlan.of(layouts, digests, first_holder_only=held.policy == "first_rank")
@@ -188,21 +197,6 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
     objects = [list(parts.objects) for parts in plan.assigned]
     objects[0] += [COMMON_KEY, *stock]
     return Assigned(plan=plan, to_ranks=to_ranks, stock=stock, objects_of_ranks=objects)
-
-
-def _check_common(policy: str, differing: Sequence[str]) -> None:
-    """Refuse plain values that differ between ranks, or warn of them."""
-    if not differing:
-        return
-    text = f"common values differ between ranks: {', '.join(differing[:8])}"
-    if any(".names (" in value or ".state_names." in value for value in differing):
-        text += "; if ranks have parts of one model, pass sharded_optimizer(model, optimizer, groups=...)"
-    if policy == "equal":
-        raise CheckpointValueError(
-            f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where "
-            f"only some ranks have it), or pass common='first_rank' to store the first rank's"
-        )
-    logger.warning("%s; those of the first rank are stored", text)
 
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:

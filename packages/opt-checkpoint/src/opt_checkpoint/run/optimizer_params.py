@@ -115,21 +115,18 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
         shape = tuple(param.shape)
         if place is not None:
             current = place.key
-            shape = _whole_shape(place)
+        if isinstance(place, ShardedTensor):
+            shape = place.global_shape
+        elif place is not None:
+            segments = place.declared().segments
+            if not segments or any(segment.suffix for segment in segments):
+                raise CheckpointValueError(
+                    f"{place.key} is stored as several tensors, which states of a torch optimizer cannot be; save it "
+                    f"with an optimizer of opt_stack.get_optimizer"
+                )
+            shape = segments[0].global_shape
         named.append(NamedParam(current, param, group, shape, marks[name], place))
     return named
-
-
-def _whole_shape(placed: ShardedTensor | ShardedTensorFactory) -> tuple[int, ...]:
-    if isinstance(placed, ShardedTensor):
-        return placed.global_shape
-    segments = placed.declared().segments
-    if not segments or any(segment.suffix for segment in segments):
-        raise CheckpointValueError(
-            f"{placed.key} is stored as several tensors, which states of a torch optimizer cannot be; save it with an "
-            f"optimizer of opt_stack.get_optimizer"
-        )
-    return segments[0].global_shape
 
 
 def _refuse_local_shards(modules: Iterable[NamedModule], optimizer: Optimizer) -> None:

@@ -96,7 +96,10 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     if isinstance(saved, dict) and ("state_names" in saved or has_names):
         return _ours(opened, saved, at)
     keys = _by_param(index.tensors, f"{prefix}state.")
-    by_state = _by_state(index.tensors, f"{prefix}state.")
+    by_state: dict[str, dict[str, str]] = defaultdict(dict)  # by parameter and state, in a chain of optimizers too
+    state_key = re.compile(rf"(?:chained_\d+\.)?{re.escape(prefix)}state\.([^.]+)\.(.+)")
+    for match in filter(None, map(state_key.fullmatch, sorted(index.tensors))):
+        by_state[match[2]][match[1]] = match[0]
     known = {*names, *index.tensors}
     if known & by_state.keys() and not known & keys.keys():
         return _of_megatron(opened, by_state, names)
@@ -231,17 +234,6 @@ def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str
         name, dot, last = key.removeprefix(prefix).rpartition(".")
         if key.startswith(prefix) and dot:
             found[name][last] = key
-    return found
-
-
-def _by_state(stored: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
-    """The keys of the form `<prefix><state>.<parameter>`, in a chain of optimizers too, by parameter and state."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for key in sorted(stored):
-        match = re.fullmatch(rf"(?:chained_\d+\.)?{re.escape(prefix)}([^.]+)\.(.+)", key)
-        if match is not None:
-            state, name = match.groups()
-            found[name][state] = key
     return found
 
 
