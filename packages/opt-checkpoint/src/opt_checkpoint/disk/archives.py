@@ -94,7 +94,9 @@ def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: S
             storage, offset, stored_shape, strides, *rest = call.args
             _, kind, name, *_ = storage.args[0]  # the persistent id: "storage", class, name, device, number of elements
             named = [value.name for value in rest if type(value) is Name and value.module == "torch"]
-            stored_dtype = dtype_from_name(named[0]) if named else BY_STORAGE_CLASS.get(kind.name)
+            stored_dtype = BY_STORAGE_CLASS.get(kind.name)
+            if named:
+                stored_dtype = dtype_from_name(named[0])
             is_tensor = call.of.name.startswith("_rebuild_tensor_v") and type(name) is str
             if not is_tensor or stored_dtype != dtype or stored_shape != shape:
                 raise CheckpointCorruptError(f"{where} does not hold {dtype} {shape}, as the index says")

@@ -59,7 +59,9 @@ def with_averages(index: CheckpointIndex, name: str, prefix: str = "") -> Averag
             f"{index.path} holds several models with the weights of these averages; pass the prefix of one of them: "
             f"{', '.join(sorted(prefixes))}"
         )
-    own = prefixes[0] if len(prefixes) == 1 else prefix
+    own = prefix
+    if len(prefixes) == 1:
+        own = prefixes[0]
     replaced = {own + key: stored for key, stored in averages.items()}
     # The key of a buffer may look like that of a state: model.state.rotary.frequencies.
     known = index.tensors.keys() | replaced.keys()

@@ -144,7 +144,9 @@ def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGl
     """
     ((_, raw),) = _objects_bytes(DataFiles(index), index, [unique_key])
     value = index.kind.unwrapped(load_object(raw, allowed=safe_globals))
-    return loaded_whole(value, unique_key) if index.kind is Kind.OURS else value
+    if index.kind is Kind.OURS:
+        return loaded_whole(value, unique_key)
+    return value
 
 
 def read_objects(

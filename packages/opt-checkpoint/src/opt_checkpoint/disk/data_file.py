@@ -102,8 +102,10 @@ class PieceSums:
     @property
     def whole(self) -> int:
         """The CRC-32 of the whole run."""
-        if len(self.pieces) <= 1:
-            return self.pieces[0] if self.pieces else 0
+        if not self.pieces:
+            return 0
+        if len(self.pieces) == 1:
+            return self.pieces[0]
         crc = 0
         left = self.nbytes
         for piece in self.pieces:
@@ -182,7 +184,9 @@ class DataFiles:
         self._store = store_at(index.path, follow=index.kind is Kind.SAFETENSORS)
         self.near_bytes = self._store.near_bytes
         self.read_bytes = self._store.read_bytes
-        self._header = b"" if index.save_id is None else file_header(index.save_id)
+        self._header = b""
+        if index.save_id is not None:
+            self._header = file_header(index.save_id)
         self._checked = set[str]()
         self.bytes_read = 0
         self._lock = Lock()
@@ -350,7 +354,9 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: Chec
         increment_version(target)  # autograd does not see the write, which others look for
         return
     axis = next((d for d, n in enumerate(region.sizes) if n > 1), 0)  # one value alone is a run, and small
-    row_bytes = row_major_strides(region.chunk)[axis] * dtype.itemsize if region.chunk else dtype.itemsize
+    row_bytes = dtype.itemsize
+    if region.chunk:
+        row_bytes *= row_major_strides(region.chunk)[axis]
     low, high = region.rows(axis, 0, 1).span
     is_near = is_run or row_bytes - (high - low) * dtype.itemsize <= values.near_bytes  # rows, to each other
     if is_near and nbytes <= _BOUNCE_BYTES:
@@ -358,7 +364,9 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: Chec
         values.read_into(position, raw)
         target.copy_(region.of_bytes(raw, dtype))
         return
-    step = max(1, min(region.sizes[axis] // 2, _BOUNCE_BYTES // row_bytes)) if is_near else 1
+    step = 1
+    if is_near:
+        step = max(1, min(region.sizes[axis] // 2, _BOUNCE_BYTES // row_bytes))
     for row in range(0, region.sizes[axis], step):
         count = min(step, region.sizes[axis] - row)
         read_region(target.narrow(axis, row, count), region.rows(axis, row, count), dtype, values)

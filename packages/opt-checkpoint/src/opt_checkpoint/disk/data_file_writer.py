@@ -181,14 +181,13 @@ def _headers(name: bytes, size: int, crc: int, position: int) -> tuple[bytes, by
     """The header of a file of a zip archive, stored uncompressed, that begins at `position`, and its entry in the
     directory at the end."""
     name = b"archive/" + name
-    is_wide = size >= _LIMIT_32
-    if is_wide:
+    stored = size
+    version = 20
+    extra = b""
+    if size >= _LIMIT_32:
         stored = _LIMIT_32
         version = 45
-    else:
-        stored = size
-        version = 20
-    extra = struct.pack("<HHQQ", 1, 16, size, size) if is_wide else b""
+        extra = struct.pack("<HHQQ", 1, 16, size, size)
     lengths = len(name), len(extra)
     common = struct.pack("<HHHHHIIIHH", version, 0, 0, 0, _DOS_DATE, crc, stored, stored, *lengths)
     header = struct.pack("<I", 0x04034B50) + common

@@ -79,7 +79,9 @@ class _Memo:
     def get(self, value: Any) -> bytes:
         """Return the opcode that pushes the value."""
         number = self.number(value)
-        return _SHORT_REFERENCE + bytes([number]) if number < 256 else _REFERENCE + struct.pack("<I", number)
+        if number < 256:
+            return _SHORT_REFERENCE + bytes([number])
+        return _REFERENCE + struct.pack("<I", number)
 
     def new(self, kind: type) -> bytes:
         """Return the opcodes that push a new object of a class, and begin its state."""
@@ -198,7 +200,11 @@ def encode_dcp_metadata(
 
 def _plain(part: str | int) -> str | int:
     """A part of a path without the class of a user, which readers could not import."""
-    return str.__str__(part) if isinstance(part, str) else part if type(part) is bool else int(part)
+    if isinstance(part, str):
+        return str.__str__(part)
+    if type(part) is bool:
+        return part
+    return int(part)
 
 
 def _stored_at(memo: _Memo, keys: Array, files: Array, places: Array, offsets: Array | None = None) -> Template:

@@ -72,7 +72,9 @@ class Made:
     @property
     def attributes(self) -> Mapping[str, Any]:
         """The attributes that its state sets; empty if the state has another form."""
-        return self.state if type(self.state) is dict else {}
+        if type(self.state) is dict:
+            return self.state
+        return {}
 
     def extend(self, values: list[Any]) -> None:
         """Ignore items of a list subclass, which no caller needs."""
@@ -156,7 +158,9 @@ class _Reader(pickle._Unpickler):
             raise TypeError(f"it sets items of a {type(target).__name__}")
         for key, value in zip(values[::2], values[1::2]):
             # Hashing a nested tuple may take time that is exponential in its depth.
-            atoms = key if type(key) is tuple else (key,)
+            atoms = key
+            if type(key) is not tuple:
+                atoms = (key,)
             if not _ATOMS.issuperset(map(type, atoms)):
                 raise TypeError(f"a key is a {type(key).__name__}")
             entries[key] = value
@@ -248,7 +252,9 @@ def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
     files = {}
     for name in {place.file for place in places.values()}:
         if sizes.get(name, -1) < 0:
-            problem = "is not a regular file; it is not read" if name in sizes else "is missing"
+            problem = "is missing"
+            if name in sizes:
+                problem = "is not a regular file; it is not read"
             raise CheckpointCorruptError(f"data file {path / name} {problem}")
         files[name] = StoredFile(size=sizes[name])
     kind = Kind.MEGATRON if MEGATRON_MARK in sizes else Kind.DCP
@@ -325,7 +331,9 @@ def _places(storage: dict[Any, Any]) -> dict[_Key, ByteRange]:
                 f"{key} was stored through transforms (compression or the like), which this version cannot undo; "
                 f"load it with torch.distributed.checkpoint and save it again without them"
             )
-        box_offsets = None if offset is None else _integers(offset, key)
+        box_offsets = None
+        if offset is not None:
+            box_offsets = _integers(offset, key)
         start = _integer(info.get("offset"), key)
         nbytes = _integer(info.get("length"), key)
         places[key, box_offsets] = ByteRange(file=file, start=start, nbytes=nbytes, archive=True)
@@ -348,7 +356,9 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
         if place is not None and box.numel:
             chunks.append(StoredChunk(box=box, place=place))
     properties = stored.attributes.get("properties")  # its state is a tuple that begins with dtype and layout
-    state = properties.state if type(properties) is Made else None
+    state = None
+    if type(properties) is Made:
+        state = properties.state
     if type(state) is not tuple or len(state) < 2 or type(state[0]) is not Name:
         raise _damaged(f"{key} has no dtype")
     if type(state[1]) is not Made or state[1].args != ("torch.strided",):

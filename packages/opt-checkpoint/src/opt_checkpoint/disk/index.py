@@ -109,7 +109,9 @@ class Region(NamedTuple):
 
     def rows(self, axis: int, start: int, count: int) -> Region:
         """Return the box's rows `[start, start + count)` along an axis."""
-        first = self.offsets[axis] + start if self.offsets else 0
+        first = 0
+        if self.offsets:
+            first = self.offsets[axis] + start
         return Region(self.chunk, with_axis(self.offsets, axis, first), with_axis(self.sizes, axis, count))
 
 
@@ -139,7 +141,8 @@ class Within(NamedTuple):
         dropped = [axis for axis in range(values.dim()) if axis not in kept]
         view = values.permute([*dropped, *kept])[(0,) * len(dropped)]
         for position, axis in enumerate(self.axes):
-            view = view.unsqueeze(position) if axis is None else view
+            if axis is None:
+                view = view.unsqueeze(position)
         return view
 
 
@@ -169,7 +172,9 @@ class StoredChunk:
 
     def as_stored(self, values: Tensor) -> Tensor:
         """Return a box of the chunk as a view with the axes of the stored array."""
-        return values if self.within is None else self.within.as_stored(values)
+        if self.within is None:
+            return values
+        return self.within.as_stored(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +225,9 @@ class CheckpointIndex:
     def nbytes(self) -> int:
         """Bytes of all tensors' values."""
         summed = getattr(self.tensors, "nbytes", None)
-        return sum(t.nbytes for t in self.tensors.values()) if summed is None else int(summed)
+        if summed is None:
+            summed = sum(stored.nbytes for stored in self.tensors.values())
+        return int(summed)
 
 
 def check_index(index: CheckpointIndex) -> None:
@@ -252,7 +259,9 @@ def check_file_name(name: str) -> None:
 def _check_place(index: CheckpointIndex, key: str, place: ByteRange) -> None:
     held = index.files.get(place.file)
     if held is None or place.start < 0 or place.nbytes < 0 or place.stop > held.size:
-        size = "is unknown" if held is None else f"has {held.size} bytes"
+        size = "is unknown"
+        if held is not None:
+            size = f"has {held.size} bytes"
         raise CheckpointCorruptError(f"{key} is listed at [{place.start}, {place.stop}) of {place.file}, which {size}")
 
 
@@ -266,7 +275,9 @@ def _check_tensor(index: CheckpointIndex, key: str, tensor: StoredTensor) -> Non
         nbytes = chunk.place.nbytes
         expected = box.numel * tensor.dtype.itemsize
         has_axes = len(box.offsets) == len(box.sizes) == len(tensor.shape)
-        fits = nbytes >= expected if chunk.place.archive else nbytes == expected  # bare values have just this size
+        fits = nbytes == expected  # bare values have just this size
+        if chunk.place.archive:
+            fits = nbytes >= expected
         if not (has_axes and whole.overlap(box) == box and fits):
             raise CheckpointCorruptError(
                 f"chunk {box} of {key} {tensor.shape} does not fit its tensor or its {nbytes} bytes"

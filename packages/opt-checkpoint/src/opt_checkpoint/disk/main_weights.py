@@ -70,7 +70,9 @@ def compare_end(key: str, main: Tensor, weight: Tensor) -> Compared:
         return Compared(key, bool(weight.any()))
     # Main weights at the end are zero where weights are not, nor so small that main weights underflow.
     nonzero = main.nonzero()
-    end = int(nonzero[-1]) + 1 if len(nonzero) else 0
+    end = 0
+    if len(nonzero):
+        end = int(nonzero[-1]) + 1
     zeros = bool((weight[end:].abs() > weight.abs().max() / 512).any())
     return Compared(key, is_exact=False, has_zeros=zeros, is_moved=_is_moved(main, weight), differs=True)
 
@@ -176,7 +178,9 @@ def _values(files: DataFiles, chunk: StoredChunk, dtype: torch.dtype, start: int
         return whole.reshape(-1)[start:stop]
     part = values.part(start * dtype.itemsize, (stop - start) * dtype.itemsize)
     raw = files.read(part.file, part.start, part.nbytes)
-    return torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype, device="cpu")
+    if not raw:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(raw), dtype=dtype)
 
 
 def _rounded(main: Tensor, weight: Tensor) -> Tensor:

@@ -158,7 +158,9 @@ def to_megatron_state(
         written = [_megatron_group(group, step, unnamed=first_rule) for group in groups]
         entries.append(optimizer_entry(link.form, written, step, state["grad_scaler"]))
     entries[0][OWN] = own
-    return entries[0] if len(entries) == 1 else dict(enumerate(entries))
+    if len(entries) == 1:
+        return entries[0]
+    return dict(enumerate(entries))
 
 
 def _param_name(at: str) -> str:
@@ -291,7 +293,9 @@ def _entries(loaded: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
     """The state of each of Megatron-Core's optimizers."""
     numbers = sorted(key for key in loaded if isinstance(key, int))
     is_chain = numbers and not {"param_state_sharding_type", "param_groups", "optimizer"} & loaded.keys()
-    return [loaded[number] for number in numbers] if is_chain else [loaded]
+    if not is_chain:
+        return [loaded]
+    return [loaded[number] for number in numbers]
 
 
 def _saved_form(loaded: Mapping[str, Any]) -> str:

@@ -212,7 +212,9 @@ class StateDicts(ShardedStates):
     def _load_peers(self) -> Comm:
         """The ranks that set main values together, because these are published, or a world of one."""
         is_shared = self._rank_local or self.plan.config.fp8_recipe is not None
-        return self._everyone if is_shared else Alone()
+        if is_shared:
+            return self._everyone
+        return Alone()
 
     def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
         matched, decisions = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
@@ -300,7 +302,9 @@ def check_form(state_dict: Any, *, layout_id: str) -> None:
 
 def _layouts(state_dict: Group) -> list[str]:
     layouts = state_dict.get("layout", ())
-    return [layouts] if isinstance(layouts, str) else list(map(str, layouts))
+    if isinstance(layouts, str):
+        return [layouts]
+    return list(map(str, layouts))
 
 
 def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
