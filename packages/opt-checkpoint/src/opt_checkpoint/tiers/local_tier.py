@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from opt_checkpoint.disk.checkpoint import check_sizes, verify_checkpoint
 from opt_checkpoint.disk.data_file import bytes_view, crc32
+from opt_checkpoint.disk.index import ByteRange
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
@@ -289,14 +290,6 @@ class Parcel(NamedTuple):
     name: str
 
 
-class _Chunk(NamedTuple):
-    """A run of bytes of a file."""
-
-    file: str
-    start: int
-    nbytes: int
-
-
 def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: str) -> None:
     """Send directories; all ranks call this together. A directory becomes visible once it is complete.
 
@@ -326,7 +319,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
         except BaseException as error:  # raised at the end: messages still go
             errors.append(error)
 
-    def write(parcel: Parcel, chunk: _Chunk, view: memoryview) -> None:
+    def write(parcel: Parcel, chunk: ByteRange, view: memoryview) -> None:
         with store.shared_file(f"{arrivals[parcel]}/{chunk.file}", is_new=not chunk.start) as put:
             put(view, chunk.start)
         crcs[parcel][chunk.file] = crc32(view, crcs[parcel].get(chunk.file, 0))
@@ -363,11 +356,11 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     from_all(ranks, lambda: raise_first(errors), what)
 
 
-def _chunks_of(source: Directory) -> Iterator[_Chunk]:
+def _chunks_of(source: Directory) -> Iterator[ByteRange]:
     """The files of a directory in chunks."""
     for file, size in sorted(source.sizes().items()):
         for start in range(0, size, _CHUNK_BYTES):
-            yield _Chunk(file, start, min(_CHUNK_BYTES, size - start))
+            yield ByteRange(file=file, start=start, nbytes=min(_CHUNK_BYTES, size - start))
 
 
 def _complete(store: Directory, parcel: Parcel, folder: str, crcs: Mapping[str, int]) -> None:
