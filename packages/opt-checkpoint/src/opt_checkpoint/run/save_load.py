@@ -419,12 +419,13 @@ def read_planned(
 
     what = f"loading {reader.index.path} (while reading: tensors may be partly overwritten, load again before use)"
     from_all(ranks, read, what)
+    bytes_wanted = sum(item.target.numel() * item.dtype.itemsize for item in planner.items)
     return LoadReport(
         state=planner.assembled,
         missing=tuple(planner.missing),
         unexpected=unexpected,
         cast=tuple(planner.cast),
         kind=reader.index.kind,
-        bytes_wanted=sum(item.target.numel() * item.dtype.itemsize for item in planner.items),
+        bytes_wanted=bytes_wanted,
         bytes_read=reader.bytes_read + planner.files.bytes_read,
     )
