@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from numbers import Number
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,12 +34,11 @@ from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchErro
 from opt_checkpoint.state.checksums import are_equal
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.model_parallel import check_stages
-from opt_checkpoint.state.sharded import Path, ShardedStateDict, ShardedTensor, path_text
+from opt_checkpoint.state.sharded import EMPTY, Path, ShardedStateDict, ShardedTensor, path_text
 from opt_checkpoint.state.tensors import converts_exactly, is_dtensor, local_tensor, sharded_like
 from opt_checkpoint.state.tree import ABSENT, flatten_state, is_below, leaves, lookup, scopes, without_tensors
 
 EXTRA_STATE = "_extra_state"  # torch's name for what a module's get_extra_state returns
-NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
 class TensorRead(NamedTuple):
@@ -84,7 +82,7 @@ class ShardedLoadPlanner:
         *,
         strict: str | StrictHandling = "raise_missing",
         dtype: str = "exact",
-        aliases: Mapping[str, str] = NO_ALIASES,
+        aliases: Mapping[str, str] = EMPTY,
         safe_globals: SafeGlobals = (),
     ) -> None:
         if dtype not in ("exact", "cast"):

@@ -24,10 +24,10 @@ from torch import Tensor
 from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks, check_equal, from_all, leave, ranks_of, texts_of
-from opt_checkpoint.run.save_load import NO_DETAILS, save_as
+from opt_checkpoint.run.save_load import save_as
 from opt_checkpoint.run.unreported import unreported
 from opt_checkpoint.state.factory import ShardedTensorFactory
-from opt_checkpoint.state.sharded import Path, ShardedObject, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.sharded import EMPTY, Path, ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor
 from opt_checkpoint.state.tree import flatten_state, map_leaves
 from opt_checkpoint.store import AnyPath, Location, location_of, target_at
@@ -232,7 +232,7 @@ class AsyncSaver:
         path: AnyPath,
         *,
         common: Literal["equal", "first_rank"] = "equal",
-        details: Mapping[str, Any] = NO_DETAILS,
+        details: Mapping[str, Any] = EMPTY,
     ) -> SaveHandle:
         """Take a snapshot and save it in the background. First waits for the previous save, and raises its failure.
 
@@ -392,7 +392,7 @@ def async_save(
     saver: AsyncSaver | None = None,
     process_group: dist.ProcessGroup | None = None,
     common: Literal["equal", "first_rank"] = "equal",
-    details: Mapping[str, Any] = NO_DETAILS,
+    details: Mapping[str, Any] = EMPTY,
 ) -> SaveHandle:
     """Save in the background; the state may change as soon as this returns.
 

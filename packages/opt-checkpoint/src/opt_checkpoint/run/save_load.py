@@ -9,14 +9,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
 from opt_checkpoint.dcp.layout import LocalContents
-from opt_checkpoint.dcp.load_planner import NO_ALIASES, ShardedLoadPlanner, whole_tensor
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner, whole_tensor
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader, Verify
@@ -49,12 +48,11 @@ from opt_checkpoint.run.ranks import (
     texts_of,
     through_rank_0,
 )
-from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.sharded import EMPTY, ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location, Target, location_of
 from opt_checkpoint.store.paths import reached_from
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
-NO_DETAILS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +84,7 @@ def save(
     *,
     process_group: dist.ProcessGroup | None = None,
     common: Literal["equal", "first_rank"] = "equal",
-    details: Mapping[str, Any] = NO_DETAILS,
+    details: Mapping[str, Any] = EMPTY,
     plans: PlanCache | None = None,
 ) -> None:
     """Save a state as a new checkpoint; all ranks of the group call this together.
@@ -124,7 +122,7 @@ def save_as(
     *,
     process_group: dist.ProcessGroup | Ranks | None = None,
     common: str = "equal",
-    details: Mapping[str, Any] = NO_DETAILS,
+    details: Mapping[str, Any] = EMPTY,
     plans: PlanCache | None = None,
     target: Target | None = None,
     save_id: str | None = None,
@@ -278,7 +276,7 @@ def load(
     strict: str | StrictHandling = StrictHandling.RAISE_UNEXPECTED,
     dtype: Literal["exact", "cast"] = "exact",
     verify: Verify = "sizes",
-    aliases: Mapping[str, str] = NO_ALIASES,
+    aliases: Mapping[str, str] = EMPTY,
     safe_globals: SafeGlobals = (),
     moments: Moments = "saved",
     threads: int = 4,

@@ -31,8 +31,8 @@ from opt_checkpoint.run.optimizer_params import NamedParam, named_params, names_
 from opt_checkpoint.run.ranks import Ranks, from_all, on_all, own_and_distinct, ranks_of, same_location
 from opt_checkpoint.run.save_load import carry_out_load, opened_everywhere
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer, with_current_names
-from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
-from opt_checkpoint.state.sharded import ShardedBase, ShardedStateDict
+from opt_checkpoint.state.groups import Conflict, GroupReport, apply_saved_groups, groups_to_saved
+from opt_checkpoint.state.sharded import EMPTY, ShardedBase, ShardedStateDict
 from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, like_sharded, local_tensor
 from opt_checkpoint.state.tree import ScopedState
 from opt_checkpoint.store import AnyPath, Location
@@ -196,7 +196,7 @@ def load_optimizer(
     process_group: dist.ProcessGroup | None = None,
     groups: Any = None,
     on_conflict: Conflict = "error",
-    override: Mapping[str, Any] = NO_OVERRIDE,
+    override: Mapping[str, Any] = EMPTY,
     verify: Verify = "sizes",
 ) -> OptimizerLoadReport:
     """Load an optimizer's state and groups, however it was sharded when saved; all ranks call this together.
@@ -244,7 +244,7 @@ def fill_optimizer(
     at: tuple[str, ...] = ("optimizer",),
     groups: Any = None,
     on_conflict: Conflict = "error",
-    override: Mapping[str, Any] = NO_OVERRIDE,
+    override: Mapping[str, Any] = EMPTY,
 ) -> OptimizerLoadReport:
     """`load_optimizer` from an open checkpoint, or from this rank's part of it, of which `read` loads tensors."""
     path = opened.index.path

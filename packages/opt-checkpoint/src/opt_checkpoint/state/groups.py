@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.state.sharded import EMPTY
 
 Group: TypeAlias = dict[str, Any]
 Conflict: TypeAlias = Literal["error", "saved", "current"]
-NO_OVERRIDE: Mapping[str, Any] = MappingProxyType({})
 NOT_STORED = frozenset({"params", "param_names"})
 
 
@@ -81,7 +80,7 @@ def apply_saved_groups(
     saved: Mapping[str, Any],
     *,
     on_conflict: Conflict = "error",
-    override: Mapping[str, Any] = NO_OVERRIDE,
+    override: Mapping[str, Any] = EMPTY,
 ) -> GroupReport:
     """Write saved values to the fields of the current `param_groups`, in place. Changes nothing if it raises.
 

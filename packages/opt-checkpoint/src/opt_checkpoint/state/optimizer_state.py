@@ -23,6 +23,7 @@ from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory, tensors_in
 from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.sharded import (
+    EMPTY,
     LocalNonpersistentObject,
     ReplicaId,
     Shape,
@@ -99,7 +100,6 @@ REFERENCE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"optimizer.state.fp32_param.": "optimizer.state.param.", "optimizer.state.param.": "optimizer.state.fp32_param."}
 )
 ShardedParam: TypeAlias = ShardedTensor | ShardedTensorFactory
-NO_SPECS: Mapping[str, StateSpec] = MappingProxyType({})
 
 
 class OptimizerShapeError(CheckpointValueError, AssertionError):
@@ -320,7 +320,7 @@ def optim_state_to_sharding_state(
     id_to_sharded_param_map: Mapping[int, ShardedParam],
     exclude_keys: str | Iterable[str] = (),
     *,
-    specs: Mapping[str, StateSpec] = NO_SPECS,
+    specs: Mapping[str, StateSpec] = EMPTY,
 ) -> None:
     """Make an optimizer state dict sharded, in place: `state` and `param_groups` of `optim_state_dict` are replaced.
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ StateDict: TypeAlias = dict[Any, Any]
 ShardedStateDict: TypeAlias = dict[Any, Any]
 Path: TypeAlias = tuple[str | int, ...]  # the keys that lead to a value of a nested state
 T = TypeVar("T")
+EMPTY: Mapping[str, Any] = MappingProxyType({})  # the default of arguments
 
 
 def with_axis(values: Shape, axis: int, value: int) -> Shape:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -21,6 +20,7 @@ from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.model_parallel import has_other_ranks
 from opt_checkpoint.state.sharded import (
+    EMPTY,
     LocalNonpersistentObject,
     Path,
     ShardedBase,
@@ -51,7 +51,7 @@ class ScopedState(dict[Any, Any]):
 
     def __init__(
         self,
-        values: Mapping[Any, Any] = MappingProxyType({}),
+        values: Mapping[Any, Any] = EMPTY,
         *,
         replaces: str = "",
         check: Callable[[], None] = lambda: None,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from opt_checkpoint.dcp.load_planner import NO_ALIASES, ShardedLoadPlanner
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.disk.archives import SafeGlobals
 from opt_checkpoint.disk.checkpoint import Opened, removed
@@ -42,7 +42,7 @@ from opt_checkpoint.run.ranks import (
 )
 from opt_checkpoint.run.save_load import LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
-from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.sharded import EMPTY, ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location
 from opt_checkpoint.store.paths import local_path
 from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, keepers, run_name, this_node
@@ -321,7 +321,7 @@ class TieredCheckpointManager(Closing):
         *,
         strict: str | StrictHandling = StrictHandling.RAISE_UNEXPECTED,
         dtype: Literal["exact", "cast"] = "exact",
-        aliases: Mapping[str, str] = NO_ALIASES,
+        aliases: Mapping[str, str] = EMPTY,
         safe_globals: SafeGlobals = (),
     ) -> LoadReport:
         """Load the step that `find` returned; calls `find(state)` if it was not called before.

@@ -17,7 +17,7 @@ from opt_checkpoint import (
     apply_saved_groups,
     groups_to_saved,
 )
-from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, from_megatron, place_
+from opt_checkpoint.state import EMPTY, Conflict, ModelAxes, Replica, from_megatron, place_
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded, WeightAverages
@@ -206,7 +206,7 @@ class ShardedStates(torch.optim.Optimizer):
         return self.stepper.num_begun, steps, numbers, self.stepper.scaler.state_dict()
 
     def _load_sharded(
-        self, loaded: Mapping[str, Any], *, on_conflict: Conflict = "error", override: Mapping[str, Any] = NO_OVERRIDE
+        self, loaded: Mapping[str, Any], *, on_conflict: Conflict = "error", override: Mapping[str, Any] = EMPTY
     ) -> None:
         """Set the optimizer from the result of `opt_checkpoint.load`. Collective.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from opt_checkpoint.dist_checkpointing.megatron import Compared
-from opt_checkpoint.state import NO_OVERRIDE, Conflict
+from opt_checkpoint.state import EMPTY, Conflict
 from opt_distributed.buffers import Params
 from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
@@ -128,7 +128,7 @@ class StateDicts(ShardedStates):
         state_dict: Mapping[str, Any],
         *,
         on_conflict: Conflict = "error",
-        override: Mapping[str, Any] = NO_OVERRIDE,
+        override: Mapping[str, Any] = EMPTY,
         main_values: Literal["saved", "parameters"] = "saved",
     ) -> None:
         """Load `state_dict`. All of it is validated before anything changes; fp32 state stays fp32.
