@@ -83,14 +83,10 @@ class TensorsOfRanks:
         dtype = np.fromiter((dtypes.setdefault(name, len(dtypes)) for name in names), np.int64)
         itemsize = np.array([dtype_from_name(name).itemsize for name in dtypes] or [1])  # (dtypes,)
         rank = np.repeat(np.arange(len(layouts)), [len(layout.keys) for layout in layouts])
-        flags = np.concatenate([layout.flags for layout in layouts])
-        ndim = np.concatenate([layout.ndim for layout in layouts])
+        columns = map(np.concatenate, zip(*(layout.columns for layout in layouts)))
+        flags, ndim, boxes, shapes, offsets, sizes = columns  # the last three are flat: axes one after another
         axes = max(1, int(ndim.max(initial=0)))
-        boxes = np.concatenate([layout.boxes for layout in layouts])  # (t,) number of boxes
         owner = np.repeat(np.arange(len(key)), boxes)
-        shapes = np.concatenate([layout.shapes for layout in layouts])  # one after another, as offsets and sizes
-        offsets = np.concatenate([layout.offsets for layout in layouts])
-        sizes = np.concatenate([layout.sizes for layout in layouts])
         copies = flags & PLAIN > 0  # (t,) whether a plain tensor has the key of an earlier one
         plain = np.flatnonzero(copies)
         copies[plain[np.unique(key[plain], return_index=True)[1]]] = False

@@ -84,13 +84,16 @@ class LocalLayout(NamedTuple):
         )
 
     @property
+    def columns(self) -> list[Array]:
+        """From `flags` to `sizes`."""
+        return [column for column in self if isinstance(column, np.ndarray)]
+
+    @property
     def fingerprint(self) -> bytes:
         """SHA-256 of the layout: equal for equal layouts."""
-        columns = [column for column in self if isinstance(column, np.ndarray)]
-        lengths = [len(column) for column in columns]
-        about = (self.keys, self.dtypes, self.objects, list(self.plain.items()), lengths)
+        about = (self.keys, self.dtypes, self.objects, list(self.plain.items()), list(map(len, self.columns)))
         digest = hashlib.sha256(repr(about).encode("utf-8", "surrogatepass"))
-        for column in columns:
+        for column in self.columns:
             digest.update(column.tobytes())
         return digest.digest()
 
