@@ -94,10 +94,10 @@ def megatron_to_checkpoint(
     step = read_step(index, common) if step is None else step
     named = {key: stored for key, stored in index.tensors.items() if not _BUCKET_STATE.fullmatch(key)}
     with scratch_folder(path) as scratch:
-        tensors = read_mapped(index, named, Path(scratch))
+        tensors = read_mapped(index, named, scratch)
         sharded = [sharded_like(_converted_key(key), tensor) for key, tensor in tensors.items()]
         if slots is not None:
-            sharded += _bucket_states(index, slots, Path(scratch))
+            sharded += _bucket_states(index, slots, scratch)
         if step is not None:
             sharded += _steps(sharded, step)
         values = _plain(index, common)

@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,13 +85,15 @@ def read_rows(file: PathLike, row: Callable[..., T]) -> list[T]:
     return made
 
 
-def scratch_folder(target: AnyPath) -> tempfile.TemporaryDirectory[str]:
-    """Return an empty folder next to a target; for a target in an object store, in the system's folder for temporary
+@contextmanager
+def scratch_folder(target: AnyPath) -> Iterator[Path]:
+    """Provide an empty folder next to a target; for a target in an object store, in the system's folder for temporary
     files."""
     beside = folder_beside(location_of(target))
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(dir=beside, prefix=".scratch-")
+    with tempfile.TemporaryDirectory(dir=beside, prefix=".scratch-") as folder:
+        yield Path(folder)
 
 
 def read_mapped(index: CheckpointIndex, stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, Tensor]:

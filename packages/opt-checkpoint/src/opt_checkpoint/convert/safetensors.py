@@ -320,7 +320,7 @@ def safetensors_to_checkpoint(
     index = _index_of(local_path(folder, _FOLDER), names)
     with scratch_folder(path) as scratch:
         wanted = {key: stored for key, stored in index.tensors.items() if key not in index.details[COPIES]}
-        tensors = read_mapped(index, wanted, Path(scratch))
+        tensors = read_mapped(index, wanted, scratch)
         save({"tensors": [sharded_like(prefix + key, tensor) for key, tensor in tensors.items()]}, path)
 
 
@@ -364,7 +364,7 @@ def checkpoint_to_safetensors(
         raise CheckpointValueError(f"{path} holds no tensor that matches {select!r} and begins with {prefix!r}")
     to_theirs(names, {key.removeprefix(prefix): Described(t.shape, t.dtype) for key, t in stored.items()})  # may raise
     with scratch_folder(target) as scratch:
-        tensors = read_mapped(index, stored, Path(scratch))
+        tensors = read_mapped(index, stored, scratch)
         state = {key: sharded_like(key.removeprefix(prefix), tensor) for key, tensor in tensors.items()}
         save_safetensors(state, target, names=names, dtype=dtype, shard_bytes=shard_bytes)
     return [target / file for file in sorted(os.listdir(target))]

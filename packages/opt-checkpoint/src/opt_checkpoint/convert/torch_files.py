@@ -140,7 +140,7 @@ def checkpoint_to_torch_file(
     stored = {key: opened.index.tensors[key] for key in wanted}
     index = {name: number for number, name in enumerate(name for own in saved.names for name in own)}
     with scratch_folder(target) as scratch:
-        tensors = read_mapped(opened.index, stored, Path(scratch))
+        tensors = read_mapped(opened.index, stored, scratch)
         states = {name: {s: tensors[key] for s, key in saved.keys.get(name, {}).items()} for name in index}
         for name, plain in saved.plain_state.items():
             states[name].update(plain)
@@ -148,8 +148,8 @@ def checkpoint_to_torch_file(
         for group, own in zip(saved.groups, saved.names, strict=True):
             groups.append({**group, "params": [index[name] for name in own], "param_names": list(own)})
         state = {index[name]: dict(sorted(own.items())) for name, own in states.items() if own}
-        torch.save({"state": state, "param_groups": groups}, Path(scratch) / "whole.pt")
-        os.replace(Path(scratch) / "whole.pt", target)
+        torch.save({"state": state, "param_groups": groups}, scratch / "whole.pt")
+        os.replace(scratch / "whole.pt", target)
 
 
 def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = ("optimizer",), name: str = "") -> None:
@@ -217,7 +217,7 @@ def write_linked(
         for chunk in tensor.chunks:
             places[dcp.MetadataIndex(key, Size(chunk.box.offsets))] = chunk.place
     with scratch_folder(target) as scratch:
-        out = Path(scratch) / "whole"
+        out = scratch / "whole"
         out.mkdir()
         for file, link in files.items():
             try:
