@@ -146,14 +146,12 @@ def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def empty_like_sharded(param: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+def empty_like_sharded(param: DTensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Allocate a state of a DTensor parameter whose shape is not the parameter's, as a DTensor on its mesh.
 
     An axis of the parameter that the state keeps, such as the rows of a factored second moment of shape (rows, 1) or
     (rows,), is sharded like the parameter's. All others are replicated.
     """
-    if not is_dtensor(param):
-        raise RuntimeError("the parameter is not a DTensor")
     from torch.distributed.tensor import Replicate, Shard, empty
 
     axes = [_kept_axis(p.dim, tuple(param.shape), shape) if type(p) is Shard else None for p in param.placements]
