@@ -372,16 +372,17 @@ class TieredCheckpointManager(Closing):
             CheckpointNotFoundError: there is none; or the step that was found before, or each of `LOAD_ATTEMPTS`, was
                 removed.
         """
-        for left in reversed(range(1 if self._resume is not None else LOAD_ATTEMPTS)):
+        attempts = 1 if self._resume is not None else LOAD_ATTEMPTS
+        while True:
             try:
                 return read(find())
             except CheckpointNotFoundError:  # the same on every rank
+                attempts -= 1
                 was_found = self._resume is not None
                 self._resume = None
                 self._has_loaded = False
-                if not left or not was_found:
+                if not attempts or not was_found:
                     raise
-        raise AssertionError("the last attempt returns or raises")
 
     def _found(self, state: ShardedStateDict | None = None, rules: Mapping[str, Any] = _ANY_KEYS) -> Resume:
         found = self._find(state, rules)
