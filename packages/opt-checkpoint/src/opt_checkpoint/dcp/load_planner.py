@@ -178,7 +178,7 @@ class ShardedLoadPlanner:
         """
         scoped = [path for path, _ in scopes(self.flat.state)]
         for path, template in self.flat.common.items():
-            value, stored = self._find_value(path)
+            stored = self._find_value(path)
             if stored is ABSENT:
                 continue
             check_form(path, template, stored)
@@ -191,20 +191,16 @@ class ShardedLoadPlanner:
                 else:
                     self._within[path][inner] = tensor
                     self._fill_later(path + inner, tensor, found)
-            if value is not ABSENT:
-                self._plain[path] = value
         for path, template in self.flat.plain.items():
             if self._names[path] not in self.index.tensors:
-                stored = self._find_value(path)[1]
+                stored = self._find_value(path)
                 if stored is not ABSENT:
                     self._plain[path] = template
                     self._fill_later(path, template, stored)
 
-    def _find_value(self, path: Path) -> tuple[Any, Any]:
-        """The plain value at a path, without tensors that are read later; and as it will be, with empty ones for these.
-
-        Both are `ABSENT` if nothing is stored there, the first one alone if there are tensors only.
-        """
+    def _find_value(self, path: Path) -> Any:
+        """Find the plain value at a path, and return it with empty tensors for those that are read later; `ABSENT` if
+        nothing is stored there."""
         value = lookup(self._common, path)
         tensors = self.index.tensors
         keys = stored_under(path, self.index)
@@ -221,10 +217,11 @@ class ShardedLoadPlanner:
         if parts:
             self._within[path] = parts
         elif value is ABSENT:
-            return ABSENT, ABSENT
+            return ABSENT
         plain = None if value is ABSENT else loaded_whole(value, path_text(path))
-        stored = merged(plain, shown, lists=self.index.kind is Kind.DCP)
-        return ABSENT if value is ABSENT and not objects else plain, stored
+        if value is not ABSENT or objects:  # else there are tensors only
+            self._plain[path] = plain
+        return merged(plain, shown, lists=self.index.kind is Kind.DCP)
 
     def _fill_later(self, path: Path, template: Tensor, value: Any) -> None:
         """Fill a tensor of the state with a stored plain value, after all others are read."""
