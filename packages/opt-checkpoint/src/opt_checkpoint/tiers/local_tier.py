@@ -41,7 +41,6 @@ from opt_checkpoint.tiers.parts import PartName, raise_first, read_part_name, sa
 
 logger = logging.getLogger(__name__)
 _PART = re.compile(r"rank-\d{5,}")
-_OF_TIER = "step {} of the local tier"
 _CHUNK_BYTES = 16 << 20
 RUN = "run.json"
 
@@ -86,6 +85,7 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
     for part in (part for seen in inventories for part in seen if part.run == run and part.step >= not_before):
         saves[part.step][part.save].add(part)
     for step in sorted(saves, reverse=True):
+        where = f"step {step} of the local tier"
         whole = []
         for save, parts in sorted(saves[step].items()):
             saved = {part.rank for part in parts}
@@ -93,10 +93,10 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
             missing = sorted(set(range(world)) - saved)
             if worlds != {world}:
                 by = ", ".join(map(str, sorted(worlds)))
-                reasons.append(f"{_OF_TIER.format(step)}: it was saved by {by} ranks, and this world has {world}")
+                reasons.append(f"{where}: it was saved by {by} ranks, and this world has {world}")
                 unusable += reasons[-1:] if all(saved == set(range(size)) for size in worlds) else []
             elif missing:
-                reasons.append(f"{_OF_TIER.format(step)}: the parts of ranks {missing} are on no node")
+                reasons.append(f"{where}: the parts of ranks {missing} are on no node")
             else:
                 holders = []
                 for part in sorted(parts, key=lambda part: part.rank):
@@ -106,7 +106,7 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
         if len(whole) == 1:
             return Verdict(whole[0], tuple(reasons), tuple(unusable))
         if whole:
-            reasons.append(f"{_OF_TIER.format(step)}: it was saved {len(whole)} times, and all of them are whole")
+            reasons.append(f"{where}: it was saved {len(whole)} times, and all of them are whole")
             unusable.append(reasons[-1])
     return Verdict(None, tuple(reasons), tuple(unusable))
 
@@ -256,6 +256,7 @@ class LocalTier:
     def _fetch(self, ranks: Ranks, choice: LocalChoice) -> list[str]:
         """Check the parts on their nodes, and fetch this rank's; return the damaged ones, which are removed."""
         step = choice.step
+        where = f"step {step} of the local tier"
         holders = list(enumerate(choice.holders))
 
         def check() -> list[str]:
@@ -265,12 +266,12 @@ class LocalTier:
                 try:
                     findings = verify_checkpoint(path)
                 except CheckpointNotFoundError:  # its trainer has a newer step
-                    damaged.append(f"{_OF_TIER.format(step)}: rank {owner}'s part at {path} was removed")
+                    damaged.append(f"{where}: rank {owner}'s part at {path} was removed")
                     continue
                 if findings:
                     logger.warning("%s is damaged and was removed: %s", path, findings[0])
                     self._remove([_part(step, owner)])
-                    damaged.append(f"{_OF_TIER.format(step)}: rank {owner}'s part at {path} is damaged: {findings[0]}")
+                    damaged.append(f"{where}: rank {owner}'s part at {path} is damaged: {findings[0]}")
             if choice.holders[ranks.rank] != ranks.rank:
                 self._remove([_part(step, ranks.rank)])  # one that cannot be read as a part
             return damaged
