@@ -81,25 +81,26 @@ class HyperTable:
             return ()
         parts: list[float | Tensor] = []
         for number in values:
-            if isinstance(number, Tensor) and number.device == self._device:
+            is_tensor = isinstance(number, Tensor)
+            if is_tensor and number.device == self._device:
                 parts.append(number)
-            elif isinstance(number, Tensor) or number != 0 or name not in self._choosing:
+            elif is_tensor or number != 0 or name not in self._choosing:
                 parts.append(float(number))
         return tuple(parts)
 
     def _lay_out(self, num_groups: int, entries: Sequence["_Entry"]) -> None:
-        size = sum(not isinstance(part, Tensor) for entry in entries for part in entry.parts)
+        size = len(_host_numbers(entries))
         with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
             self._table = torch.zeros(size, dtype=torch.float64, device=self._device)
             places = iter(self._table.unbind())
         self._numbers = None
         self.groups = [{} for _ in range(num_groups)]
         for entry in entries:
-            views = tuple(part if isinstance(part, Tensor) else next(places) for part in entry.parts)
-            if not views:
-                self.groups[entry.group][entry.name] = entry.value
-            else:
-                self.groups[entry.group][entry.name] = views if entry.is_row else views[0]
+            value = entry.value
+            if entry.parts:
+                views = tuple(part if isinstance(part, Tensor) else next(places) for part in entry.parts)
+                value = views if entry.is_row else views[0]
+            self.groups[entry.group][entry.name] = value
 
 
 class _Entry(NamedTuple):

@@ -70,7 +70,8 @@ class Dialect:
             case ast.BinOp(_, ast.Div(), right) if self._is_zero(right):
                 raise syntax.FormulaError(f"{ast.unparse(node)!r} divides by zero")
             case ast.BinOp(left, op, right) if type(op) in OPERATORS:
-                return self.operation(OPERATORS[type(op)], self.expression(left), self.expression(right))
+                operator = OPERATORS[type(op)]
+                return self.operation(operator, self.expression(left), self.expression(right))
             case ast.UnaryOp(ast.USub(), operand):
                 return f"(-{self.expression(operand)})"
             case ast.Name(name):
@@ -96,7 +97,8 @@ class Dialect:
         """A comparison, or a logical combination of comparisons."""
         match node:
             case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
-                return f"({self.expression(left)} {COMPARISONS[type(op)]} {self.expression(right)})"
+                operator = COMPARISONS[type(op)]
+                return f"({self.expression(left)} {operator} {self.expression(right)})"
             case ast.BoolOp(op, values):
                 pattern = self.BOTH if isinstance(op, ast.And) else self.EITHER
                 return reduce(pattern.format, map(self.condition, values))

@@ -5,7 +5,7 @@ concatenated to one tensor (*batch, numel): those of the first part, then those 
 head after the other.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -28,34 +28,27 @@ class MatrixError(ValueError):
     """A work that a matrix rule cannot update."""
 
 
-class Layout(NamedTuple):
-    """Properties that must be equal for works to be stacked. Tensor-parallel groups are compared by identity."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # of the computation
-    device: torch.device
-    spec: MatrixSpec
-
-
 def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
-    """All non-empty works, in runs of one layout. Layouts keep their order of appearance, so it is equal on every rank.
+    """All non-empty works, in runs of one layout: equal shapes, dtypes of the computation, devices and specs, whose
+    tensor-parallel groups are compared by identity. Layouts keep their order of appearance, so it is equal on every
+    rank.
 
     Raises MatrixError for a work that is not a matrix or a stack of matrices, or whose spec does not fit it.
     """
-    by_layout: dict[Layout, list[Task]] = {}
+    by_layout: dict[Hashable, list[Task]] = {}
     for hyper, works in batches:
         for work in works:
-            layout = Layout(work.grad.shape, compute_dtype(work), work.grad.device, work.matrix)
+            layout = (work.grad.shape, compute_dtype(work), work.grad.device, work.matrix)
             if layout not in by_layout:
                 check(work)
                 by_layout[layout] = []
             by_layout[layout].append(Task(hyper, work))
-    for layout, tasks in by_layout.items():
-        numel = tasks[0].work.grad.numel()
-        if not numel:
+    for tasks in by_layout.values():
+        grad = tasks[0].work.grad
+        if not grad.numel():
             continue
-        limit = STACK_NUMEL_ON_CPU if layout.device.type == "cpu" else STACK_NUMEL_ELSEWHERE
-        count = max(1, limit // numel)
+        limit = STACK_NUMEL_ON_CPU if grad.device.type == "cpu" else STACK_NUMEL_ELSEWHERE
+        count = max(1, limit // grad.numel())
         for start in range(0, len(tasks), count):
             yield tasks[start : start + count]
 

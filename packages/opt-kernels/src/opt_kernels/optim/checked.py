@@ -25,12 +25,11 @@ def for_dtype(rule: Rule, param: Tensor) -> Rule:
         return rule
     if isinstance(rule, ElementwiseRule):
         return rule.in_float64()
-    if not isinstance(rule, MuonRule):
-        return rule
-    dtype = rule.momentum_buffer_dtype
-    if dtype is torch.float32:
-        dtype = torch.float64
-    return replace(rule, backend=rule.backend or "torch", momentum_buffer_dtype=dtype)
+    if isinstance(rule, MuonRule):
+        kept = rule.momentum_buffer_dtype
+        wide = torch.float64 if kept is torch.float32 else kept
+        return replace(rule, backend=rule.backend or "torch", momentum_buffer_dtype=wide)
+    return rule
 
 
 def rounds_stochastically(rule: Rule, mains: MainFormat, param: Tensor) -> bool:

@@ -47,8 +47,11 @@ class FormulaOptimizer(RuleOptimizer):
         numbers = {number.name: values[number.name] for number in self.formula.numbers}
         self._check_numbers(numbers)
         rule = self.rule_with(values)
-        kept = {name: values.get(name, value) for name, value in rule.formula.constants if name in self.fixed}
-        defaults = {**numbers, **kept, "maximize": rule.maximize}
+        defaults: ParamGroup = {**numbers}
+        for name, value in rule.formula.constants:
+            if name in self.fixed:
+                defaults[name] = values.get(name, value)
+        defaults["maximize"] = rule.maximize
         common = {name: values[name] for name in ("mains", "max_norm", "hooks")}
         flags = {name: values[name] for name in FLAGS if name in values}
         super().__init__(values["params"], rule, defaults, flags=flags, **common)

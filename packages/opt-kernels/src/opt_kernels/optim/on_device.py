@@ -6,6 +6,7 @@ Steps are counted on the device. The loss scale, the overflow flag and the gradi
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,8 @@ class GroupsOnDevice:
     def of(self, device: torch.device, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The groups with their numbers on `device`."""
         if device not in self._tables:
-            self._tables[device] = HyperTable(
-                self._rules,
-                device=device,
-                upload=lambda host: tables.to_device(host, device),
-                more=["scalar_eps"],
-            )
+            upload = partial(tables.to_device, device=device)
+            self._tables[device] = HyperTable(self._rules, device=device, upload=upload, more=["scalar_eps"])
         table = self._tables[device]
         if tables.is_capturing(device):
             self._captured = self._frozen()

@@ -33,10 +33,14 @@ def overlapping(tensors: Sequence[Tensor], num_params: int) -> tuple[int, int] |
         if is_lazy(tensor) or is_quantized(tensor):
             continue
         shard = local(tensor.detach())
-        if shard.layout is torch.strided and not shard.is_meta and shard.numel() and shard.data_ptr():
-            last = sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
-            stop = shard.data_ptr() + (last + 1) * shard.element_size()
-            by_device.setdefault(shard.device, []).append(_Range(shard.data_ptr(), stop, index))
+        if shard.layout is not torch.strided or shard.is_meta or not shard.numel():
+            continue
+        start = shard.data_ptr()
+        if start:
+            dims = zip(shard.shape, shard.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in dims)
+            stop = start + (last + 1) * shard.element_size()
+            by_device.setdefault(shard.device, []).append(_Range(start, stop, index))
     for ranges in by_device.values():
         furthest = furthest_param = _Range(0, 0, -1)
         for span in sorted(ranges):
