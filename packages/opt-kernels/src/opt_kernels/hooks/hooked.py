@@ -132,7 +132,8 @@ def hooks_of(rule: Rule) -> Hooks:
     """The hooks of a rule."""
     if isinstance(rule, HookedUpdate):
         return rule.hooks
-    return tuple(h for h in rule.hooks if isinstance(h, Hook)) if isinstance(rule, ElementwiseRule) else ()
+    composed = rule.hooks if isinstance(rule, ElementwiseRule) else ()
+    return tuple(hook for hook in composed if isinstance(hook, Hook))
 
 
 def shape_problem(hook: Hook, needs: Needs, shape: tuple[int, ...]) -> str:

@@ -94,7 +94,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._entries: GroupEntries | None = None  # of the groups in the last step; None: not built yet
         if max_norm is not None:
             Number("max_norm", 1.0, low=0.0, high=math.inf).check(max_norm)
-        self._check_numbers(defaults)
         super().__init__(params, defaults)
         self._check_effects()
         self._entries = self._new_entries()
@@ -418,7 +417,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         return rows if rows is not None and rows.hold(self.param_groups, self.state) else None
 
     def _hyper_of(self, group: int, sweep: Sweep, step: int | Tensor) -> Hyper:
-        of_step = self.param_groups if self._on_device is None else self._on_device.of(sweep.device, self.param_groups)
+        of_step: Sequence[ParamGroup] = self.param_groups
+        if self._on_device is not None:
+            of_step = self._on_device.of(sweep.device, of_step)
         return self._hyper(of_step[group], sweep.rule, step)
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: int | Tensor) -> Hyper:
@@ -432,7 +433,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         matrix = self.matrix_of(of_group, param)
         state = self.state[param]
         if not state:
-            state.update(init_state(rule, self.mains, param, matrix, of=self._named(of_group, param)))
+            name = self._named(of_group, param)
+            state.update(init_state(rule, self.mains, param, matrix, of=name))
         spans = spans_of(rule, self.mains, param, first)
         return Member(position, group, param, state, rule, matrix, spans)
 

@@ -26,8 +26,8 @@ from opt_kernels.optim.state import STEP
 from opt_kernels.params import HOOKS, MAIN, REMAINDER, Main
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import SGD as sgd_rule
-from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise
-from opt_kernels.works import Batch
+from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise, init_state
+from opt_kernels.works import NOT_SPLIT, Batch
 
 MU_PRODUCT = "mu_product"
 MOMENTUM = "momentum_buffer"
@@ -121,8 +121,7 @@ class MomentumOptimizer(FormulaOptimizer):
                     "first step: a new buffer would start with a dampened gradient, unlike in torch; set the momentum "
                     "before the first step, or build the optimizer with dampening=0"
                 )
-            with torch.inference_mode(False), torch.no_grad():
-                state.update(self.rule_of(of_group, param).init_state(local(param).detach()))
+            state.update(init_state(self.rule_of(of_group, param), local(param).detach(), NOT_SPLIT))
         return super()._member_of(position, group, param, first)
 
 

@@ -140,8 +140,10 @@ def swept(round_: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches
     parts = []
     for (row, _, _), batch in groupby(tasks, kind):
         parts += [(row, works) for works in uniform([task.work for task in batch])]
-    places = tuple((stack.begin, stack.first_slot, stack.slots, len(stack.tasks)) for stack in round_.stacks)
-    cutting = Cutting((round_.inputs[:2], places), partial(_runs_of, round_, codec.block))
+    places = []
+    for stack in round_.stacks:
+        places.append((stack.begin, stack.first_slot, stack.slots, len(stack.tasks)))
+    cutting = Cutting((round_.inputs[:2], tuple(places)), partial(_runs_of, round_, codec.block))
     found = cut_sweeps(parts, {MOMENTUM: codec}, cutting)
     if found is None:
         raise LayoutError(
