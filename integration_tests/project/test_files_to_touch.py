@@ -33,13 +33,13 @@ from opt_distributed.layout import flat_layout
 def forward_layout(params, **sizes):
     return flat_layout(list(reversed(list(params))), **sizes)
 '''
-KIND = """from opt_config import FlatShards
-from opt_distributed.layout.forward import forward_layout
+KIND = """    from opt_config import FlatShards
+    from opt_distributed.layout.forward import forward_layout
 
-ARE_FLAT = lambda sharding, meta, needs_whole: isinstance(sharding, FlatShards)
-FORWARD = LayoutKind(name="forward order", plan=forward_layout, is_sharded=True, cuts=True, applies=ARE_FLAT)
+    if isinstance(sharding, FlatShards):
+        return LayoutKind(name="forward order", plan=forward_layout, is_sharded=True, cuts=True)
 """
-LAYOUTS = "LAYOUTS = (PRE_SHARDED, REPLICATED, "
+LAST_KIND = "    return FLAT\n"
 WIRES = "    return SumEverywhere("
 WIRE = """
 from opt_distributed.buffers.wires import SumEverywhere
@@ -66,7 +66,7 @@ ADDITIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "a layout": {
         "opt_distributed/layout/forward.py": ("", LAYOUT),
-        "opt_distributed/buffers/planner.py": (LAYOUTS, f"{KIND}{LAYOUTS}FORWARD, "),
+        "opt_distributed/buffers/planner.py": (LAST_KIND, KIND + LAST_KIND),
     },
     "another way to send gradients": {
         "opt_distributed/buffers/counted.py": ("", WIRE),
