@@ -387,7 +387,7 @@ def test_what_has_no_average_is_refused_by_name(name: str) -> None:
 
 def test_release_of_gradients_and_clips_of_mains_are_refused() -> None:
     model = two()
-    with pytest.raises(ConfigError, match="average all weights at the end of a step"):
+    with pytest.raises(ConfigError, match="averages all weights at the end of a step"):
         release_gradients(built(model))
     qkv = Named(weight=normal(16, 4, seed=1))
     optimizer = built(qkv, **NESTEROV)
