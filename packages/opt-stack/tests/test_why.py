@@ -211,6 +211,21 @@ def test_weights_of_an_earlier_step_are_named(tmp_path: Path) -> None:
     assert "they are those after 10 updates, of an earlier checkpoint." in text
 
 
+def test_negated_weights_are_not_those_of_an_earlier_step(tmp_path: Path) -> None:
+    """Their norms are, where updates are small."""
+    model = make()
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-9), [model])
+    optimizer.stats_every(1, directory=tmp_path)
+    train(model, optimizer, range(1, 11))
+    with torch.no_grad():
+        model[2].weight.neg_()
+    train(model, optimizer, range(11, 15))
+    optimizer.recorder.write("end")
+    text = said(tmp_path)
+    assert "First: at step 11 the weights of '2.weight' were not those that the last update had left" in text
+    assert "something other than the optimizer wrote them." in text
+
+
 def test_gradients_that_are_not_cleared_are_named(tmp_path: Path) -> None:
     """Not found with SGD, or where the first steps after it were noisy."""
     model = make()

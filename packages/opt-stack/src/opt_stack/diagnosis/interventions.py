@@ -13,7 +13,7 @@ from opt_stack.diagnosis.history import History, Sentences, change, logs, shifts
 
 ROUNDING = 2e-5  # of a number in a recording, relative
 WRITTEN = 1e-3  # share of its norm by which a weight moved without an update
-SAME = 1e-5  # relative difference of the norms of equal weights
+SAME = 1e-5  # relative difference of the norms and sums of equal weights
 CHANGED = 1.5  # factor of a number of a group
 FAR = 3.0  # factor of a learning rate
 
@@ -23,6 +23,7 @@ def written_weights(history: History) -> Sentences:
     recorded step, also those whose sum is not the sum before plus that of the update."""
     run = history.run
     norms = history.of_params("weight_norm")
+    values = np.concatenate([norms, history.of_params("weight_sum")], 1)
     moves = unexplained(history)
     is_moved = moves > WRITTEN
     for at in range(1, len(run)):
@@ -33,7 +34,7 @@ def written_weights(history: History) -> Sentences:
             continue
         sizes = np.where(is_new, moves[at - 1], 0.0)
         first = sizes.argmax()
-        is_same = np.isclose(norms[: at - 1], norms[at], rtol=SAME, atol=0.0).all(1)
+        is_same = np.isclose(values[: at - 1], values[at], rtol=SAME, atol=0.0).all(1)
         cause = "something other than the optimizer wrote them"
         if is_same.any():
             cause = f"they are those after {run[int(is_same.argmax())].updates} updates, of an earlier checkpoint"
@@ -74,7 +75,7 @@ def changed_settings(history: History) -> Sentences:
             stats = history.run[at]
             factors = [rates[at] / rates[at - 1] for rates in history.rates.values()]
             is_schedule = (
-                key == "lr" and stats is not history.resumed and abs(np.log(factors)).min() > math.log(CHANGED)
+                key == "lr" and stats is not history.resumed and np.nanmin(abs(np.log(factors))) > math.log(CHANGED)
             )
             highest = max(old, 1.01 * stats.settings[group].get("max_lr", 0.0))
             if not (is_schedule and 0 < new < highest):  # it falls at once, or restarts

@@ -32,7 +32,7 @@ class Recording(NamedTuple):
     refused: Sequence[tuple[int, str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Diagnosis:
     """The findings, the first cause first. `str()` shows them with a plot in characters, notebooks with
     a drawing."""
