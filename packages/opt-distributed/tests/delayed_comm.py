@@ -88,4 +88,4 @@ def publish(ddp: DistributedDataParallel, value: float) -> None:
         for index in range(len(buffer.plan.layout.buckets)):
             bucket_of(buffer.memory, index).fill_(float("nan"))
             shard_of(buffer.memory, index, 0).fill_(value)
-        buffer.publish_()
+        buffer.place.publish_()

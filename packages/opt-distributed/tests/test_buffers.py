@@ -57,6 +57,22 @@ def test_params_keep_their_values_and_become_views_of_one_tensor() -> None:
     assert all(bool((param == 3.0).all()) for param in params.values())
 
 
+def test_params_that_return_to_freed_addresses_are_taken_in() -> None:
+    """As if the device gave the memory of the buffer to them: they counted as parameters that had not left it."""
+    params = make_params((2, 2), (3,))
+    before = [param.detach().clone() for param in params.values()]
+    buffer = make_buffer(params)
+    for param in params.values():
+        param.data = param.data.clone()
+    assert buffer.take_back_(frees=True) == []
+    buffer._moved.before = [param.data_ptr() for param in params.values()]
+    assert buffer.take_back_() == list(params)
+    assert buffer.param_data is not None
+    memory = buffer.param_data.untyped_storage().data_ptr()
+    assert {param.untyped_storage().data_ptr() for param in params.values()} == {memory}
+    assert all(map(torch.equal, params.values(), before))
+
+
 def test_a_buffer_without_gradients_has_no_memory_for_them() -> None:
     assert make_buffer(make_params(*SHAPES), holds_grads=False).grad_data.numel() == 0
 
@@ -97,7 +113,10 @@ REFUSALS: dict[str, tuple[type[ValueError], Callable[[], object]]] = {
     "whole and part share memory; tie parameters": (StorageError, lambda: make_buffer(overlapping())),
     "layout and parameters differ in: p1": (LayoutError, lambda: with_layout_of((2, 2), (3,))),
     "layout and parameters differ in: p0;": (LayoutError, lambda: with_layout_of((2, 3))),
-    "planned for 2 shards, but the group has 1 ranks": (LayoutError, lambda: make_buffer(SQUARE).gather_(Alone())),
+    "planned for 2 shards, but the group has 1 ranks": (
+        LayoutError,
+        lambda: make_buffer(SQUARE).start_gather(0, Alone()),
+    ),
 }
 
 

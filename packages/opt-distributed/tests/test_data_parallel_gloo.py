@@ -27,7 +27,7 @@ def descend(ddp: DistributedDataParallel) -> None:
         for index in range(len(buffer.plan.layout.buckets)):
             rank = buffer.axes.dp.rank
             shard_of(buffer.memory, index, rank).add_(buffer.memory.result(index, rank), alpha=-0.1)
-        buffer.publish_()
+        buffer.place.publish_()
 
 
 def largest_difference(config: Config, groups: ProcessGroups | None = None) -> float:

@@ -58,7 +58,7 @@ def iterate(ddp: DistributedDataParallel, timeline: Timeline) -> float:
     ddp.finish_grad_sync()
     timeline.events.append("step")
     for buffer in ddp.synced_buffers:
-        buffer.publish_()
+        buffer.place.publish_()
     ddp.zero_grad_buffer()
     return timeline.now - began - COMPUTE
 
@@ -112,7 +112,7 @@ def test_a_buffer_that_is_published_alone_is_complete_before_use() -> None:
     linear = ddp.synced_buffers[0]
     bucket_of(linear.memory, 0).fill_(float("nan"))
     shard_of(linear.memory, 0, 0).fill_(0.5)
-    linear.publish_()
+    linear.place.publish_()
     assert model[0](torch.ones(1, WIDTH)).isfinite().all()
 
 

@@ -71,7 +71,7 @@ def wrapped(fields: dict[str, Any], *, whole: bool = False, num_microbatches: in
                     for piece in buffer.owned():
                         flat = buffer.params[piece.id].view(-1)[piece.of_param]
                         flat.sub_(buffer.grad(piece.id, piece.of_param).reshape(-1), alpha=0.5)
-                    buffer.publish_()
+                    buffer.place.publish_()
             ddp.zero_grad_buffer()
         ddp.finish_param_sync()
         largest = [torch.tensor(family.limit.largest) for family in ddp.grad_sync.families]

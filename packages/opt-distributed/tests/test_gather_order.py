@@ -34,7 +34,7 @@ def step(chunks: Chunks, value: float) -> None:
         for buffer in chunk.synced_buffers:
             for piece in buffer.owned():
                 buffer.params[piece.id].data.view(-1)[piece.of_param] = value
-            buffer.publish_()
+            buffer.place.publish_()
 
 
 def are(chunks: Chunks, value: float) -> bool:

@@ -124,7 +124,7 @@ def publish(chunk: DistributedDataParallel, iteration: int) -> None:
         for index in range(len(buffer.plan.layout.buckets)) if buffer.memory.param_data is not None else ():
             shard = shard_of(buffer.memory, index, buffer.axes.dp.rank)
             shard.fill_(1000 * iteration + 100 * number + index)
-        buffer.publish_()
+        buffer.place.publish_()
 
 
 def check_published(chunk: DistributedDataParallel, iteration: int) -> None:

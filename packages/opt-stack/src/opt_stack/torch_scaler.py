@@ -36,5 +36,5 @@ def _is_equal_on(source: Source, num_ranks: int) -> bool:
         return source.comm.size == num_ranks
     if isinstance(source, DTensorGrads):
         covers_all = all(mesh_of(param).size() == num_ranks for param in source.params.values())
-        return covers_all and not source.has_outer_replicas
+        return covers_all and not source.averages
     return False

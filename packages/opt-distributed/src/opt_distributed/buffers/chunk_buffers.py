@@ -3,7 +3,7 @@
 `SyncedBuffer` is one of them as a `Source` of the step.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, Sharding, WholeParams
 from opt_distributed.buffers.bucket import Reduction
+from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.grad_sync import GradSync
-from opt_distributed.buffers.param_sync import ParamSync
-from opt_distributed.buffers.param_wires import Fp8ThroughGrads, InOrder, check_gathered_in_fp8
+from opt_distributed.buffers.param_wires import Fp8ThroughGrads, check_gathered_in_fp8
 from opt_distributed.buffers.planner import BufferPlan, WorldSizes, default_bucket_size, plan_buffers
 from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer
 from opt_distributed.buffers.stored import check_apart, check_unbound
@@ -42,18 +42,12 @@ class SyncedBuffer:
         self.sums = sums
         self.axes = reduction.axes
 
-    def attach(
-        self,
-        finish: Callable[[], None],  # completes the chunk's reductions
-        grad_sync: GradSync,
-        param_sync: ParamSync,
-        together: Sequence[ParamAndGradBuffer],  # the buffers that a step publishes, including this one
-    ) -> None:
-        """Let the step reduce and publish the buffer with the others of its chunk."""
+    def attach(self, finish: Callable[[], None], grad_sync: GradSync, place: GatheredParams) -> None:
+        """Let the step reduce and publish the buffer with the others of its chunk. `finish` completes the chunk's
+        reductions."""
         self._finish = finish
         self._grad_sync = grad_sync
-        self._param_sync = param_sync
-        self._together = together
+        self.place = place
 
     @property
     def params(self) -> Mapping[ParamId, nn.Parameter]:
@@ -64,18 +58,6 @@ class SyncedBuffer:
         """Complete the reduction of all gradients of the chunk. A second call in an iteration does nothing."""
         self._finish()
 
-    def moved(self) -> ParamId | None:
-        """A parameter that has left the buffer; None if all are in it."""
-        return self.memory.moved()
-
-    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
-        """Take parameters that were moved away and back into the buffer. See `ParamAndGradBuffer.take_back_`.
-
-        Waits for gathers under way. Raises StorageError for a parameter that has left during its gather.
-        """
-        self._param_sync.wait()
-        return self.memory.take_back_(frees=frees)
-
     def reader(self, runs: Sequence[tuple[ParamId, slice]]) -> Callable[[], Sequence[Tensor]]:
         """Create a function that returns `grad` of these runs: the same views in every step."""
         views = [self.grad(id, of_param) for id, of_param in runs]
@@ -84,21 +66,6 @@ class SyncedBuffer:
     def grad(self, id: ParamId, of_param: slice) -> Tensor:
         """The reduced gradient of these flat elements, which this rank must own; in the parameter's shape if whole."""
         return self.memory.grad_piece(id, of_param)
-
-    def publish_(self) -> None:
-        """Report that this rank's parameters have been written.
-
-        All-gathers start in the call for the last buffer of the step, or, if they overlap with the forward, before the
-        modules that use the parameters.
-        """
-        if self.memory.wire is not None:
-            self._param_sync.publish(self.memory, together=self._together)
-
-    def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
-        """See `BucketPublisher`."""
-        if self.memory.wire is None:
-            return None
-        return self._param_sync.begin_gathers(self.memory, ids, together=self._together)
 
     @property
     def through_grads(self) -> Fp8ThroughGrads | None:
@@ -132,7 +99,8 @@ class SyncedBuffer:
         Gathers of dense buffers do not wait for experts: replicas without experts would start them earlier than others.
         """
         found = copy(self)
-        found._together = [other.memory for other in buffers if other.plan.is_expert == self.plan.is_expert]
+        together = [other.memory for other in buffers if other.plan.is_expert == self.plan.is_expert]
+        found.place = GatheredParams(self.memory, self.place.sync, together)
         return found
 
 

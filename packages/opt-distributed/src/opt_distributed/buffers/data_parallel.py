@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.bucket import BucketState, GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkSpec, SyncedBuffer, make_buffers, sharding_of
+from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
 from opt_distributed.buffers.main_grad import RefusedGradientError, bind_main_grad, leave_out_of_pickles
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
@@ -152,7 +153,8 @@ class DistributedDataParallel(nn.Module):
         )
         memories = [buffer.memory for buffer in buffers]
         for buffer in buffers:
-            buffer.attach(self._finish, self.grad_sync, self.param_sync, memories)
+            place = GatheredParams(buffer.memory, self.param_sync, memories)
+            buffer.attach(self._finish, self.grad_sync, place)
 
     def _bind(self) -> None:
         """Let gradients accumulate in the buffers."""

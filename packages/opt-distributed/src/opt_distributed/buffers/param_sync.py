@@ -10,7 +10,7 @@ requests come at different times.
 
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum, auto
 from functools import partial
@@ -23,7 +23,6 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from opt_distributed.buffers.param_wires import InOrder
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wires import CollectiveError, InFlight
 from opt_distributed.comm.collectives import Comm
@@ -54,9 +53,9 @@ class ParamBucket(NamedTuple):
     comm: Comm
 
     @property
-    def params(self) -> list[nn.Parameter]:
+    def ids(self) -> set[ParamId]:
         """The parameters in the bucket."""
-        return [self.memory.params[slot.id] for slot in self.memory.layout.buckets[self.number].slots]
+        return {slot.id for slot in self.memory.layout.buckets[self.number].slots}
 
 
 class ParamSync:
@@ -74,11 +73,11 @@ class ParamSync:
         self.number = number  # of the chunk
         self.order: Sequence[int] = range(len(self.buckets))  # indices in `buckets`, in the order of use
         self._published: set[int] = set()  # buffers, by identity of their memory
-        self._begun: InOrder | None = None  # gathers that start while parameters are updated
+        self._left: dict[ParamBucket, set[ParamId]] | None = None  # before each gather, while a step updates and sends
         self.is_pending = False  # whether a parameter may be incomplete; read by compiled code, so a plain attribute
         self._incomplete: dict[ParamBucket, InFlight | CollectiveError] = {}  # gathers that are pending or have failed
         # By identity of the parameter, because tensors compare elementwise.
-        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self._bucket_of = {id(bucket.memory.params[name]): bucket for bucket in self.buckets for name in bucket.ids}
         self.gather_order: tuple[ParamSync, ...] = (self,)  # the chunks of the model
 
     def publish(self, memory: ParamAndGradBuffer, *, together: Collection[ParamAndGradBuffer]) -> None:
@@ -86,29 +85,41 @@ class ParamSync:
         self._published.add(id(memory))
         self.is_pending = True
         if self.gathers is not Gathers.WHEN_ASKED and self._published >= {id(one) for one in together}:
-            begun = self._begun
-            self._begun = None
-            if begun is None:
-                self.start_due()
-            else:
-                self._published = set()
-                begun.finish()
+            due = self._due(self._published) if self._left is None else list(self._left)
+            self._left = None
+            self._published = set()
+            self._start(due)
             if self.gathers is Gathers.IN_STEP:
                 self.wait()
 
-    def begin_gathers(
+    @contextmanager
+    def sending(
         self, memory: ParamAndGradBuffer, ids: Collection[ParamId], *, together: Collection[ParamAndGradBuffer]
-    ) -> InOrder | None:
-        """Begin the gathers of a step in which this rank updates `ids`, if `memory` is written last of `together`."""
-        self._begun = None
+    ) -> Iterator[Sequence[int]]:
+        """While this rank updates `ids`, start gathers in their order, if `memory` is written last of `together`. Give
+        the numbers of its buckets in this order; none if all start when it is published. After an error, none count.
+        """
+        self._left = None
         memories = {id(one) for one in together}
-        if ids and self.gathers is not Gathers.WHEN_ASKED and self._published | {id(memory)} >= memories:
-            due = self._due(memories)
-            left = memory.by_bucket(ids)
-            waits_for = [left[bucket.number] if bucket.memory is memory else set() for bucket in due]
-            numbers = [bucket.number for bucket in due if bucket.memory is memory]
-            self._begun = InOrder(numbers, waits_for, lambda place: self._start(due[place:], number=1))
-        return self._begun
+        if not ids or self.gathers is Gathers.WHEN_ASKED or not self._published | {id(memory)} >= memories:
+            yield ()
+            return
+        self._left = {bucket: bucket.ids.intersection(ids) for bucket in self._due(memories)}
+        try:
+            yield [bucket.number for bucket in self._left if bucket.memory is memory]
+        except (Exception, KeyboardInterrupt):  # not if the generator is dropped, as late as in another step
+            self._left = None
+            raise
+
+    def updated(self, ids: Collection[ParamId]) -> None:
+        """Start the gathers that wait for no other parameters of this rank."""
+        assert self._left is not None
+        for left in self._left.values():
+            left.difference_update(ids)
+        while self._left and not next(iter(self._left.values())):
+            due = list(self._left)
+            del self._left[due[0]]
+            self._start(due, number=1)
 
     def start(self) -> None:
         """Start the gather of every bucket."""
@@ -135,7 +146,7 @@ class ParamSync:
     def start_due(self) -> None:
         """Start the gathers of buffers that were published; none while the step starts them, which a read must not
         anticipate."""
-        if self._published and self._begun is None:
+        if self._published and self._left is None:
             due = self._due(self._published)
             self._published = set()
             self._start(due)

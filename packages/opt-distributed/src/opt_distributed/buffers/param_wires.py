@@ -3,7 +3,7 @@
 In place, as codes and scales (`Fp8Memory`), or through the gradient buffer (`Fp8ThroughGrads`).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -71,30 +71,6 @@ def gather_part(layout: Layout, data: Tensor, index: int, comm: Comm, *, per: in
         comm.all_to_all_(chunk[: sum(received)], part, sizes=Sizes(received, sent), async_op=True).wait()
         part = chunk
     return _Gather(comm.all_gather_(full, part, async_op=True), part)
-
-
-class InOrder:
-    """Starts gathers in their order, each once this rank has updated its part of the bucket and of those before it."""
-
-    def __init__(self, buckets: Sequence[int], left: Sequence[set[ParamId]], start: Callable[[int], object]):
-        """`buckets` are the numbers of those that a unit updates, in order. `left` are the parameters that this rank
-        will update, for each gather; `start` takes the place of a gather."""
-        self.buckets = buckets
-        self._left = left
-        self._start = start
-        self._num_started = 0
-
-    def updated(self, ids: Collection[ParamId]) -> None:
-        """Start the gathers that wait for no other parameters."""
-        for left in self._left:
-            left.difference_update(ids)
-        while self._num_started < len(self._left) and not self._left[self._num_started]:
-            self._num_started += 1
-            self._start(self._num_started - 1)
-
-    def finish(self) -> None:
-        """Start all others."""
-        self.updated(frozenset().union(*self._left))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

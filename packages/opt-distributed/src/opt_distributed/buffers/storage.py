@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.param_wires import GatherInPlace, InOrder, ParamWire, move_fp8_in, through_grads
-from opt_distributed.buffers.stored import Moved, StorageError, check_apart, stored_dtype
+from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
+from opt_distributed.buffers.stored import Moved, StorageError, address, check_apart, form_of, stored_dtype
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Allocate, Comm, is_torchs_own, zeros
@@ -26,30 +26,30 @@ def matches(name: str, patterns: Collection[str]) -> bool:
     return any(pattern == ALL or fnmatchcase(name, pattern) for pattern in patterns)
 
 
-class Sums:
-    """A tensor in which gradients accumulate, and whose memory can be freed between iterations."""
+class Freeable:
+    """A tensor of gradients that accumulate, or of parameters, whose memory can be freed between iterations."""
 
     def __init__(self, data: Tensor):
         self.data = data
+        self.is_released = False
         self._queues = devices.device_of(data.device)
-        self._is_released = False
 
     @torch.no_grad()
     def zero_(self) -> None:
         """Begin an iteration with zeros, padding included. Allocates the memory again if it was freed."""
-        if self._is_released:
-            self._is_released = False
+        if self.is_released:
+            self.is_released = False
             self._queues.reclaim_(self.data)
         self.data.zero_()
 
     def release_(self) -> None:
         """Free the memory until `zero_`. Views of it must not be used until then."""
-        if not self._is_released:
-            self._is_released = True
+        if not self.is_released:
+            self.is_released = True
             self._queues.release_(self.data)
 
 
-class LocalSums(Sums):
+class LocalSums(Freeable):
     """fp32 sums of those gradients whose parameters' names match: `views`, in their shapes.
 
     There are none if their gradient buffer, of `grad_dtype`, is fp32 or wider. Before the reduction, each gradient is
@@ -104,22 +104,26 @@ class ParamAndGradBuffer:
         self._allocate = allocate  # a pool must live as long as its memory
         self._slot_of = {slot.id: slot for slot in layout.slots()}
         self._shapes = {id: param.shape for id, param in params.items()}
-        self._is_released = False  # whether the memory of the parameters is freed
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
-        self.grads = Sums(allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device))
+        self.grads = Freeable(allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device))
         self.grad_data = self.grads.data
         self.reduces_everywhere = False  # whether this iteration's reduction gives every rank the whole gradients
         # Of each bucket before its reduction: the sum of squares of this rank's gradients. None: not computed.
         self.local_squares: dict[int, Tensor] | None = None
         self.param_data: Tensor | None = None
         self.wire: ParamWire | None = None  # of the parameters, if ranks own shards of them
+        self._freeable: Freeable | None = None  # `param_data` while parameters are elsewhere, unless they are in fp8
         if sharded and reuses_grads and param_dtype is FP8:
             self.wire = through_grads(layout, self.params, self.grad_data)
+        elif sharded and param_dtype is FP8:
+            self.wire = move_fp8_in(layout, self.params, device=device, allocate=allocate)
+            self.param_data = self.wire.codes
         elif sharded:
-            self.param_data, self.wire = self._move_params_in(allocate)
+            self.param_data = allocate(layout.numel, dtype=param_dtype, device=device)
+            self.wire = GatherInPlace(layout, self.param_data)
+            self._freeable = Freeable(self.param_data)
+            self._take_in(self.params, self.param_data)
         self._watch()
-        self._flights: list[InFlight] = []  # of the gathers in a step
-        self._gathers: InOrder | None = None  # if they start while parameters are updated
 
     def grad_view(self, id: ParamId) -> Tensor:
         """Return the gradient of a parameter, in its shape, as a view."""
@@ -140,33 +144,6 @@ class ParamAndGradBuffer:
         """Return a view of a bucket's reduced gradients on rank `rank`: its shard, or all if there is one shard."""
         shard = self.layout.buckets[index].shard(rank if self.layout.num_shards > 1 else 0, self.layout.num_shards)
         return self.grad_data[shard]
-
-    @torch.no_grad()
-    def gather_(self, comm: Comm) -> None:
-        """Write the shards of all ranks to `param_data`, if the buffer has one. Parameters are complete on return.
-
-        Raises:
-            CollectiveError: a collective failed, or exceeded the timeout of its group.
-        """
-        gathers = self._gathers or self.begin_gathers_((), comm)
-        self._gathers = None  # one that fails starts anew
-        if gathers is not None:
-            gathers.finish()
-        for flight in reversed(self._flights):
-            flight.finish()
-
-    def begin_gathers_(self, ids: Collection[ParamId], comm: Comm) -> InOrder | None:
-        """Begin the gathers of a step in which this rank updates `ids`, before `gather_`."""
-        flights = self._flights = []
-        if self.wire is not None:
-            numbers = range(len(self.layout.buckets))
-            start = lambda index: flights.append(self.start_gather(index, comm))
-            self._gathers = InOrder(numbers, self.by_bucket(ids), start)
-        return self._gathers
-
-    def by_bucket(self, ids: Collection[ParamId]) -> list[set[ParamId]]:
-        """Those of `ids` that are in each bucket."""
-        return [{slot.id for slot in bucket.slots}.intersection(ids) for bucket in self.layout.buckets]
 
     def start_gather(self, index: int, comm: Comm) -> InFlight:
         """Start to write the shards of all ranks to a bucket of `param_data`.
@@ -189,15 +166,18 @@ class ParamAndGradBuffer:
 
         Fast enough for every step: one comparison of integers, or of dtype and device, for each parameter.
         """
-        return self._moved.first()
+        if self._freeable is not None and self._freeable.is_released:  # they may come back to the same addresses
+            return next(iter(self.params))
+        return self._moved.moved()
 
     def check_arrived(self, index: int) -> None:
         """Raise StorageError if a parameter of a bucket has left the memory that was gathered."""
-        if self.param_data is None or self.param_dtype is FP8:
+        if self._freeable is None:
             return
-        start = self.param_data.data_ptr()
+        memory = self._freeable.data
+        start = memory.data_ptr()
         for slot in self.layout.buckets[index].slots:
-            address = start + slot.start * self.param_data.element_size()
+            address = start + slot.start * memory.element_size()
             if slot.numel and self.params[slot.id].data_ptr() != address:
                 raise StorageError(
                     f"{slot.id} was moved while its new values were gathered, so that it has old ones; call "
@@ -220,57 +200,41 @@ class ParamAndGradBuffer:
 
         With `frees`, the memory that all parameters have left is freed until one comes back, unless it is registered.
         """
-        if self.param_data is None or self.param_dtype is FP8 or self.moved() is None:
+        if self._freeable is None or self.moved() is None:
             return []
-        if frees and self._have_left() and is_torchs_own(self._allocate):
-            self._is_released = True
-            self.queues.release_(self.param_data)
-            return []
-        back = [id for id in self.params if self._may_return(id)]
-        if back and self._is_released:
-            self._is_released = False
-            self.queues.reclaim_(self.param_data)
-            self.param_data.zero_()
-        found = []
-        for id in back:
-            slot = self._slot_of[id]
-            param = self.params[id]
-            view = self.param_data[slot.start : slot.stop].view(self._shapes[id])
-            if param.data_ptr() != view.data_ptr():
-                view.copy_(param)
-                param.data = view
-                found.append(id)
+        params = self.params.items()
+        memory = self._freeable.data
+        if frees and is_torchs_own(self._allocate):
+            address = memory.untyped_storage().data_ptr()
+            if all(param.untyped_storage().data_ptr() != address for _, param in params):
+                self._freeable.release_()
+                return []
+        form = (self.param_dtype, self.device)
+        back = {id: p for id, p in params if (p.dtype, p.device, p.shape) == (*form, self._shapes[id])}
+        if back and self._freeable.is_released:
+            self._freeable.zero_()
+        found = self._take_in(back, memory)
         if len(back) == len(self.params):
             self._watch()
         return found
 
-    def _have_left(self) -> bool:
-        """Whether all parameters have left the memory, which is not freed yet."""
-        assert self.param_data is not None
-        memory = self.param_data.untyped_storage().data_ptr()
-        addresses = (param.untyped_storage().data_ptr() for param in self.params.values())
-        return not self._is_released and all(address != memory for address in addresses)
-
-    def _may_return(self, id: ParamId) -> bool:
-        param = self.params[id]
-        return (param.dtype, param.device, param.shape) == (self.param_dtype, self.device, self._shapes[id])
+    @torch.no_grad()
+    def _take_in(self, params: Mapping[ParamId, nn.Parameter], memory: Tensor) -> list[ParamId]:
+        """Move the values of those parameters that are elsewhere. Return them."""
+        found = []
+        for id, param in params.items():
+            slot = self._slot_of[id]
+            view = memory[slot.start : slot.stop].view(self._shapes[id])
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param)
+                param.data = view
+                found.append(id)
+        return found
 
     def _watch(self) -> None:
         """Compare the places of parameters, which are all in the buffer, with the present ones from now on."""
-        self._moved = Moved(self.params, dtype=self.param_dtype, device=self.device, fixed=self.param_data is not None)
-
-    @torch.no_grad()
-    def _move_params_in(self, allocate: Allocate) -> tuple[Tensor, ParamWire]:
-        if self.param_dtype is FP8:
-            fp8 = move_fp8_in(self.layout, self.params, device=self.device, allocate=allocate)
-            return fp8.codes, fp8
-        data = allocate(self.layout.numel, dtype=self.param_dtype, device=self.device)
-        for id, param in self.params.items():
-            slot = self._slot_of[id]
-            view = data[slot.start : slot.stop].view(param.shape)
-            view.copy_(param)
-            param.data = view
-        return data, GatherInPlace(self.layout, data)
+        of = address if self.param_dtype is FP8 else Tensor.data_ptr
+        self._moved = Moved(self.params, form_of(self.params) if self.param_data is None else of)
 
 
 def _check(

@@ -4,7 +4,7 @@ Copies start from bitwise equal values: trained parameters, frozen ones and pers
 broadcast.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from operator import attrgetter
@@ -23,9 +23,6 @@ from opt_distributed.comm.roles import Roles
 from opt_kernels.params import overlapping
 from opt_kernels.quantized import FP8, is_quantized, quantized
 from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, parameters_by_id
-
-_DTYPE = attrgetter("dtype")
-_DEVICE = attrgetter("device")
 
 Params = Mapping[ParamId, nn.Parameter]
 Metas = Mapping[ParamId, ParamMeta]
@@ -116,30 +113,26 @@ def not_trained(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Moved:
-    """Detects a parameter that was converted or moved since, or, if they are `fixed`, has left its address."""
+    """Detects a parameter of which `of`, such as the address, is not what it was."""
 
-    def __init__(self, params: Params, *, dtype: torch.dtype, device: torch.device, fixed: bool = False):
-        self._params = params
-        self._dtype = dtype
-        self._device = device
-        self._addresses = [address(param) for param in params.values()] if fixed else None
+    def __init__(self, params: Params, of: Callable[[Tensor], object]):
+        self.params = params
+        self._of = of
+        self.before = list(map(of, params.values()))
 
-    def first(self) -> ParamId | None:
-        """The first such parameter; None if there is none. One comparison or two for each, if there is none."""
-        values = list(self._params.values())
-        if self._addresses is not None:
-            if set(map(type, values)) <= {nn.Parameter} and list(map(Tensor.data_ptr, values)) == self._addresses:
-                return None
-            for (id, param), before in zip(self._params.items(), self._addresses, strict=True):
-                if address(param) != before:
-                    return id
+    def moved(self) -> ParamId | None:
+        """Return the first such parameter; None if there is none."""
+        now = list(map(self._of, self.params.values()))
+        if now == self.before:
             return None
-        if set(map(_DTYPE, values)) <= {self._dtype} and set(map(_DEVICE, values)) <= {self._device}:
-            return None
-        for id, param in self._params.items():
-            if param.device != self._device or stored_dtype(param) is not self._dtype:
-                return id
-        return None
+        return next(id for id, before, after in zip(self.params, self.before, now, strict=True) if before != after)
+
+
+def form_of(params: Params) -> Callable[[Tensor], object]:
+    """Return a function that gives the stored dtype and the device of one of these parameters."""
+    if any(map(is_quantized, params.values())):
+        return lambda param: (stored_dtype(param), param.device)
+    return attrgetter("dtype", "device")
 
 
 def check_replicas(params: Params, metas: Metas, roles: Roles, *, only: Collection[ParamId] | None = None) -> None:

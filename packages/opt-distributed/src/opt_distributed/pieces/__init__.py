@@ -13,6 +13,7 @@ from opt_distributed.pieces.sources import (
     BufferedGrads,
     ParamGrads,
     PeerSums,
+    Publisher,
     ReducedMainGrads,
     Source,
     check_dense,
@@ -25,7 +26,7 @@ from opt_distributed.pieces.streamed import Streamed
 
 __all__ = [
     "AVERAGES", "NO_AVERAGES", "NUMBERS", "BufferedGrads", "ComputeStage", "DTensorGrads", "FullySharded", "HostMain",
-    "HostSide", "OwnedPiece", "ParamGrads", "PeerSums", "QuantizedMain", "QuantizedSource", "Ready",
+    "HostSide", "OwnedPiece", "ParamGrads", "PeerSums", "Publisher", "QuantizedMain", "QuantizedSource", "Ready",
     "ReducedMainGrads", "Source", "Streamed", "Update", "WeightAverages", "check_dense", "check_marks", "check_unfused",
     "init_state", "is_first_replica", "is_sparse", "local", "marked_ids", "mesh_comms",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from opt_distributed.buffers.wires import naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.comm.groups import root_of
-from opt_distributed.pieces.sources import ReadGrads, Run, check_unfused
+from opt_distributed.pieces.sources import OwnMemory, ReadGrads, Run, check_unfused
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, is_dtensor
 
 
@@ -82,6 +82,23 @@ def mesh_comms(tensor: Tensor, axes: Sequence[int]) -> tuple[TorchComm, ...]:
 ELSEWHERE = -1  # the address of a part that updates cannot write to
 
 
+class LocalParts(OwnMemory):
+    """The local parts of DTensor parameters."""
+
+    def __init__(self, params: Mapping[ParamId, nn.Parameter]):
+        super().__init__(params, _address)
+        self._forms = [_form(param) for param in params.values()]
+
+    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        found = []
+        for at, (id, param) in enumerate(self.params.items()):
+            is_as_before = _form(param) == self._forms[at]
+            if _address(param) != self.before[at] and (frees or is_as_before):
+                found.append(id)
+                self.before[at] = _address(param) if is_as_before else ELSEWHERE
+        return found
+
+
 class DTensorGrads:
     """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
 
@@ -100,47 +117,26 @@ class DTensorGrads:
         dtype: torch.dtype = torch.float32,  # of the sums
     ):
         self.params = params
-        self._addresses = [_address(param) for param in params.values()]
-        self._forms = {id: _form(param) for id, param in params.items()}
+        self.place = LocalParts(params)
         by_groups: dict[tuple[Comm, ...], dict[ParamId, nn.Parameter]] = {}
         for id, comms in (replicas or {}).items():
             if comms:
                 by_groups.setdefault(comms, {})[id] = params[id]
-        self._averages = [_AveragedReplicas(same, comms, dtype=dtype) for comms, same in by_groups.items()]
-
-    @property
-    def has_outer_replicas(self) -> bool:
-        """Whether the step averages gradients over replicas outside of their meshes."""
-        return bool(self._averages)
+        # Over replicas outside of their meshes.
+        self.averages = [_AveragedReplicas(same, comms, dtype=dtype) for comms, same in by_groups.items()]
 
     def reduce_(self) -> None:
-        for average in self._averages:
+        for average in self.averages:
             average.reduce_()
 
-    def moved(self) -> ParamId | None:
-        addresses = zip(self.params.items(), self._addresses, strict=True)
-        return next((id for (id, param), address in addresses if _address(param) != address), None)
-
-    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
-        found = []
-        for at, (id, param) in enumerate(self.params.items()):
-            is_as_before = _form(param) == self._forms[id]
-            if _address(param) != self._addresses[at] and (frees or is_as_before):
-                found.append(id)
-                self._addresses[at] = _address(param) if is_as_before else ELSEWHERE
-        return found
-
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
-        averages = {id: average for average in self._averages for id in average.params}
+        averages = {id: average for average in self.averages for id in average.params}
         found = [(id, self.params[id], averages.get(id)) for id, _ in runs]
 
         def read() -> list[Tensor | None]:
             return [_local_grad(param) if average is None else average.grad(id) for id, param, average in found]
 
         return read
-
-    def publish_(self) -> None:
-        return None
 
 
 class _AveragedReplicas:

@@ -143,7 +143,7 @@ class QuantizedSource:
                 main.skip = None
             for param in self.params.values() if self.comm.size == 1 else ():
                 param.finish_()
-        inner.publish_()
+        inner.place.publish_()
 
     def _rescale_(self, updated: Sequence[QuantizedMain]) -> None:
         """Compute scales from largest magnitudes over all ranks. Parameters that no rank has updated keep theirs."""

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError
+from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.main_grad import GradientError, SparseGradientError, UnusableGradientError
-from opt_distributed.buffers.param_wires import InOrder
 from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import Moved, is_bound, stored_dtype
+from opt_distributed.buffers.stored import Moved, form_of, is_bound
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.groups import tensor_peers_outside
 from opt_distributed.comm.roles import Axes, Roles, marks_of, peers_of
@@ -35,19 +35,25 @@ class Publisher(Protocol):
         ...
 
 
-@runtime_checkable
-class BucketPublisher(Publisher, Protocol):
-    """Sends new values bucket by bucket, so that the first travel while later parameters are updated."""
+class Place(Publisher, Protocol):
+    """The memory of a set of parameters, to which updates write."""
 
-    def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
-        """Begin a step in which this rank will update `ids`; nothing is sent yet. Return what sends their buckets while
-        others are updated; None if all are sent when they are published."""
+    def moved(self) -> ParamId | None:
+        """A parameter on this rank that is no longer in that memory; None if all are."""
+        ...
+
+    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        """Accept parameters that other code has moved away, and back to their device. Return them; local.
+
+        With `frees`, those that are elsewhere are followed, too, as far as that frees the memory that they have left.
+        """
+        ...
 
 
-class Source(Publisher, Protocol):
+class Source(Protocol):
     """One set of parameters whose gradients are reduced together and whose new values are published together.
 
-    In a step: `reduce_`; the readers; `publish_`.
+    In a step: `reduce_`; the readers; `publish_` of its place.
     """
 
     @property
@@ -60,19 +66,13 @@ class Source(Publisher, Protocol):
         """The factor that turns reduced gradients into means: 1 / replicas if the reduction sums."""
         ...
 
+    @property
+    def place(self) -> Place:
+        """Where the parameters are."""
+        ...
+
     def reduce_(self) -> None:
         """Complete the reduction of this step's gradients over the data-parallel ranks."""
-        ...
-
-    def moved(self) -> ParamId | None:
-        """A parameter on this rank that is no longer in the memory that updates write to; None if all are."""
-        ...
-
-    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
-        """Accept parameters that other code has moved away, and back to their device. Return them; local.
-
-        With `frees`, those that are elsewhere are followed, too, as far as that frees the memory that they have left.
-        """
         ...
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
@@ -83,29 +83,18 @@ class Source(Publisher, Protocol):
         ...
 
 
-class GradSource:
-    """Plain parameters whose gradients are final, and whose new values need not be sent."""
-
-    def __init__(self, params: Mapping[ParamId, nn.Parameter], *, grad_scale: float = 1.0):
-        self.params = params
-        self.grad_scale = grad_scale
-        first = next(iter(params.values()))
-        self._converted = Moved(params, dtype=stored_dtype(first), device=first.device)
-
-    def reduce_(self) -> None:
-        return None
-
-    def moved(self) -> ParamId | None:
-        return self._converted.first()
+class OwnMemory(Moved):
+    """Parameters in memory of their own, whose new values need not be sent."""
 
     def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
+        """See `Place`."""
         return ()
 
     def publish_(self) -> None:
-        return None
+        """Do nothing."""
 
 
-class ParamGrads(GradSource):
+class ParamGrads:
     """Gradients that are used where autograd left them, without a reduction.
 
     Either no other rank contributes to them, or they are reduced already, for example by torch's own
@@ -123,15 +112,14 @@ class ParamGrads(GradSource):
         memory: ParamAndGradBuffer | None = None,  # of the parameters, if ranks own shards of them
         comm: Comm = ALONE,  # the ranks that the gradients were reduced over, and that own the shards
     ):
-        super().__init__(params, grad_scale=1.0 / num_replicas)
-        self.memory = memory
+        self.params = params
+        self.grad_scale = 1.0 / num_replicas
         self.comm = comm
+        own: Place = OwnMemory(params, form_of(params))
+        self.place = own if memory is None else GatheredParams.alone(memory, comm)
 
-    def moved(self) -> ParamId | None:
-        return super().moved() if self.memory is None else self.memory.moved()
-
-    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
-        return () if self.memory is None else self.memory.take_back_(frees=frees)
+    def reduce_(self) -> None:
+        return None
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         params = [self.params[id] for id, _ in runs]
@@ -146,14 +134,6 @@ class ParamGrads(GradSource):
             return grads
 
         return read
-
-    def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
-        """See `BucketPublisher`."""
-        return None if self.memory is None else self.memory.begin_gathers_(ids, self.comm)
-
-    def publish_(self) -> None:
-        if self.memory is not None:
-            self.memory.gather_(self.comm)
 
 
 def check_dense(ids: Iterable[ParamId], grads: Iterable[Tensor | None]) -> None:
@@ -233,6 +213,7 @@ class BufferedGrads:
         self.reduced = reduced
         self.memory = memory
         self.axes = axes
+        self.place = GatheredParams.alone(memory, axes.dp)
         self.params = memory.params
         self.grad_scale = 1.0 / num_replicas
         self.ids = [slot.id for slot in memory.layout.slots()]
@@ -254,11 +235,8 @@ class BufferedGrads:
 
     def has_grads(self) -> list[bool]:
         """For each of `ids`, whether it has a gradient here or on a peer; the host waits only if not here."""
-        has_grads = []
-        for id in self.ids:
-            has_grad = self.params[id].grad is not None
-            has_grads.append(has_grad or bool(self.uses_of_peers.get(id, False)))
-        return has_grads
+        uses = self.uses_of_peers
+        return [self.params[id].grad is not None or bool(uses.get(id, False)) for id in self.ids]
 
     def resolve_(self, counts: Tensor) -> None:
         """Receive the number of ranks with a gradient of each of `ids`, (n,) on the device.
@@ -268,22 +246,9 @@ class BufferedGrads:
         read = () if all(self.has_grads()) else zip(self.ids, counts.tolist(), strict=True)
         self.unused = frozenset(id for id, count in read if not count)
 
-    def moved(self) -> ParamId | None:
-        return self.memory.moved()
-
-    def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
-        return self.memory.take_back_(frees=frees)
-
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         views = [self.reduced.piece(id, of_param) for id, of_param in runs]
         return lambda: views
-
-    def begin_gathers_(self, ids: Collection[ParamId]) -> InOrder | None:
-        """See `BucketPublisher`."""
-        return self.memory.begin_gathers_(ids, self.axes.dp)
-
-    def publish_(self) -> None:
-        self.memory.gather_(self.axes.dp)
 
 
 class PeerSums:

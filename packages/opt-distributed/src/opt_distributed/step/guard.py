@@ -88,7 +88,7 @@ class ParamsInPlace(Refusal):
 
     def find(self, groups: Groups) -> StorageError | None:
         sources = (source for found in self._sources if (source := found()) is not None)
-        id = next((id for source in sources if (id := source.moved()) is not None), None)
+        id = next((id for source in sources if (id := source.place.moved()) is not None), None)
         return None if id is None else self._error(f"parameter {str(id)!r}")
 
     def of_others(self, num_ranks: int) -> Exception:

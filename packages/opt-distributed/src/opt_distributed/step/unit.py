@@ -5,7 +5,7 @@ of one scale: one `Batch` for the rule.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
@@ -15,14 +15,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.main_grad import SparseGradientError
-from opt_distributed.buffers.param_wires import InOrder
 from opt_distributed.pieces.averages import NO_AVERAGES, WeightAverages
 from opt_distributed.pieces.exchange import ComputeStage, updating_
 from opt_distributed.pieces.offload import HostSide, mains_on_host
 from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, Update, kinds_of
 from opt_distributed.pieces.quantized import QuantizedMain
-from opt_distributed.pieces.sources import BucketPublisher, Publisher, ReadGrads, check_unfused, is_sparse
+from opt_distributed.pieces.sources import Publisher, ReadGrads, check_unfused, is_sparse
 from opt_distributed.pieces.streamed import Streamed, runs_of_ready
 from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
@@ -36,7 +36,6 @@ from opt_paramgroups import ParamId
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
 NO_MEANS: Mapping[ParamId, Tensor] = MappingProxyType({})
-NOT_SENT = InOrder((), (), lambda place: None)
 _COUNT = attrgetter("count")
 _LAYOUT = attrgetter("layout")
 _SOURCE = attrgetter("source")
@@ -57,7 +56,7 @@ class Unit:
     averages: WeightAverages = NO_AVERAGES  # of its weights
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
     _readers: list[ReadGrads] = field(init=False)  # of all pieces, in order
-    _sender: BucketPublisher | None = field(init=False, default=None)  # sends matrices bucket by bucket
+    _sender: GatheredParams | None = field(init=False, default=None)  # sends matrices bucket by bucket
     _kinds: Kinds = field(init=False)  # of all pieces
     _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
     _counts: list[Count] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
@@ -66,7 +65,7 @@ class Unit:
         # The first: collectives have one order on all ranks, whatever they own. A look-ahead is written later.
         first = next(iter(self.completes), None)
         can_send = self.host is None and not self.averages.looks_ahead and any(piece.bucket for piece in self.pieces)
-        if can_send and isinstance(first, BucketPublisher):
+        if can_send and isinstance(first, GatheredParams):
             self._sender = first
         self._kinds = kinds_of(self.pieces)
         self._readers = []
@@ -160,32 +159,24 @@ class Unit:
     def _updating_(self, update: Update, begun: HookedStep | None, *, sends: bool) -> Iterator[None]:
         if begun is not None and self.host is not None and self.cut:
             begun.sums = self.host.device.to_host(begun.sums)
-        with self._where_state_is(update) as here, self._sending(here.ready.pieces if sends else ()) as gathers:
+        sender = self._sender if sends else None
+        with (
+            self._where_state_is(update) as here,
+            nullcontext(()) if sender is None else sender.sending([piece.id for piece in here.ready.pieces]) as order,
+        ):
             if begun is not None:
                 begun.finish_(skip=here.skip)
-            for scale, runs in self._calls(here, gathers.buckets):
+            for scale, runs in self._calls(here, order):
                 if begun is None:
                     batches = self._batches(runs, here)
                     yield from updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=here.skip)
                 for run in runs:
                     run.close_(skip=here.skip)
-                if gathers is not NOT_SENT:
-                    gathers.updated([piece.id for run in runs for piece in run.pieces])
+                if sender is not None and order:
+                    sender.sync.updated([piece.id for run in runs for piece in run.pieces])
             self._average_(here)
         if self.host is not None and here.ready.pieces:
             self.host.return_(here.ready.pieces)
-
-    @contextmanager
-    def _sending(self, pieces: Sequence[OwnedPiece]) -> Iterator[InOrder]:
-        """Give what sends the buckets of `pieces` while they are updated. After an error, nothing counts as sent."""
-        if self._sender is None or not pieces:
-            yield NOT_SENT
-            return
-        try:
-            yield self._sender.begin_gathers_([piece.id for piece in pieces]) or NOT_SENT
-        except (Exception, KeyboardInterrupt):
-            self._sender.begin_gathers_(())
-            raise
 
     def _average_(self, update: Update) -> None:
         """Write the averages of all pieces, also of those without a gradient in this step."""
@@ -242,7 +233,7 @@ class Unit:
         by_scale: dict[tuple[int, int, float], list[PieceRun]] = {}
         places: dict[object, int] = {(self._sender, bucket): place for place, bucket in enumerate(order)}
         for run in self.runs(update.ready):
-            place = places.get((run.first.source, run.first.bucket), len(order))
+            place = places.get((run.first.source.place, run.first.bucket), len(order))
             by_scale.setdefault((place, run.first.norm_slot, run.first.source.grad_scale), []).append(run)
         for (_, slot, by), runs in sorted(by_scale.items(), key=lambda item: item[0][0]):
             scale = times(update.scale_of_slot[slot], by)

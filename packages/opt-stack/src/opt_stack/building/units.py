@@ -23,6 +23,7 @@ from opt_distributed.pieces import (
     OwnedPiece,
     ParamGrads,
     PeerSums,
+    Publisher,
     QuantizedSource,
     ReducedMainGrads,
     Source,
@@ -205,7 +206,8 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
             placed = place_matrices(
                 planned.compute, splits, design.model.params, design.model.metas, tensor_parallel, over=over
             )
-        completes = [sources.fp8.get(name, sources.of_buffers[name]) for name, at in last.items() if at == number]
+        written = [name for name, at in last.items() if at == number]
+        completes: list[Publisher] = [sources.fp8.get(name) or sources.of_buffers[name].place for name in written]
         completes.sort(key=lambda source: isinstance(source, QuantizedSource))  # the others may send early
         norms, rows = cut.get(planned.name, ((), ()))
         unit = Unit(
@@ -218,14 +220,12 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
             cut=norms,
             cut_rows=rows,
         )
-        if away is None:
+        if away is None or not isinstance(placement, OnHost):
             yield unit
+        elif computes_there:
+            yield from _host_parts(unit, placement, away)
         else:
-            assert isinstance(placement, OnHost)
-            if computes_there:
-                yield from _host_parts(unit, placement, away)
-            else:
-                yield replace(unit, host=Streamed(unit.pieces, away, placement))
+            yield replace(unit, host=Streamed(unit.pieces, away, placement))
 
 
 def _last_unit(buffer: BufferPlan, sides: Sequence[tuple[UnitPlan, bool]], plan: Plan) -> int:

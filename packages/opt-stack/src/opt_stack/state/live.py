@@ -128,10 +128,10 @@ class StateOffload:
     def _follow(self, *, frees: bool = False) -> None:
         """Let units write parameters where these are now, if they are on their device again; with `frees`, keep no
         memory that they have left. Local. A step with parameters elsewhere is refused by its guard."""
-        sources = [source for source in self.sources if source.moved() is not None]
-        if not sources or self.has_graphs:
+        places = [source.place for source in self.sources if source.place.moved() is not None]
+        if not places or self.has_graphs:
             return
-        moved = {id for source in sources for id in source.follow_(frees=frees)}
+        moved = {id for place in places for id in place.follow_(frees=frees)}
         for piece in (piece for unit in self.units for piece in unit.pieces):
             if piece.id in moved and is_dtensor(piece.param):
                 piece.follow_()
