@@ -212,7 +212,7 @@ class DeferredComm:
         self.device.world.block_until(lambda: len(values) == self.size, self.device.rank)
         return [values[rank] for rank in range(self.size)]
 
-    allocate = Comm.allocate  # torch's own memory, which may be freed
+    allocate = staticmethod(Comm.allocate)  # torch's own memory, which may be freed
 
     def _start(self, kind: str, run: Callable[[list[Any]], None], given: tuple[Any, ...], async_op: bool) -> Pending:
         """Queue this rank's part. All parts run together once each is at the head of its stream."""

@@ -123,7 +123,7 @@ class ParamSync:
 
     def start(self) -> None:
         """Start the gather of every bucket."""
-        self._start(self._due({id(bucket.memory) for bucket in self.buckets}))
+        self._start([self.buckets[index] for index in self.order])
 
     def start_asked(self) -> None:
         """With `Gathers.WHEN_ASKED`: start the pending gathers of this chunk and of chunks before it."""

@@ -13,7 +13,7 @@ from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_f
 from opt_distributed.buffers.stored import Moved, StorageError, address, check_apart, form_of, stored_dtype
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Allocate, Comm, is_torchs_own, zeros
+from opt_distributed.comm.collectives import Allocate, Comm, zeros
 from opt_distributed.layout import Layout, LayoutError, ParamShape, Slot
 from opt_kernels.quantized import FP8
 from opt_paramgroups import ParamId
@@ -113,17 +113,20 @@ class ParamAndGradBuffer:
         self.param_data: Tensor | None = None
         self.wire: ParamWire | None = None  # of the parameters, if ranks own shards of them
         self._freeable: Freeable | None = None  # `param_data` while parameters are elsewhere, unless they are in fp8
+        place = form_of(self.params)
         if sharded and reuses_grads and param_dtype is FP8:
             self.wire = through_grads(layout, self.params, self.grad_data)
         elif sharded and param_dtype is FP8:
             self.wire = move_fp8_in(layout, self.params, device=device, allocate=allocate)
             self.param_data = self.wire.codes
+            place = address
         elif sharded:
             self.param_data = allocate(layout.numel, dtype=param_dtype, device=device)
             self.wire = GatherInPlace(layout, self.param_data)
             self._freeable = Freeable(self.param_data)
-            self._take_in(self.params, self.param_data)
-        self._watch()
+            self._take_in(self.param_data)
+            place = Tensor.data_ptr
+        self._moved = Moved(self.params, place)
 
     def grad_view(self, id: ParamId) -> Tensor:
         """Return the gradient of a parameter, in its shape, as a view."""
@@ -194,35 +197,35 @@ class ParamAndGradBuffer:
                 )
 
     @torch.no_grad()
-    def take_back_(self, *, frees: bool = False) -> list[ParamId]:
+    def take_back_(self, *, frees: bool = False) -> Collection[ParamId]:
         """Let parameters that other code has moved away, and back to the device, be views of the buffer again. Return
-        them. They keep their values. Parameters in fp8, and of another dtype, shape or device, stay where they are.
+        them. They keep their values. None if one is in fp8, or has another dtype, shape or device.
 
-        With `frees`, the memory that all parameters have left is freed until one comes back, unless it is registered.
+        With `frees`, the memory that all parameters have left is freed until they come back, unless it is registered.
         """
         if self._freeable is None or self.moved() is None:
-            return []
-        params = self.params.items()
+            return ()
         memory = self._freeable.data
-        if frees and is_torchs_own(self._allocate):
+        params = self.params.items()
+        if frees and self._allocate is zeros:
             address = memory.untyped_storage().data_ptr()
             if all(param.untyped_storage().data_ptr() != address for _, param in params):
                 self._freeable.release_()
-                return []
+                return ()
         form = (self.param_dtype, self.device)
-        back = {id: p for id, p in params if (p.dtype, p.device, p.shape) == (*form, self._shapes[id])}
-        if back and self._freeable.is_released:
+        if any((p.dtype, p.device, p.shape) != (*form, self._shapes[id]) for id, p in params):
+            return ()
+        if self._freeable.is_released:
             self._freeable.zero_()
-        found = self._take_in(back, memory)
-        if len(back) == len(self.params):
-            self._watch()
+        found = self._take_in(memory)
+        self._moved = Moved(self.params, Tensor.data_ptr)
         return found
 
     @torch.no_grad()
-    def _take_in(self, params: Mapping[ParamId, nn.Parameter], memory: Tensor) -> list[ParamId]:
-        """Move the values of those parameters that are elsewhere. Return them."""
+    def _take_in(self, memory: Tensor) -> list[ParamId]:
+        """Move the values of parameters that are elsewhere. Return these."""
         found = []
-        for id, param in params.items():
+        for id, param in self.params.items():
             slot = self._slot_of[id]
             view = memory[slot.start : slot.stop].view(self._shapes[id])
             if param.data_ptr() != view.data_ptr():
@@ -230,11 +233,6 @@ class ParamAndGradBuffer:
                 param.data = view
                 found.append(id)
         return found
-
-    def _watch(self) -> None:
-        """Compare the places of parameters, which are all in the buffer, with the present ones from now on."""
-        of = address if self.param_dtype is FP8 else Tensor.data_ptr
-        self._moved = Moved(self.params, form_of(self.params) if self.param_data is None else of)
 
 
 def _check(

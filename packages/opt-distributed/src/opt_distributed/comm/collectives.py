@@ -41,12 +41,6 @@ def zeros(numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def is_torchs_own(allocate: Allocate) -> bool:
-    """Whether `zeros` allocates, itself or for a group. Other memory may be registered, and must not be freed."""
-    of_group = getattr(getattr(allocate, "__self__", None), "allocates", None)
-    return zeros in (allocate, of_group) or getattr(allocate, "__func__", None) is Comm.allocate
-
-
 # Let gloo's threads finish before the interpreter shuts down, so that scripts end with their exit status. When a gloo
 # collective completes, the thread that ran it releases its tensors, which requires the GIL. Python unwinds a thread
 # that requests the GIL during shutdown, and C++ then calls `terminate` ("terminate called without an active
@@ -141,6 +135,9 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    allocate: Allocate = staticmethod(zeros)
+    """Allocates buffers that collectives of this group read and write. Other memory than that of `zeros` may be
+    registered, and must not be freed."""
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
         """Reduce `x` over all ranks, in place."""
@@ -159,10 +156,6 @@ class Comm(Protocol):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, in rank order. Values are small and picklable."""
-
-    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return (numel,) zeros, for a buffer that collectives of this group read and write. See `Allocate`."""
-        return zeros(numel, dtype=dtype, device=device)
 
     def part(self, ranks: Sequence[int]) -> "Comm":
         """Create the group of these ranks of this one, in ascending order, to which this rank belongs, with its backend
@@ -216,7 +209,7 @@ class TorchComm(Comm, Tells):
     def __init__(self, group: dist.ProcessGroup, *, allocate: Allocate = zeros):
         TorchComm.is_used = True
         self.group = group
-        self.allocates = allocate
+        self.allocate = allocate
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._board = board_of_world()
@@ -272,9 +265,6 @@ class TorchComm(Comm, Tells):
     def tell(self, why: str, *, place: str = "") -> None:
         self._board.tell(Left(why, place))
 
-    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.allocates(numel, dtype=dtype, device=device)
-
     def part(self, ranks: Sequence[int]) -> Comm:
         group = dist.new_group(
             [self._members[rank] for rank in ranks],
@@ -282,7 +272,7 @@ class TorchComm(Comm, Tells):
             backend=dist.get_backend_config(self.group),
             use_local_synchronization=True,  # only its members wait for each other
         )
-        return TorchComm(group, allocate=self.allocates)
+        return TorchComm(group, allocate=self.allocate)
 
     def _is_gloo(self, x: Tensor) -> bool:
         """Whether gloo sends this tensor."""

@@ -148,7 +148,7 @@ class Device:
 
     def reclaim_(self, tensor: Tensor) -> None:
         """Allocate the memory of `tensor` and of its views again, uninitialised."""
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        tensor.untyped_storage().resize_(tensor.nbytes)
 
     def graph(self) -> Graph:
         """Return an empty graph. Raises GraphError if the device does not support graphs."""

@@ -77,7 +77,7 @@ def nccl_backend(comm: Comm, device: torch.device) -> Any:
         raise _refusal(f"but collectives of this group use {type(comm).__name__}")
     if device.type != "cuda":
         raise _refusal(f"but parameters are on {device} and this group uses {dist.get_backend(comm.group)}")
-    if comm.allocates is not zeros:
+    if comm.allocate is not zeros:
         raise _refusal("but TorchComm(group, allocate=...) allocates the buffers of this group already")
     try:
         backend = comm.group._get_backend(device)
