@@ -235,11 +235,11 @@ def test_runs_before_an_error_have_returned_when_they_are_read(monkeypatch: pyte
         launch_rules_(optimizer)
         runs: list[Ready] = []
 
-        def updated(unit: Unit, ready: Ready, **given: Any) -> None:
+        def updated(unit: Unit, ready: Ready, *given: Any) -> None:
             runs.append(ready)
             if fails and len(runs) == 2:
                 raise RuntimeError("the second run")
-            update_(unit, ready, **given)
+            update_(unit, ready, *given)
 
         monkeypatch.setattr(Unit, "_update_fetched_", updated)
         with pytest.raises(RuntimeError, match="the second run") if fails else nullcontext():

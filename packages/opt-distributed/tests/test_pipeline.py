@@ -278,7 +278,7 @@ def test_a_run_from_host_memory_is_not_divided_again(monkeypatch: pytest.MonkeyP
         runs = parts.stage.layout.runs(SHAPES)
         for run in runs:
             ready = parts.ready({id: grad for id, grad in parts.of(drawn(1)).items() if id in run})
-            unit._update_fetched_(ready, update=Update(ready, [{"lr": 0.1, "weight_decay": 0.0}], [1.0]), scale=1.0)
+            unit._update_fetched_(ready, Update(ready, [{"lr": 0.1, "weight_decay": 0.0}], [1.0]), 1.0)
         return len(runs), noting.events
 
     for num_runs, found in run_threads(2, events):

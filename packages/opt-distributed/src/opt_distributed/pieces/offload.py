@@ -16,15 +16,15 @@ to keep main values and moments of before each step. Copying these takes 1.8 tim
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_config import OnHost
-from opt_distributed.comm.device import Device, Event, HostCopy, Stream
+from opt_distributed.comm.device import Device, Event, Stream
 from opt_distributed.pieces.piece import Groups, OwnedPiece, Ready, Update
 from opt_kernels.params import Main, MainFormat, make_main
-from opt_paramgroups import ParamId
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -109,33 +109,26 @@ class HostSide:
         self.device = device
         self._placement = placement
         self._arrived: Event | None = None
-        self._grads: dict[tuple[ParamId, torch.dtype], Tensor] = {}  # allocated when they are first fetched
-        staged = self._views([(piece, piece.main.target.dtype) for piece in pieces], pinned=placement.pin_params)
-        for main, memory in zip(mains_on_host(pieces), staged, strict=True):
-            main.on_host.target = memory
+        self._grads: Sequence[Tensor] = ()  # of the last step
+        for main in mains_on_host(pieces):
+            memory = device.host_empty(main.shape.numel(), main.target.dtype, pinned=placement.pin_params)
+            main.on_host.target = memory.view(main.shape)
 
     def copying_stream(self) -> Stream:
         """The stream of copies between host and device."""
         return self.device.side_stream() if self._placement.overlap else self.device.current_stream()
 
-    def fetch_numbers(self, skip: Tensor, scales: Sequence[float | Tensor]) -> HostCopy:
-        """Queue the copy of the verdict and the gradient scales of a step to the current stream: once for all units."""
-        numbers = [torch.as_tensor(x, dtype=torch.float64, device=skip.device) for x in (skip, *scales)]
-        return HostCopy(torch.stack(numbers), self.device)
-
     @torch.no_grad()
     def fetch_(self, update: Update) -> None:
         """Queue copies to the host: of gradients, and of parameters whose bits the update reads."""
-        ready = update.ready
-        found = zip(ready.pieces, ready.grads, strict=True)
-        new = [(piece, grad.dtype) for piece, grad in found if (piece.id, grad.dtype) not in self._grads]
-        for (piece, dtype), memory in zip(new, self._views(new, pinned=self._placement.pin_grads), strict=True):
-            self._grads[piece.id, dtype] = memory
+        pieces, grads, _ = update.ready
+        pinned = self._placement.pin_grads
+        self._grads = [self.device.host_empty(x.numel(), x.dtype, pinned=pinned).view(x.shape) for x in grads]
         stream = self.copying_stream()
         stream.wait_event(self.device.current_stream().record_event())  # after what was written so far
         with self.device.on(stream):
-            for piece, main, grad in zip(ready.pieces, mains_on_host(ready.pieces), ready.grads, strict=True):
-                self._grads[piece.id, grad.dtype].copy_(grad, non_blocking=self._placement.pin_grads)
+            for main, staged, grad in zip(mains_on_host(pieces), self._grads, grads, strict=True):
+                staged.copy_(grad, non_blocking=pinned)
                 if main.reads_param:
                     main.staged.copy_(main.target, non_blocking=self._placement.pin_params)
             self._arrived = stream.record_event()
@@ -145,16 +138,14 @@ class HostSide:
 
         After the wait, the staging memory of parameters is free, too: copies of the previous step were queued earlier.
         """
-        pieces, grads, _ = update.ready
+        ready = Ready(update.ready.pieces, self._grads)
         assert self._arrived is not None
         assert update.on_host is not None
         self._arrived.synchronize()
         skipped, *scales = update.on_host.wait().tolist()
         if skipped:
-            pieces = ()
-            grads = ()
-        fetched = [self._grads[piece.id, grad.dtype] for piece, grad in zip(pieces, grads, strict=True)]
-        return Update(Ready(pieces, fetched), self.numbers_of(update.groups), scales, is_skipped=bool(skipped))
+            ready = Ready((), ())
+        return Update(ready, self.numbers_of(update.groups), scales, is_skipped=bool(skipped))
 
     @torch.no_grad()
     def refresh_(self, pieces: Sequence[OwnedPiece]) -> None:
@@ -176,27 +167,13 @@ class HostSide:
     def numbers_of(self, groups: Groups) -> Groups:
         """The entries of the groups without `params`, with 0-d tensors such as a learning rate on the device converted
         to numbers."""
-        found = []
-        for group in groups:
-            entries = {name: group[name] for name in group if name != "params"}
-            numbers = {name: float(x) for name, x in entries.items() if isinstance(x, Tensor) and x.dim() == 0}
-            found.append({**entries, **numbers})
-        return found
+        return [{name: _number(group[name]) for name in group if name != "params"} for group in groups]
 
-    def _views(self, pieces: Sequence[tuple[OwnedPiece, torch.dtype]], *, pinned: bool) -> list[Tensor]:
-        """Allocate one block of host memory for each dtype, split into the shapes of the pieces."""
-        views: list[Tensor] = [torch.empty(0, dtype=torch.float32, device="cpu")] * len(pieces)
-        for dtype in dict.fromkeys(dtype for _, dtype in pieces):
-            places = [place for place, (_, other) in enumerate(pieces) if other is dtype]
-            shapes = [pieces[place][0].main.shape for place in places]
-            numels = [shape.numel() for shape in shapes]
-            flat = self.device.host_empty(sum(numels), dtype, pinned=pinned)
-            for place, shape, part in zip(places, shapes, torch.split(flat, numels), strict=True):
-                views[place] = part.view(shape)
-        return views
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def mains_on_host(pieces: Iterable[OwnedPiece]) -> list[HostMain]:
-    mains = [piece.main for piece in pieces]
-    assert all(isinstance(main, HostMain) for main in mains)
-    return mains  # type: ignore[return-value]
+    """The main values that are in host memory, of pieces on the device."""
+    return [piece.main for piece in pieces if isinstance(piece.main, HostMain)]

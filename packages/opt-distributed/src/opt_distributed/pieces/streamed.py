@@ -4,14 +4,14 @@
                           memory of run k   ┴ the rule, on the device ─ side stream ─▶ host
 
 Two blocks of device memory take turns: while the device updates one run, the next is fetched, and the one before
-returns. A run is what is exchanged together, a few stacks of equal matrices, or 2^24 elements, so that a matrix is
-updated with the same others as without offload. The host waits for nothing. (DeepSpeed's issue 8463 describes the need:
+returns. A run is what is exchanged together, a stack of equal matrices, or 2^24 elements, so that a matrix is updated
+with the same others as without offload. The host waits for nothing. (DeepSpeed's issue 8463 describes the need:
 Newton-Schulz on the processor takes minutes.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import chain, cycle, pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from opt_kernels.matrices import stacks
 from opt_kernels.rules import Needs, Rule
 from opt_kernels.works import Batch, Hyper, Task, Work
 
-RUN_NUMEL = 1 << 24  # elements at which a run of whole matrices, or of elements, is complete
+RUN_NUMEL = 1 << 24  # elements in which the pieces of a run begin, if it is not one of matrices
 APART = 512  # tensors begin at multiples of this number of bytes
 _ANY = Hyper(lr=0.0)  # how pieces are divided does not depend on it
 
@@ -43,9 +43,9 @@ class Streamed(HostSide):
                 memory = device.host_empty(tensor.numel(), tensor.dtype, pinned=placement.pin_params)
                 tensor.data = memory.as_strided(tensor.size(), tensor.stride()).copy_(tensor)
 
-    def stream_(self, runs: Sequence[Ready], update_: Callable[[Ready], None]) -> None:
-        """Call `update_` with each run, whose main values and states are on the device. The compute stream waits for
-        the last return."""
+    def streamed(self, runs: Sequence[Ready]) -> Generator[Ready, None, None]:
+        """Yield the runs, with main values and states on the device, from which they return. Close this after an error.
+        The compute stream waits for the last return."""
         if not runs:
             return
         current = self.device.current_stream()
@@ -55,13 +55,11 @@ class Streamed(HostSide):
         memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in runs[:2]]
         side.wait_event(current.record_event())
         fetched = (self._fetched(run, memory, side) for run, memory in zip(runs, cycle(memories)))
-        coming = next(fetched, None)
         try:
-            while coming is not None:
-                run = coming
-                coming = next(fetched, None)
+            for run, _ in pairwise(chain(fetched, [None])):  # the next one is fetched meanwhile
+                assert run is not None
                 current.wait_event(run.arrived)
-                update_(run.ready)
+                yield run.ready
                 side.wait_event(current.record_event())
                 with self.device.on(side):
                     for on_host, on_device in run.copies:
@@ -108,27 +106,20 @@ def runs_of_ready(rule: Rule, ready: Ready, stages: Sequence[ComputeStage]) -> l
         work = Work(grad=grad, main=piece.main.target, state=piece.state, matrix=piece.matrix)
         of_work[id(work)] = piece
         tasks.append(Task(_ANY, work))
+    runs: list[list[Task]] = []
     if rule.needs is Needs.MATRICES:
         here, staged = by_stage([Batch(_ANY, [task.work for task in tasks])], stages)
-        runs = _joined(stacks(here))
+        runs += stacks(here)
         for stage, of_stage in staged.items():
             runs += stage.runs(of_stage)
     else:
-        runs = _joined([task] for task in tasks)
+        by_start: dict[int, list[Task]] = {}
+        start = 0
+        for task in tasks:
+            by_start.setdefault(start // RUN_NUMEL, []).append(task)
+            start += task.work.grad.numel()
+        runs += by_start.values()
     return [Ready([of_work[id(work)] for _, work in run], [work.grad for _, work in run]) for run in runs]
-
-
-def _joined(parts: Iterable[list[Task]]) -> list[list[Task]]:
-    """Join parts until they have enough elements."""
-    runs: list[list[Task]] = []
-    left = 0
-    for part in parts:
-        if left <= 0:
-            runs.append([])
-            left = RUN_NUMEL
-        runs[-1] += part
-        left -= sum(task.work.grad.numel() for task in part)
-    return runs
 
 
 def _kept(pieces: Iterable[OwnedPiece]) -> Iterator[Tensor]:

@@ -23,7 +23,6 @@ long ago, so that every rank raises the errors of a step in the next one at the 
 raises them at once, and waits for nothing.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -296,27 +295,30 @@ class Stepper:
         if not self._accelerator.is_asynchronous:
             scales = [float(scale) for scale in scales]
             skip = None
-        hosts = [unit.host for unit in self.units if unit.host is not None and unit.host.computes_on_host]
-        on_host = hosts[0].fetch_numbers(verdict.skip, scales) if hosts else None
+        on_host = None  # once for all units
+        if any(unit.host is not None and unit.host.computes_on_host for unit in self.units):
+            numbers = [torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in (verdict.skip, *scales)]
+            on_host = devices.HostCopy(torch.stack(numbers), self._accelerator)
         updates = [Update(unit_grads, groups, scales, skip, on_host) for unit_grads in ready]
         each = list(zip(self.units, updates, strict=True))
         # Sums over ranks of what hooks read of parameters that are cut; without such hooks nothing is sent.
         means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in each], device=self.device)
         begun = [unit.begin_(update, means) for unit, update in each]
         add_over_ranks_([(unit.cut, step) for unit, step in zip(self.units, begun, strict=True)], device=self.device)
-        sends = then is not None
-        running = [unit.updating_(update, one, sends=sends) for (unit, update), one in zip(each, begun, strict=True)]
-        early = deque(number for number, unit in enumerate(self.units) if unit.starts_early)
-        num_started = 0
-        for number, unit in enumerate(self.units):
+        running = []
+        for (unit, update), of_hooks in zip(each, begun, strict=True):
+            running.append((unit, unit.updating_(update, of_hooks, sends=then is not None)))
+        early = (updating for unit, updating in running if unit.starts_early)
+        is_free = True  # one at a time: three runs of matrices are in memory
+        for unit, updating in running:
             with self.spans("optimizer-inner-step"):
-                if early and num_started <= number:  # one at a time: three runs of matrices are in memory
-                    num_started = early.popleft() + 1
-                    next(running[num_started - 1], None)
-                for _ in running[number]:
+                if is_free:
+                    next(next(early, iter(())), None)
+                for _ in updating:
                     pass
             if then is not None:
                 then(unit)
+            is_free = unit.starts_early
 
     def _replay_(self, captured: CapturedStep, ready: Sequence[Ready], flags: list[float]) -> None:
         """A step whose work on the device is a graph, except at first and after something frozen has changed."""

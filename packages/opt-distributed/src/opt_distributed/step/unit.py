@@ -5,9 +5,8 @@ of one scale: one `Batch` for the rule.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
@@ -153,10 +152,7 @@ class Unit:
         are sent bucket by bucket; `publish_` of `completes` must follow."""
         if isinstance(self.host, Streamed):
             self._stream_(self.host, update)
-        else:
-            yield from self._updating_(update, begun, sends=sends)
-
-    def _updating_(self, update: Update, begun: HookedStep | None, *, sends: bool) -> Iterator[None]:
+            return
         if begun is not None and self.host is not None and self.cut:
             begun.sums = self.host.device.to_host(begun.sums)
         sender = self._sender if sends else None
@@ -199,12 +195,14 @@ class Unit:
         for scale, runs in self._calls(update):
             pieces = [piece for run in runs for piece in run.pieces]
             grads = [update.ready.grads[index] for run in runs for index in run.indices]
-            of_run = partial(self._update_fetched_, update=update, scale=scale)
-            host.stream_(runs_of_ready(self.rule, Ready(pieces, grads), self.stages), of_run)
+            parts = runs_of_ready(self.rule, Ready(pieces, grads), self.stages)
+            with closing(host.streamed(parts)) as fetched:
+                for ready in fetched:
+                    self._update_fetched_(ready, update, scale)
             for run in runs:
                 run.count.advance(update.skip)
 
-    def _update_fetched_(self, ready: Ready, *, update: Update, scale: float | Tensor) -> None:
+    def _update_fetched_(self, ready: Ready, update: Update, scale: float | Tensor) -> None:
         runs = runs_of(ready.pieces)
         batches = self._batches(runs, update._replace(ready=ready))
         for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=update.skip, is_one_run=True):
@@ -264,15 +262,15 @@ class Unit:
 
     def settle(self) -> None:
         """Wait until host memory has the state of the last step."""
-        for main in mains_on_host(self.pieces if self.host is not None else ()):
+        for main in mains_on_host(self.pieces):
             main.settle()
 
     # --- its memory -------------------------------------------------------------------------------------------------
 
     def state_bytes(self) -> int:
         """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
-        kept = [tensor for piece in self.pieces for tensor in (*piece.kept.values(), *piece.main.kept.values())]
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        kept = ((*piece.kept.values(), *piece.main.kept.values()) for piece in self.pieces)
+        return sum(tensor.nbytes for of_piece in kept for tensor in of_piece)
 
 
 class PieceRun:
