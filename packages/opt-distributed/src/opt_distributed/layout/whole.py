@@ -11,7 +11,7 @@ dim, after the axes before it. So ranks whose coordinates share a prefix store o
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from heapq import heappop, heapreplace
@@ -224,7 +224,7 @@ class ComputeSlot:
     """One matrix and who computes its update."""
 
     matrix: SplitMatrix
-    owner: Coordinate | None = None  # with `Computes.OWNER`, along the gathered axes: the rank that computes
+    owner: Coordinate = ()  # with `Computes.OWNER`, along the gathered axes: the rank that computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +274,7 @@ class ComputeLayout:
         """
         chosen = set(ids)
         slots = [slot for slot in self.slots if slot.matrix.id in chosen]
-        slots.sort(key=lambda slot: update_cost(slot.matrix.shape), reverse=True)  # stable
+        slots.sort(key=_work, reverse=True)  # stable
         first_rank = (0,) * len(self.sizes)  # has the largest blocks
         numels = {slot.matrix.id: self.whole(slot, first_rank).numel for slot in slots}
         if run_numel is None:
@@ -282,12 +282,10 @@ class ComputeLayout:
             run_numel = min(max(share, LEAST_RUN_NUMEL), RUN_NUMEL)
         limit = max(run_numel, LARGEST_IN_RUN * max(numels.values(), default=0))
         runs: list[list[ParamId]] = []
-        held: Counter[Coordinate | None] = Counter()  # elements of the last run by owner
+        held: Counter[Coordinate] = Counter()  # elements of the last run by owner
         for start in range(0, len(slots), self.num_ranks):
             grown_by = slots[start : start + self.num_ranks]
-            added: Counter[Coordinate | None] = Counter()
-            for slot in grown_by:
-                added[slot.owner] += numels[slot.matrix.id]
+            added = _by_owner(grown_by, lambda slot: numels[slot.matrix.id])
             held += added
             if not runs or max(held.values(), default=0) > limit:
                 runs.append([])
@@ -308,25 +306,28 @@ class OwnerLoad(NamedTuple):
 def owner_load(layout: ComputeLayout) -> OwnerLoad:
     """Return the load of the owners of a layout with `Computes.OWNER`."""
     slots = {slot.matrix.id: slot for slot in layout.slots}
-    runs = layout.runs(slots)
+    runs = [[slots[id] for id in run] for run in layout.runs(slots)]
     first_rank = (0,) * len(layout.sizes)
-    held_by_run: list[Counter[Coordinate | None]] = []
-    work_of_slowest = 0
-    for run in runs:
-        held: Counter[Coordinate | None] = Counter()
-        work: Counter[Coordinate | None] = Counter()
-        for id in run:
-            slot = slots[id]
-            held[slot.owner] += layout.whole(slot, first_rank).numel
-            work[slot.owner] += update_cost(slot.matrix.shape)
-        held_by_run.append(held)
-        work_of_slowest += max(work.values())
+    held_by_run = [_by_owner(run, lambda slot: layout.whole(slot, first_rank).numel) for run in runs]
+    work_of_slowest = sum(max(_by_owner(run, _work).values()) for run in runs)
     numel = 0
     for first in range(len(runs)):
-        together = sum(held_by_run[first : first + RUNS_IN_MEMORY], Counter[Coordinate | None]())
+        together = sum(held_by_run[first : first + RUNS_IN_MEMORY], Counter[Coordinate]())
         numel = max(numel, *together.values())
-    mean = max(sum(update_cost(slot.matrix.shape) for slot in layout.slots), 1) / layout.num_ranks
+    mean = max(sum(map(_work, layout.slots)), 1) / layout.num_ranks
     return OwnerLoad(len(runs), numel, work_of_slowest / mean, mean)
+
+
+def _work(slot: ComputeSlot) -> int:
+    return update_cost(slot.matrix.shape)
+
+
+def _by_owner(slots: Iterable[ComputeSlot], amount: Callable[[ComputeSlot], int]) -> Counter[Coordinate]:
+    """Sum what the owners of these matrices hold or compute."""
+    found: Counter[Coordinate] = Counter()
+    for slot in slots:
+        found[slot.owner] += amount(slot)
+    return found
 
 
 def compute_layout(
@@ -347,5 +348,5 @@ def compute_layout(
         for matrix in sorted(given, key=lambda matrix: update_cost(matrix.shape), reverse=True):
             cost, owners[matrix.id] = ranks[0]
             heapreplace(ranks, (cost + update_cost(matrix.shape), owners[matrix.id]))
-    slots = tuple(ComputeSlot(matrix=matrix, owner=owners.get(matrix.id)) for matrix in given)
+    slots = tuple(ComputeSlot(matrix=matrix, owner=owners.get(matrix.id, ())) for matrix in given)
     return ComputeLayout(slots=slots, sizes=sizes, computes=computes, kept=kept)

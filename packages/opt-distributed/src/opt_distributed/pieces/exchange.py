@@ -12,7 +12,7 @@ Matrices are exchanged in runs (`ComputeLayout.runs`): G(k) gathers run k, S(k) 
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice
 from math import prod
@@ -36,7 +36,7 @@ from opt_kernels.rules import (
     sums_gradients,
     update_dtype,
 )
-from opt_kernels.works import Batch, MatrixSpec, Task, Work
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
 _OF_PARTS = "of matrices that ranks store parts of"
@@ -62,8 +62,6 @@ class _Joined(NamedTuple):
 
     def cut(self, block: Tensor) -> Sequence[Tensor]:
         """Split the joined block into flat parts."""
-        if self.dim == 0:
-            return torch.split(block.reshape(-1), self.numels)
         lengths = [shape[self.dim] for shape in self.parts]
         if len(set(lengths)) == 1:  # one copy, however many parts there are
             of_parts = torch.unflatten(block, self.dim, (len(lengths), lengths[0])).movedim(self.dim, 0)
@@ -98,8 +96,7 @@ class _Leg:
             sent[rank] += numel
         # By peer, and by matrix for each peer.
         self._pieces = [joined.numels[peer] for peer in range(comm.size) for joined in after]
-        num = len(after)
-        received = [sum(self._pieces[peer * num : (peer + 1) * num]) for peer in range(comm.size)]
+        received = [sum(joined.numels[peer] for joined in after) for peer in range(comm.size)]
         self.to_owners = _Way(comm, Sizes(received=received, sent=sent), self._flat, self._joined)
         self.to_peers = _Way(comm, Sizes(received=sent, sent=received), self._cut, self._parts)
 
@@ -107,8 +104,8 @@ class _Leg:
         return torch.cat([like.new_empty(0), *(blocks[id].reshape(-1) for id in self._before)])
 
     def _joined(self, flat: Tensor) -> dict[ParamId, Tensor]:
+        parts = torch.split(flat, self._pieces)
         num = len(self._after)
-        parts = torch.split(flat, self._pieces) if num else ()
         return {joined.id: joined.joined(parts[number::num]) for number, joined in enumerate(self._after)}
 
     def _cut(self, wholes: Parts, like: Tensor) -> Tensor:
@@ -116,7 +113,7 @@ class _Leg:
         return torch.cat([like.new_empty(0), *chain.from_iterable(zip(*cuts, strict=True))])
 
     def _parts(self, flat: Tensor) -> dict[ParamId, Tensor]:
-        parts = torch.split(flat, self._numels) if self._numels else ()
+        parts = torch.split(flat, self._numels)
         return {id: part.view(shape) for (id, shape), part in zip(self._before.items(), parts, strict=True)}
 
 
@@ -168,30 +165,21 @@ class ComputeStage:
         self.comms = tuple(comms)
         self.at = tuple(comm.rank for comm in comms)
         self.of_whole = of_whole  # the description of each whole matrix for the rule
-        self._slots = {slot.matrix.id: slot for slot in layout.slots}
-        self._wholes = {id: layout.whole(slot, self.at) for id, slot in self._slots.items()}
-        self._parts = {id: layout.block(slot, self.at) for id, slot in self._slots.items()}
+        self.slots = {slot.matrix.id: slot for slot in layout.slots}
         self._legs = lru_cache(maxsize=64)(self._planned)
         self._runs = lru_cache(maxsize=64)(layout.runs)
 
-    def __contains__(self, id: Hashable) -> bool:
-        return id in self._slots
-
-    def shape(self, id: ParamId) -> tuple[int, ...]:
-        """The shape of the whole parameter, over all axes."""
-        return self._slots[id].matrix.shape
-
     def whole(self, id: ParamId) -> Block:
         """The block of the parameter that is one matrix to the rule."""
-        return self._wholes[id]
+        return self.layout.whole(self.slots[id], self.at)
 
     def part(self, id: ParamId) -> Block:
         """The block of the parameter that this rank stores."""
-        return self._parts[id]
+        return self._block(id, self.at)
 
     def computes(self, id: ParamId) -> bool:
         """Whether this rank runs the rule on the matrix, and saves its whole state."""
-        return self._slots[id].owner == self.at[self.layout.kept :]
+        return self.slots[id].owner == self.at[self.layout.kept :]
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
         """Divide `tasks` into runs that are gathered together, the same on every rank (`ComputeLayout.runs`)."""
@@ -227,25 +215,20 @@ class ComputeStage:
         for axis in range(len(self.comms) - 1, self.layout.kept - 1, -1):
             comm = self.comms[axis]
             at = self.at[:axis]
-            owners = {id: self._owner(id)[axis - self.layout.kept] for id in ids}
+            owners = {id: self.slots[id].owner[axis - self.layout.kept] for id in ids}
             by_owner = sorted(ids, key=owners.__getitem__)  # stable
             before = {id: self._block(id, self.at[: axis + 1]).shape for id in by_owner}
             after = []
             for id in (id for id in ids if owners[id] == comm.rank):
                 parts = [self._block(id, (*at, peer)).shape for peer in range(comm.size)]
-                dim = self._slots[id].matrix.dims[axis]
+                dim = self.slots[id].matrix.dims[axis]
                 after.append(_Joined(id, self._block(id, at).shape, dim, parts, list(map(prod, parts))))
             legs.append(_Leg(comm, before, [owners[id] for id in by_owner], after))
             ids = tuple(joined.id for joined in after)
         return legs
 
-    def _owner(self, id: ParamId) -> tuple[int, ...]:
-        owner = self._slots[id].owner
-        assert owner is not None, "every matrix of a stage has one"
-        return owner
-
     def _block(self, id: ParamId, at: tuple[int, ...]) -> Block:
-        return self.layout.block(self._slots[id], at)
+        return self.layout.block(self.slots[id], at)
 
 
 def matrix_of(work: Work) -> ParamId:
@@ -275,14 +258,18 @@ def updating_(
         return
     assert isinstance(rule, MatrixRule)
     here, staged = by_stage(batches, stages)
-    squares: dict[ParamId, Tensor] = {}  # ‖g‖² of each matrix, for a rule that reads it
+    states: dict[str, Parts] = {}  # more states of each matrix, for a rule that reads them
     if sums_gradients(rule):
-        for stage, tasks in ((stage, tasks) for stage, tasks in staged.items() if tasks):
+        squares: dict[ParamId, Tensor] = {}
+        for stage, tasks in staged.items():
             scaled = ((matrix_of(task.work), scaled_grads([task], grad_scale)[0]) for task in tasks)
             squares |= stage.summed({name: squares_in_float64(grad) for name, grad in scaled})
-    of_stage = {stage: [tasks] if is_one_run else stage.runs(tasks) for stage, tasks in staged.items() if tasks}
-    all_runs = [(stage, run) for stage, runs in of_stage.items() for run in runs]
-    waiting = (_exchanged(rule, stage, run, squares, grad_scale, skip) for stage, run in all_runs)
+        states[GRAD_SQUARES] = squares
+    waiting = (
+        _exchanged(rule, stage, run, states, grad_scale, skip)
+        for stage, tasks in staged.items()
+        for run in ([tasks] if is_one_run else stage.runs(tasks))
+    )
     started = (run for run in waiting if next(run) is None)
     gathered = deque(islice(started, AHEAD))
     yield
@@ -300,28 +287,28 @@ def updating_(
 def by_stage(
     batches: Sequence[Batch], stages: Sequence[ComputeStage]
 ) -> tuple[list[Batch], dict[ComputeStage, list[Task]]]:
-    """Divide works into those of matrices that are whole here, and the tasks of each stage."""
+    """Divide works into those of matrices that are whole here, and the tasks of each stage that has any."""
     here: list[Batch] = []
     staged: dict[ComputeStage, list[Task]] = {stage: [] for stage in stages}
     for hyper, works in batches:
         left = []
         for work in works:
             part = work.matrix.part
-            stage = None if part is None else next((stage for stage in stages if part.whole in stage), None)
+            stage = None if part is None else next((stage for stage in stages if part.whole in stage.slots), None)
             if stage is None:
                 left.append(work)
             else:
                 staged[stage].append(Task(hyper, work))
         if left:
             here.append(Batch(hyper, left))
-    return here, staged
+    return here, {stage: tasks for stage, tasks in staged.items() if tasks}
 
 
 def _exchanged(
     rule: MatrixRule,
     stage: ComputeStage,
     run: Sequence[Task],
-    squares: Parts,
+    states: Mapping[str, Parts],
     grad_scale: float | Tensor,
     skip: Tensor | None,
 ) -> Iterator[None]:
@@ -330,17 +317,15 @@ def _exchanged(
     inputs = {name: scaled_grads([task], grad_scale)[0] for name, task in of_id.items()}
     for name, task in of_id.items():
         rule.prepare_(task, inputs[name], skip)
-    like = inputs[next(iter(inputs))].new_empty(0)
-    gathering = stage.start_gather(inputs)
-    of_weights = None
+    like = next(iter(inputs.values())).new_empty(0)
+    gathering = [stage.start_gather(inputs)]
     if reads_weights(rule):
-        of_weights = stage.start_gather({name: read_main(task.work) for name, task in of_id.items()})
+        gathering.append(stage.start_gather({name: read_main(task.work) for name, task in of_id.items()}))
     del inputs
     yield
-    wholes = gathering.finish()
-    weights = {} if of_weights is None else of_weights.finish()
-    updates = _transformed(rule, stage, of_id, wholes, squares, weights, skip)
-    del gathering, of_weights, wholes, weights
+    wholes, *weights = [exchange.finish() for exchange in gathering]
+    updates = _transformed(rule, stage, of_id, wholes, {**states, **dict(zip([WEIGHTS], weights))}, skip)
+    del gathering, wholes, weights
     narrow = like.to(update_dtype(rule, like.dtype, like.device))
     returning = stage.start_scatter(updates, ids=tuple(of_id), like=narrow)
     del updates
@@ -354,25 +339,20 @@ def _transformed(
     stage: ComputeStage,
     of_id: Mapping[ParamId, Task],
     wholes: dict[ParamId, Tensor],
-    squares: Parts,
-    weights: Parts,
+    states: Mapping[str, Parts],
     skip: Tensor | None,
 ) -> dict[ParamId, Tensor]:
     """The directions of whole matrices. Those without elements have none, and stay."""
-    works: dict[int, list[Work]] = {}
+    batches: dict[int, tuple[Hyper, list[Work]]] = {}
     names = {}
     for name, whole in wholes.items():
         hyper, part = of_id[name]
-        state = part.state
-        if squares:
-            state = {**state, GRAD_SQUARES: squares[name]}
-        if weights:
-            state = {**state, WEIGHTS: weights[name]}
+        state = {**part.state, **{kind: of_all[name] for kind, of_all in states.items()}}
         work = Work(grad=whole, main=None, state=state, matrix=stage.of_whole[name])
         names[id(work)] = name
-        works.setdefault(id(hyper), []).append(work)
-    for same in works.values():  # matrices with equal layouts and hyper-parameters are stacked
-        for stack in stacks([Batch(of_id[names[id(same[0])]].hyper, same)]):
+        batches.setdefault(id(hyper), (hyper, []))[1].append(work)
+    for hyper, works in batches.values():  # matrices with equal layouts and hyper-parameters are stacked
+        for stack in stacks([Batch(hyper, works)]):
             moved = rule.transform_(stack, torch.stack([task.work.grad for task in stack]), skip)
             wholes.update(zip((names[id(task.work)] for task in stack), moved))
     return wholes
