@@ -89,8 +89,8 @@ class ParamSync:
             self._left = None
             self._published = set()
             self._start(due)
-            if self.gathers is Gathers.IN_STEP:
-                self.wait()
+            for bucket in list(self._incomplete) if self.gathers is Gathers.IN_STEP else ():
+                self._wait_for(bucket)
 
     @contextmanager
     def sending(
@@ -157,7 +157,9 @@ class ParamSync:
         else:
             self.start_due()
         for bucket in buckets:
-            self._wait_for(bucket)
+            if bucket in self._incomplete:
+                self._wait_for(bucket)
+                bucket.memory.check_arrived(bucket.number)
 
     def _due(self, memories: Collection[int]) -> list[ParamBucket]:
         return [bucket for index in self.order if id((bucket := self.buckets[index]).memory) in memories]
@@ -188,7 +190,6 @@ class ParamSync:
                 raise
             del self._incomplete[bucket]
             self.is_pending = bool(self._incomplete)
-            bucket.memory.check_arrived(bucket.number)
 
 
 # Modules, state dicts, copies, moving averages and saves all read a parameter through the `_parameters` of the module
