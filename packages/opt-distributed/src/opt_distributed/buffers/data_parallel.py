@@ -153,8 +153,7 @@ class DistributedDataParallel(nn.Module):
         )
         memories = [buffer.memory for buffer in buffers]
         for buffer in buffers:
-            place = GatheredParams(buffer.memory, self.param_sync, memories)
-            buffer.attach(self._finish, self.grad_sync, place)
+            buffer.attach(self._finish, self.grad_sync, GatheredParams(buffer.memory, self.param_sync, memories))
 
     def _bind(self) -> None:
         """Let gradients accumulate in the buffers."""

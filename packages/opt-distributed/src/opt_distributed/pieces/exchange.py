@@ -128,9 +128,9 @@ class Exchange:
         self._sent = blocks
         self._last = ways[-1]
         self._received = like.new_empty(sum(self._last.sizes.received))
-        device = devices.device_of(like.device)
         stages = self._stages(ways, blocks, self._received)
-        self._flight = InFlight(stages, f"{what} {_OF_PARTS}", device=device, is_staged=len(ways) > 1)
+        what = f"{what} {_OF_PARTS}"
+        self._flight = InFlight(stages, what, device=devices.device_of(like.device), is_staged=len(ways) > 1)
 
     @staticmethod
     def _stages(ways: Sequence[_Way], blocks: Parts, received: Tensor) -> Iterator[Pending]:

@@ -161,8 +161,7 @@ class HostSide:
         with self.device.on(stream):
             for main in mains_on_host(pieces):
                 main.target.copy_(main.staged, non_blocking=self._placement.pin_params)
-            done = stream.record_event()
-        self.device.current_stream().wait_event(done)
+        self.device.current_stream().wait_event(stream.record_event())
 
     def numbers_of(self, groups: Groups) -> Groups:
         """The entries of the groups without `params`, with 0-d tensors such as a learning rate on the device converted

@@ -305,9 +305,10 @@ class Stepper:
         means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in each], device=self.device)
         begun = [unit.begin_(update, means) for unit, update in each]
         add_over_ranks_([(unit.cut, step) for unit, step in zip(self.units, begun, strict=True)], device=self.device)
-        running = []
-        for (unit, update), of_hooks in zip(each, begun, strict=True):
-            running.append((unit, unit.updating_(update, of_hooks, sends=then is not None)))
+        running = [
+            (unit, unit.updating_(update, of_hooks, sends=then is not None))
+            for (unit, update), of_hooks in zip(each, begun, strict=True)
+        ]
         early = (updating for unit, updating in running if unit.starts_early)
         is_free = True  # one at a time: three runs of matrices are in memory
         for unit, updating in running:

@@ -55,7 +55,7 @@ class Unit:
     averages: WeightAverages = NO_AVERAGES  # of its weights
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
     _readers: list[ReadGrads] = field(init=False)  # of all pieces, in order
-    _sender: GatheredParams | None = field(init=False, default=None)  # sends matrices bucket by bucket
+    _sender: GatheredParams | None = field(init=False)  # sends matrices bucket by bucket
     _kinds: Kinds = field(init=False)  # of all pieces
     _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
     _counts: list[Count] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
@@ -64,8 +64,7 @@ class Unit:
         # The first: collectives have one order on all ranks, whatever they own. A look-ahead is written later.
         first = next(iter(self.completes), None)
         can_send = self.host is None and not self.averages.looks_ahead and any(piece.bucket for piece in self.pieces)
-        if can_send and isinstance(first, GatheredParams):
-            self._sender = first
+        self._sender = first if can_send and isinstance(first, GatheredParams) else None
         self._kinds = kinds_of(self.pieces)
         self._readers = []
         for source, pieces in groupby(self.pieces, key=_SOURCE):
@@ -139,17 +138,17 @@ class Unit:
         return bool(self.stages) and self.host is None and not isinstance(self.rule, HookedUpdate)
 
     @torch.no_grad()
-    def update_(self, update: Update, begun: HookedStep | None = None) -> None:
-        """Update the ready pieces by one step of the rule: read its columns, update them, and count.
-
-        `begun` is the result of `begin_`, with the sums of cut parameters reduced.
-        """
-        for _ in self.updating_(update, begun):
+    def update_(self, update: Update) -> None:
+        """Update the ready pieces by one step of a rule without hooks."""
+        for _ in self.updating_(update):
             pass
 
     def updating_(self, update: Update, begun: HookedStep | None = None, *, sends: bool = False) -> Iterator[None]:
-        """Do what `update_` does, with pauses if the unit `starts_early`. If it `sends`, matrices that are whole here
-        are sent bucket by bucket; `publish_` of `completes` must follow."""
+        """Update the ready pieces by one step of the rule: read its columns, update them, and count.
+
+        Pauses if the unit `starts_early`. `begun` is the result of `begin_`, with the sums of cut parameters reduced.
+        If it `sends`, matrices that are whole here are sent bucket by bucket; `publish_` of `completes` must follow.
+        """
         if isinstance(self.host, Streamed):
             self._stream_(self.host, update)
             return
