@@ -2,7 +2,6 @@
 
 from opt_kernels.codecs.codec import (
     BLOCK,
-    HALF_UNITS,
     TINY,
     CodecError,
     Companded,
@@ -13,6 +12,7 @@ from opt_kernels.codecs.codec import (
     codec_for,
     codecs_of,
     init_state,
+    rows_of,
     scale_name,
     stalls,
     state_specs,
@@ -22,7 +22,6 @@ from opt_kernels.codecs.codec import (
 from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [
-    "BLOCK", "HALF_UNITS", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for",
-    "codecs_of", "init_state", "join", "scale_name", "split_", "stalls", "state_specs", "stochastic",
-    "without_outliers",
+    "BLOCK", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for", "codecs_of",
+    "init_state", "join", "rows_of", "scale_name", "split_", "stalls", "state_specs", "stochastic", "without_outliers",
 ]  # fmt: skip

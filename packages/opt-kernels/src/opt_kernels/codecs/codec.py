@@ -13,9 +13,9 @@ an element to zero (`without_outliers`); its weight is updated as with states in
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,50 +37,37 @@ class CodecError(ValueError):
     """A state dtype without a codec."""
 
 
-class StateCodec(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCodec:
     """The storage format of one state: one code per element, and for some codecs one scale per block of elements.
 
-    Both methods take flat runs that begin at a multiple of `block`. Every codec stores zeros as zeros.
+    Methods take flat runs that begin at a multiple of `block`. Every codec stores zeros as zeros.
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the codes."""
-        ...
-
-    @property
-    def block(self) -> int:
-        """Number of elements that share one float32 scale; 0 without scales."""
-        ...
+    dtype: torch.dtype  # of the codes
+    signed: bool = True  # False for states that are never negative
+    stochastic: bool = False  # whether numbers are rounded stochastically instead of to nearest
+    block: ClassVar[int] = 0  # number of elements that share one float32 scale; 0 without scales
 
     @property
     def outlier(self) -> float:
         """Magnitude from which on a value would take the precision from the others of its block."""
-        ...
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether numbers are rounded stochastically instead of to nearest."""
-        ...
+        return math.inf
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         """Write `values` (n,), float32 or float64, from `codes` (n,) and `scales` (ceil(n / block),)."""
-        ...
+        raise NotImplementedError
 
     def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
         """Write `codes` and `scales` from `values`: to nearest, or stochastically by the noise `words` (n,), int32."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plain:
-    """The values themselves, rounded to nearest even in `dtype`; no scales."""
+class Plain(StateCodec):
+    """The values themselves, rounded to nearest even in `dtype`; no scales. Only bfloat16 can be `stochastic`."""
 
     dtype: torch.dtype = torch.float32
-    stochastic: bool = False  # bfloat16 only
-
-    block = 0
-    outlier = math.inf
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         values.copy_(codes)
@@ -93,127 +80,120 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled:
-    """A narrow float with one scale per block. Scales are powers of two, so that scaling is exact.
+class BlockCodec(StateCodec):
+    """Base class of codecs with one scale per block, which follows from the largest magnitude in it.
 
-    scale = 2^(e - exponent) where 2^(e-1) < max |x| <= 2^e, and at least 2^-126; code = x / scale, to nearest even. A
-    maximum that is rounded up to 2^e therefore keeps its scale when the decoded values are encoded again.
     A state that is never negative is stored as its square root, which halves the range of exponents. No positive value
     is stored as zero: with a second moment of zero, a first moment that is not zero would be divided by eps alone. A
     block with a value that is not finite decodes as NaN.
     """
 
-    dtype: torch.dtype
-    exponent: int  # codes are at most 2^exponent
-    smallest: float  # the smallest positive code
-    signed: bool
-    block: int = BLOCK
-    stochastic: bool = False
+    block: ClassVar[int] = BLOCK
 
     @property
     def outlier(self) -> float:
         return OUTLIER if self.signed else OUTLIER**2
 
+    @property
+    def smallest(self) -> float:
+        """The smallest positive code."""
+        return 1.0
+
+    def scale_of(self, largest: Tensor) -> Tensor:
+        """The scales of blocks whose largest magnitude is `largest`, float32, above zero."""
+        raise NotImplementedError
+
+    def scaled(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """The codes of blocks `rows` (n, block) before they are rounded; NaN for 0 / 0. `scale` is (n, 1)."""
+        return rows * (1.0 / torch.where(scale == 0, 1.0, scale).to(rows.dtype))
+
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
-        _scaled_(values.copy_(codes), scales, self.block)
+        _multiply_(values.copy_(codes), scales)
         if not self.signed:
             values.square_()
 
     def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
+        assert scales is not None
         x = values if self.signed else _root(values)
-        y = torch.empty_like(x)
-        for run, share, scale in _rows(x, y, scales, self.block):
-            _scale_(scale, run, lambda largest: _power_of_two(largest, self.exponent))
-            torch.div(run, torch.where(scale == 0, 1.0, scale).to(run.dtype)[:, None], out=share)
-        y.nan_to_num_(0.0)
+        rows = rows_of(x)
+        largest = torch.linalg.vector_norm(rows, ord=torch.inf, dim=1).to(torch.float32)
+        # The scale of zeros is zero. An infinite one would turn the finite values of its block into zeros; NaN marks
+        # them as lost.
+        scale = torch.where(largest > 0, self.scale_of(largest), largest)
+        scale.masked_fill_(largest.isinf(), torch.nan)
+        scales.copy_(scale)
+        y = self.scaled(rows, scale[:, None]).view(-1)[: x.numel()].nan_to_num_(0.0)
         if not self.signed:
             y = torch.where(x > 0, y.clamp(min=self.smallest), y)
+        is_float = self.dtype.is_floating_point
         if words is None:
-            codes.copy_(y)
+            codes.copy_(y if is_float else y.round_())
+        elif is_float:
+            narrow.round_(codes, y.float(), words)
         else:
-            self._round_(codes, y.float(), words)
-
-    def _round_(self, codes: Tensor, y: Tensor, words: Tensor) -> None:
-        """Write the codes of `y` (float32), rounded stochastically.
-
-        Codes are integers with their fraction in the lower bits of a word, which is that of a float32 with another
-        bias; below the smallest normal number, a multiple of the smallest code.
-        """
-        limits = torch.finfo(self.dtype)
-        exponent = round(math.log2(limits.smallest_normal))
-        shift = 23 + round(math.log2(limits.eps))
-        size = y.abs()
-        small = (size.clamp(max=limits.smallest_normal) * 2.0 ** (23 - exponent)).to(torch.int32)
-        normal = size.view(torch.int32) - ((126 + exponent) << 23)
-        fixed = torch.where(size < limits.smallest_normal, small, normal)
-        rounded = fixed.add_(narrow.upper_bits(words, shift)).bitwise_right_shift_(shift)
-        integers = torch.int16 if self.dtype.itemsize == 2 else torch.uint8
-        sign = y.signbit().to(torch.int32) << (8 * self.dtype.itemsize - 1)
-        codes.view(integers).copy_(rounded.bitwise_or_(sign))
+            codes.copy_(narrow.rounded_to_integers(y.float(), words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Companded:
+class Scaled(BlockCodec):
+    """A narrow float with one scale per block. Scales are powers of two, so that scaling is exact.
+
+    scale = 2^(e - exponent) where 2^(e-1) < max |x| <= 2^e, and at least 2^-126; code = x / scale, to nearest even, of
+    at most 2^exponent, the largest power of two of the dtype. A maximum that is rounded up to 2^e therefore keeps its
+    scale when the decoded values are encoded again.
+    """
+
+    @property
+    def smallest(self) -> float:
+        limits = torch.finfo(self.dtype)
+        return limits.smallest_normal * limits.eps
+
+    def scale_of(self, largest: Tensor) -> Tensor:
+        exponent = math.frexp(torch.finfo(self.dtype).max)[1] - 1
+        # Exact, because it is assembled from bits.
+        mantissa, power = torch.frexp(largest)
+        biased = (power - (mantissa == 0.5).int() - exponent + 127).clamp(min=1)
+        return (biased << 23).view(torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companded(BlockCodec):
     """Signed 8-bit codes with one scale per block, denser near zero (FlashOptim, arXiv 2602.23349, section 3).
 
     scale = max |x|; code = round(254 * (x / (|x| + scale))). Back: x = scale * (code / (254 - |code|)).
 
-    Operations are rounded as written, as if sums could not overflow. A block with a value that is not finite decodes
-    as NaN.
+    Operations are rounded as written, as if sums could not overflow.
     """
 
-    block: int = BLOCK
-    stochastic: bool = False
+    dtype: torch.dtype = torch.int8
 
-    dtype = torch.int8
-    outlier = OUTLIER
+    def scale_of(self, largest: Tensor) -> Tensor:
+        return largest.clamp(min=TINY)
+
+    def scaled(self, rows: Tensor, scale: Tensor) -> Tensor:
+        # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
+        factor = torch.where(scale < 1, 1.0, 0.5).to(rows.dtype)
+        sums = rows.abs().double().add_(scale.clamp(min=TINY)).mul_(factor).to(rows.dtype)
+        return torch.div(rows, sums, out=sums).mul_(254 * factor)
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         values.copy_(codes)
-        _scaled_(values.div_(254 - values.abs()), scales, self.block)
-
-    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
-        y = torch.empty_like(values)
-        for run, share, scale in _rows(values, y, scales, self.block):
-            _scale_(scale, run, lambda largest: largest.clamp(min=TINY))
-            # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
-            ones = torch.ones_like(scale)
-            factor = torch.where(scale < 1, ones, 0.5).to(run.dtype)[:, None]
-            sums = run.abs().double().add_(scale[:, None].clamp(min=TINY)).mul_(factor).to(run.dtype)
-            torch.div(run, sums, out=share).mul_(254 * factor)
-        y.nan_to_num_(0.0)
-        codes.copy_(y.round_() if words is None else _rounded_by(words, y))
+        _multiply_(values.div_(254 - values.abs()), scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Root:
+class Root(BlockCodec):
     """Unsigned 8-bit codes of the square root of a state that is never negative, with one scale per block.
 
     scale = max sqrt(x) / 255; code = round(sqrt(x) * (1 / scale)), at least 1 if x > 0. Back: x = (code * scale)^2.
-
-    With a second moment of zero, a first moment that is not zero would be divided by eps alone. A block with a value
-    that is not finite decodes as NaN.
     """
 
-    block: int = BLOCK
-    stochastic: bool = False
+    dtype: torch.dtype = torch.uint8
+    signed: bool = False
 
-    dtype = torch.uint8
-    outlier = OUTLIER**2
-
-    def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
-        _scaled_(values.copy_(codes), scales, self.block).square_()
-
-    def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor, words: Tensor | None = None) -> None:
-        root = _root(values)
-        y = torch.empty_like(root)
-        for run, share, scale in _rows(root, y, scales, self.block):
-            # By a tensor: on GPUs torch divides by a number as a product with its rounded reciprocal.
-            _scale_(scale, run, lambda largest: (largest / torch.full_like(largest, 255)).clamp(min=TINY))
-            torch.mul(run, 1.0 / torch.where(scale == 0, 1.0, scale).to(run.dtype)[:, None], out=share)
-        y.nan_to_num_(0.0)
-        y = y.round_() if words is None else _rounded_by(words, y.clamp_(max=255))
-        codes.copy_(torch.where(root > 0, y.clamp(min=1), y))
+    def scale_of(self, largest: Tensor) -> Tensor:
+        # By a tensor: on GPUs torch divides by a number as a product with its rounded reciprocal.
+        return (largest / torch.full_like(largest, 255)).clamp(min=TINY)
 
 
 def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
@@ -223,13 +203,9 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
     """
     match dtype:
         case torch.float32 | torch.bfloat16 | torch.float64:
-            return Plain(dtype=dtype)
-        case torch.float16:
-            return Scaled(dtype=dtype, exponent=15, smallest=2.0**-24, signed=signed)
-        case torch.float8_e4m3fn:
-            return Scaled(dtype=dtype, exponent=8, smallest=2.0**-9, signed=signed)
-        case torch.float8_e5m2:
-            return Scaled(dtype=dtype, exponent=15, smallest=2.0**-16, signed=signed)
+            return Plain(dtype=dtype, signed=signed)
+        case torch.float16 | torch.float8_e4m3fn | torch.float8_e5m2:
+            return Scaled(dtype=dtype, signed=signed)
         case torch.int8 if signed:
             return Companded()
         case torch.uint8 if not signed:
@@ -243,24 +219,24 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
     )
 
 
-def stalls(codec: StateCodec, beta: float | Tensor | str, *, signed: bool) -> bool:
+def stalls(codec: StateCodec, beta: float | Tensor | str) -> bool:
     """Whether an average x <- x + (1 - beta) (y - x), rounded to nearest, may stop more than 5 % from a constant y.
 
     It stops where its change is below half a unit: up to half_unit beta / (1 - beta) of its value from y. Updates
-    divide by the root of an average that is never negative, which misses by half of that; `Scaled` and `Root` store the
+    divide by the root of an average that is never negative, which misses by half of that; codecs with scales store the
     root. True for a beta on an accelerator, which the host does not read.
     """
-    if isinstance(beta, Tensor) and beta.device.type != "cpu":
-        return True
     half_unit = HALF_UNITS.get(codec.dtype, 0.0)
-    if not signed and not codec.block:
+    if half_unit and isinstance(beta, Tensor) and beta.device.type != "cpu":
+        return True
+    if not (codec.signed or codec.block):
         half_unit /= 2
     return half_unit * float(beta) > STALLED * (1 - float(beta))
 
 
 def stochastic(codec: StateCodec) -> StateCodec:
     """The codec that rounds stochastically."""
-    return replace(codec, stochastic=True)  # type: ignore[type-var]
+    return replace(codec, stochastic=True)
 
 
 def codecs_of(rule: object) -> Mapping[str, StateCodec]:
@@ -315,57 +291,20 @@ def _is_known_below(value: Tensor, limit: float) -> bool:
     return bool(torch.linalg.vector_norm(value, ord=torch.inf) < limit)
 
 
-def _scale_(scale: Tensor, run: Tensor, of_largest: Callable[[Tensor], Tensor]) -> None:
-    """Write the scales (rows,) of the blocks in `run` (rows, block), from the largest |x| of each, float32.
-
-    The scale of zeros is zero. An infinite one would turn the finite values of its block into zeros; NaN marks them as
-    lost.
-    """
-    largest = torch.linalg.vector_norm(run, ord=torch.inf, dim=1).to(torch.float32)
-    finite = torch.where(largest > 0, of_largest(largest), largest)
-    scale.copy_(finite.masked_fill_(largest.isinf(), torch.nan))
-
-
-def _power_of_two(largest: Tensor, exponent: int) -> Tensor:
-    """2^(e - exponent) for `largest` in (2^(e-1), 2^e], at least 2^-126. Exact, because it is assembled from bits."""
-    mantissa, power = torch.frexp(largest)
-    biased = (power - (mantissa == 0.5).int() - exponent + 127).clamp(min=1)
-    return (biased << 23).view(torch.float32)
-
-
-def _scaled_(values: Tensor, scales: Tensor | None, block: int) -> Tensor:
-    """Multiply each block by its scale."""
-    for run, factor in zip(_blocks(values, block), _parts(scales, values, block)):
-        run.mul_(factor[:, None])
-    return values
-
-
-def _rows(values: Tensor, result: Tensor, scales: Tensor | None, block: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The blocks of `values` with those of `result` and their scales: first the full ones, then the rest."""
-    return zip(_blocks(values, block), _blocks(result, block), _parts(scales, values, block))
-
-
-def _blocks(values: Tensor, block: int) -> list[Tensor]:
-    """Views of `values`: its full blocks (rows, block) and the rest (1, rest), except empty ones."""
-    full = values.numel() // block * block
-    parts = [values[:full].view(-1, block), values[full:].view(1, -1)]
-    return [part for part in parts if part.numel()]
-
-
-def _parts(scales: Tensor | None, values: Tensor, block: int) -> list[Tensor]:
-    """Views of the scales of the full blocks and of the rest, except empty ones."""
+def _multiply_(values: Tensor, scales: Tensor | None) -> None:
+    """Multiply each block of `values` (n,) by its scale."""
     assert scales is not None
-    full = values.numel() // block
-    return [part for part in (scales[:full], scales[full:]) if part.numel()]
+    full, rest = divmod(values.numel(), BLOCK)
+    values[: full * BLOCK].view(-1, BLOCK).mul_(scales[:full, None])
+    if rest:
+        values[full * BLOCK :].mul_(scales[full])
 
 
-def _rounded_by(words: Tensor, y: Tensor) -> Tensor:
-    """`y`, of at most 255, rounded to integers (int32) stochastically: with 16 bits of its fraction, plus noise.
-
-    The noise is odd, so that a code whose product was rounded down stays.
-    """
-    fixed = (y.float() * 65536.0).to(torch.int32)
-    return fixed.add_(narrow.upper_bits(words, 16).bitwise_or_(1)).bitwise_right_shift_(16)
+def rows_of(values: Tensor) -> Tensor:
+    """`values` (n,) as one row for each block, the last one padded with zeros."""
+    missing = -values.numel() % BLOCK
+    padded = torch.cat([values, values.new_zeros(missing)]) if missing else values
+    return padded.view(-1, BLOCK)
 
 
 def _root(values: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ them. The words of one element in different steps, and those of different states
     word(i) of state k, counted from 1  =  word(i >> 6), at step + k * 0x632BE5AB, + (i & 63) * 0x9E3779B9
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -84,11 +86,33 @@ NOISE_BLOCK = 64  # elements of a state that share a hash
 
 
 def round_(target: Tensor, values: Tensor, words: Tensor) -> None:
-    """Write `values` (n,) float32, rounded stochastically, to `target` (n,) bfloat16. `words` (n,) are from `noise`."""
-    rounded = upper_bits(words, 16).add_(values.view(torch.int32))
-    target.view(torch.int16).copy_(rounded.bitwise_right_shift_(16))
-    if not _is_known_finite(values):
+    """Write `values` (n,) float32, rounded stochastically by noise `words` (n,), to `target` (n,) of a narrower dtype.
+    They are below its largest number; infinities and NaN are for bfloat16 only.
+
+    A code is an integer. With its fraction in the lower bits of a word it is the word of a float32 with another bias;
+    below the smallest normal number, a multiple of the smallest code.
+    """
+    limits = torch.finfo(target.dtype)
+    exponent = round(math.log2(limits.smallest_normal))
+    shift = 23 + round(math.log2(limits.eps))
+    size = values.abs()
+    fixed = size.view(torch.int32) - ((126 + exponent) << 23)
+    if exponent > -126:
+        small = size.clamp(max=limits.smallest_normal) * 2.0 ** (23 - exponent)
+        fixed = torch.where(size < limits.smallest_normal, small.to(torch.int32), fixed)
+    rounded = fixed.add_(upper_bits(words, shift)).bitwise_right_shift_(shift)
+    bits = 8 * target.dtype.itemsize
+    sign = values.signbit().to(torch.int32) << (bits - 1)
+    target.view(torch.int16 if bits == 16 else torch.uint8).copy_(rounded.bitwise_or_(sign))
+    if target.dtype is torch.bfloat16 and not _is_known_finite(values):
         target.copy_(torch.where(values.isfinite(), target, values.to(torch.bfloat16)))
+
+
+def rounded_to_integers(values: Tensor, words: Tensor) -> Tensor:
+    """`values` (n,) float32, of at most 255, rounded stochastically to int32: with 16 bits of their fraction, plus
+    noise, which is odd so that a code whose product was rounded down stays."""
+    fixed = (values.clamp(max=255) * 65536.0).to(torch.int32)
+    return fixed.add_(upper_bits(words, 16).bitwise_or_(1)).bitwise_right_shift_(16)
 
 
 def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:

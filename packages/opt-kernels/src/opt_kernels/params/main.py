@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import in_memory_order
-from opt_kernels.codecs import StateCodec, codec_for
+from opt_kernels.codecs import BLOCK, StateCodec, codec_for, rows_of
 from opt_kernels.codecs.narrow import join, split_
 
 # Names of what is kept of main values.
@@ -219,17 +219,11 @@ def encode_again_(codec: StateCodec, codes: Tensor, scales: Tensor, values: Tens
     is_exact = values_of(codec, codes, scales) == values
     if is_exact.all():
         return
-    magnitudes = _rows(values.abs(), codec.block)
+    magnitudes = rows_of(values.abs())
     is_largest = (magnitudes == magnitudes.amax(1, keepdim=True)).view(-1)[: len(values)]
     reduced = torch.where(is_largest, values * (1 - 2.0**-20), values)
     codec.encode_(codes, scales, reduced)
     is_exact_reduced = values_of(codec, codes, scales) == values
-    keeps = _rows(is_exact, codec.block).sum(1) >= _rows(is_exact_reduced, codec.block).sum(1)
-    keeps = keeps.repeat_interleave(codec.block)[: len(values)]
+    keeps = rows_of(is_exact).sum(1) >= rows_of(is_exact_reduced).sum(1)
+    keeps = keeps.repeat_interleave(BLOCK)[: len(values)]
     codec.encode_(codes, scales, torch.where(keeps, values, reduced))
-
-
-def _rows(flat: Tensor, block: int) -> Tensor:
-    """View a flat tensor as one row for each block; the last row is padded with zeros."""
-    padding = flat.new_zeros(-len(flat) % block)
-    return torch.cat([flat, padding]).view(-1, block)

@@ -17,7 +17,7 @@ from torch import Tensor
 from opt_kernels import codecs as codec
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import read_main, skipped
-from opt_kernels.codecs import HALF_UNITS, StateCodec, codec_for, stalls, state_specs, stochastic
+from opt_kernels.codecs import StateCodec, codec_for, stalls, state_specs, stochastic
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, State, number_of
 from opt_kernels.formulas.lion import LION
@@ -265,8 +265,6 @@ class ElementwiseRule:
     hooks: tuple[Hashable, ...] = ()  # hooks that were composed into the formula, see `opt_kernels.hooks`
     codecs: Mapping[str, StateCodec] = field(init=False, repr=False, compare=False)
     """The codecs of the states, by name."""
-    narrow_averages: Mapping[State, StateCodec] = field(init=False, repr=False, compare=False)
-    """The states that are averages in a narrow format, with codecs that round stochastically."""
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "update")
@@ -281,8 +279,6 @@ class ElementwiseRule:
             dtype = dtypes.get(state.name, torch.float32)
             codecs[state.name] = codec_for(state.name, dtype, signed=state.signed)
         object.__setattr__(self, "codecs", codecs)
-        averages = [state for state in self.formula.states if state.beta and codecs[state.name].dtype in HALF_UNITS]
-        object.__setattr__(self, "narrow_averages", {state: stochastic(codecs[state.name]) for state in averages})
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
@@ -335,23 +331,21 @@ class ElementwiseRule:
     ) -> None:
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
         scale = -grad_scale if self.maximize else grad_scale
-        by_sweep: dict[tuple[Formula, tuple[State, ...]], list[Batch]] = {}
+        by_sweep: dict[tuple[Formula, tuple[StateCodec, ...]], list[Batch]] = {}
         for batch in batches:
             formula = self.formula_at(batch.hyper)
-            by_sweep.setdefault((formula, self._stalling(batch.hyper)), []).append(batch)
-        for (formula, stalling), same in by_sweep.items():
-            codecs = {state.name: self.codecs[state.name] for state in formula.states}
-            codecs |= {state.name: self.narrow_averages[state] for state in stalling if state.name in codecs}
-            sweep(same, formula, codecs, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
+            codecs = tuple([self.codec_at(state, batch.hyper) for state in formula.states])
+            by_sweep.setdefault((formula, codecs), []).append(batch)
+        for (formula, codecs), of_sweep in by_sweep.items():
+            by_name = {state.name: codec for state, codec in zip(formula.states, codecs)}
+            sweep(of_sweep, formula, by_name, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
 
-    def _stalling(self, hyper: Hyper) -> tuple[State, ...]:
-        """The averages that would stop short of their input if they were rounded to nearest, for these numbers."""
-        found = []
-        for state, rounding in self.narrow_averages.items():
-            beta = number_of(hyper, str(state.beta), self.formula)
-            if stalls(rounding, beta, signed=state.signed):
-                found.append(state)
-        return tuple(found)
+    def codec_at(self, state: State, hyper: Hyper) -> StateCodec:
+        """The codec of a state: stochastic for an average that would stop short of its input, for these numbers."""
+        codec = self.codecs[state.name]
+        if state.beta and codec.dtype.itemsize < 4 and stalls(codec, number_of(hyper, state.beta, self.formula)):
+            return stochastic(codec)
+        return codec
 
 
 def _is_zero(number: object) -> bool:

@@ -17,8 +17,8 @@ static inline void codes_by(const Floats (&y)[4], const GroupNoise &noise, int64
 }
 #endif
 
-template <bool ROUNDS>
-struct Companded : Coded<int8_t, true, ROUNDS> {
+template <bool SIGNED, bool ROUNDS>
+struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
     static inline float value(int code) { return float(code) / (254.0f - __builtin_fabsf(float(code))); }
 
     static inline void decode(const int8_t *codes, const float *scales, float *values, int64_t n) {
@@ -82,8 +82,8 @@ struct Companded : Coded<int8_t, true, ROUNDS> {
 #endif
 };
 
-template <bool ROUNDS>
-struct Root : Coded<uint8_t, false, ROUNDS> {
+template <bool SIGNED, bool ROUNDS>
+struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
     static inline float value(int code, float scale) {
         const float root = float(code) * scale;
         return root * root;

@@ -5,6 +5,8 @@ codes are computed from the bits of the float32, because Triton's casts exist on
 them convert to a different format of the same width.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from opt_kernels.backends.elements import LayoutError
@@ -17,25 +19,25 @@ TINY: tl.constexpr = tl.constexpr(2.0**-126)  # the smallest scale: below it a s
 OUTLIER: tl.constexpr = tl.constexpr(2.0**60)
 
 
+_SCHEMES: Mapping[tuple[type, torch.dtype], str] = {
+    **{(Plain, dtype): "plain" for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)},
+    (Scaled, torch.float16): "half",
+    (Scaled, torch.float8_e4m3fn): "e4m3",
+    (Scaled, torch.float8_e5m2): "e5m2",
+    (Companded, torch.int8): "companded",
+    (Root, torch.uint8): "root",
+}
+
+
 def scheme(codec: StateCodec) -> str:
     """The scheme that a sweep is compiled with for `codec`. Raises LayoutError for an unsupported codec."""
-    match codec:
-        case Plain(dtype=torch.float32 | torch.bfloat16 | torch.float16 | torch.float64):
-            return "plain"
-        case Scaled(dtype=torch.float16, block=GROUP.value, exponent=15):
-            return "half"
-        case Scaled(dtype=torch.float8_e4m3fn, block=GROUP.value, exponent=8):
-            return "e4m3"
-        case Scaled(dtype=torch.float8_e5m2, block=GROUP.value, exponent=15):
-            return "e5m2"
-        case Companded(block=GROUP.value):
-            return "companded"
-        case Root(block=GROUP.value):
-            return "root"
-    raise LayoutError(
-        f"the triton backend has no sweep for {codec!r}; allowed are the codecs that codec_for gives, "
-        f"with blocks of {GROUP.value}; use backend='torch'"
-    )
+    found = _SCHEMES.get((type(codec), codec.dtype))
+    if found is None:
+        raise LayoutError(
+            f"the triton backend has no sweep for {codec!r}; allowed are the codecs that codec_for gives; "
+            "use backend='torch'"
+        )
+    return found
 
 
 @jit
