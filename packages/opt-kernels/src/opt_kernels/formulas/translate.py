@@ -1,7 +1,7 @@
 """Translation of formulas to the source of a compiled language, which a `Dialect` describes."""
 
 import ast
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from math import isfinite
 from typing import Any
@@ -13,6 +13,11 @@ COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt
 TINY = 2.0**-149  # the smallest positive float32
 HUGE = (2 - 2**-23) * 2.0**127  # the largest float32
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
+def each(pattern: str, items: Iterable[object]) -> list[str]:
+    """Lines of source, or parts of them: `pattern` with each item in place of `#`."""
+    return [pattern.replace("#", str(item)) for item in items]
 
 
 class Dialect:

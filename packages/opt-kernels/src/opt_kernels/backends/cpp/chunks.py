@@ -7,13 +7,13 @@ an array between the two loops.
 """
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.syntax import assigned, decided, read
-from opt_kernels.formulas.translate import Dialect
+from opt_kernels.formulas.translate import Dialect, each
 from opt_kernels.works import Constant
 
 
@@ -213,6 +213,8 @@ class _Stored(NamedTuple):
     when: str
 
 
+LARGEST = "int32_t largest# = 0;"
+STORE_LARGEST = "chunk.largest#[at / GROUP] = largest#;"
 LOOP = """\
 for (int64_t k = 0; k < n; k++) {
 const int64_t i = begin + k, j = at + k;"""
@@ -221,10 +223,10 @@ const int64_t i = begin + k, j = at + k;"""
 def _chunk(plan: _ChunkPlan) -> list[str]:
     """The struct `Chunk`: decoded or encoded states with their largest values, and what the first part leaves."""
     states = range(len(plan.states))
-    arrays = [*(f"values{i}" for i in states), *(f"y_{name}" for name in plan.kept)]
-    largest = [*(f"largest{i}" for i in states), "largest_root"]
-    lines = [f"alignas(64) float {array}[CHUNK];" for array in arrays]
-    lines += [f"int32_t {array}[CHUNK / GROUP];" for array in largest]
+    lines = each("alignas(64) float values#[CHUNK];", states)
+    lines += each("alignas(64) float y_#[CHUNK];", plan.kept)
+    lines += each("int32_t largest#[CHUNK / GROUP];", states)
+    lines.append("int32_t largest_root[CHUNK / GROUP];")
     return ["struct Chunk {", *lines, "};"]
 
 
@@ -242,7 +244,7 @@ def _before(plan: _ChunkPlan) -> list[str]:
     lines = [
         f"static inline __attribute__((always_inline)) void before({ARGUMENTS}, int64_t at) {{",
         POINTERS,
-        *_largest(plan.early),
+        *each(LARGEST, plan.early),
         "int32_t largest_root = 0;",
         LOOP,
     ]
@@ -253,9 +255,8 @@ def _before(plan: _ChunkPlan) -> list[str]:
     for name in plan.kept:
         condition = f"if constexpr (!({plan.stored[name].when})) " if name in plan.stored else ""
         lines.append(f"{condition}chunk.y_{name}[j] = x_{name};")
-    for name in assigned(plan.cut.roots):
-        lines.append(f"largest_root = at_least(largest_root, magnitude(x_{name}));")
-    return [*lines, "}", *_store_largest(plan.early), "chunk.largest_root[at / GROUP] = largest_root;", "}"]
+    lines += each("largest_root = at_least(largest_root, magnitude(x_#));", assigned(plan.cut.roots))
+    return [*lines, "}", *each(STORE_LARGEST, plan.early), "chunk.largest_root[at / GROUP] = largest_root;", "}"]
 
 
 def _after(plan: _ChunkPlan) -> list[str]:
@@ -272,14 +273,14 @@ def _after(plan: _ChunkPlan) -> list[str]:
         f"static inline __attribute__((always_inline)) void after({ARGUMENTS}, int64_t at) {{",
         POINTERS,
     ]
-    lines += [f"const float inverse_{name} = 1.0f / row.s_{name};" for name in dialect.divisors]
-    lines += [*_largest(plan.late), LOOP]
+    lines += each("const float inverse_# = 1.0f / row.s_#;", dialect.divisors)
+    lines += [*each(LARGEST, plan.late), LOOP]
     lines += _loaded(plan, inputs, plan.kept)
     lines += locals_of(plan.cut.after, {*inputs, *plan.kept, *plan.scalars})
     lines += [*body, f"const float new_p = {main};", *results]
     lines += ["write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, new_p, noise.main);", "}"]
-    lines += [*_store_largest(plan.late), "}"]
-    is_moderate = " && ".join(f"is_moderate(row.s_{name})" for name in dialect.divisors)
+    lines += [*each(STORE_LARGEST, plan.late), "}"]
+    is_moderate = " && ".join(each("is_moderate(row.s_#)", dialect.divisors))
     return [*lines, "static inline bool is_moderate(const Row &row) {", f"return {is_moderate or 'true'};", "}"]
 
 
@@ -319,44 +320,38 @@ def _loaded(plan: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> lis
 
 def locals_of(body: Sequence[ast.stmt], declared: set[str]) -> list[str]:
     """Declarations of the variables of `body` that are not in `declared`."""
-    return [f"float x_{name} = 0.0f;" for name in assigned(body) if name not in declared]
+    return each("float x_# = 0.0f;", [name for name in assigned(body) if name not in declared])
 
 
 def _results(plan: _ChunkPlan, dialect: Cpp, chosen: Sequence[int]) -> list[str]:
     """Writes the new states of these numbers, as they will be encoded."""
     values = [f"const float new{i} = Codec{i}::kept({dialect.expression(plan.results[i])});" for i in chosen]
-    stores = [f"chunk.values{i}[j] = new{i};" for i in chosen]
-    largest = [f"largest{i} = at_least(largest{i}, magnitude(new{i}));" for i in chosen]
-    return [*values, *stores, *largest]
-
-
-def _largest(states: Iterable[int]) -> list[str]:
-    return [f"int32_t largest{i} = 0;" for i in states]
-
-
-def _store_largest(states: Iterable[int]) -> list[str]:
-    return [f"chunk.largest{i}[at / GROUP] = largest{i};" for i in states]
+    stores = each("chunk.values#[j] = new#;", chosen)
+    return [*values, *stores, *each("largest# = at_least(largest#, magnitude(new#));", chosen)]
 
 
 def _without_outliers(states: range) -> list[str]:
     """The function `drop_outliers`: resets all states of elements of which one would spoil its group."""
-    is_outlier = " || ".join(f"(Codec{i}::SHARES && magnitude(chunk.values{i}[j]) >= OUTLIER)" for i in states)
-    lines = ["static __attribute__((noinline, cold)) void drop_outliers(Chunk &chunk, int64_t at, int64_t n) {"]
-    lines += _largest(states)
-    lines += ["for (int64_t j = at; j < at + n; j++) {", f"const bool is_outlier = {is_outlier};"]
-    lines += [f"chunk.values{i}[j] = is_outlier ? 0.0f : chunk.values{i}[j];" for i in states]
-    lines += [f"largest{i} = at_least(largest{i}, magnitude(chunk.values{i}[j]));" for i in states]
-    return [*lines, "}", *_store_largest(states), "}"]
+    is_outlier = " || ".join(each("(Codec#::SHARES && magnitude(chunk.values#[j]) >= OUTLIER)", states))
+    return [
+        "static __attribute__((noinline, cold)) void drop_outliers(Chunk &chunk, int64_t at, int64_t n) {",
+        *each(LARGEST, states),
+        "for (int64_t j = at; j < at + n; j++) {",
+        f"const bool is_outlier = {is_outlier};",
+        *each("chunk.values#[j] = is_outlier ? 0.0f : chunk.values#[j];", states),
+        *each("largest# = at_least(largest#, magnitude(chunk.values#[j]));", states),
+        "}",
+        *each(STORE_LARGEST, states),
+        "}",
+    ]
 
 
-DECODE = (
-    "Codec{i}::decode(run.codes{i} + at + j, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k + j, part);"
-)
-HASHES = "Codec{i}::STOCHASTIC ? noise.state{i}.hashes(begin) : StateNoise::Hashes()"
+DECODE = "Codec#::decode(run.codes# + at + j, Codec#::scale_at(run.scales#, at), chunk.values# + k + j, part);"
+HASHES = "const StateNoise::Hashes hashes# = Codec#::STOCHASTIC ? noise.state#.hashes(begin) : StateNoise::Hashes();"
 ENCODE = (
-    "const GroupNoise of_group = Codec{i}::STOCHASTIC ? noise.state{i}.group(room, hashes{i}, k) : GroupNoise(); "
-    "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "
-    "Codec{i}::scale_at(run.scales{i}, at), n, of_group);"
+    "const GroupNoise of_group = Codec#::STOCHASTIC ? noise.state#.group(room, hashes#, k) : GroupNoise(); "
+    "Codec#::encode(chunk.values# + k, chunk.largest#[k / GROUP], run.codes# + at, "
+    "Codec#::scale_at(run.scales#, at), n, of_group);"
 )
 SPAN = """\
 static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {
@@ -376,9 +371,9 @@ def _span(plan: _ChunkPlan, states: range) -> list[str]:
     """The functions `update_chunk`, which takes a chunk through all stages, and `update_span`."""
     before = "before(run, row, noise, chunk, at, n, k);" if plan.cut.roots else ""
     is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if plan.cut.roots else ""
-    has_outlier = " || ".join(f"(Codec{i}::SHARES && chunk.largest{i}[k / GROUP] >= OUTLIER)" for i in states)
-    decode = " ".join(DECODE.format(i=i) for i in states)
-    first, *others = [ENCODE.format(i=i) for i in states]
+    has_outlier = " || ".join(each("(Codec#::SHARES && chunk.largest#[k / GROUP] >= OUTLIER)", states))
+    decode = " ".join(each(DECODE, states))
+    first, *others = each(ENCODE, states)
     stages = [
         # States are interleaved, so that the divisions of one overlap with the decoding of the next.
         f"for (int64_t j = 0; j < n; j += part) {{ {decode} }}",
@@ -387,7 +382,7 @@ def _span(plan: _ChunkPlan, states: range) -> list[str]:
         f"{{ prefetch(run.main, at + AHEAD); if (moderate{is_finite}) after<false>(run, row, noise, chunk, at, n, k); "
         "else after<true>(run, row, noise, chunk, at, n, k); }",
         f"{{ if (__builtin_expect({has_outlier}, false)) drop_outliers(chunk, k, n); {first} }}",
-        *(f"{{ {other} }}" for other in others),
+        *each("{ # }", others),
     ]
     return [
         "static inline __attribute__((always_inline)) void update_chunk(",
@@ -395,8 +390,8 @@ def _span(plan: _ChunkPlan, states: range) -> list[str]:
         "    int64_t begin, int64_t size, int64_t n, bool moderate) {",
         "const int64_t part = n == GROUP ? PART : n;",
         "alignas(64) uint32_t room[GROUP];",
-        *(f"const StateNoise::Hashes hashes{i} = {HASHES.format(i=i)};" for i in states),
-        *(f"for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) {stage}" for stage in stages),
+        *each(HASHES, states),
+        *each("for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) #", stages),
         "}",
         SPAN,
     ]

@@ -1,9 +1,11 @@
 """Generates the C++ source of an update sweep from a formula and the codecs of its states."""
 
 from collections.abc import Sequence
+from string import Template
 
 from opt_kernels.backends.cpp.chunks import POINTERS, Cpp, coded_span, locals_of
 from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.translate import each
 
 
 def has_codes(codecs: Sequence[str]) -> bool:
@@ -13,13 +15,13 @@ def has_codes(codecs: Sequence[str]) -> bool:
 
 def source_of(formula: Formula, codecs: Sequence[str]) -> str:
     """The source of the sweep of `formula` with these codecs, which are types of `update.h`."""
-    names = "".join(f", s_{name}" for name in formula.scalar_names)
+    names = "".join(each(", s_#", formula.scalar_names))
+    states = range(len(codecs))
     row = f"struct Row {{ float grad_scale, step_low, step_high{names}; }};"
+    aliases = [f"using Codec{i} = {codec};" for i, codec in zip(states, codecs)]
     # The function `update_span`, which updates elements [begin, end) of a run.
-    num_states = len(codecs)
-    plain_span = [*_update(formula), *_plain_block(num_states), *_plain_span(num_states)]
-    span = coded_span(formula) if has_codes(codecs) else plain_span
-    return "\n".join((row, *_run(codecs), *span, SWEEP))
+    span = coded_span(formula) if has_codes(codecs) else [*_update(formula), _plain_span(states)]
+    return "\n".join((row, *aliases, _run(states), *span, SWEEP))
 
 
 def _update(formula: Formula) -> list[str]:
@@ -27,89 +29,87 @@ def _update(formula: Formula) -> list[str]:
     body, results = formula.body_and_results()
     dialect = Cpp(dict(formula.constants))
     values = formula.result_names
-    references = ", ".join(f"float &v_{name}" for name in values)
+    references = ", ".join(each("float &v_#", values))
     lines = [f"static inline void update(float x_g, {references}, const Row &row) {{"]
-    lines += [f"float x_{name} = v_{name};" for name in values]
-    lines += [f"float x_{name} = row.s_{name};" for name in formula.scalar_names]
+    lines += each("float x_# = v_#;", values)
+    lines += each("float x_# = row.s_#;", formula.scalar_names)
     lines += locals_of(body, {*values, "g", *formula.scalar_names})
     lines += dialect.statements(body)
     lines += [f"const float new_{name} = {dialect.expression(result)};" for name, result in zip(values, results)]
-    lines += [f"v_{name} = new_{name};" for name in values]
-    return [*lines, "}"]
+    return [*lines, *each("v_# = new_#;", values), "}"]
 
 
-def _run(codecs: Sequence[str]) -> list[str]:
-    """The struct `Run`, in the order of the columns of `update.py`."""
+RUN = """
+static inline uint32_t step_of(const Row &row) {
+return uint32_t(row.step_low) + (uint32_t(row.step_high) << 16);
+}
+struct Noises {
+Noise main;
+$members
+Noises(const Run &run, const Row &row) : main(run.first, step_of(row))$noises {}
+};"""
+
+
+def _run(states: range) -> str:
+    """The structs `Run`, in the order of the columns of `update.py`, and `Noises`."""
     types = {"main": "MAIN *", "out": "OUT *", "grad": "const GRAD *"}
-    for i in range(len(codecs)):
+    for i in states:
         types |= {f"codes{i}": f"Codec{i}::Code *", f"scales{i}": "float *"}
     fields = "; ".join(f"{type_}{name}" for name, type_ in types.items())
-    noises = ["main(run.first, step_of(row))"]
-    noises += [f"state{i}(run.first, step_of(row), {i + 1})" for i in range(len(codecs))]
-    casts = [f"({type_})" for type_ in types.values()]
-    casts += ["", "", ""]  # numel, row and first are integers, like the table
+    casts = [*each("(#)", types.values()), "", "", ""]  # numel, row and first are integers, like the table
     values = ", ".join(f"{cast}table[{column} * n + i]" for column, cast in enumerate(casts))
-    aliases = [f"using Codec{i} = {codec};" for i, codec in enumerate(codecs)]
-    return [
-        *aliases,
-        f"struct Run {{ {fields}; int64_t numel, row, first; }};",
-        "static inline Run run_at(const int64_t *table, int64_t n, int64_t i) {",
-        f"return {{{values}}};",
-        "}",
-        "static inline uint32_t step_of(const Row &row) {",
-        "return uint32_t(row.step_low) + (uint32_t(row.step_high) << 16);",
-        "}",
-        "struct Noises {",
-        "Noise main;",
-        *(f"StateNoise state{i};" for i in range(len(codecs))),
-        f"Noises(const Run &run, const Row &row) : {', '.join(noises)} {{}}",
-        "};",
-    ]
+    members = "".join(each("StateNoise state#;", states))
+    noises = "".join(f", state{i}(run.first, step_of(row), {i + 1})" for i in states)
+    return (
+        f"struct Run {{ {fields}; int64_t numel, row, first; }};\n"
+        f"static inline Run run_at(const int64_t *table, int64_t n, int64_t i) {{ return {{{values}}}; }}"
+        + Template(RUN).substitute(members=members, noises=noises)
+    )
 
 
-def _plain_block(num_states: int) -> list[str]:
-    """The function `update_block`, for n elements whose noise words are multiples from those of the first on."""
-    states = range(num_states)
-    values = "".join(f", s{i}" for i in states)
-    words = "".join(f", uint32_t word{i}" for i in states)
-    lines = [
-        "static inline __attribute__((always_inline)) void update_block(",
-        f"    const Run &run, const Row &row, const Noise &noise, int64_t begin, int64_t n{words}) {{",
-        POINTERS,
-    ]
-    lines += [f"Codec{i}::Code *__restrict codes{i} = run.codes{i};" for i in states]
-    lines += ["for (int64_t k = 0; k < n; k++) {", "const int64_t i = begin + k;"]
-    lines += [f"float s{i} = read(codes{i}[i]);" for i in states]
-    lines += [
-        "float p = read_main(main, out, i);",
-        f"update(read(grad[i]) * row.grad_scale, p{values}, row);",
-        "write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, p, noise);",
-    ]
-    lines += [f"Codec{i}::store(codes{i}[i], s{i}, word{i} + uint32_t(k) * GOLDEN);" for i in states]
-    return [*lines, "}", "}"]
+PLAIN_SPAN = """
+// For n elements whose noise words are multiples from those of the first on.
+static inline __attribute__((always_inline)) void update_block(
+    const Run &run, const Row &row, const Noise &noise, int64_t begin, int64_t n$parameters) {
+$pointers
+for (int64_t k = 0; k < n; k++) {
+const int64_t i = begin + k;
+$reads
+float p = read_main(main, out, i);
+update(read(grad[i]) * row.grad_scale, p$values, row);
+write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, p, noise);
+$stores
+}
+}
+constexpr int64_t UNIT = 1;
+// By blocks of noise, or at once without it. Loops of a known length take no branches.
+static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {
+const Noises noise(run, row);
+constexpr bool ROUNDS = false$rounds;
+for (int64_t at = begin; at < end;) {
+const int64_t left = NOISE_BLOCK - (run.first + at) % NOISE_BLOCK;
+const int64_t n = ROUNDS ? smaller(end - at, left) : end - at;
+if (ROUNDS && n == NOISE_BLOCK) update_block(run, row, noise.main, at, NOISE_BLOCK$words);
+else update_block(run, row, noise.main, at, n$words);
+at += n;
+}
+}"""
+# In the source of each state.
+STATE = {
+    "parameters": ", uint32_t word#",
+    "reads": "float s# = read(codes#[i]);",
+    "values": ", s#",
+    "stores": "Codec#::store(codes#[i], s#, word# + uint32_t(k) * GOLDEN);",
+    "rounds": " || Codec#::STOCHASTIC",
+    "words": ", Codec#::STOCHASTIC ? noise.state#.first(at) : 0",
+}
 
 
-def _plain_span(num_states: int) -> list[str]:
-    """`update_span`: by blocks of noise, or at once without it."""
-    states = range(num_states)
-    rounds = " || ".join(["false", *(f"Codec{i}::STOCHASTIC" for i in states)])
-    words = "".join(f", Codec{i}::STOCHASTIC ? noise.state{i}.first(at) : 0" for i in states)
-    lines = [
-        "constexpr int64_t UNIT = 1;",
-        "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",
-        "const Noises noise(run, row);",
-        f"constexpr bool ROUNDS = {rounds};",
-        "for (int64_t at = begin; at < end;) {",
-        "const int64_t left = NOISE_BLOCK - (run.first + at) % NOISE_BLOCK;",
-        "const int64_t n = ROUNDS ? smaller(end - at, left) : end - at;",
-    ]
-    # Loops of a known length take no branches.
-    lines += [
-        f"if (ROUNDS && n == NOISE_BLOCK) update_block(run, row, noise.main, at, NOISE_BLOCK{words});",
-        f"else update_block(run, row, noise.main, at, n{words});",
-        "at += n;",
-    ]
-    return [*lines, "}", "}"]
+def _plain_span(states: range) -> str:
+    """`update_span` of states without codes."""
+    parts = {name: "".join(each(pattern, states)) for name, pattern in STATE.items()}
+    pointers = POINTERS + "".join(each("Codec#::Code *__restrict codes# = run.codes#;", states))
+    return Template(PLAIN_SPAN).substitute(parts, pointers=pointers)
 
 
 SWEEP = """

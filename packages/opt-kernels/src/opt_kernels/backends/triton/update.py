@@ -22,7 +22,7 @@ from opt_kernels.backends.triton.scalars import CHANGING, Row, numbers_on
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.syntax import FormulaError, read, scalar_expressions
-from opt_kernels.formulas.translate import Dialect, elements_among
+from opt_kernels.formulas.translate import Dialect, each, elements_among
 from opt_kernels.works import Batch
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
@@ -185,13 +185,14 @@ def _tile(formula: Formula) -> list[str]:
     statements, results = formula.body_and_results()
     dialect = _Element(dict(formula.constants))
     loads = _ScalarLoads(formula.scalar_names)
-    states = list(enumerate(formula.states))
+    states = range(len(formula.states))
+    signs = [(i, state.signed) for i, state in enumerate(formula.states)]
     body = [
         "at = start + tl.arange(0, BLOCK)",
         "x_p = read_main(main, out, at, n, REMAINDER, FULL)",
         "x_g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + 1)",
     ]
-    for i, state in states:
+    for i, state in enumerate(formula.states):
         options = f"BLOCK, SCHEME{i}, {state.signed}, IEEE, FULL"
         body.append(f"x_{state.name} = read_state(codes{i}, scales{i}, start, n, {options})")
     for statement in statements:
@@ -207,18 +208,18 @@ def _tile(formula: Formula) -> list[str]:
         "step = tl.load(row + 2).to(tl.int32, bitcast=True)",
         "write_main(main, out, new_p, at, n, first, step, MAIN, OUT, REMAINDER, STOCHASTIC_ROUNDING, FULL)",
     ]
-    for i, _ in states:
+    for i in states:
         body += loads.before([f"new_{i} = {values[1 + i]}"])
     if states:
-        have_scales = " or ".join(f"SCHEME{i} != 'plain'" for i, _ in states)
-        kept = " & ".join(f"no_outlier(new_{i}, SCHEME{i}, {state.signed})" for i, state in states)
-        dropping = [f"kept = {kept}", *(f"new_{i} = tl.where(kept, new_{i}, 0.0)" for i, _ in states)]
+        have_scales = " or ".join(each("SCHEME# != 'plain'", states))
+        kept = " & ".join(f"no_outlier(new_{i}, SCHEME{i}, {signed})" for i, signed in signs)
+        dropping = [f"kept = {kept}", *each("new_# = tl.where(kept, new_#, 0.0)", states)]
         body += [f"if {have_scales}:", *_indented(dropping)]
-    for i, state in states:
-        options = f"start, n, STATE{i}, BLOCK, SCHEME{i}, {state.signed}, IEEE, True, FULL"
+    for i, signed in signs:
+        options = f"start, n, STATE{i}, BLOCK, SCHEME{i}, {signed}, IEEE, True, FULL"
         words = f"noise_of_state(at, first, step, {i + 1}) if ROUNDS{i} else None"
         body.append(f"write_state(codes{i}, scales{i}, new_{i}, {words}, {options})")
-    formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, ROUNDS{i}: tl.constexpr, " for i, _ in states)
+    formats = "".join(each("STATE#: tl.constexpr, SCHEME#: tl.constexpr, ROUNDS#: tl.constexpr, ", states))
     return [
         "@jit",
         f"def tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN: tl.constexpr, OUT: tl.constexpr, "
@@ -231,9 +232,8 @@ def _tile(formula: Formula) -> list[str]:
 def _sweep(formula: Formula, row_width: int) -> list[str]:
     """One program per chunk. It writes nothing if the scalar block says to skip the step."""
     states = range(len(formula.states))
-    names = [name for i in states for name in (f"STATE{i}", f"SCHEME{i}", f"ROUNDS{i}")]
-    kept = "".join(f"{name}, " for name in names)
-    formats = "".join(f"{name}: tl.constexpr, " for name in (*names, *(f"SCALE{i}" for i in states)))
+    kept = "".join(each("STATE#, SCHEME#, ROUNDS#, ", states))
+    formats = each("STATE#: tl.constexpr, SCHEME#: tl.constexpr, ROUNDS#: tl.constexpr, SCALE#: tl.constexpr, ", states)
     call = (
         f"tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN, OUT, {kept}"
         "REMAINDER, STOCHASTIC_ROUNDING, IEEE, BLOCK, "
@@ -244,8 +244,8 @@ def _sweep(formula: Formula, row_width: int) -> list[str]:
         "main = pointer(tl.load(record + 0), MAIN, E)",
         "out = pointer(tl.load(record + 1), tl.int16 if REMAINDER else (MAIN if OUT is None else OUT), E)",
     ]
-    body += [f"codes{i} = pointer(tl.load(record + {2 + i}), STATE{i}, E)" for i in states]
-    body += [f"scales{i} = pointer(tl.load(record + SCALE{i}), tl.float32, 1)" for i in states]
+    body += each("codes# = pointer(tl.load(record + 2 + #), STATE#, E)", states)
+    body += each("scales# = pointer(tl.load(record + SCALE#), tl.float32, 1)", states)
     body += [
         "grad = pointer(tl.load(grads + chunk), GRAD, E)",
         f"row = block + tl.load(record + WIDTH - 2) * {row_width}",
@@ -261,18 +261,18 @@ def _sweep(formula: Formula, row_width: int) -> list[str]:
     return [
         "@jit",
         "def sweep(records, grads, block, GRAD: tl.constexpr, MAIN: tl.constexpr, OUT: tl.constexpr, "
-        f"{formats}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
+        f"{''.join(formats)}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
         "WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):",
         *_indented(body),
     ]
 
 
 def _columns(formula: Formula) -> str:
-    return "".join(f"codes{i}, scales{i}, " for i in range(len(formula.states)))
+    return "".join(each("codes#, scales#, ", range(len(formula.states))))
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+    return each("    #", lines)
 
 
 def update_(
