@@ -136,9 +136,7 @@ def code(
                 0.001953125 if SCHEME == "e4m3" else 1.52587890625e-05 if SCHEME == "e5m2" else 5.960464477539063e-08
             )
             y = tl.where(x > 0.0, tl.maximum(y, smallest), y)
-        if words is not None:
-            return to_narrow(y, words, SCHEME)
-        return y.to(tl.float16) if SCHEME == "half" else to_fp8(y, SCHEME)
+        return to_narrow(y, words, SCHEME)
     else:
         if SCHEME == "companded":
             # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
@@ -194,34 +192,27 @@ def spread(of_groups: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def to_fp8(y: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
-    """Round float32 of magnitude below 2^8 (e4m3) or 2^15 (e5m2) to bytes of this format, to nearest, ties to even."""
-    shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21  # 23 minus the number of mantissa bits
-    bias: tl.constexpr = 120 << 3 if SCHEME == "e4m3" else 112 << 2  # 127 minus the format's bias, shifted to a code
-    word = y.to(tl.uint32, bitcast=True)
-    size = word & 0x7FFFFFFF
-    normal = ((size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift) - bias
-    # The ulp of this power of two equals the spacing of the format's subnormals, so the addition rounds correctly.
-    power = 16384.0 if SCHEME == "e4m3" else 128.0
-    small = (tl.abs(y) + power).to(tl.uint32, bitcast=True) & 0xF
-    smallest_normal = 0.015625 if SCHEME == "e4m3" else 6.103515625e-05  # 2^-6, 2^-14
-    magnitude = tl.where(tl.abs(y) < smallest_normal, small, normal)
-    return (((word >> 24) & 0x80) | magnitude).to(tl.uint8)
-
-
-@jit
 def to_narrow(y: tl.tensor, words: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
-    """Round float32 stochastically to float16, or to bytes of e4m3 or e5m2: its code with the fraction in the lower
-    `shift` bits, plus noise."""
-    shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21 if SCHEME == "e5m2" else 13
+    """Round float32 to float16, or to bytes of e4m3, of magnitude below 2^8, or e5m2, below 2^15: to nearest, ties to
+    even, or by noise `words`."""
+    if SCHEME == "half" and words is None:
+        return y.to(tl.float16)
+    shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21 if SCHEME == "e5m2" else 13  # 23 minus the mantissa bits
     bias: tl.constexpr = 120 << 23 if SCHEME == "e4m3" else 112 << 23  # 127 minus the format's bias
-    smallest_normal = 0.015625 if SCHEME == "e4m3" else 6.103515625e-05  # 2^-6, 2^-14
-    units = 536870912.0 if SCHEME == "e4m3" else 137438953472.0  # 2^29, 2^37
     word = y.to(tl.uint32, bitcast=True)
     size = word & 0x7FFFFFFF
-    small = (tl.minimum(tl.abs(y), smallest_normal) * units).to(tl.int32).to(tl.uint32)
-    fixed = tl.where(tl.abs(y) < smallest_normal, small, size - bias)
-    magnitude = (fixed + (words >> (32 - shift))) >> shift
+    smallest_normal = 0.015625 if SCHEME == "e4m3" else 6.103515625e-05  # 2^-6, 2^-14
+    is_small = tl.abs(y) < smallest_normal
+    if words is None:
+        normal = ((size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift) - (bias >> shift)
+        # The ulp of this power of two equals the spacing of the format's subnormals, so the addition rounds correctly.
+        power = 16384.0 if SCHEME == "e4m3" else 128.0
+        magnitude = tl.where(is_small, (tl.abs(y) + power).to(tl.uint32, bitcast=True) & 0xF, normal)
+    else:
+        # The code with its fraction in the lower `shift` bits, plus noise.
+        units = 536870912.0 if SCHEME == "e4m3" else 137438953472.0  # 2^29, 2^37
+        small = (tl.minimum(tl.abs(y), smallest_normal) * units).to(tl.int32).to(tl.uint32)
+        magnitude = (tl.where(is_small, small, size - bias) + (words >> (32 - shift))) >> shift
     if SCHEME == "half":
         return (((word >> 16) & 0x8000) | magnitude).to(tl.uint16).to(tl.float16, bitcast=True)
     else:
