@@ -20,7 +20,7 @@ HYPER = Hyper(lr=0.05, weight_decay=0.3, momentum=0.9, betas=(0.8, 0.95), eps=1e
 
 def orthogonalised(x):
     wide = x.shape[0] <= x.shape[1]
-    done = reference_newton_schulz((x if wide else x.mT)[None], segments=(RULE.muon.orthogonalization.schedule,))[0]
+    done = reference_newton_schulz((x if wide else x.mT)[None], segments=(RULE.orthogonalization.schedule,))[0]
     return done if wide else done.mT
 
 

@@ -13,7 +13,7 @@ depend on the schedule and the dtype.)
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import chain
 from math import prod
@@ -278,7 +278,7 @@ class Orthogonalization:
 
     schedule: Schedule
     eps: float = EPS  # lower bound of the norm that a matrix is divided by
-    precision: MatmulPrecision = MatmulPrecision.MEDIUM
+    fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM
     use_syrk: bool = True
     tp_mode: TpMode = TpMode.BLOCKWISE
     rescale_rows: bool = False  # AOL's, before the first step
@@ -288,8 +288,9 @@ class Orthogonalization:
     backend: str | None = None
 
     @classmethod
-    def of(cls, rule: Any, **more: Any) -> "Orthogonalization":
-        """That of a rule with the options of Newton-Schulz: `coefficient_type` and so on.
+    def of(cls, rule: Any) -> "Orthogonalization":
+        """That of a rule with the options of Newton-Schulz, `coefficient_type` and so on; its other fields from those
+        of the rule, where it has them.
 
         Raises ValueError for a set that 16-bit rounding would make diverge, with the precision "medium".
         """
@@ -302,14 +303,9 @@ class Orthogonalization:
                 "out of the range where its steps converge, and updates could be of any size; set fp32_matmul_prec "
                 "(muon_fp32_matmul_prec in OptimizerConfig) to 'high' or 'highest', or choose other coefficients"
             )
-        return cls(
-            schedule=steps,
-            precision=rule.fp32_matmul_prec,
-            use_syrk=rule.use_syrk,
-            rescale_rows=kind is CoefficientType.AOL,
-            backend=rule.backend,
-            **more,
-        )
+        known = {field.name for field in fields(cls)} & {field.name for field in fields(rule)}
+        common = {name: getattr(rule, name) for name in known}
+        return cls(schedule=steps, rescale_rows=kind is CoefficientType.AOL, **common)
 
     def __call__(
         self,
@@ -364,21 +360,20 @@ class Orthogonalization:
         for dims in self.post_norm.dims:
             done = done / self._norms(done, dims, cut)
         if self.post_norm is PostNorm.FROBENIUS:
-            done = done * self._smaller_side(x, cut).sqrt().to(done.dtype)
+            done = done * self._smaller_side(x, cut) ** 0.5
         if self.nuclear_scale:
             products = (done.double() * given).sum((-2, -1), keepdim=True)
             total = products if all_reduce is None else all_reduce(products)
             done = done * total.to(done.dtype)
         return done
 
-    def _smaller_side(self, x: Tensor, cut: _Cut | None) -> Tensor:
-        """The smaller of the rows and columns of whole matrices, 0-d float64. Ranks may have parts of unequal size."""
-        sides = torch.full((2,), 0.0, dtype=torch.float64, device=x.device)
-        for at, size in enumerate(x.shape[-2:]):
-            sides[at] = size
-        if cut is not None:
-            sides[cut.dim] = cut.ranks.all_reduce(sides[cut.dim])
-        return sides.min()
+    def _smaller_side(self, x: Tensor, cut: _Cut | None) -> float | Tensor:
+        """The smaller of the rows and columns of whole matrices. Ranks may have parts of unequal size."""
+        if cut is None:
+            return float(min(x.shape[-2:]))
+        part = torch.full((), x.shape[cut.dim], dtype=torch.float64, device=x.device)
+        other = -3 - cut.dim
+        return cut.ranks.all_reduce(part).clamp_max(x.shape[other]).to(x.dtype)
 
     def _norms(self, x: Tensor, dims: tuple[int, ...], cut: _Cut | None) -> Tensor:
         """The norms over `dims` of whole matrices, kept as dims of size 1, at least `eps`. Computed in float64: squares
@@ -416,7 +411,7 @@ class Orthogonalization:
             if self.use_syrk:
                 product = version("syrk", "symmetric_product", backend=self.backend, tensors=[x])
             # Products of 16 or 64 bits do not depend on the setting.
-            with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
+            with fp32_products(self.fp32_matmul_prec) if dtype is torch.float32 else nullcontext():
                 done = newton_schulz(
                     wide, segments=segments, dtype=dtype, product=product, normalised=normalised, **common
                 )
@@ -428,6 +423,6 @@ class Orthogonalization:
         return dtype if parse_backend(self.backend) is Backend.REFERENCE else self._dtype(dtype, device)
 
     def _dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        if dtype is torch.float64 or self.precision is not MatmulPrecision.MEDIUM:
+        if dtype is torch.float64 or self.fp32_matmul_prec is not MatmulPrecision.MEDIUM:
             return dtype
         return torch.float16 if device.type == "cuda" else torch.bfloat16

@@ -14,6 +14,7 @@ from opt_kernels.rules.base import (
     MatrixRule,
     Needs,
     Rule,
+    build_rule,
     elementwise,
     init_state,
     reads_weights,
@@ -30,5 +31,5 @@ from opt_kernels.works import NamedChoice
 __all__ = [
     "GRAD_SQUARES", "SGD", "WEIGHTS", "Adam", "AdaptiveMuonRule", "ElementwiseRule", "Lines", "Lion", "MatrixRule",
     "MuonRule", "MuownRule", "NamedChoice", "Needs", "Order", "Rule", "SOAPMuonRule", "SOAPRule", "SecondMoment",
-    "elementwise", "init_state", "reads_weights", "sums_gradients", "sums_over_blocks", "update_dtype",
+    "build_rule", "elementwise", "init_state", "reads_weights", "sums_gradients", "sums_over_blocks", "update_dtype",
 ]  # fmt: skip

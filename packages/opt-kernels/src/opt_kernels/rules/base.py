@@ -6,10 +6,10 @@ with its choices, the dtypes of its states and a backend.
 A rule holds structure only. `Hyper` passes what varies between steps and groups, `Work` the tensors to update.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,10 +22,30 @@ from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, State, number_of
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
-from opt_kernels.matrices.access import check, check_shape, scaled_grads, stacks, write_main_
+from opt_kernels.matrices.access import (
+    MatrixError,
+    check,
+    check_shape,
+    matrix_dim,
+    scaled_grads,
+    stacks,
+    write_main_,
+)
+from opt_kernels.matrices.coefficients import Coefficients
 from opt_kernels.matrices.muon import decay_of
 from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, MatrixSpec, Number, StateSpec, Task, unknown
+from opt_kernels.works import (
+    HYPER_FIELDS,
+    Batch,
+    Hyper,
+    MatrixSpec,
+    NamedChoice,
+    Number,
+    StateSpec,
+    Task,
+    Work,
+    unknown,
+)
 
 StateDtypes = Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...]
 
@@ -189,7 +209,8 @@ def keeps_parts(rule: Rule) -> bool:
 
 
 class WholeMatrices(MatrixRule):
-    """A rule that transforms gradients of whole matrices directly. The host reads the step and the skip flag.
+    """A rule that transforms gradients of whole matrices directly. The host reads the step and the skip flag, unless
+    it is `capturable`.
 
     A final class has `name`, `state_specs` and `transform_`, and `init_state` if a state does not begin at zero.
     `numbers` are those of `Hyper` that it reads besides lr and weight_decay, with their defaults.
@@ -197,6 +218,7 @@ class WholeMatrices(MatrixRule):
 
     __slots__ = ()
     numbers: ClassVar[tuple[Number, ...]] = ()
+    capturable: ClassVar[bool] = False
 
     @property
     def hyper_names(self) -> tuple[str, ...]:
@@ -223,19 +245,23 @@ class WholeMatrices(MatrixRule):
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        if skipped(skip):
-            return
-        for batch in batches:
-            for work in batch.works:
+        if not self.capturable:
+            if skipped(skip):
+                return
+            skip = None
+        for hyper, works in batches:
+            for work in works:
                 check(work)
                 wide = work.main is not None and work.main.dtype is torch.float64
                 check_states(self, work.state, work.grad.shape, work.matrix, wide=wide)
-            for tasks in stacks([batch]):
+            if reads_weights(self):
+                works = [replace(work, state={**work.state, WEIGHTS: read_main(work)}) for work in works]
+            for tasks in stacks([Batch(hyper, works)]):
                 inputs = scaled_grads(tasks, grad_scale)
                 for grad, task in zip(inputs, tasks):
-                    self.prepare_(task, grad, None)
-                for update, task in zip(self.transform_(tasks, inputs, None), tasks):
-                    self.apply_(task, update, None)
+                    self.prepare_(task, grad, skip)
+                for update, task in zip(self.transform_(tasks, inputs, skip), tasks):
+                    self.apply_(task, update, skip)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Update in place: p <- p - lr wd p - lr update."""
@@ -246,6 +272,15 @@ class WholeMatrices(MatrixRule):
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """Do nothing: `transform_` takes gradients directly."""
+
+    def check_whole(self, work: Work) -> None:
+        """Raise MatrixError for a matrix that is cut over tensor-parallel ranks."""
+        group = work.matrix.tensor_parallel
+        if matrix_dim(work) is not None and group is not None and group.size > 1:
+            raise MatrixError(
+                f"{self.name} needs whole matrices, but dim {work.matrix.partition_dim} of this one is cut over "
+                f"{group.size} tensor-parallel ranks; gather it before the rule, or use Muon with tp_mode 'distributed'"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +404,22 @@ def elementwise(formula: Formula, **options: Any) -> ElementwiseRule:
     state_dtypes = {state: options[name] for name, state in dtypes.items() if name in options}
     given = {name: options[name] for name in common if name in options}
     return ElementwiseRule(formula=chosen, state_dtypes=state_dtypes, **given)
+
+
+R = TypeVar("R", bound=Rule)
+
+
+def build_rule(kind: Callable[..., R], options: Mapping[str, Any]) -> R:
+    """Return the rule of the dataclass `kind` with these fields. Members of enums may be given by their values."""
+    types = {field.name: field.type for field in fields(cast(Any, kind))}
+    chosen: dict[str, Any] = {}
+    for name, value in options.items():
+        of_field = types.get(name)
+        is_choice = isinstance(of_field, type) and issubclass(of_field, NamedChoice)
+        chosen[name] = cast(Any, of_field)(value) if is_choice else value
+    if "custom_coefficients" in chosen:
+        chosen["custom_coefficients"] = tuple(Coefficients(*step) for step in chosen["custom_coefficients"])
+    return kind(**chosen)
 
 
 def Adam(*, decoupled: bool = True, **options: Any) -> ElementwiseRule:

@@ -172,12 +172,7 @@ class EigenbasisRule(WholeMatrices):
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """The updates for gradients. Writes the states; none if `skip`, where the updates are zeros."""
         hyper, work = tasks[0]
-        group = work.matrix.tensor_parallel
-        if access.matrix_dim(work) is not None and group is not None and group.size > 1:
-            raise access.MatrixError(
-                f"{self.name} needs whole matrices, but dim {work.matrix.partition_dim} of this one is cut over "
-                f"{group.size} tensor-parallel ranks; gather it before the rule, or use Muon with tp_mode 'distributed'"
-            )
+        self.check_whole(work)
         if skipped(skip):
             return torch.zeros_like(inputs)
         shapes = [self.shapes(part.shape) for part in access.parts_of(work.matrix, inputs.shape)]

@@ -30,8 +30,58 @@ from opt_kernels.rules.base import Needs
 from opt_kernels.works import Batch, StateSpec, Task, Work
 
 
+# Without slots: a rule that also inherits from another one with slots could not be built.
+@dataclass(frozen=True, kw_only=True)
+class NewtonSchulzRule:
+    """The options of rules that orthogonalise matrices, with their scale s e: s is the factor of `scale_mode` for the
+    size of a matrix, and e `extra_scale_factor`. Other products than those of Newton-Schulz are float32."""
+
+    scale_mode: ScaleMode = ScaleMode.SPECTRAL
+    extra_scale_factor: float = 1.0
+    coefficient_type: CoefficientType = CoefficientType.QUINTIC
+    custom_coefficients: tuple[Coefficients, ...] = ()  # with CoefficientType.CUSTOM, repeated in a cycle
+    num_ns_steps: int = 5
+    fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM
+    use_syrk: bool = True  # compute half of each symmetric product where that is faster
+    backend: str | None = None  # "reference", "torch", "triton"; None: by device
+    orthogonalization: Orthogonalization = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "orthogonalization", Orthogonalization.of(self))
+
+    def scale(self, *, rows: int, cols: int) -> float:
+        """s e of a matrix of this size."""
+        return scale_factor(self.scale_mode, rows=rows, cols=cols) * self.extra_scale_factor
+
+    def scales(self, work: Work) -> tuple[float, ...]:
+        """s e of each split part of the work, with s for the size of the whole part."""
+        rows, cols = whole_size(work)
+        sizes = work.matrix.split_rows or (rows,)
+        groups = 1 if work.matrix.by_group else rows // sum(sizes)
+        return tuple(self.scale(rows=size * groups, cols=cols) for size in sizes)
+
+    def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
+        """O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""
+        work = tasks[0].work
+        orthogonalised = partial(
+            self.orthogonalization,
+            cut_dim=cut_of_parts(work),
+            tensor_parallel=work.matrix.tensor_parallel,
+            normalised=normalised,
+        )
+        parts = split(inputs, work.matrix)
+        by_shape: dict[torch.Size, list[int]] = {}
+        for index, part in enumerate(parts):
+            by_shape.setdefault(part.shape, []).append(index)
+        for same in by_shape.values():
+            stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
+            for index, part in zip(same, orthogonalised(stacked).chunk(len(same))):
+                parts[index] = part
+        return join(parts, work.matrix, inputs.shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MuonRule:
+class MuonRule(NewtonSchulzRule):
     """Muon (Keller Jordan, 2024; scaled as in Moonlight, arXiv 2502.16982). Of `Hyper`: lr, weight_decay, momentum mu.
 
         m <- m + (1 - mu)(g - m)
@@ -50,21 +100,12 @@ class MuonRule:
 
     nesterov: bool = False
     weight_decay_method: Decay = Decay.DECOUPLED
-    scale_mode: ScaleMode = ScaleMode.SPECTRAL
-    extra_scale_factor: float = 1.0
-    coefficient_type: CoefficientType = CoefficientType.QUINTIC
-    custom_coefficients: tuple[Coefficients, ...] = ()  # with CoefficientType.CUSTOM, repeated in a cycle
-    num_ns_steps: int = 5
     eps: float = EPS  # lower bound of the norm that a momentum is divided by
-    fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM
-    use_syrk: bool = True  # compute half of each symmetric product where that is faster
     tp_mode: TpMode = TpMode.BLOCKWISE
     pre_norm: PreNorm = PreNorm.NONE
     post_norm: PostNorm = PostNorm.NONE
     nuclear_scale: bool = False
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
-    backend: str | None = None  # "reference", "torch", "triton"; None: by device
-    orthogonalization: Orthogonalization = field(init=False, repr=False, compare=False)
     codecs: dict[str, StateCodec] = field(init=False, repr=False, compare=False)
     """The codecs of the states, by name."""
 
@@ -77,15 +118,7 @@ class MuonRule:
                 f"nuclear_scale=True with pre_norm={self.pre_norm.value!r}, post_norm={self.post_norm.value!r}: the "
                 "nuclear norm is that of an update which nothing else normalises; leave the norms at 'none'"
             )
-        orthogonalization = Orthogonalization.of(
-            self,
-            eps=self.eps,
-            tp_mode=self.tp_mode,
-            pre_norm=self.pre_norm,
-            post_norm=self.post_norm,
-            nuclear_scale=self.nuclear_scale,
-        )
-        object.__setattr__(self, "orthogonalization", orthogonalization)
+        NewtonSchulzRule.__post_init__(self)
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
@@ -108,7 +141,7 @@ class MuonRule:
     def step(self) -> MuonStep:
         """The step of this rule, of which other rules replace parts."""
         codec = self.codecs[MOMENTUM]
-        return MuonStep(self.directions, self._inputs, self.factors, self.nesterov, self.weight_decay_method, codec)
+        return MuonStep(self.directions, self._inputs, self.scales, self.nesterov, self.weight_decay_method, codec)
 
     def perform_(
         self, batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor, skip: Tensor | None
@@ -134,25 +167,6 @@ class MuonRule:
         """Scale the direction, and update the weights along it."""
         descend_(task, update, self.step, skip)
 
-    def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
-        """O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""
-        work = tasks[0].work
-        orthogonalised = partial(
-            self.orthogonalization,
-            cut_dim=cut_of_parts(work),
-            tensor_parallel=work.matrix.tensor_parallel,
-            normalised=normalised,
-        )
-        parts = split(inputs, work.matrix)
-        by_shape: dict[torch.Size, list[int]] = {}
-        for index, part in enumerate(parts):
-            by_shape.setdefault(part.shape, []).append(index)
-        for same in by_shape.values():
-            stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
-            for index, part in zip(same, orthogonalised(stacked).chunk(len(same))):
-                parts[index] = part
-        return join(parts, work.matrix, inputs.shape)
-
     def _inputs(self, work: Work) -> Inputs:
         return self.orthogonalization.inputs(
             compute_dtype(work),
@@ -160,11 +174,3 @@ class MuonRule:
             cut_dim=cut_of_parts(work),
             tensor_parallel=work.matrix.tensor_parallel,
         )
-
-    def factors(self, work: Work) -> tuple[float, ...]:
-        """s e of each split part of the work, with s for the size of the whole part."""
-        rows, cols = whole_size(work)
-        sizes = work.matrix.split_rows or (rows,)
-        groups = 1 if work.matrix.by_group else rows // sum(sizes)
-        scales = [scale_factor(self.scale_mode, rows=size * groups, cols=cols) for size in sizes]
-        return tuple(scale * self.extra_scale_factor for scale in scales)

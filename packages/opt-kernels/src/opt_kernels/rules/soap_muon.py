@@ -5,17 +5,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from opt_kernels.matrices.access import PartStates
-from opt_kernels.matrices.coefficients import Coefficients, CoefficientType
-from opt_kernels.matrices.muon import MOMENTUM, ScaleMode, scale_factor
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization
+from opt_kernels.matrices.muon import MOMENTUM, ScaleMode
 from opt_kernels.rules.eigenbases import EigenbasisRule, into_basis, out_of_basis, reordered
+from opt_kernels.rules.muon import NewtonSchulzRule
 from opt_kernels.works import Hyper
 
 _SECOND_MOMENT = "exp_avg_sq"  # in the bases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SOAPMuonRule(EigenbasisRule):
+class SOAPMuonRule(EigenbasisRule, NewtonSchulzRule):
     """SOAP-Muon (N. Vyas, nikhilvyas.github.io/SOAP_Muon.pdf), as in the records of modded-nanogpt's track 3.
 
     Of `Hyper`: lr, weight_decay, step, momentum mu, eps. For a gradient G (m, n) of each matrix, with b `shampoo_beta`:
@@ -38,24 +37,14 @@ class SOAPMuonRule(EigenbasisRule):
 
     shampoo_beta: float = 0.9  # of V and of the factors
     scale_mode: ScaleMode = ScaleMode.SHAPE_SCALING
-    extra_scale_factor: float = 1.0
-    coefficient_type: CoefficientType = CoefficientType.QUINTIC
-    custom_coefficients: tuple[Coefficients, ...] = ()  # with CoefficientType.CUSTOM, repeated in a cycle
-    num_ns_steps: int = 5
-    fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM  # of Newton-Schulz; other products are float32
-    use_syrk: bool = True
 
     def __post_init__(self) -> None:
         EigenbasisRule.__post_init__(self)
-        _ = self.orthogonalization  # checks its options
+        NewtonSchulzRule.__post_init__(self)
 
     name = "soap_muon"
     # The momentum, in the shape of the parameter, and its second moment, in the bases.
     moments = (MOMENTUM, _SECOND_MOMENT)
-
-    @property
-    def orthogonalization(self) -> Orthogonalization:
-        return Orthogonalization.of(self)
 
     def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """Q_L P Q_Rᵀ; U in the first step."""
@@ -81,5 +70,4 @@ class SOAPMuonRule(EigenbasisRule):
     def finished(self, directions: Tensor) -> Tensor:
         """s e O of directions (matrices, rows, cols)."""
         rows, cols = directions.shape[-2:]
-        scale = scale_factor(self.scale_mode, rows=rows, cols=cols) * self.extra_scale_factor
-        return self.orthogonalization(directions).to(directions.dtype) * scale
+        return self.orthogonalization(directions).to(directions.dtype) * self.scale(rows=rows, cols=cols)
