@@ -2,11 +2,11 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from itertools import repeat
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -15,12 +15,11 @@ from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.access import MatrixError, check, check_shape
-from opt_kernels.matrices.coefficients import Coefficients
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import NUMBERS, ParamGroup, bound_arguments
 from opt_kernels.params import frozen
-from opt_kernels.rules.base import Needs, Rule, elementwise, init_state, keeps_parts
+from opt_kernels.rules.base import Needs, Rule, build_rule, elementwise, init_state, keeps_parts
 from opt_kernels.works import MatrixSpec, NamedChoice, Number, Work
 
 _SUSPECTS = frozenset(
@@ -132,9 +131,6 @@ def warn_of_suspects(groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-R = TypeVar("R", bound=Rule)
-
-
 class MatrixOptimizer(RuleOptimizer):
     """A `RuleOptimizer` with a matrix rule for matrices and an elementwise rule for all other parameters.
 
@@ -211,7 +207,7 @@ class MatrixOptimizer(RuleOptimizer):
         options = {name: given[name] for name in cls.options}
         if "backend" in {field.name for field in fields(cast(Any, cls.rule_class))}:
             options["backend"] = given["backend"]
-        return made(cls.rule_class, options)
+        return build_rule(cls.rule_class, options)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         is_matrix = group["use_matrix_rule"]
@@ -353,17 +349,6 @@ def options_of(rule: type, *names: str) -> dict[str, Any]:
             raise ValueError(f"field {field.name!r} of {rule.__name__} has no default; give it one")
         defaults[field.name] = value.value if isinstance(value, NamedChoice) else value
     return defaults
-
-
-def made(rule: Callable[..., R], options: Mapping[str, Any]) -> R:
-    """The rule with these fields. Enum members may be given by their values."""
-    chosen = dict(options)
-    for field in fields(cast(Any, rule)):
-        if field.name in chosen and isinstance(field.type, type) and issubclass(field.type, NamedChoice):
-            chosen[field.name] = field.type(chosen[field.name])
-    if "custom_coefficients" in chosen:
-        chosen["custom_coefficients"] = tuple(Coefficients(*step) for step in chosen["custom_coefficients"])
-    return rule(**chosen)
 
 
 def _signature(numbers: Mapping[str, Any], options: Mapping[str, Any]) -> Signature:

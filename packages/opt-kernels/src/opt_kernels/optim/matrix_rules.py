@@ -8,9 +8,9 @@ from torch import Tensor
 
 from opt_kernels.hooks import GivenHooks, Hyperball
 from opt_kernels.optim.groups import ParamGroup
-from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
+from opt_kernels.optim.matrices import MatrixOptimizer, options_of
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
-from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.base import Needs, Rule, build_rule
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.muown import MuownRule
 from opt_kernels.rules.soap import SOAPRule
@@ -75,7 +75,7 @@ class Muon(MatrixOptimizer):
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
         chosen = {name: given[name] for name in (*MUON_OPTIONS, "nesterov", "eps", "backend")}
         scale = {"scale_mode": _scale(given["adjust_lr_fn"], given["scale_mode"]), "num_ns_steps": given["ns_steps"]}
-        return made(MuonRule, {**chosen, **scale, **_coefficients(given)})
+        return build_rule(MuonRule, {**chosen, **scale, **_coefficients(given)})
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: int | Tensor) -> Hyper:
         own = super()._hyper(group, rule, step)
@@ -153,7 +153,7 @@ class AdaptiveMuon(MatrixOptimizer):
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        muon = made(MuonRule, {name: given[name] for name in (*_MUON, "nesterov", "backend")})
+        muon = build_rule(MuonRule, {name: given[name] for name in (*_MUON, "nesterov", "backend")})
         method = cls.method or given["moment2_method"]
         lines = Lines(given.get("lines", Lines.ROWS))
         return AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=lines)

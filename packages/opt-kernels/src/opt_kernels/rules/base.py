@@ -411,12 +411,10 @@ R = TypeVar("R", bound=Rule)
 
 def build_rule(kind: Callable[..., R], options: Mapping[str, Any]) -> R:
     """Return the rule of the dataclass `kind` with these fields. Members of enums may be given by their values."""
-    types = {field.name: field.type for field in fields(cast(Any, kind))}
-    chosen: dict[str, Any] = {}
-    for name, value in options.items():
-        of_field = types.get(name)
-        is_choice = isinstance(of_field, type) and issubclass(of_field, NamedChoice)
-        chosen[name] = cast(Any, of_field)(value) if is_choice else value
+    chosen = dict(options)
+    for option in fields(cast(Any, kind)):
+        if option.name in chosen and isinstance(option.type, type) and issubclass(option.type, NamedChoice):
+            chosen[option.name] = option.type(chosen[option.name])
     if "custom_coefficients" in chosen:
         chosen["custom_coefficients"] = tuple(Coefficients(*step) for step in chosen["custom_coefficients"])
     return kind(**chosen)

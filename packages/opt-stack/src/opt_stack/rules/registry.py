@@ -1,6 +1,6 @@
 """Rules by name: built in, made from fields of the configuration; from the caller; from installed packages."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -9,19 +9,17 @@ import torch
 
 from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mean, foreign_value
 from opt_kernels.formulas import FORMULAS, Formula
-from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, PostNorm, PreNorm, ScaleMode, TpMode
+from opt_kernels.matrices import Decay
 from opt_kernels.rules import (
     AdaptiveMuonRule,
     ElementwiseRule,
-    Lines,
     MuonRule,
     MuownRule,
     Needs,
-    Order,
     Rule,
-    SecondMoment,
     SOAPMuonRule,
     SOAPRule,
+    build_rule,
     elementwise,
 )
 from opt_paramgroups import get_matrix_rule_overrides, get_standard_config_overrides
@@ -46,6 +44,22 @@ class RuleEntry:
 
 
 _DEFAULTS = OptimizerConfig()
+# Fields of the configuration, by the options that they set.
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_NEWTON_SCHULZ = (
+    *("muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps"),
+    *("muon_fp32_matmul_prec", "muon_use_syrk"),
+)
+_MUON = (
+    *_NEWTON_SCHULZ,
+    *("muon_nesterov", "muon_tp_mode", "muon_weight_decay_method"),
+    *("muon_pre_norm", "muon_post_norm", "muon_nuclear_scale"),
+)
+_OF_MUON = (*_MUON, "muon_momentum", "muon_split_qkv")
+_SECOND_MOMENT = ("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_lines")
+_FACTORS = ("soap_shampoo_beta", "soap_max_precond_dim", "soap_one_sided")
+_PRECONDITIONED = (*_FACTORS, "soap_precondition_frequency", "soap_order")
+_SOAP = (*_PRECONDITIONED, "soap_use_kl_shampoo")
 _REFUSED = {
     "backend": "the stack chooses the fastest backend",
     "stochastic_rounding": "the stack keeps main values; only the drop-in optimizers of opt-kernels round so",
@@ -127,16 +141,14 @@ def _options(formula: Formula, config: OptimizerConfig) -> Mapping[str, Any]:
     return options
 
 
+def _options_of(config: OptimizerConfig, fields: Iterable[str]) -> dict[str, Any]:
+    """Return the options that these fields of the configuration set, under their names without the prefix."""
+    return {name.partition("_")[2]: getattr(config, name) for name in fields}
+
+
 def _soap(config: OptimizerConfig) -> SOAPRule:
     _check_decoupled(config, "soap")
-    return SOAPRule(
-        use_kl_shampoo=config.soap_use_kl_shampoo,
-        shampoo_beta=config.soap_shampoo_beta,
-        precondition_frequency=config.soap_precondition_frequency,
-        order=Order(config.soap_order),
-        max_precond_dim=config.soap_max_precond_dim,
-        one_sided=config.soap_one_sided,
-    )
+    return build_rule(SOAPRule, _options_of(config, _SOAP))
 
 
 def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
@@ -146,23 +158,7 @@ def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
             f"{name}={getattr(config, name)!r}: optimizer='soap_muon' updates its bases after every step; leave it at "
             "its default"
         )
-    return SOAPMuonRule(
-        shampoo_beta=config.soap_shampoo_beta,
-        max_precond_dim=config.soap_max_precond_dim,
-        one_sided=config.soap_one_sided,
-        **_orthogonalization(config),
-    )
-
-
-def _orthogonalization(config: OptimizerConfig) -> dict[str, Any]:
-    return {
-        "scale_mode": ScaleMode(config.muon_scale_mode),
-        "extra_scale_factor": config.muon_extra_scale_factor,
-        "coefficient_type": CoefficientType(config.muon_coefficient_type),
-        "num_ns_steps": config.muon_num_ns_steps,
-        "fp32_matmul_prec": MatmulPrecision(config.muon_fp32_matmul_prec),
-        "use_syrk": config.muon_use_syrk,
-    }
+    return build_rule(SOAPMuonRule, _options_of(config, (*_FACTORS, *_NEWTON_SCHULZ)))
 
 
 def _check_decoupled(config: OptimizerConfig, name: str) -> None:
@@ -173,34 +169,26 @@ def _check_decoupled(config: OptimizerConfig, name: str) -> None:
 
 
 def _muon(config: OptimizerConfig) -> MuonRule:
-    method = config.muon_weight_decay_method
-    is_decoupled = config.decoupled_weight_decay
-    if not is_decoupled and method != "decoupled":
-        raise ConfigError(
-            f"decoupled_weight_decay=False with muon_weight_decay_method={method!r}: leave one of them at its default"
-        )
-    return MuonRule(
-        nesterov=config.muon_nesterov,
-        weight_decay_method=Decay(method) if is_decoupled else Decay.L2,
-        tp_mode=TpMode(config.muon_tp_mode),
-        pre_norm=PreNorm(config.muon_pre_norm),
-        post_norm=PostNorm(config.muon_post_norm),
-        nuclear_scale=config.muon_nuclear_scale,
-        **_orthogonalization(config),
-    )
+    options = _options_of(config, _MUON)
+    if not config.decoupled_weight_decay:
+        method = config.muon_weight_decay_method
+        if method != "decoupled":
+            raise ConfigError(
+                f"decoupled_weight_decay=False with muon_weight_decay_method={method!r}: leave one of them at its "
+                "default"
+            )
+        options["weight_decay_method"] = Decay.L2
+    return build_rule(MuonRule, options)
 
 
 def _muown(config: OptimizerConfig) -> MuownRule:
     _check_decoupled(config, "muown")
-    return MuownRule(**_orthogonalization(config))
+    return build_rule(MuownRule, _options_of(config, _NEWTON_SCHULZ))
 
 
 def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
-    return AdaptiveMuonRule(
-        muon=_muon(config),
-        second_moment=SecondMoment(config.adaptive_muon_moment2_method),
-        lines=Lines(config.adaptive_muon_lines),
-    )
+    options = {"second_moment": config.adaptive_muon_moment2_method, "lines": config.adaptive_muon_lines}
+    return build_rule(AdaptiveMuonRule, {"muon": _muon(config), **options})
 
 
 def _adam_entries(config: OptimizerConfig) -> Mapping[str, Any]:
@@ -246,30 +234,15 @@ def _built_in() -> Iterator[RuleEntry]:
 
 
 BUILT_IN = tuple(_built_in())
-_ORTHOGONALISED = (
-    *("muon_momentum", "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps"),
-    *("muon_fp32_matmul_prec", "muon_use_syrk"),
-)
-_MUON = (
-    *_ORTHOGONALISED,
-    *("muon_nesterov", "muon_tp_mode", "muon_weight_decay_method", "muon_split_qkv"),
-    *("muon_pre_norm", "muon_post_norm", "muon_nuclear_scale"),
-)
-_SECOND_MOMENT = ("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_lines")
-_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
-_PRECONDITIONED = (
-    *("soap_shampoo_beta", "soap_precondition_frequency", "soap_order", "soap_max_precond_dim", "soap_one_sided"),
-    "soap_split_qkv",
-)
 FIELDS_OF_RULES: Mapping[str, tuple[str, ...]] = {
     "adam": _ADAM,
     "sgd": ("sgd_momentum",),
     "lion": ("lion_beta1", "lion_beta2"),
-    "muon": _MUON,
-    "adaptive_muon": (*_MUON, *_SECOND_MOMENT),
-    "muown": (*_ADAM, *_ORTHOGONALISED, "muon_split_qkv"),
-    "soap": (*_ADAM, *_PRECONDITIONED, "soap_use_kl_shampoo"),
-    "soap_muon": ("adam_eps", *_ORTHOGONALISED, *_PRECONDITIONED),
+    "muon": _OF_MUON,
+    "adaptive_muon": (*_OF_MUON, *_SECOND_MOMENT),
+    "muown": (*_ADAM, *_NEWTON_SCHULZ, "muon_momentum", "muon_split_qkv"),
+    "soap": (*_ADAM, *_SOAP, "soap_split_qkv"),
+    "soap_muon": ("adam_eps", *_NEWTON_SCHULZ, "muon_momentum", *_PRECONDITIONED, "soap_split_qkv"),
 }
 """The fields of `OptimizerConfig` that only rules read, by built-in rule. Other built-in rules read none. In addition,
 Muon's family reads `muon_scalar_optimizer` if the configuration names it."""
