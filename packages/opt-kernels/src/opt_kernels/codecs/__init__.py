@@ -4,9 +4,7 @@ from opt_kernels.codecs.codec import (
     BLOCK,
     TINY,
     CodecError,
-    Companded,
     Plain,
-    Root,
     Scaled,
     StateCodec,
     codec_for,
@@ -14,6 +12,7 @@ from opt_kernels.codecs.codec import (
     init_state,
     rows_of,
     scale_name,
+    scheme_of,
     stalls,
     state_specs,
     stochastic,
@@ -22,6 +21,6 @@ from opt_kernels.codecs.codec import (
 from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [
-    "BLOCK", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for", "codecs_of",
-    "init_state", "join", "rows_of", "scale_name", "split_", "stalls", "state_specs", "stochastic", "without_outliers",
+    "BLOCK", "TINY", "CodecError", "Plain", "Scaled", "StateCodec", "codec_for", "codecs_of", "init_state", "join",
+    "rows_of", "scale_name", "scheme_of", "split_", "stalls", "state_specs", "stochastic", "without_outliers",
 ]  # fmt: skip

@@ -219,6 +219,22 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
     )
 
 
+_SCHEMES = {
+    torch.float16: "half",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "companded",
+    torch.uint8: "root",
+}
+
+
+def scheme_of(codec: StateCodec) -> str:
+    """The name by which compiled sweeps know a codec: "plain", or that of its codes; empty for other codecs."""
+    if type(codec) is Plain:
+        return "plain"
+    return _SCHEMES.get(codec.dtype, "") if type(codec) in (Scaled, Companded, Root) else ""
+
+
 def stalls(codec: StateCodec, beta: float | Tensor | str) -> bool:
     """Whether an average x <- x + (1 - beta) (y - x), rounded to nearest, may stop more than 5 % from a constant y.
 

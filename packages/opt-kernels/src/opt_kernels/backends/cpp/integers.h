@@ -147,3 +147,6 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
     }
 #endif
 };
+
+template <bool SIGNED, bool ROUNDS> using codec_companded = Companded<SIGNED, ROUNDS>;
+template <bool SIGNED, bool ROUNDS> using codec_root = Root<SIGNED, ROUNDS>;

@@ -291,6 +291,6 @@ struct Scaled : Coded<T, SIGNED, ROUNDS> {
     }
 };
 
-template <bool SIGNED, bool ROUNDS> using ScaledHalf = Scaled<half, Binary16, 15, SIGNED, ROUNDS>;
-template <bool SIGNED, bool ROUNDS> using ScaledE4M3 = Scaled<uint8_t, E4M3, 8, SIGNED, ROUNDS>;
-template <bool SIGNED, bool ROUNDS> using ScaledE5M2 = Scaled<uint8_t, E5M2, 15, SIGNED, ROUNDS>;
+template <bool SIGNED, bool ROUNDS> using codec_half = Scaled<half, Binary16, 15, SIGNED, ROUNDS>;
+template <bool SIGNED, bool ROUNDS> using codec_e4m3 = Scaled<uint8_t, E4M3, 8, SIGNED, ROUNDS>;
+template <bool SIGNED, bool ROUNDS> using codec_e5m2 = Scaled<uint8_t, E5M2, 15, SIGNED, ROUNDS>;

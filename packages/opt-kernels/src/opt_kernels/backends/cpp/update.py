@@ -18,7 +18,7 @@ from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.translate import has_codes, source_of
 from opt_kernels.backends.tables import DeviceTables
-from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec, scale_name
+from opt_kernels.codecs import Plain, StateCodec, scale_name, scheme_of
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -26,13 +26,6 @@ C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "b
 UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
 HEADERS = ("formats.h", "update.h")
 HEADERS_OF_CODES = ("formats.h", "codecs.h", "narrow.h", "integers.h", "update.h")
-CODEC_TYPES: Mapping[tuple[type, torch.dtype], str] = {
-    (Scaled, torch.float16): "ScaledHalf",
-    (Scaled, torch.float8_e4m3fn): "ScaledE4M3",
-    (Scaled, torch.float8_e5m2): "ScaledE5M2",
-    (Companded, torch.int8): "Companded",
-    (Root, torch.uint8): "Root",
-}
 REMAINDER_TYPES: Mapping[torch.dtype, str] = {torch.int16: "int16_t", torch.int8: "int8_t"}
 SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
 CALLS = 1024  # a step has one per bucket; calls that do not fit are checked anew in every step
@@ -85,10 +78,9 @@ def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
     rounds = str(codec.stochastic).lower()
     if isinstance(codec, Plain):
         return f"Plain<{UPDATE_TYPES[dtype]}, {rounds}>" if dtype in UPDATE_TYPES else None
-    if dtype is not codec.dtype:
-        return None
-    name = CODEC_TYPES.get((type(codec), dtype))
-    return None if name is None else f"{name}<{str(codec.signed).lower()}, {rounds}>"
+    scheme = scheme_of(codec)
+    is_known = scheme and dtype is codec.dtype
+    return f"codec_{scheme}<{str(codec.signed).lower()}, {rounds}>" if is_known else None
 
 
 @cache

@@ -5,34 +5,23 @@ codes are computed from the bits of the float32, because Triton's casts exist on
 them convert to a different format of the same width.
 """
 
-from collections.abc import Mapping
-
 import torch
 
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.triton import jit, tl
 from opt_kernels.backends.triton.lanes import divide, load, nearest, root, round_stochastically, store
-from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
+from opt_kernels.codecs import StateCodec, scheme_of
 
 GROUP: tl.constexpr = tl.constexpr(128)  # elements that share a scale
 TINY: tl.constexpr = tl.constexpr(2.0**-126)  # the smallest scale: below it a scale could not be divided by
 OUTLIER: tl.constexpr = tl.constexpr(2.0**60)
-
-
-_SCHEMES: Mapping[tuple[type, torch.dtype], str] = {
-    **{(Plain, dtype): "plain" for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)},
-    (Scaled, torch.float16): "half",
-    (Scaled, torch.float8_e4m3fn): "e4m3",
-    (Scaled, torch.float8_e5m2): "e5m2",
-    (Companded, torch.int8): "companded",
-    (Root, torch.uint8): "root",
-}
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of states without scales
 
 
 def scheme(codec: StateCodec) -> str:
     """The scheme that a sweep is compiled with for `codec`. Raises LayoutError for an unsupported codec."""
-    found = _SCHEMES.get((type(codec), codec.dtype))
-    if found is None:
+    found = scheme_of(codec)
+    if not found or (found == "plain" and codec.dtype not in PLAIN):
         raise LayoutError(
             f"the triton backend has no sweep for {codec!r}; allowed are the codecs that codec_for gives; "
             "use backend='torch'"
