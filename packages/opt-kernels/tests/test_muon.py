@@ -173,7 +173,7 @@ def test_gradients_are_read_in_any_dtype_and_scaled():
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
 def test_16_bit_products_have_the_dtype_that_suits_the_device(device, dtype):
     inputs = MuonRule().orthogonalization.inputs
-    assert inputs(torch.float32, torch.device(device), cut_dim=None, tensor_parallel=None).dtype is dtype
+    assert inputs(torch.float32, torch.device(device), None).dtype is dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])

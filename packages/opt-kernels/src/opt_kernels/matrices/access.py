@@ -16,7 +16,7 @@ from torch import Tensor
 from opt_kernels.backends import elements
 from opt_kernels.backends.elements import compute_dtype, flat
 from opt_kernels.codecs import StateCodec, scale_name, without_outliers
-from opt_kernels.works import Batch, MatrixSpec, Task, Work
+from opt_kernels.works import Batch, MatrixSpec, Task, TensorParallel, Work
 
 # Elements of a stack: enough that small matrices share calls. On a CPU a stack must fit in the cache: a matrix of
 # 512 x 2048 is faster alone than in a larger stack.
@@ -92,12 +92,20 @@ def matrix_dim(work: Work) -> int | None:
     return dim
 
 
-def cut_of_parts(work: Work) -> int | None:
-    """`matrix_dim` of the split parts of the work: None if tensor parallelism assigns whole heads to ranks."""
-    cut = matrix_dim(work)
-    if work.matrix.by_group and cut == -2:
+class Cut(NamedTuple):
+    """How ranks share a whole matrix: each has a part of its rows (dim -2) or columns (-1)."""
+
+    dim: int
+    ranks: TensorParallel
+
+
+def cut_of_parts(work: Work) -> Cut | None:
+    """How ranks share the split parts of the work: None if tensor parallelism assigns whole heads to ranks."""
+    dim = matrix_dim(work)
+    ranks = work.matrix.tensor_parallel
+    if dim is None or ranks is None or (work.matrix.by_group and dim == -2):
         return None
-    return cut
+    return Cut(dim, ranks)
 
 
 def sum_of_squares(work: Work, x: Tensor) -> Tensor:

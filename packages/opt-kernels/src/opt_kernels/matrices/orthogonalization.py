@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import Backend, parse_backend, version
+from opt_kernels.matrices.access import Cut
 from opt_kernels.matrices.coefficients import (
     NOT_IN_16_BITS,
     Coefficients,
@@ -35,7 +36,7 @@ from opt_kernels.matrices.coefficients import (
 from opt_kernels.matrices.muon import EPS, Inputs, PostNorm, PreNorm
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import MatmulPrecision, fp32_products
-from opt_kernels.works import NamedChoice, TensorParallel
+from opt_kernels.works import NamedChoice
 
 __all__ = [
     "EPS", "MatmulPrecision", "Orthogonalization", "TpMode", "cut", "newton_schulz", "reference_newton_schulz",
@@ -62,14 +63,13 @@ def reference_newton_schulz(
     matrix stays zero. With `rescale_rows`, p acts on the singular values of the rescaled matrix instead.
     """
     x = x.to(dtype)
-    squares = x.square().sum((-2, -1), keepdim=True)
-    x = x / (squares if all_reduce is None else all_reduce(squares)).sqrt().clamp_min(eps)
+    total = all_reduce or (lambda summed: summed)
+    squares = total(x.square().sum((-2, -1), keepdim=True))
+    x = x / squares.sqrt().clamp_min(eps)
     if rescale_rows:
-        gram = product(x, x.mT)
-        x = x * row_scales(gram if all_reduce is None else all_reduce(gram))
+        x = x * row_scales(total(product(x, x.mT)))
     for a, b, c in chain.from_iterable(segments):
-        gram = product(x, x.mT)
-        gram = gram if all_reduce is None else all_reduce(gram)
+        gram = total(product(x, x.mT))
         x = a * x + (b * gram + c * product(gram, gram)) @ x
     return x
 
@@ -257,13 +257,6 @@ class TpMode(NamedChoice):
         return cls.DUPLICATED if value == "layer_sharded" else super()._missing_(value)
 
 
-class _Cut(NamedTuple):
-    """How ranks share a whole matrix: each has a part of its rows (dim -2) or columns (-1)."""
-
-    dim: int
-    ranks: TensorParallel
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orthogonalization:
     """The polar factor of matrices, by Newton-Schulz, between the normalisations that Muon's variants add:
@@ -310,64 +303,51 @@ class Orthogonalization:
     def __call__(
         self,
         x: Tensor,  # (batch, rows, cols) float32 or float64, read only: this rank's part
+        cut: Cut | None = None,
         *,
-        cut_dim: int | None = None,  # -2 or -1: the dim that tensor parallelism shards
-        tensor_parallel: TensorParallel | None = None,
         normalised: bool = False,  # x has the form that `inputs` describes
     ) -> Tensor:
         """The orthogonalised matrices, or this rank's part of them, (batch, rows, cols) of x's dtype."""
-        if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
-            return self._levelled(x, None, normalised=normalised)
-        if self.tp_mode is TpMode.DISTRIBUTED:
-            return self._levelled(x, _Cut(cut_dim, tensor_parallel), normalised=normalised)
-        whole = tensor_parallel.all_gather(x, x.dim() + cut_dim)
-        part = x.shape[cut_dim]
-        done = self._levelled(whole, None)
-        return done.narrow(cut_dim, tensor_parallel.rank * part, part)
+        if cut is None or self.tp_mode is not TpMode.DUPLICATED:
+            return self._orthogonalised(x, self._summed(cut), normalised=normalised)
+        whole = cut.ranks.all_gather(x, x.dim() + cut.dim)
+        part = x.shape[cut.dim]
+        return self._orthogonalised(whole, None).narrow(cut.dim, cut.ranks.rank * part, part)
 
-    def inputs(
-        self, dtype: torch.dtype, device: torch.device, *, cut_dim: int | None, tensor_parallel: TensorParallel | None
-    ) -> Inputs:
+    def inputs(self, dtype: torch.dtype, device: torch.device, cut: Cut | None) -> Inputs:
         """The form of x that saves another pass for its norm. `dtype` is the compute dtype."""
-        if self._is_levelled:
+        has_norms = self.nuclear_scale or self.pre_norm is not PreNorm.NONE or self.post_norm is not PostNorm.NONE
+        is_gathered = cut is not None and self.tp_mode is TpMode.DUPLICATED
+        if has_norms or is_gathered:
+            # What stands before or after Newton-Schulz must see x with its norm, unrounded. A gathered x is normalised
+            # on every rank: a norm summed over ranks may differ in its last bit.
             return Inputs(dtype, False, eps=self.eps)
-        all_reduce = None
-        if cut_dim is not None and tensor_parallel is not None:
-            if self.tp_mode is TpMode.DUPLICATED:
-                # Gathered and normalised on every rank: a norm summed over ranks may differ in its last bit.
-                return Inputs(dtype, False, eps=self.eps)
-            if self.tp_mode is TpMode.DISTRIBUTED:
-                all_reduce = tensor_parallel.all_reduce
+        summed = self._summed(cut)
+        all_reduce = None if summed is None else summed.ranks.all_reduce
         return Inputs(self._dtype(dtype, device), True, all_reduce, self.eps)
 
-    @property
-    def _is_levelled(self) -> bool:
-        """Whether anything stands before or after Newton-Schulz, and so must see x with its norm, unrounded."""
-        return self.nuclear_scale or self.pre_norm is not PreNorm.NONE or self.post_norm is not PostNorm.NONE
+    def _summed(self, cut: Cut | None) -> Cut | None:
+        """The cut over whose ranks Gram matrices and norms are summed."""
+        return cut if self.tp_mode is TpMode.DISTRIBUTED else None
 
-    def _levelled(self, x: Tensor, cut: _Cut | None, *, normalised: bool = False) -> Tensor:
+    def _orthogonalised(self, x: Tensor, cut: Cut | None, *, normalised: bool = False) -> Tensor:
         """Orthogonalise matrices, or parts of matrices, with what stands before and after Newton-Schulz."""
-        transpose = x.shape[-2] > x.shape[-1]
-        all_reduce = None
-        if cut is not None:
-            # Ranks must store columns, so that their Gram matrices add up to that of the whole.
-            transpose = cut.dim == -2
-            all_reduce = cut.ranks.all_reduce
         given = x
         if self.pre_norm is PreNorm.ROWS:
             x = x / self._norms(x, (-1,), cut)
-        done = self._oriented(x, transpose=transpose, all_reduce=all_reduce, normalised=normalised)
+        done = self._oriented(x, cut, normalised=normalised)
         for dims in self.post_norm.dims:
             done = done / self._norms(done, dims, cut)
         if self.post_norm is PostNorm.FROBENIUS:
             done = done * self._smaller_side(x, cut) ** 0.5
         if self.nuclear_scale:
             products = (done.double() * given).sum((-2, -1), keepdim=True)
-            total = products if all_reduce is None else all_reduce(products)
-            done = done * total.to(done.dtype)
+            if cut is not None:
+                products = cut.ranks.all_reduce(products)
+            done = done * products.to(done.dtype)
         return done
 
-    def _smaller_side(self, x: Tensor, cut: _Cut | None) -> float | Tensor:
+    def _smaller_side(self, x: Tensor, cut: Cut | None) -> float | Tensor:
         """The smaller of the rows and columns of whole matrices. Ranks may have parts of unequal size."""
         if cut is None:
             return float(min(x.shape[-2:]))
@@ -375,7 +355,7 @@ class Orthogonalization:
         other = -3 - cut.dim
         return cut.ranks.all_reduce(part).clamp_max(x.shape[other]).to(x.dtype)
 
-    def _norms(self, x: Tensor, dims: tuple[int, ...], cut: _Cut | None) -> Tensor:
+    def _norms(self, x: Tensor, dims: tuple[int, ...], cut: Cut | None) -> Tensor:
         """The norms over `dims` of whole matrices, kept as dims of size 1, at least `eps`. Computed in float64: squares
         do not overflow, and sums over ranks are those of one rank."""
         norms: Tensor = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float64)
@@ -383,15 +363,11 @@ class Orthogonalization:
             norms = cut.ranks.all_reduce(norms.square()).sqrt()
         return norms.clamp_min(self.eps).to(x.dtype)
 
-    def _oriented(
-        self,
-        x: Tensor,
-        *,
-        transpose: bool,
-        all_reduce: Callable[[Tensor], Tensor] | None = None,
-        normalised: bool = False,
-    ) -> Tensor:
-        """Orthogonalise with the Gram matrix of the rows, or of the columns with `transpose`."""
+    def _oriented(self, x: Tensor, shared: Cut | None, *, normalised: bool) -> Tensor:
+        """Orthogonalise with the Gram matrix of the shorter side, or of the one that is not cut: ranks must store
+        columns, so that their Gram matrices add up to that of the whole."""
+        transpose = x.shape[-2] > x.shape[-1] if shared is None else shared.dim == -2
+        all_reduce = None if shared is None else shared.ranks.all_reduce
         wide = x
         if transpose:
             wide = x.mT.contiguous()

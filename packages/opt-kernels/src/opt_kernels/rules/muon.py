@@ -63,12 +63,7 @@ class NewtonSchulzRule:
     def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
         """O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""
         work = tasks[0].work
-        orthogonalised = partial(
-            self.orthogonalization,
-            cut_dim=cut_of_parts(work),
-            tensor_parallel=work.matrix.tensor_parallel,
-            normalised=normalised,
-        )
+        orthogonalised = partial(self.orthogonalization, cut=cut_of_parts(work), normalised=normalised)
         parts = split(inputs, work.matrix)
         by_shape: dict[torch.Size, list[int]] = {}
         for index, part in enumerate(parts):
@@ -168,9 +163,4 @@ class MuonRule(NewtonSchulzRule):
         descend_(task, update, self.step, skip)
 
     def _inputs(self, work: Work) -> Inputs:
-        return self.orthogonalization.inputs(
-            compute_dtype(work),
-            work.grad.device,
-            cut_dim=cut_of_parts(work),
-            tensor_parallel=work.matrix.tensor_parallel,
-        )
+        return self.orthogonalization.inputs(compute_dtype(work), work.grad.device, cut_of_parts(work))
