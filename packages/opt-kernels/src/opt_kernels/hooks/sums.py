@@ -97,28 +97,26 @@ def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) 
         factors = factors * _factors(hook, sums, factors)
     rate = hyper.lr * factors
     keep = torch.ones_like(rate)
-    for hook in (hook for hook in hooks if isinstance(hook, values.RadialBrake)):
-        keep = keep + (1 - hook.outward) * rate * _outward(sums)
+    p_squares = columns(sums).p_squares
+    products = columns(sums).products
+    for hook in hooks:
+        if isinstance(hook, values.RadialBrake):
+            outward = torch.where(p_squares == 0, 0.0, products.clamp_max(0.0) / p_squares)  # c, or 0 for c > 0
+            keep = keep + (1 - hook.outward) * rate * outward
     if any(isinstance(hook, values.RadiusPin) for hook in hooks):
-        scale = _to_radius(sums, keep, rate)
+        # w = keep p - rate u gets the length of its part along p: it is scaled by <w, p> / (|w| |p|).
+        lengths = (_squares_of_moved(sums, keep, rate) * p_squares).sqrt()
+        scale = torch.where(lengths == 0, 1.0, (keep * p_squares - rate * products) / lengths)
         keep = scale * keep
         rate = scale * rate
     return keep - share_that_decays(hooks, hyper, couples=couples), rate
 
 
-def _outward(sums: Tensor) -> Tensor:
-    """c = <u, p> / |p|² of updates that point outward, (n,); 0 of others, and where p is 0."""
-    _, _, _, p_squares, products = columns(sums)
-    return torch.where(p_squares == 0, 0.0, products.clamp_max(0.0) / p_squares)
-
-
-def _to_radius(sums: Tensor, keep: Tensor, rate: Tensor) -> Tensor:
-    """The factor of w = keep p - rate u that gives it the length of its part along p, (n,): <w, p> / (|w| |p|)."""
+def _squares_of_moved(sums: Tensor, keep: float | Tensor, rate: Tensor) -> Tensor:
+    """|keep p - rate u|², (n,): it follows from the sums, so one reduction suffices."""
     _, _, u_squares, p_squares, products = columns(sums)
     squares = keep * keep * p_squares - 2 * keep * rate * products + rate * rate * u_squares
-    along = keep * p_squares - rate * products
-    lengths = (squares.clamp_min(0.0) * p_squares).sqrt()
-    return torch.where(lengths == 0, 1.0, along / lengths)
+    return squares.clamp_min(0.0)
 
 
 def share_that_decays(hooks: values.Hooks, hyper: Hyper, *, couples: bool) -> float | Tensor:
@@ -160,11 +158,11 @@ def raise_rows_(update: Tensor, main: Tensor, ratio: float | Tensor) -> None:
 
 
 def _on_the_ball(ball: values.Hyperball, sums: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
-    """R N(p - lr R N(u)); the norm of the inner vector follows from the sums, so one reduction suffices."""
-    _, _, u_squares, p_squares, products = columns(sums)
+    """R N(p - lr R N(u))."""
+    _, _, u_squares, p_squares, _ = columns(sums)
     radius = p_squares.sqrt() if ball.radius is None else torch.full_like(p_squares, ball.radius)
     step = torch.where(u_squares == 0, 0.0, hyper.lr * radius / u_squares.sqrt())
-    norm = (p_squares - 2 * step * products + step * step * u_squares).sqrt()
+    norm = _squares_of_moved(sums, 1.0, step).sqrt()
     keep = torch.where(norm == 0, 1.0, radius / norm)  # zeros have no direction and stay zero
     return keep, keep * step
 
