@@ -58,13 +58,19 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 def split_(weight: Tensor, remainder: Tensor, main: Tensor) -> None:
     """Write the halves of `main` (float32) to `weight` (bfloat16) and `remainder` (int16 or int8), of one shape."""
-    lower = main.view(torch.int32)
+    word = main.view(torch.int32)
     if remainder.dtype is torch.int8:
-        lower = (lower >> 8).bitwise_and_(1).add_(0x7F).add_(lower).bitwise_right_shift_(8)  # 24 bits, rounded
-        upper = (lower + 0x80).bitwise_right_shift_(8)
+        lower = (word >> 8) & 1
+        lower += 0x7F
+        lower += word
+        lower >>= 8  # 24 bits, rounded
+        upper = lower + 0x80
+        upper >>= 8
         lower.sub_(upper, alpha=1 << 8)
     else:
-        upper = (lower + 0x8000).bitwise_right_shift_(16)
+        lower = word
+        upper = word + 0x8000
+        upper >>= 16
     weight.view(torch.int16).copy_(upper)
     remainder.copy_(lower)  # as an integer: the lower bits
     if not _is_known_finite(main):
@@ -96,23 +102,32 @@ def round_(target: Tensor, values: Tensor, words: Tensor) -> None:
     exponent = round(math.log2(limits.smallest_normal))
     shift = 23 + round(math.log2(limits.eps))
     size = values.abs()
-    fixed = size.view(torch.int32) - ((126 + exponent) << 23)
+    word = size.view(torch.int32) - ((126 + exponent) << 23)
     if exponent > -126:
-        small = size.clamp(max=limits.smallest_normal) * 2.0 ** (23 - exponent)
-        fixed = torch.where(size < limits.smallest_normal, small.to(torch.int32), fixed)
-    rounded = fixed.add_(upper_bits(words, shift)).bitwise_right_shift_(shift)
+        small = size.clamp(max=limits.smallest_normal)
+        small *= 2.0 ** (23 - exponent)
+        is_small = size < limits.smallest_normal
+        word = torch.where(is_small, small.to(torch.int32), word)
+    word += upper_bits(words, shift)
+    word >>= shift
     bits = 8 * target.dtype.itemsize
-    sign = values.signbit().to(torch.int32) << (bits - 1)
-    target.view(torch.int16 if bits == 16 else torch.uint8).copy_(rounded.bitwise_or_(sign))
+    sign = values.signbit().to(torch.int32)
+    word |= sign << (bits - 1)
+    codes = target.view(torch.int16 if bits == 16 else torch.uint8)
+    codes.copy_(word)
     if target.dtype is torch.bfloat16 and not _is_known_finite(values):
-        target.copy_(torch.where(values.isfinite(), target, values.to(torch.bfloat16)))
+        nearest = values.to(torch.bfloat16)
+        target.copy_(torch.where(values.isfinite(), target, nearest))
 
 
 def rounded_to_integers(values: Tensor, words: Tensor) -> Tensor:
     """`values` (n,) float32, of at most 255, rounded stochastically to int32: with 16 bits of their fraction, plus
     noise, which is odd so that a code whose product was rounded down stays."""
-    fixed = (values.clamp(max=255) * 65536.0).to(torch.int32)
-    return fixed.add_(upper_bits(words, 16).bitwise_or_(1)).bitwise_right_shift_(16)
+    scaled = values.clamp(max=255)
+    scaled *= 65536.0
+    fixed = scaled.to(torch.int32)
+    fixed += upper_bits(words, 16) | 1
+    return fixed >> 16
 
 
 def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
@@ -123,23 +138,31 @@ def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
         before = noise(size, first=first, step=step, device=device)
         after = noise(numel - size, first=first + size, step=step, device=device)
         return torch.cat([before, after])
-    key = _mix_(torch.tensor([_signed(step + upper * GOLDEN)], dtype=torch.int32, device=device))
-    index = torch.arange(numel, dtype=torch.int32, device=device).add_(_signed(lower))
-    return _scramble_(index.bitwise_xor_(key))
+    seed = _signed(step + upper * GOLDEN)
+    key = _mix_(torch.tensor([seed], dtype=torch.int32, device=device))
+    index = torch.arange(numel, dtype=torch.int32, device=device)
+    index += _signed(lower)
+    index ^= key
+    return _scramble_(index)
 
 
 def noise_of_state(numel: int, *, first: int, step: int, number: int, device: torch.device) -> Tensor:
     """The noise words, (numel,) int32, of the `number`-th state, from 1, for the elements from index `first` on."""
     block, offset = divmod(first, NOISE_BLOCK)
-    count = -(-(offset + numel) // NOISE_BLOCK)
-    of_blocks = noise(count, first=block, step=step + number * STREAM, device=device)
-    within = torch.arange(NOISE_BLOCK, dtype=torch.int32, device=device).mul_(_signed(GOLDEN))
-    return (of_blocks[:, None] + within).view(-1)[offset : offset + numel]
+    end = offset + numel
+    stream = step + number * STREAM
+    of_blocks = noise(-(-end // NOISE_BLOCK), first=block, step=stream, device=device)
+    within = torch.arange(NOISE_BLOCK, dtype=torch.int32, device=device)
+    within *= _signed(GOLDEN)
+    words = of_blocks[:, None] + within
+    return words.view(-1)[offset:end]
 
 
 def upper_bits(words: Tensor, count: int) -> Tensor:
     """The upper `count` bits of words (int32), as integers from 0 on: a new tensor."""
-    return (words >> (32 - count)).bitwise_and_((1 << count) - 1)
+    upper = words >> (32 - count)
+    upper &= (1 << count) - 1
+    return upper
 
 
 def _scramble_(x: Tensor) -> Tensor:
@@ -147,14 +170,18 @@ def _scramble_(x: Tensor) -> Tensor:
 
     The masks clear the copies of the sign bit that the shift of an int32 makes.
     """
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x7FEB352D))
-    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
+    x ^= (x >> 16) & 0xFFFF
+    x *= _signed(0x7FEB352D)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed(0x846CA68B)
+    return x
 
 
 def _mix_(x: Tensor) -> Tensor:
     """A bijection of 32-bit words (int32) in which every output bit depends on every input bit, in place."""
     x = _scramble_(x)
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    x ^= (x >> 16) & 0xFFFF
+    return x
 
 
 def _signed(word: int) -> int:

@@ -82,8 +82,10 @@ def row_scales(gram: Tensor) -> Tensor:
     orthogonal rows, reaches 1, where the set's first polynomial is negative. The scales returned here are therefore
     multiplied by `AOL_RANGE`.
     """
-    sums = gram.to(torch.promote_types(gram.dtype, torch.float32)).abs().sum(-1, keepdim=True)
-    return AOL_RANGE * sums.clamp_min(torch.finfo(gram.dtype).smallest_normal).rsqrt()
+    wide = gram.to(torch.promote_types(gram.dtype, torch.float32))
+    sums = wide.abs().sum(-1, keepdim=True)
+    smallest = torch.finfo(gram.dtype).smallest_normal
+    return AOL_RANGE * sums.clamp_min(smallest).rsqrt()
 
 
 # An eigenvalue of R that consists of rounding errors, of a unit times the largest eigenvalue, may grow to about this
@@ -160,11 +162,13 @@ def newton_schulz(
         gram = product(x, x.mT)
         if all_reduce is not None:
             # Summed in fp32, because partial sums in a narrow dtype would be rounded once per rank.
-            gram = all_reduce(gram.to(torch.promote_types(dtype, torch.float32))).to(dtype)
+            wide = gram.to(torch.promote_types(dtype, torch.float32))
+            gram = all_reduce(wide).to(dtype)
         if rescale_rows and number == 0:
             scales = row_scales(gram)
             x = (x * scales).to(dtype)
-            gram = (scales * gram * scales.mT).to(dtype)
+            scaled = scales * gram * scales.mT
+            gram = scaled.to(dtype)
         factor = _factor(gram, segment, product, is_start=number == 0)
         spare = torch.empty_like(x) if spare is None else spare
         before = x
@@ -191,17 +195,22 @@ def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callab
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = _norm(x, all_reduce)
     # Ranks that share matrices have the same norms. On a device the host would have to wait for them.
-    has_overflowed = bool(norm.isinf().any()) if x.device.type == "cpu" else all_reduce is None
+    has_overflowed = all_reduce is None
+    if x.device.type == "cpu":
+        has_overflowed = bool(norm.isinf().any())
     if has_overflowed:
-        x = x * torch.where(norm.isinf(), 2.0**-64, torch.ones_like(norm))
+        scales = torch.where(norm.isinf(), 2.0**-64, torch.ones_like(norm))
+        x = x * scales
         norm = _norm(x, all_reduce)
     return torch.div(x, norm.clamp_min(eps), out=torch.empty_like(x, dtype=dtype))
 
 
 def _norm(x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
     """The Frobenius norm of every whole matrix, (batch, 1, 1); infinite in fp32 above 1.8e19: squares overflow."""
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return norm if all_reduce is None else all_reduce(norm.square()).sqrt()
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    if all_reduce is None:
+        return norm
+    return all_reduce(norm.square()).sqrt()
 
 
 def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor], *, is_start: bool) -> _Factor:
@@ -230,17 +239,22 @@ def _step(gram: Tensor, step: Coefficients, product: Callable[..., Tensor], *, a
     """
     a, b, c = step
     if not around_one:
-        return _Factor(a, b * gram if c == 0.0 else product(gram, gram, alpha=c, added=gram, beta=b))
+        if c == 0.0:
+            return _Factor(a, b * gram)
+        return _Factor(a, product(gram, gram, alpha=c, added=gram, beta=b))
     shifted = gram.clone()
     shifted.diagonal(dim1=-2, dim2=-1).sub_(1.0)
     slope = b + 2.0 * c
-    rest = slope * shifted if c == 0.0 else product(shifted, shifted, alpha=c, added=shifted, beta=slope)
-    return _Factor(a + b + c, rest)
+    identity = a + b + c
+    if c == 0.0:
+        return _Factor(identity, slope * shifted)
+    return _Factor(identity, product(shifted, shifted, alpha=c, added=shifted, beta=slope))
 
 
 def _times(left: _Factor, right: _Factor, product: Callable[..., Tensor]) -> _Factor:
     """(qI + Y)(rI + Z) = qr I + (rY + qZ + YZ)."""
-    rest = product(left.rest, right.rest, added=left.rest, beta=right.identity).add_(right.rest, alpha=left.identity)
+    rest = product(left.rest, right.rest, added=left.rest, beta=right.identity)
+    rest.add_(right.rest, alpha=left.identity)
     return _Factor(left.identity * right.identity, rest)
 
 
@@ -311,19 +325,24 @@ class Orthogonalization:
         if cut is None or self.tp_mode is not TpMode.DUPLICATED:
             return self._orthogonalised(x, self._summed(cut), normalised=normalised)
         whole = cut.ranks.all_gather(x, x.dim() + cut.dim)
+        done = self._orthogonalised(whole, None)
         part = x.shape[cut.dim]
-        return self._orthogonalised(whole, None).narrow(cut.dim, cut.ranks.rank * part, part)
+        first = cut.ranks.rank * part
+        return done.narrow(cut.dim, first, part)
 
     def inputs(self, dtype: torch.dtype, device: torch.device, cut: Cut | None) -> Inputs:
         """The form of x that saves another pass for its norm. `dtype` is the compute dtype."""
-        has_norms = self.nuclear_scale or self.pre_norm is not PreNorm.NONE or self.post_norm is not PostNorm.NONE
+        norms = (self.pre_norm, self.post_norm)
+        has_norms = self.nuclear_scale or norms != (PreNorm.NONE, PostNorm.NONE)
         is_gathered = cut is not None and self.tp_mode is TpMode.DUPLICATED
         if has_norms or is_gathered:
             # What stands before or after Newton-Schulz must see x with its norm, unrounded. A gathered x is normalised
             # on every rank: a norm summed over ranks may differ in its last bit.
             return Inputs(dtype, False, eps=self.eps)
         summed = self._summed(cut)
-        all_reduce = None if summed is None else summed.ranks.all_reduce
+        all_reduce = None
+        if summed is not None:
+            all_reduce = summed.ranks.all_reduce
         return Inputs(self._dtype(dtype, device), True, all_reduce, self.eps)
 
     def _summed(self, cut: Cut | None) -> Cut | None:
@@ -366,8 +385,11 @@ class Orthogonalization:
     def _oriented(self, x: Tensor, shared: Cut | None, *, normalised: bool) -> Tensor:
         """Orthogonalise with the Gram matrix of the shorter side, or of the one that is not cut: ranks must store
         columns, so that their Gram matrices add up to that of the whole."""
-        transpose = x.shape[-2] > x.shape[-1] if shared is None else shared.dim == -2
-        all_reduce = None if shared is None else shared.ranks.all_reduce
+        transpose = x.shape[-2] > x.shape[-1]
+        all_reduce = None
+        if shared is not None:
+            transpose = shared.dim == -2
+            all_reduce = shared.ranks.all_reduce
         wide = x
         if transpose:
             wide = x.mT.contiguous()
