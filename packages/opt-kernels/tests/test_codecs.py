@@ -167,7 +167,7 @@ def test_the_noise_of_neighbours_and_of_steps_is_unrelated() -> None:
 
 def test_states_have_noise_unrelated_by_step_and_number() -> None:
     def words(step: int, number: int) -> Tensor:
-        return narrow.noise_of_state(1 << 16, first=0, step=step, number=number, device=torch.device("cpu"))
+        return narrow.noise_of_state(1 << 17, first=0, step=step, number=number, device=torch.device("cpu"))
 
     # One word of each block: those between are multiples of the golden ratio from it.
     draws = [words(*which)[5 :: narrow.NOISE_BLOCK] for which in ((1, 1), (2, 1), (1, 2), (2, 2))]

@@ -34,10 +34,10 @@ resumed run repeats it.
 where lower and upper are the 32-bit halves of the element's index i, and the noise of a main is the upper half of its
 word. Infinities and NaN are cast without noise.
 
-States take the upper bits of words that cost less: one hash for 64 elements, and multiples of the golden ratio between
+States take the upper bits of words that cost less: one hash for 128 elements, and multiples of the golden ratio between
 them. The words of one element in different steps, and those of different states, are unrelated.
 
-    word(i) of state k, counted from 1  =  word(i >> 6), at step + k * 0x632BE5AB, + (i & 63) * 0x9E3779B9
+    word(i) of state k, counted from 1  =  word(i >> 7), at step + k * 0x632BE5AB, ^ (i & 127) * 0x9E3779B9
 """
 
 import math
@@ -88,7 +88,7 @@ def _is_known_finite(values: Tensor) -> bool:
 WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 STREAM = 0x632BE5AB
-NOISE_BLOCK = 64  # elements of a state that share a hash
+NOISE_BLOCK = 128  # elements of a state that share a hash
 
 
 def round_(target: Tensor, values: Tensor, words: Tensor) -> None:
@@ -154,7 +154,7 @@ def noise_of_state(numel: int, *, first: int, step: int, number: int, device: to
     of_blocks = noise(-(-end // NOISE_BLOCK), first=block, step=stream, device=device)
     within = torch.arange(NOISE_BLOCK, dtype=torch.int32, device=device)
     within *= _signed(GOLDEN)
-    words = of_blocks[:, None] + within
+    words = of_blocks[:, None] ^ within
     return words.view(-1)[offset:end]
 
 

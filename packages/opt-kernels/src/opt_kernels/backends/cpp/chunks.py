@@ -347,9 +347,8 @@ def _without_outliers(states: range) -> list[str]:
 
 
 DECODE = "Codec#::decode(run.codes# + at + j, Codec#::scale_at(run.scales#, at), chunk.values# + k + j, part);"
-HASHES = "const StateNoise::Hashes hashes# = Codec#::STOCHASTIC ? noise.state#.hashes(begin) : StateNoise::Hashes();"
 ENCODE = (
-    "const GroupNoise of_group = Codec#::STOCHASTIC ? noise.state#.group(room, hashes#, k) : GroupNoise(); "
+    "const GroupNoise of_group = Codec#::STOCHASTIC ? noise.state#.group(room, at) : GroupNoise(); "
     "Codec#::encode(chunk.values# + k, chunk.largest#[k / GROUP], run.codes# + at, "
     "Codec#::scale_at(run.scales#, at), n, of_group);"
 )
@@ -390,7 +389,6 @@ def _span(plan: _ChunkPlan, states: range) -> list[str]:
         "    int64_t begin, int64_t size, int64_t n, bool moderate) {",
         "const int64_t part = n == GROUP ? PART : n;",
         "alignas(64) uint32_t room[GROUP];",
-        *each(HASHES, states),
         *each("for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) #", stages),
         "}",
         SPAN,

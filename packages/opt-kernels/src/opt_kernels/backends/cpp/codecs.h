@@ -12,6 +12,7 @@
 //   KEEPS                                       whether kept(x) is x
 //   SHARES                                      whether the values of a group share a scale
 //   STOCHASTIC                                  whether it rounds stochastically, else to nearest
+//   NOISE_BITS, ODD                             the bits of noise that it takes, and whether the last of them is always set
 //   encode(values, largest, codes, scale, n, noise)
 //                                               writes codes and scale; `largest` is max |value|, as the word of a float,
 //                                               and below OUTLIER where a scale is shared; `noise` is of the group
@@ -40,12 +41,11 @@ static inline Floats all(float x) { return WIDE(set1_ps)(x); }
 static inline Words all_words(uint32_t x) { return WIDE(set1_epi32)(int(x)); }
 static inline Floats absolute(Floats x) { return Floats(Words(x) & all_words(MAGNITUDE)); }
 
-// The noise words of a block, from element k of a group on.
+// The noise of a block, from element k of a group on.
 static inline void load_noise(const GroupNoise &noise, int64_t k, Words (&words)[4]) {
-    const Words offset = all_words(noise.offsets[k / NOISE_BLOCK]);
     EACH {
         memcpy(&words[q], noise.words + k + LANES * q, sizeof(Words));
-        words[q] = WIDE(add_epi32)(words[q], offset);
+        words[q] ^= all_words(noise.hash);
     }
 }
 

@@ -10,9 +10,9 @@ struct half {
     uint16_t bits;
 };
 
-// To one of the two neighbours, by the upper half of a noise word. The lower half of an infinity is zero: it stays.
+// To one of the two neighbours, by 16 bits of noise. The lower half of an infinity is zero: it stays.
 static inline void write_stochastically(bfloat16 &to, float x, uint32_t noise) {
-    const uint32_t rounded = (word_of(x) + (noise >> 16)) >> 16;
+    const uint32_t rounded = (word_of(x) + noise) >> 16;
     to.bits = uint16_t(x == x ? rounded : 0x7FC0);
 }
 
@@ -21,14 +21,14 @@ static inline int32_t at_least(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // --- noise of states: codecs/narrow.py ------------------------------------------------------------------------------
 
-constexpr int64_t NOISE_BLOCK = 64;
+constexpr int64_t NOISE_BLOCK = GROUP;
 constexpr uint32_t GOLDEN = 0x9E3779B9;
 
-// The noise words of a group of a state: offsets[k / 64] + words[k].
+// The noise of a group of a state, of as many bits as its codec takes.
 struct GroupNoise {
     const uint32_t *words;
-    uint32_t offsets[GROUP / NOISE_BLOCK];
-    inline uint32_t operator[](int64_t k) const { return offsets[k / NOISE_BLOCK] + words[k]; }
+    uint32_t hash;
+    inline uint32_t operator[](int64_t k) const { return words[k] ^ hash; }
 };
 
 // --- narrow floats ----------------------------------------------------------------------------------------------------
@@ -54,12 +54,12 @@ struct Narrow {
         return (units + ((exponent - NORMAL) >> SHIFT)) | (word >> (32 - BITS) & SIGN);
     }
 
-    // To one of the two neighbours, by a noise word: the code with its fraction in the lower SHIFT bits, plus noise.
+    // To one of the two neighbours, by noise: the code with its fraction in the lower SHIFT bits, plus noise.
     static inline uint32_t code(float y, uint32_t noise) {
         const uint32_t word = word_of(y), size = word & MAGNITUDE, least = size < NORMAL ? size : NORMAL;
         const uint32_t small = uint32_t(int32_t(float_of(least) * float_of((149u + BIAS) << 23)));
         const uint32_t fixed = size < NORMAL ? small : size - ((127u - BIAS) << 23);
-        return ((fixed + (noise >> (32 - SHIFT))) >> SHIFT) | (word >> (32 - BITS) & SIGN);
+        return ((fixed + noise) >> SHIFT) | (word >> (32 - BITS) & SIGN);
     }
 };
 
@@ -84,17 +84,14 @@ struct Plain {
     static inline void decode(const T *codes, const float *, float *values, int64_t n) {
         for (int64_t k = 0; k < n; k++) values[k] = read(codes[k]);
     }
-    static constexpr bool KEEPS = true, SHARES = false, STOCHASTIC = ROUNDS;
+    static constexpr bool KEEPS = true, SHARES = false, STOCHASTIC = ROUNDS, ODD = false;
+    static constexpr int NOISE_BITS = 16;
     static inline float kept(float x) { return x; }
     static inline void store(T &code, float x, uint32_t noise) {
         if constexpr (STOCHASTIC) write_stochastically(code, x, noise);
         else write(code, x);
     }
     static inline void encode(const float *values, int32_t, T *codes, float *, int64_t n, const GroupNoise &noise) {
-        for (int64_t begin = 0; begin < n; begin += NOISE_BLOCK) {
-            const int64_t end = smaller(n, begin + NOISE_BLOCK);
-            const uint32_t offset = STOCHASTIC ? noise.offsets[begin / NOISE_BLOCK] : 0;
-            for (int64_t k = begin; k < end; k++) store(codes[k], values[k], STOCHASTIC ? offset + noise.words[k] : 0);
-        }
+        for (int64_t k = 0; k < n; k++) store(codes[k], values[k], STOCHASTIC ? noise[k] : 0);
     }
 };

@@ -5,20 +5,28 @@ static inline uint32_t nearest(float x) { return word_of(x + 0x1.8p23f); }
 
 // The code of y, |y| <= 255, rounded stochastically: with 16 bits of its fraction, plus noise, which is odd so that a code
 // whose product was rounded down stays.
-static inline int32_t code_by(float y, uint32_t noise) { return (int32_t(y * 65536.0f) + int32_t(noise >> 16 | 1)) >> 16; }
+static inline int32_t code_by(float y, uint32_t noise) { return (int32_t(y * 65536.0f) + int32_t(noise)) >> 16; }
 
 #ifdef WIDE
-static inline void codes_by(const Floats (&y)[4], const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
-    Words random[4];
-    load_noise(noise, k, random);
-    EACH random[q] = WIDE(srli_epi32)(random[q], 16) | all_words(1);
-    EACH codes[q] = WIDE(cvttps_epi32)(WIDE(mul_ps)(y[q], all(65536.0f)));
-    EACH codes[q] = WIDE(srai_epi32)(WIDE(add_epi32)(codes[q], random[q]), 16);
+// The codes of a block times `most`: to nearest, or by noise.
+template <bool ROUNDS>
+static inline void codes_of(const Floats (&y)[4], float most, const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
+    if constexpr (ROUNDS) {
+        Words random[4];
+        load_noise(noise, k, random);
+        EACH codes[q] = WIDE(cvttps_epi32)(WIDE(mul_ps)(y[q], all(most * 65536.0f)));
+        EACH codes[q] = WIDE(srai_epi32)(WIDE(add_epi32)(codes[q], random[q]), 16);
+    } else {
+        EACH codes[q] = WIDE(cvtps_epi32)(WIDE(mul_ps)(y[q], all(most)));
+    }
 }
 #endif
 
 template <bool SIGNED, bool ROUNDS>
 struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
+    static constexpr int NOISE_BITS = 16;
+    static constexpr bool ODD = true;
+
     static inline float value(int code) { return float(code) / (254.0f - __builtin_fabsf(float(code))); }
 
     static inline void decode(const int8_t *codes, const float *scales, float *values, int64_t n) {
@@ -73,9 +81,7 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
         load_block(values, x);
         EACH y[q] = WIDE(fmadd_ps)(absolute(x[q]), all(factor), all(offset));
         EACH y[q] = WIDE(div_ps)(x[q], y[q]);
-        EACH y[q] = WIDE(mul_ps)(y[q], all(most));
-        if constexpr (ROUNDS) codes_by(y, noise, k, code);
-        else EACH code[q] = WIDE(cvtps_epi32)(y[q]);
+        codes_of<ROUNDS>(y, most, noise, k, code);
         const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
         store_bytes(codes, WIDE(packs_epi16)(first, second));
     }
@@ -84,6 +90,9 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
 
 template <bool SIGNED, bool ROUNDS>
 struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
+    static constexpr int NOISE_BITS = 16;
+    static constexpr bool ODD = true;
+
     static inline float value(int code, float scale) {
         const float root = float(code) * scale;
         return root * root;
@@ -107,7 +116,8 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
         int32_t smallest = 0xFF;
 #ifdef WIDE
         Words each = all_words(~0u);
-        for (; k + BLOCK <= n; k += BLOCK)
+        // Products with the inverse of the smallest scales would overflow.
+        for (; k + BLOCK <= n && (!ROUNDS || inverse < 0x1p100f); k += BLOCK)
             each = WIDE(min_epu8)(each, encode_block(values + k, inverse, codes + k, noise, k));
         smallest = has_zero(each) ? 0 : smallest;
 #endif
@@ -137,9 +147,7 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
         Floats x[4];
         Words code[4];
         load_block(values, x);
-        EACH x[q] = WIDE(mul_ps)(x[q], all(inverse));
-        if constexpr (ROUNDS) codes_by(x, noise, k, code);
-        else EACH code[q] = WIDE(cvtps_epi32)(x[q]);
+        codes_of<ROUNDS>(x, inverse, noise, k, code);
         const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
         const Words bytes = WIDE(packus_epi16)(first, second);
         store_bytes(codes, bytes);

@@ -162,20 +162,16 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
 }
 
 // Stochastic rounding. Above the smallest normal number, a code is the upper bits of a word with noise, except for its
-// bias; blocks with a smaller one that is not zero take the loop.
+// bias; blocks with a smaller one that is not zero take more operations.
 template <class Float, class Code>
 static inline bool narrow_few(
     const float *values, float factor, Code *codes, int64_t begin, int64_t n, const GroupNoise &noise) {
     int32_t smallest = 0xFFFF;
-    for (; begin < n; begin += NOISE_BLOCK) {
-        const int64_t end = smaller(n, begin + NOISE_BLOCK);
-        const uint32_t offset = noise.offsets[begin / NOISE_BLOCK];
 #pragma GCC ivdep
-        for (int64_t k = begin; k < end; k++) {
-            const int32_t code = int32_t(Float::code(values[k] * factor, offset + noise.words[k]));
-            smallest = code < smallest ? code : smallest;
-            set(codes[k], uint32_t(code));
-        }
+    for (int64_t k = begin; k < n; k++) {
+        const int32_t code = int32_t(Float::code(values[k] * factor, noise[k]));
+        smallest = code < smallest ? code : smallest;
+        set(codes[k], uint32_t(code));
     }
     return smallest == 0;
 }
@@ -199,13 +195,24 @@ static inline bool above_least(const Words (&words)[4], uint32_t least, Words (&
     return !any_above(largest, 0u - least);
 }
 
+// For a block with magnitudes below `least`: what they have in units of the smallest code in place of a difference.
+static inline void count_below(const Words (&words)[4], uint32_t least, Words (&above)[4]) {
+    const Floats units = all(float_of((277u << 23) - least));  // 2^23 of them are the smallest normal number
+    Floats size[4];
+    EACH size[q] = WIDE(min_ps)(absolute(Floats(words[q])), all(float_of(least)));
+    EACH size[q] = WIDE(mul_ps)(size[q], units);
+    EACH above[q] = WIDE(max_epi32)(above[q], all_words(0));
+    EACH above[q] = WIDE(add_epi32)(above[q], WIDE(cvttps_epi32)(size[q]));
+    EACH above[q] = WIDE(sub_epi32)(above[q], all_words(1u << 23));
+}
+
 template <class Float, bool SIGNED>
 static inline Words round_block(
     const Words (&words)[4], const Words (&above)[4], const GroupNoise &noise, int64_t k, uint8_t *codes) {
     constexpr int SHIFT = Float::SHIFT;
     Words code[4];
     load_noise(noise, k, code);
-    EACH code[q] = WIDE(add_epi32)(WIDE(srli_epi32)(code[q], 32 - SHIFT), above[q]);
+    EACH code[q] = WIDE(add_epi32)(code[q], above[q]);
     EACH code[q] = WIDE(srai_epi32)(code[q], SHIFT);
     // That of the smallest normal number. Sums below zero, which only zero has, become zero.
     const Words least = WIDE(set1_epi16)(short(1 << (23 - SHIFT)));
@@ -230,9 +237,8 @@ static inline bool narrow(const float *values, float factor, uint8_t *codes, int
         Words words[4], above[4];
         load_block(values + k, x);
         EACH words[q] = Words(x[q]);
-        if (__builtin_expect(above_least(words, least, above), true))
-            each = WIDE(min_epu8)(each, round_block<Float, SIGNED>(words, above, noise, k, codes + k));
-        else any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
+        if (__builtin_expect(!above_least(words, least, above), false)) count_below(words, least, above);
+        each = WIDE(min_epu8)(each, round_block<Float, SIGNED>(words, above, noise, k, codes + k));
     }
     any_zero |= has_zero(each);
 #endif
@@ -243,22 +249,24 @@ template <class Float, bool SIGNED>
 static inline bool narrow(const float *values, float factor, half *codes, int64_t n, const GroupNoise &noise) {
     int64_t k = 0;
     bool any_zero = false;
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) && defined(__AVX512DQ__)
     // A conversion that truncates drops the bits below the code's last one.
     __m256i each = _mm256_set1_epi16(-1);
     for (; k + BLOCK <= n; k += BLOCK) {
-        Floats x[4];
+        Floats x[4], smallest = all(float_of(Float::NORMAL));
         Words words[4], above[4];
         load_block(values + k, x);
         EACH words[q] = Words(_mm512_mul_ps(x[q], all(factor)));
-        if (!__builtin_expect(above_least(words, Float::NORMAL, above), true)) {
+        EACH smallest = _mm512_range_ps(smallest, Floats(words[q]), 0b1010);  // of magnitudes; zeros are harmless
+        const bool any_small = _mm512_cmplt_ps_mask(smallest, all(float_of(Float::NORMAL))) != 0;
+        if (__builtin_expect(any_small, false) && !above_least(words, Float::NORMAL, above)) {
             any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
             continue;
         }
         Words random[4];
         load_noise(noise, k, random);
         EACH {
-            const Floats sum = Floats(_mm512_add_epi32(words[q], _mm512_srli_epi32(random[q], 32 - Float::SHIFT)));
+            const Floats sum = Floats(_mm512_add_epi32(words[q], random[q]));
             const __m256i halves = _mm512_cvtps_ph(sum, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
             each = _mm256_min_epu16(each, halves);
             _mm256_storeu_si256((__m256i *)(codes + k + LANES * q), halves);
@@ -274,6 +282,9 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
 // A narrow float under a power of two, by which it is at most 2^EXPONENT: `codecs.Scaled`.
 template <class T, class Float, int EXPONENT, bool SIGNED, bool ROUNDS>
 struct Scaled : Coded<T, SIGNED, ROUNDS> {
+    static constexpr int NOISE_BITS = Float::SHIFT;
+    static constexpr bool ODD = false;
+
     static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
         widen<Float, SIGNED>(codes, *scale, values, n);
     }

@@ -58,7 +58,7 @@ def _run(states: range) -> str:
     fields = "; ".join(f"{type_}{name}" for name, type_ in types.items())
     casts = [*each("(#)", types.values()), "", "", ""]  # numel, row and first are integers, like the table
     values = ", ".join(f"{cast}table[{column} * n + i]" for column, cast in enumerate(casts))
-    members = "".join(each("StateNoise state#;", states))
+    members = "".join(each("StateNoise<Codec#> state#;", states))
     noises = "".join(f", state{i}(run.first, step_of(row), {i + 1})" for i in states)
     return (
         f"struct Run {{ {fields}; int64_t numel, row, first; }};\n"
@@ -68,7 +68,7 @@ def _run(states: range) -> str:
 
 
 PLAIN_SPAN = """
-// For n elements whose noise words are multiples from those of the first on.
+// For n elements of one block of noise.
 static inline __attribute__((always_inline)) void update_block(
     const Run &run, const Row &row, const Noise &noise, int64_t begin, int64_t n$parameters) {
 $pointers
@@ -96,12 +96,12 @@ at += n;
 }"""
 # In the source of each state.
 STATE = {
-    "parameters": ", uint32_t word#",
+    "parameters": ", GroupNoise noise#",
     "reads": "float s# = read(codes#[i]);",
     "values": ", s#",
-    "stores": "Codec#::store(codes#[i], s#, word# + uint32_t(k) * GOLDEN);",
+    "stores": "Codec#::store(codes#[i], s#, Codec#::STOCHASTIC ? noise#[k] : 0);",
     "rounds": " || Codec#::STOCHASTIC",
-    "words": ", Codec#::STOCHASTIC ? noise.state#.first(at) : 0",
+    "words": ", Codec#::STOCHASTIC ? noise.state#.from(at) : GroupNoise()",
 }
 
 

@@ -45,16 +45,24 @@ struct Noise {
     }
 };
 
-// Multiples of GOLDEN in each block.
+// What a codec takes of a noise word.
+template <class Codec>
+static inline constexpr uint32_t taken(uint32_t word) {
+    return word >> (32 - Codec::NOISE_BITS) | uint32_t(Codec::ODD);
+}
+
+// What it takes of the multiples of GOLDEN in a block. An odd hash keeps noise odd.
+template <class Codec>
 struct Multiples {
-    alignas(64) uint32_t words[GROUP];
+    alignas(64) uint32_t words[NOISE_BLOCK];
     constexpr Multiples() : words() {
-        for (int64_t k = 0; k < GROUP; k++) words[k] = uint32_t(k % NOISE_BLOCK) * GOLDEN;
+        for (int64_t k = 0; k < NOISE_BLOCK; k++) words[k] = taken<Codec>(uint32_t(k) * GOLDEN) ^ uint32_t(Codec::ODD);
     }
 };
-static constexpr Multiples MULTIPLES;
+template <class Codec> static constexpr Multiples<Codec> MULTIPLES;
 
-// The noise words of a state, counted from 1: a hash for each block of elements of the parameter, and multiples.
+// The noise of a state, counted from 1: a hash for each block of elements of the parameter, and multiples.
+template <class Codec>
 struct StateNoise {
     Noise blocks;
     int64_t before;  // elements of the first block that are not in the run
@@ -62,49 +70,27 @@ struct StateNoise {
     StateNoise(int64_t first, uint32_t step, uint32_t state)
         : blocks(first / NOISE_BLOCK, step + state * 0x632BE5ABu), before(first % NOISE_BLOCK) {}
 
-    // That of element `at` of the run.
-    inline uint32_t first(int64_t at) const {
+    // That of the elements from `at` of the run to the end of their block.
+    inline GroupNoise from(int64_t at) const {
         const int64_t place = before + at;
-        return blocks[place / NOISE_BLOCK] + uint32_t(place % NOISE_BLOCK) * GOLDEN;
+        return {MULTIPLES<Codec>.words + place % NOISE_BLOCK, taken<Codec>(blocks[place / NOISE_BLOCK])};
     }
 
-    // The hashes of the blocks of a chunk.
-    struct Hashes {
-        uint32_t words[CHUNK / NOISE_BLOCK + 1];
-    };
-
-    inline Hashes hashes(int64_t begin) const {
-        const int64_t block = (before + begin) / NOISE_BLOCK;
-        Hashes found;
-        for (int64_t k = 0; k <= CHUNK / NOISE_BLOCK; k++) found.words[k] = blocks[block + k];
-        return found;
-    }
-
-    // Writes those of elements [begin, end) of a chunk, which begins at a multiple of the block in the run.
-    inline void fill(uint32_t *words, const Hashes &hashes, int64_t begin, int64_t end) const {
-        while (begin < end) {
-            const int64_t place = before + begin, offset = place % NOISE_BLOCK;
-            const int64_t count = smaller(end - begin, NOISE_BLOCK - offset);
-            const uint32_t first = hashes.words[place / NOISE_BLOCK] + uint32_t(offset) * GOLDEN;
-            for (int64_t k = 0; k < count; k++) words[k] = first + uint32_t(k) * GOLDEN;
-            words += count;
-            begin += count;
-        }
-    }
-
-    // Those of the group from element k of a chunk on; in `room` if its blocks begin elsewhere.
-    inline GroupNoise group(uint32_t *room, const Hashes &hashes, int64_t k) const {
-        const uint32_t *hashed = hashes.words + k / NOISE_BLOCK;
-        if (before == 0) return {MULTIPLES.words, {hashed[0], hashed[1]}};
-        fill(room, hashes, k, k + GROUP);
-        return {room, {}};
+    // That of the group from element `at` of the run on; in `room` if it has elements of two blocks.
+    inline GroupNoise group(uint32_t *room, int64_t at) const {
+        const GroupNoise head = from(at);
+        if (before == 0) return head;
+        const GroupNoise tail = from(at + GROUP - before);
+        for (int64_t k = 0; k < GROUP - before; k++) room[k] = head[k];
+        for (int64_t k = 0; k < before; k++) room[GROUP - before + k] = tail[k];
+        return {room, 0};
     }
 };
 
 template <bool HasOut, bool StochasticRounding, class Main, class Out>
 static inline void write_main(Main *main, Out *out, int64_t i, float x, const Noise &noise) {
     if constexpr (StochasticRounding) {
-        write_stochastically(main[i], x, noise[i]);
+        write_stochastically(main[i], x, noise[i] >> 16);
         if constexpr (HasOut) write(out[i], x);
     } else {
         write_main<HasOut>(main, out, i, x);

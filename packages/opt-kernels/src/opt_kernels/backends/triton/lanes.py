@@ -248,10 +248,10 @@ def noise(at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
 @jit
 def noise_of_state(at: tl.tensor, first: tl.tensor, step: tl.tensor, STATE: tl.constexpr) -> tl.tensor:
     """Noise words (uint32) of a state, counted from 1, as `noise` has them for mains."""
-    place = (first & 63).to(tl.int32) + at
+    place = (first & 127).to(tl.int32) + at
     stream = step.to(tl.uint32, bitcast=True) + STATE * tl.full((), 0x632BE5AB, tl.uint32)
-    hashed = noise(place >> 6, first >> 6, stream)
-    return hashed + (place & 63).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
+    hashed = noise(place >> 7, first >> 7, stream)
+    return hashed ^ ((place & 127).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
 
 
 @jit
