@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,7 @@ class ParamGrads:
 def check_dense(ids: Iterable[ParamId], grads: Iterable[Tensor | None]) -> None:
     """Raise SparseGradientError, which names the first of these parameters with a sparse gradient."""
     for id, grad in zip(ids, grads, strict=True):
-        if grad is not None and grad.layout is not torch.strided:
+        if is_sparse(grad):
             raise SparseGradientError(id.name, grad.layout)
 
 
@@ -157,7 +157,7 @@ def check_unfused(id: ParamId, param: Tensor) -> None:
         )
 
 
-def is_sparse(grad: Tensor | None) -> bool:
+def is_sparse(grad: Tensor | None) -> TypeGuard[Tensor]:
     """Whether this is a gradient, and sparse."""
     return grad is not None and grad.layout is not torch.strided
 

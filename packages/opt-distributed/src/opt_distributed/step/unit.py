@@ -88,7 +88,7 @@ class Unit:
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
             for at, grad in enumerate(found):
-                if grad is not None and is_sparse(grad):
+                if is_sparse(grad):
                     refuse(SparseGradientError(self.pieces[at].id.name, grad.layout))
                     found[at] = None
             grads = [grad for grad in found if grad is not None]

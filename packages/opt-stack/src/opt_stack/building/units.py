@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
 from opt_distributed.buffers import PRE_SHARDED, BufferPlan, ParamAndGradBuffer, ReducedGrads
-from opt_distributed.comm import Alone, Axes, Comm, HostComm, is_outside, mesh_of, replicas_outside
+from opt_distributed.comm import Alone, Axes, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import (
     BufferedGrads,
@@ -193,19 +193,14 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
     queue = devices.device_of(device)
     for number, (planned, on_host) in enumerate(sides):
         away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
-        computes_there = away is not None and isinstance(placement, OnHost) and placement.compute == "host"
-
-        def over(comm: Comm, copies: devices.Device | None = away if computes_there else None) -> Comm:
-            """The group for tensors on the host, if these are copied to and from the device."""
-            return comm if copies is None or comm.size == 1 else HostComm(comm, copies)
-
+        computes_there = isinstance(placement, OnHost) and placement.compute == "host"
         placed = {id: PlacedMatrix(planned.splits.get(id, NOT_SPLIT)) for id in planned.ids}
         if planned.compute:
             tensor_parallel = (roles.expert if planned.is_expert else roles.dense).tp
             splits = {id: at.spec for id, at in placed.items()}
-            placed = place_matrices(
-                planned.compute, splits, design.model.params, design.model.metas, tensor_parallel, over=over
-            )
+            model = design.model
+            copies = away if computes_there else None
+            placed = place_matrices(planned.compute, splits, model.params, model.metas, tensor_parallel, copies=copies)
         written = [name for name, at in last.items() if at == number]
         completes: list[Publisher] = [sources.fp8.get(name) or sources.of_buffers[name].place for name in written]
         completes.sort(key=lambda source: isinstance(source, QuantizedSource))  # the others may send early

@@ -1,7 +1,7 @@
 """Matrices that are cut over ranks: which rank computes each (`plan_compute`), and with whom it communicates
 (`place_matrices`)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -11,7 +11,8 @@ import torch
 
 from opt_config import ConfigError
 from opt_distributed.buffers import Metas, Params
-from opt_distributed.comm import Comm, TorchComm
+from opt_distributed.comm import Comm, HostComm, TorchComm
+from opt_distributed.comm import device as devices
 from opt_distributed.layout import ComputeLayout, Computes, ComputeSlot, LayoutError, SplitMatrix, compute_layout
 from opt_distributed.pieces import ComputeStage, mesh_comms
 from opt_kernels.matrices import TpMode
@@ -256,10 +257,10 @@ def place_matrices(
     metas: Metas,
     tensor_parallel_comm: Comm,
     *,
-    over: Callable[[Comm], Comm],
+    copies: devices.Device | None,
 ) -> dict[ParamId, PlacedMatrix]:
-    """Return the `PlacedMatrix` of every parameter of a unit. `over` returns the `Comm` with which the rule and the
-    stages communicate in a group. Its only collective calls are those of `Comm.part`, for axes in two hops.
+    """Return the `PlacedMatrix` of every parameter of a unit. If the rule computes on the host, `copies` is the device
+    through which it communicates. The only collective calls are those of `Comm.part`, for axes in two hops.
 
     Raises:
         LayoutError: the local part of a DTensor does not match its placements.
@@ -279,15 +280,13 @@ def place_matrices(
                 key = (comm.group if isinstance(comm, TorchComm) else comm, axis.hop)
                 if key not in known:
                     ranks = next((ranks for ranks in axis.hop if comm.rank in ranks), None)
-                    known[key] = over(comm if ranks is None else comm.part(ranks))
+                    part = comm if ranks is None else comm.part(ranks)
+                    known[key] = part if copies is None or part.size == 1 else HostComm(part, copies)
                 along.append(known[key])
             by_comms.setdefault(tuple(along), []).append(slot)
         number = plan.tensor_parallel_axis
         for comms, slots in by_comms.items():
-            group = None
-            if number is not None:
-                comm = comms[number]
-                group = peers[comm] = peers.get(comm) or tensor_parallel(comm)
+            group = None if number is None else peers.setdefault(comms[number], tensor_parallel(comms[number]))
             placed |= _placed(plan, comms, slots, metas, splits, group)
     return placed
 

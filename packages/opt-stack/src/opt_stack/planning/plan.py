@@ -253,8 +253,7 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
 
     `num_teams` are the shards of a layer-wise layout: the ranks of each compute the matrices that are in it.
     """
-    layouts: dict[str, list[ComputeLayout]] = {}
-    undivided: set[str] = set()  # lines on matrices that "distributed" would divide
+    plans_of: dict[str, list[ComputePlan]] = {}
     has_blocks = False
     for plan in plans:
         ranks = " x ".join(str(axis.size) for axis in plan.axes)
@@ -265,11 +264,9 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
             line += ", each tensor-parallel block as a separate matrix"
         if plan.tp_mode is not None:
             line += f" (muon_tp_mode={plan.tp_mode.value!r})"
-        layouts.setdefault(line, []).append(plan.layout)
-        is_of_tensor_parallel = all(axis.is_tensor_parallel for axis in plan.axes)
-        if plan.tp_mode is TpMode.DUPLICATED and is_of_tensor_parallel:
-            undivided.add(line)
-    for line, described in layouts.items():
+        plans_of.setdefault(line, []).append(plan)
+    for line, same in plans_of.items():
+        described = [plan.layout for plan in same]
         count = sum(len(layout.slots) for layout in described)
         noun = "matrix" if count == 1 else "matrices"
         yield f"{count} {noun} {line}"
@@ -286,8 +283,8 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
                 f"  in {num_runs} run{'s' * (num_runs > 1)}, an owner holds at most {mebibytes:,.1f} MiB; "
                 f"the slowest works {slowest:.2f} times the mean"
             )
-        if line in undivided:
-            yield from _divided_lines(described, slowest, num_teams=num_teams)
+            if same[0].tp_mode is TpMode.DUPLICATED and all(axis.is_tensor_parallel for axis in same[0].axes):
+                yield from _divided_lines(described, slowest, num_teams=num_teams)
     if has_blocks:
         yield f"  {BLOCKWISE_NOTE}"
 
