@@ -189,7 +189,7 @@ def test_losses_are_summed_over_optimizer_instances(has_instance: bool) -> None:
     assert run_threads(4, rank_main) == [(1 + 2 * 2 + 3 * 3) / 6] * 4
 
 
-def test_a_loss_that_is_no_number_is_refused() -> None:
+def test_a_loss_of_several_elements_is_refused() -> None:
     _, optimizer = make()
     with pytest.raises(ValueError, match=r"note_loss: the loss has shape \(3,\); pass one element"):
         optimizer.note_loss(torch.ones(3))
@@ -237,7 +237,7 @@ def test_the_threshold_is_named_first_and_both_hold() -> None:
     assert reasons == [""] * 12 + ["spike of the norm", "norm above the limit", ""]
 
 
-def test_steps_that_overflow_or_are_refused_enter_no_window() -> None:
+def test_overflows_and_refused_steps_leave_the_window() -> None:
     net, optimizer = make()
     for at in range(12):
         step(net, optimizer, at, losses=[1.0])

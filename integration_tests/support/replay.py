@@ -123,7 +123,7 @@ def seconds_of_step(shapes: Iterable[Shape], num_ranks: int, *, ahead: int = 2) 
         optimizer = get_optimizer(config, [model], overrides, pg_collection=roles_over(tp=one.comm))
         stepper = optimizer.stepper
         stepper.device = torch.device("cpu")  # of the statistics, which have values
-        stepper.losses = type(stepper.losses)(stepper.device)
+        stepper.losses = torch.zeros(2, dtype=torch.float64, device="cpu")
         for unit in stepper.units:
             unit.rule = ByKernels(unit.rule, one.device)
         for param in model.parameters():

@@ -15,10 +15,14 @@ CPU = torch.device("cpu")
 def entered(spikes: Spikes, norm: float, loss: float = math.nan) -> list[bool]:
     """Whether the norm and the loss are spikes; they enter."""
     values = torch.tensor([norm, loss], dtype=torch.float64)
-    bounds = spikes.bounds()
-    found = values.isfinite() & (values > spikes.limits(bounds))
-    spikes.enter_(values, bounds)
-    return found.tolist()
+    limits = spikes.judge_(values, unless=torch.tensor(False))
+    return (values.isfinite() & (values > limits)).tolist()
+
+
+def limit(spikes: Spikes) -> float:
+    """The limit of norms; nothing enters."""
+    nothing = torch.full((2,), math.nan, dtype=torch.float64)
+    return float(spikes.judge_(nothing, unless=torch.tensor(False))[0])
 
 
 def in_numpy(series: np.ndarray, sigma: float, window: int) -> list[bool]:
@@ -35,10 +39,10 @@ def in_numpy(series: np.ndarray, sigma: float, window: int) -> list[bool]:
             mean = np.mean(kept)
             deviation = max(np.std(kept, ddof=1), 0.01 * abs(mean))
             bound = mean + sigma * deviation if deviation > 0 else math.inf
-        limit = bound if num_above < least else math.inf
-        found.append(bool(value > limit))
+        cap = bound if num_above < least else math.inf
+        found.append(bool(value > cap))
         num_above = num_above + 1 if value > bound else 0
-        kept = [*kept, min(value, limit)][-window:]
+        kept = [*kept, min(value, cap)][-window:]
     return found
 
 
@@ -87,9 +91,9 @@ def test_a_single_spike_is_refused_and_leaves_the_limit_low() -> None:
     spikes = Spikes(6.0, 128, CPU)
     for at in range(128):
         entered(spikes, 1 + 0.1 * math.sin(at))
-    before = float(spikes.bounds()[0])
+    before = limit(spikes)
     assert entered(spikes, 1e6) == [True, False]
-    assert before < float(spikes.bounds()[0]) < 1.2 * before
+    assert before < limit(spikes) < 1.2 * before
     assert entered(spikes, 100.0) == [True, False]
 
 
@@ -99,7 +103,7 @@ def test_nothing_enters_a_step_that_a_guard_refuses() -> None:
         entered(spikes, 1.0)
     state = spikes.state_dict()
     values = torch.tensor([5.0, 5.0], dtype=torch.float64)
-    spikes.enter_(values, spikes.bounds(), unless=torch.tensor(True))
+    spikes.judge_(values, unless=torch.tensor(True))
     assert spikes.state_dict() == state
 
 

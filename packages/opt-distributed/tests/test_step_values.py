@@ -147,8 +147,8 @@ def test_a_verdict_keeps_overflow_error_and_refusal_apart() -> None:
         verdict = decide(numbers, [Limit()], inv_scale=inv_scale, limits=limits)
         report = Report.of(verdict.report.tolist(), [Limit()], num_slots=2)
         refused = norms[0] * scale > limit
-        reasons = (overflow, refused, False, False, [wrong])
-        expected = ([norm * scale for norm in norms], 5, *reasons, [[7.0, 2.0 * wrong]], 1.5, (INF, INF))
+        reason = "overflow" if overflow else "norm above the limit" * refused
+        expected = ([norm * scale for norm in norms], 5, reason, [wrong], [[7.0, 2.0 * wrong]], 1.5, [INF, INF])
         assert repr(tuple(report)) == repr(expected)
         assert (bool(verdict.overflow), bool(verdict.is_wrong)) == (overflow, wrong)
         assert bool(verdict.skip) == (overflow or refused or wrong) == (not report.success)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from opt_distributed.comm import group_of
 from opt_distributed.step import StepResult
-from opt_kernels.dtensor import is_dtensor
+from opt_paramgroups import is_dtensor
 from opt_stack.diagnosis.recorder import Callback
 from opt_stack.diagnosis.tensor_stats import StepStats
 from opt_stack.state.state_dicts import StateDicts
@@ -87,6 +87,7 @@ class GradientStatistics(StateDicts):
         self.complete_params()
         self.recorder.start(n, callback, directory, spectrum, forward, next_step=self.stepper.num_begun + 1)
 
+    @torch.no_grad()
     def note_loss(self, loss: Tensor | float) -> None:
         """Note a loss of the next step, before `scale_loss`: of a micro-batch, or of the iteration.
 
@@ -106,13 +107,17 @@ class GradientStatistics(StateDicts):
         """
         if self.in_backward is not None:
             raise RuntimeError("note_loss: gradients are released in backward, before a step could be skipped")
-        if isinstance(loss, Tensor) and is_dtensor(loss):
+        if is_dtensor(loss):
             raise ValueError("note_loss: the loss is a DTensor; pass loss.full_tensor()")
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ValueError(
-                f"note_loss: the loss has shape {tuple(loss.shape)}; pass one element, such as loss.mean()"
-            )
-        self.stepper.losses.note(loss)
+        losses = self.stepper.losses
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"note_loss: the loss has shape {tuple(loss.shape)}; pass one element, such as loss.mean()"
+                )
+            loss = loss.detach().reshape(()).to(losses)
+        losses[0] += loss
+        losses[1] += 1
 
     def stats(self) -> StepStats:
         """Return the numbers of the last recorded or skipped step: norms of gradient, weight and update of every

@@ -19,82 +19,48 @@ FLOOR = 0.01
 SERIES = ("grad_norms", "losses")  # the rows of the tensors of this module
 
 
-class NotedLosses:
-    """The sum and the number of the losses that this rank has noted since its last step, on the device."""
-
-    def __init__(self, device: torch.device):
-        with torch.inference_mode(False):  # a step outside of inference mode must be able to write them, too
-            self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-
-    @torch.no_grad()
-    def note(self, loss: Tensor | float) -> None:
-        """Add a loss, one element. The host waits for nothing, unless the loss is on another device."""
-        if isinstance(loss, Tensor):
-            value = loss.detach().reshape(()).to(self._sums.device, torch.float64)
-            self._sums[0] += value
-        else:
-            self._sums[0] += float(loss)
-        self._sums[1] += 1
-
-    def take_(self) -> Tensor:
-        """Return sum and number (2,), float64, and begin anew."""
-        taken = self._sums.clone()
-        self._sums.zero_()
-        return taken
-
-
 class Spikes:
     """The gradient norms and losses of the last steps, and the limits that follow from them.
 
-    Only finite values enter. A limit needs half a window of values that are not all zero. It is lifted after half a
-    window of values in a row above it, which are a new level.
+    Only finite values enter. A limit needs half a window of values that are not all zero. After half a window of values
+    in a row above it, these are a new level, and there is none until a value is below it.
     """
 
     def __init__(self, sigma: float, window: int, device: torch.device):
         self.sigma = sigma
         self.window = window
-        self.least = max(2, window // 2)  # values before there is a limit; refusals in a row after which there is none
-        with torch.inference_mode(False):  # a step outside of inference mode must be able to write them, too
-            # (series, window), the newest value last; NaN where there is none yet.
-            self._values = torch.full((len(SERIES), window), math.nan, dtype=torch.float64, device=device)
-            # (series,): values in a row above the limit
-            self._num_above = torch.zeros(len(SERIES), dtype=torch.float64, device=device)
+        self.least = max(2, window // 2)  # values before there is a limit; values above it after which there is none
+        # (series, 1 + window): how many values in a row were above the limit; then the values, the newest last, and NaN
+        # where there is none yet.
+        self._rows = torch.empty(len(SERIES), 1 + window, dtype=torch.float64, device=device)
+        self.load_state_dict({})
 
-    def bounds(self) -> Tensor:
-        """Return mean + sigma * deviation (series,), float64; infinite while there are too few values, or only zeros.
-        The deviation is the unbiased one."""
-        values = self._values
-        num = (~values.isnan()).sum(1)
-        mean = values.nansum(1) / num
-        squares = (values - mean[:, None]).square().nansum(1)
+    def judge_(self, new: Tensor, *, unless: Tensor) -> Tensor:
+        """Return the limits (series,) of the values of a step, and append those that are finite, capped at them.
+
+        The deviation is the unbiased one. If `unless` is set, a bool tensor of one element, nothing is appended.
+        """
+        num_above = self._rows[:, :1]
+        values = self._rows[:, 1:]
+        num = (~values.isnan()).sum(1, keepdim=True)
+        mean = values.nansum(1, keepdim=True) / num
+        squares = (values - mean).square().nansum(1, keepdim=True)
         deviation = (squares / (num - 1)).sqrt().maximum(FLOOR * mean.abs())
         has_bound = (num >= self.least) & (deviation > 0)
-        return torch.where(has_bound, mean + self.sigma * deviation, torch.inf)
-
-    def limits(self, bounds: Tensor) -> Tensor:
-        """Return the limits of the next values (series,): `bounds`, or infinity where a level has stayed above them."""
-        return torch.where(self._num_above < self.least, bounds, torch.inf)
-
-    def enter_(self, values: Tensor, bounds: Tensor, *, unless: Tensor | None = None) -> None:
-        """Append the finite ones of `values` (series,), capped at the limits that follow from `bounds`. If `unless` is
-        set, a 0-d bool tensor, nothing changes."""
-        enters = values.isfinite()
-        if unless is not None:
-            enters &= ~unless
-        capped = values.minimum(self.limits(bounds))
-        shifted = torch.cat([self._values[:, 1:], capped[:, None]], dim=1)
-        num_above = torch.where(values > bounds, self._num_above + 1, 0.0)
-        self._values.copy_(torch.where(enters[:, None], shifted, self._values))
-        self._num_above.copy_(torch.where(enters, num_above, self._num_above))
+        bounds = torch.where(has_bound, mean + self.sigma * deviation, torch.inf)
+        limits = torch.where(num_above < self.least, bounds, torch.inf)
+        new = new[:, None]
+        num_above = torch.where(new > bounds, num_above + 1, 0.0)
+        rows = torch.cat([num_above, values[:, 1:], new.minimum(limits)], dim=1)
+        self._rows.copy_(torch.where(new.isfinite() & ~unless, rows, self._rows))
+        return limits[:, 0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return for each series its values, oldest first, and how many in a row were above the limit. The host waits
         for them."""
         state = {}
-        rows = zip(SERIES, self._values.tolist(), self._num_above.tolist(), strict=True)
-        for name, values, num_above in rows:
-            known = [value for value in values if not math.isnan(value)]
-            state[name] = {"values": known, "num_above": int(num_above)}
+        for name, (num_above, *values) in zip(SERIES, self._rows.tolist(), strict=True):
+            state[name] = {"values": list(filter(math.isfinite, values)), "num_above": int(num_above)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,27 +69,18 @@ class Spikes:
         Raises:
             ValueError: a series is not a list of finite numbers. Nothing has changed.
         """
-        loaded = [_series(state.get(name) or {}, name) for name in SERIES]
-        for row, (values, num_above) in enumerate(loaded):
-            kept = values[-self.window :]
-            padded = [math.nan] * (self.window - len(kept)) + kept
-            self._values[row].copy_(torch.tensor(padded, dtype=torch.float64, device="cpu"))
-            self._num_above[row] = float(num_above)
+        rows = []
+        for name in SERIES:
+            num_above, *values = _row(state.get(name) or {}, name)
+            rows.append([num_above, *([math.nan] * self.window + values)[-self.window :]])
+        self._rows.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 
 
-def check_spikes(state: Mapping[str, Any]) -> None:
-    """Raise the ValueError of `Spikes.load_state_dict`."""
-    for name in SERIES:
-        _series(state.get(name) or {}, name)
-
-
-def _series(saved: Mapping[str, Any], name: str) -> tuple[list[float], int]:
+def _row(saved: Mapping[str, Any], name: str) -> list[float]:
     try:
-        values = [float(value) for value in saved.get("values", ())]
-        num_above = int(saved.get("num_above", 0))
-        is_valid = num_above >= 0 and all(map(math.isfinite, values))
+        row = [float(number) for number in (saved.get("num_above", 0), *saved.get("values", ()))]
     except (AttributeError, OverflowError, TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
+        row = [math.nan]
+    if row[0] < 0 or not all(map(math.isfinite, row)):
         raise ValueError(f"spikes: {name}={saved!r}; values must be finite numbers, and num_above a count")
-    return values, num_above
+    return row

@@ -41,7 +41,7 @@ from opt_distributed.step.guard import Guard
 from opt_distributed.step.guards import Guards
 from opt_distributed.step.hooked import add_over_ranks_, means_over_ranks
 from opt_distributed.step.outcome import Outcome, Scaler, StepResult, warn_of_deleted
-from opt_distributed.step.spikes import NotedLosses, Spikes
+from opt_distributed.step.spikes import Spikes
 from opt_distributed.step.unit import Unit
 from opt_distributed.step.verdict import (
     Family,
@@ -97,7 +97,9 @@ class Stepper:
         self.scaler = scaler
         self.limits = limits
         self.spikes = spikes
-        self.losses = NotedLosses(device)
+        with torch.inference_mode(False):  # calls outside of inference mode must be able to write them, too
+            # The sum and the number of the losses that this rank noted since its last step.
+            self.losses = torch.zeros(2, dtype=torch.float64, device=device)
         self.spans = spans
         self.peer_sums = peer_sums
         self.num_begun = 0  # steps since construction, for errors
@@ -246,10 +248,10 @@ class Stepper:
             verdict = self._judge(ready, self._flags.write_([*flags, *host_flags(self.families)]))
         self._note(verdict, flags)
         if self._accelerator.is_asynchronous:
-            self._learn_(verdict, verdict.overflow, unless=verdict.is_wrong)
+            self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
         else:
             report = self._read()
-            self._learn_(verdict, report.overflow)
+            self.scaler.update(report.overflow)
         return Prepared(verdict, used(self.families, ready), self.limits.max_norm)
 
     def _judge(self, ready: Sequence[Ready], flags: Tensor) -> Verdict:
@@ -257,26 +259,19 @@ class Stepper:
         those of the guards, then those of the sources."""
         inv_scale = self.scaler.inverse
         may_refuse_late = self._has_others and self._captured is None
-        losses = self.losses.take_()
         numbers = reduce_stats(
             self.families,
             ready,
             flags,
             self.limits,
-            losses=losses,
+            losses=self.losses.clone(),
             device=self.device,
             everyone=self.everyone,
             instances=self.instances,
             refuse=self._guards.refuse_late if may_refuse_late else None,
         )
+        self.losses.zero_()
         return decide(numbers, self._guards.agreed, inv_scale=inv_scale, limits=self.limits, spikes=self.spikes)
-
-    def _learn_(self, verdict: Verdict, overflow: bool | Tensor, *, unless: Tensor | None = None) -> None:
-        """Update what later verdicts depend on: the loss scale, and the norms and losses of the last steps. `overflow`
-        is that of `verdict`, as the host or the device knows it. If `unless` is set, nothing changes."""
-        self.scaler.update(overflow, unless=unless)
-        if self.spikes is not None:
-            self.spikes.enter_(verdict.measured, verdict.bounds, unless=unless)
 
     def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
         """Update and publish if `success`; it is False if the host knows that the step is skipped."""
@@ -326,7 +321,7 @@ class Stepper:
 
         def work(ready: Sequence[Ready], flags: Tensor, groups: Groups) -> Verdict:
             verdict = self._judge(ready, flags)
-            self._learn_(verdict, verdict.overflow, unless=verdict.is_wrong)
+            self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
             self._update_(Prepared(verdict, ready, self.limits.max_norm), groups)
             return verdict
 

@@ -12,6 +12,7 @@ reads one copy of it, `report`, when somebody asks: at once on a CPU.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, islice
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -28,6 +29,13 @@ from opt_distributed.step.spikes import Spikes
 from opt_kernels.backends import grad_stats
 
 Scale = TypeVar("Scale", bound=float | Tensor)
+
+# Why a step is skipped, in the order in which a report names them.
+OVERFLOW = "overflow"  # an element or a norm is infinite or NaN
+ABOVE_LIMIT = "norm above the limit"  # the model's own norm
+SPIKE = "spike of the norm"  # it is above `bounds[0]`
+BAD_LOSS = "spike of the loss"  # it is above `bounds[1]`, infinite or NaN
+REASONS = (OVERFLOW, ABOVE_LIMIT, SPIKE, BAD_LOSS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,52 +54,38 @@ class Report(NamedTuple):
 
     norms: list[float]  # L2 norm of the mean gradient for each norm slot, without loss scale
     num_zeros: int
-    overflow: bool  # an element or a norm is infinite or NaN
-    is_above_limit: bool  # the model's own norm is above the limit
-    is_spike: bool  # the model's own norm is above `bounds[0]`
-    is_bad_loss: bool  # the loss is above `bounds[1]`, infinite or NaN
+    reason: str  # the first of `REASONS` for which the update was not made, without an error; empty if there is none
     wrong: list[bool]  # for each guard
     sums: list[list[float]]  # of the flags of each guard
     loss: float | None  # the mean of what all ranks noted; None if none was noted
-    bounds: tuple[float, float]  # above which the norm and the loss are spikes
+    bounds: list[float]  # above which the norm and the loss are spikes
 
     @property
-    def is_skipped(self) -> bool:
-        """Whether the update was not made because of the numbers of the step; no error is raised then."""
-        return self.overflow or self.is_above_limit or self.is_spike or self.is_bad_loss
+    def overflow(self) -> bool:
+        """Whether an element or a norm is infinite or NaN."""
+        return self.reason == OVERFLOW
 
     @property
     def success(self) -> bool:
         """Whether the update was made."""
-        return not (self.is_skipped or any(self.wrong))
+        return not (self.reason or any(self.wrong))
 
     @classmethod
     def of(cls, numbers: list[float], guards: Sequence[Guard], *, num_slots: int) -> "Report":
         """Read the copy of `Verdict.report`."""
         rest = iter(numbers)
-        norms = [next(rest) for _ in range(num_slots)]
-        overflow = bool(next(rest))
-        is_above_limit = bool(next(rest))
-        is_spike = bool(next(rest))
-        is_bad_loss = bool(next(rest))
-        wrong = [bool(next(rest)) for _ in guards]
-        mean_loss = next(rest)
-        bounds = (next(rest), next(rest))
-        _ = next(rest)
-        zeros = int(next(rest))
-        _ = next(rest)
-        num_losses = next(rest)
-        sums = [[next(rest) for _ in range(guard.num_flags)] for guard in guards]
+        norms = list(islice(rest, num_slots))
+        reasons = compress(REASONS, list(islice(rest, len(REASONS))))
+        wrong = list(map(bool, islice(rest, len(guards))))
+        loss, *bounds, _, num_zeros, _, num_losses = islice(rest, 7)
+        sums = [list(islice(rest, guard.num_flags)) for guard in guards]
         return cls(
             norms=norms,
-            num_zeros=zeros,
-            overflow=overflow,
-            is_above_limit=is_above_limit,
-            is_spike=is_spike,
-            is_bad_loss=is_bad_loss,
+            num_zeros=int(num_zeros),
+            reason=next(reasons, ""),
             wrong=wrong,
             sums=sums,
-            loss=mean_loss if num_losses else None,
+            loss=loss if num_losses else None,
             bounds=bounds,
         )
 
@@ -105,8 +99,6 @@ class Verdict(NamedTuple):
     skip: Tensor  # the update must write nothing
     inv_scale: float | Tensor  # 1 / loss scale
     report: Tensor  # (n,) float64: what the host reads
-    measured: Tensor  # (2,) float64: the model's own norm, and the mean loss; NaN if none was noted
-    bounds: Tensor  # (2,) float64: `Spikes.bounds`; infinite without spikes
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> list[Tensor]:
         """The factor of the gradients of each norm slot: 1 / loss scale, times the clip coefficient where `clips`."""
@@ -125,7 +117,10 @@ def decide(
     limits: Limits,
     spikes: Spikes | None = None,
 ) -> Verdict:
-    """Decide on a step from its statistics, the result of `reduce_stats`, which end with the flags of `guards`."""
+    """Decide on a step from its statistics, the result of `reduce_stats`, which end with the flags of `guards`.
+
+    Its norm and loss enter `spikes`, unless a guard refuses the step.
+    """
     num_slots = len(limits.slots)
     squares, num_nonfinite, _, sum_of_losses, num_losses, *flags = numbers.split_with_sizes(
         [num_slots, 1, 1, 1, 1, *(guard.num_flags for guard in guards)]
@@ -137,23 +132,15 @@ def decide(
     norms = times(norms, inv_scale)
     is_above_limit = norms[:1] > limits.skip_above
     loss = sum_of_losses / num_losses  # NaN if none was noted
-    measured = torch.cat([norms[:1], loss])
-    bounds = torch.full_like(measured, torch.inf) if spikes is None else spikes.bounds()
-    is_spike = torch.zeros_like(overflow).expand(2) if spikes is None else measured > spikes.limits(bounds)
-    is_bad_loss = is_spike[1:] | ((num_losses > 0) & ~loss.isfinite())
     wrong = [guard.is_wrong(sums) for guard, sums in zip(guards, flags, strict=True)]
+    is_wrong = torch.cat([torch.zeros_like(overflow), *wrong]).any()
+    measured = torch.cat([norms[:1], loss])
+    bounds = torch.full_like(measured, torch.inf) if spikes is None else spikes.judge_(measured, unless=is_wrong)
+    is_spike = measured > bounds
+    is_bad_loss = is_spike[1:] | ((num_losses > 0) & ~loss.isfinite())
     reasons = torch.cat([overflow, is_above_limit, is_spike[:1], is_bad_loss, *wrong])
     report = torch.cat([norms, reasons, loss, bounds, numbers[num_slots:]])
-    return Verdict(
-        norms=norms,
-        overflow=overflow[0],
-        is_wrong=reasons[4:].any(),
-        skip=reasons.any(),
-        inv_scale=inv_scale,
-        report=report,
-        measured=measured,
-        bounds=bounds,
-    )
+    return Verdict(norms, overflow[0], is_wrong, reasons.any(), inv_scale, report)
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:

@@ -24,18 +24,14 @@ from torch import Tensor, nn
 from opt_config import OptimizerConfig
 from opt_distributed.comm import Comm, Roles, device
 from opt_distributed.pieces import Ready
-from opt_distributed.step import Outcome, Report
+from opt_distributed.step import ABOVE_LIMIT, OVERFLOW, SPIKE, Outcome, Report
 from opt_stack.diagnosis.lines import to_line
 from opt_stack.diagnosis.tensor_stats import (
-    ABOVE_LIMIT,
-    OVERFLOW,
-    SPIKE,
     Settings,
     StepStats,
     TensorSums,
     by_rank,
     fault,
-    reason_of,
 )
 from opt_stack.wording import caller_level, ranks_text
 
@@ -156,7 +152,7 @@ class Recorder:
         has_others = self._everyone.size > 1
         self._settle(within=None if has_others and self.every else 0.0)
         if has_others and self._open:
-            self._has_skipped = self._open[-1][0].resolve().is_skipped
+            self._has_skipped = bool(self._open[-1][0].resolve().reason)
         is_due = self._is_due(step)
         self._is_recording = is_due or skipped or (self._is_late and self._has_skipped)
         if self._is_recording:
@@ -202,7 +198,7 @@ class Recorder:
             if copy is not None:
                 stats = self._sums_of_model().read(copy, outcome, settings, self._num_loaded)
                 self._num_loaded = stats.step - outcome.step
-            self._has_skipped = report.is_skipped
+            self._has_skipped = bool(report.reason)
             if outcome.error is not None:  # on an accelerator; on a CPU, `on_refusal` has counted it
                 self._refuse(outcome.step, f": {outcome.error}", str(outcome.error))
             elif self._has_skipped:
@@ -219,7 +215,7 @@ class Recorder:
         """Return why a step was skipped: by its reason and place, to count it, and with its numbers."""
         config = self._config
         norm = report.norms[0]
-        reason = reason_of(report)
+        reason = report.reason
         if reason == OVERFLOW:
             text = fault(norm, stats)
             is_expected = config.fp16 and config.loss_scale is None

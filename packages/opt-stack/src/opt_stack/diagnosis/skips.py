@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+from opt_distributed.step import OVERFLOW
 from opt_stack.diagnosis.history import Finding, History, Run, Sentences
-from opt_stack.diagnosis.tensor_stats import OVERFLOW, StepStats, fault, non_finite
+from opt_stack.diagnosis.tensor_stats import StepStats, fault, non_finite
 
 FITS = 4.0  # factor by which a dynamic loss scale may fall below one that fitted
 

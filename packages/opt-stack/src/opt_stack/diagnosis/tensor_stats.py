@@ -20,17 +20,12 @@ from opt_distributed.buffers import SyncedBuffer, naming
 from opt_distributed.comm import Roles
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import BufferedGrads, HostMain, OwnedPiece, Ready, is_sparse
-from opt_distributed.step import Family, Outcome, Report, Unit
+from opt_distributed.step import Family, Outcome, Unit
 from opt_kernels import backends
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId, aligned
 from opt_stack.diagnosis.forward import ForwardWatch
 from opt_stack.wording import ranks_text
-
-OVERFLOW = "overflow"
-ABOVE_LIMIT = "norm above the limit"
-SPIKE = "spike of the norm"
-BAD_LOSS = "spike of the loss"  # or a loss that is infinite or NaN
 
 # The columns of a parameter's sums: three of the gradient, two of the weight and of the update, and the spread.
 GRAD = 0
@@ -70,7 +65,7 @@ class StepStats:
     step: int  # of the optimizer, from 1; a resumed run continues from the updates that it has loaded
     updates: int  # made to the parameters before, also by earlier runs that were loaded
     success: bool
-    reason: str  # why it was skipped, such as `OVERFLOW`; "" if it was not
+    reason: str  # why it was skipped, as in `Report`; "" if it was not
     grad_norm: float
     clip: float  # the factor of gradients, without loss scale
     loss_scale: float
@@ -105,17 +100,6 @@ class StepStats:
         outcome = "applied" if self.success else f"skipped: {self.reason}"
         head = f"step {self.step} ({outcome}): norm {self.grad_norm:.4g}, clip factor {self.clip:.3g}"
         return "\n".join([f"{head}, loss scale {self.loss_scale:g}", *aligned(rows)])
-
-
-def reason_of(report: Report) -> str:
-    """Return the first reason for which a step was skipped; "" if there is none."""
-    holds = {
-        OVERFLOW: report.overflow,
-        ABOVE_LIMIT: report.is_above_limit,
-        SPIKE: report.is_spike,
-        BAD_LOSS: report.is_bad_loss,
-    }
-    return next(filter(holds.get, holds), "")
 
 
 Key = TypeVar("Key")
@@ -342,14 +326,13 @@ class TensorSums:
             clip = min(max_norm / (grad_norm + 1e-6), 1.0)  # `clip_coefficients`, without the device
         updates = round(next_updates / num_counts) - 1 if num_counts else 0
         step = max(outcome.step + num_loaded, updates + 1)
-        reason = reason_of(report)
         overflowed = self._forward.names[int(first) - 1] if first else ""
         loss_scale = 1.0 / inverse
         return StepStats(
             step=step,
             updates=updates,
             success=report.success,
-            reason=reason,
+            reason=report.reason,
             grad_norm=grad_norm,
             clip=clip,
             loss_scale=loss_scale,

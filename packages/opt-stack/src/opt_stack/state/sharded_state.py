@@ -4,7 +4,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded, WeightAverages
 from opt_distributed.saving import check_loaded, take_loaded_
 from opt_distributed.sharded_pieces import rows_of_part
-from opt_distributed.step import Stepper, check_spikes
+from opt_distributed.step import Spikes, Stepper
 from opt_kernels.hooks import bare
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
@@ -52,13 +52,6 @@ logger = logging.getLogger("opt_stack")
 VERSION = 1
 # The run that loads defines its groups; only their hyper-parameters are restored, if the rule is the same.
 _RUN_ENTRIES = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
-
-
-class Decisions(NamedTuple):
-    """What verdicts of later steps depend on, as it was saved; empty where it was not."""
-
-    scaler: dict[str, Any]
-    spikes: dict[str, Any]
 
 
 class ShardedStates(torch.optim.Optimizer):
@@ -229,7 +222,7 @@ class ShardedStates(torch.optim.Optimizer):
             if own.is_empty and own.id in self._held:
                 loads.append((self._held[own.id], {}))
 
-        def checked() -> Decisions:
+        def checked_scale() -> dict[str, Any]:
             for piece, values in zip(described.saved, states, strict=True):
                 check_optional(piece, values, loaded["groups"])
             for ref, values in loads:
@@ -237,9 +230,9 @@ class ShardedStates(torch.optim.Optimizer):
             untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
             apply_saved_groups(untouched, described.names, saved, on_conflict=on_conflict, override=override)
             self._check_groups([*zip(groups, untouched, strict=True)], pairs)
-            return saved_decisions(loaded, self.stepper)
+            return saved_scale(loaded, self.stepper)
 
-        decisions = agreed(self._everyone, checked)
+        scale = agreed(self._everyone, checked_scale)
         self._warn_of_regrouped(regrouped)
         self._warn_of_averages({ref.piece.id: values for ref, values in loads}, self._everyone)
         for (before, after), of_params in moved.items():
@@ -249,18 +242,18 @@ class ShardedStates(torch.optim.Optimizer):
         apply_saved_groups(groups, described.names, saved, on_conflict=on_conflict, override=override)
         for ref, values in loads:
             take_loaded_(*ref, values)
-        self._load_decisions(decisions)
+        self._load_verdicts(loaded, scale)
 
-    def _load_decisions(self, saved: Decisions) -> None:
+    def _load_verdicts(self, state_dict: Mapping[str, Any], scale: dict[str, Any]) -> None:
         """Load what verdicts of later steps depend on. Without saved values, spikes are found anew.
 
         Losses that were noted before belong to a step that is not taken.
         """
-        self.stepper.losses.take_()
-        if saved.scaler:
-            self.stepper.scaler.load_state_dict(saved.scaler)
+        self.stepper.losses.zero_()
+        if scale:
+            self.stepper.scaler.load_state_dict(scale)
         if self.stepper.spikes is not None:
-            self.stepper.spikes.load_state_dict(saved.spikes)
+            self.stepper.spikes.load_state_dict(state_dict.get(SPIKES) or {})
 
     def _warn_of_regrouped(self, names: Collection[str]) -> None:
         if names and self.roles.dense.dp.rank == 0:
@@ -343,18 +336,21 @@ def axes_of(roles: Roles) -> ModelAxes:
     )
 
 
-def saved_decisions(state_dict: Mapping[str, Any], stepper: Stepper) -> Decisions:
-    """Return what was saved for `stepper`. Raise ValueError if it cannot be loaded."""
-    spikes = dict(state_dict.get(SPIKES) or {})
-    if stepper.spikes is not None:
-        check_spikes(spikes)
-    scaler = dict(state_dict.get("grad_scaler") or {})
-    if scaler and not stepper.scaler.state_dict():
+def saved_scale(state_dict: Mapping[str, Any], stepper: Stepper) -> dict[str, Any]:
+    """Return the saved loss scale, after loading it into a copy of that of `stepper`, and the saved spikes into others.
+
+    Raises ValueError if that fails.
+    """
+    spikes = stepper.spikes
+    if spikes is not None:
+        Spikes(spikes.sigma, spikes.window, stepper.device).load_state_dict(state_dict.get(SPIKES) or {})
+    saved = dict(state_dict.get("grad_scaler") or {})
+    if saved and not stepper.scaler.state_dict():
         logger.info("the saved loss scale is ignored: this optimizer has a constant one")
-        scaler = {}
+        saved = {}
     try:
-        if scaler:
-            copy.copy(stepper.scaler).load_state_dict(scaler)
+        if saved:
+            copy.copy(stepper.scaler).load_state_dict(saved)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"grad_scaler={scaler!r} of the state_dict cannot be loaded: {error!r}") from None
-    return Decisions(scaler, spikes)
+        raise ValueError(f"grad_scaler={saved!r} of the state_dict cannot be loaded: {error!r}") from None
+    return saved

@@ -25,7 +25,7 @@ from opt_stack.state.megatron_state import (
     own_values,
 )
 from opt_stack.state.regrouped import regroup, renamed
-from opt_stack.state.sharded_state import Decisions, ShardedStates, saved_decisions
+from opt_stack.state.sharded_state import ShardedStates, saved_scale
 
 VERSION = 1  # of `state_dict`
 MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from
@@ -217,7 +217,7 @@ class StateDicts(ShardedStates):
         return Alone()
 
     def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
-        matched, decisions = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
+        matched, scale = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
         groups, by_id, moved = matched
         restarted = {name for name, has_same_rule in moved.items() if not has_same_rule}
         self._warn_of_averages({id: by_id.get(id, {}) for id in self._held}, self._load_peers)
@@ -228,10 +228,10 @@ class StateDicts(ShardedStates):
         for group, saved in zip(self.param_groups, groups, strict=True):
             warn_of_other_choices(group, saved)
             set_group_(group, saved)
-        self._load_decisions(decisions)
+        self._load_verdicts(state_dict, scale)
 
-    def _matched(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> tuple[Matched, Decisions]:
-        """Return the groups and states of `state_dict`, in the order of this optimizer, and its loss scale and spikes.
+    def _matched(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> tuple[Matched, dict[str, Any]]:
+        """Return the groups and states of `state_dict`, in the order of this optimizer, and its loss scale.
 
         Raises ValueError if any of it cannot be loaded; writes nothing.
         """
@@ -243,7 +243,7 @@ class StateDicts(ShardedStates):
             if matched.moved.get(param_name(id), True):
                 state = matched.states.get(id, {})
                 check_state(unit, piece, state, needs_main=needs_mains and "version" in state_dict)
-        return matched, saved_decisions(state_dict, self.stepper)
+        return matched, saved_scale(state_dict, self.stepper)
 
 
 # --- torch's form -----------------------------------------------------------------------------------------------------
