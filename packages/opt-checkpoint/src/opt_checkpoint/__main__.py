@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opt_checkpoint.disk.averages import AVERAGES, with_averages
+from opt_checkpoint.disk.averages import AVERAGES
 from opt_checkpoint.disk.checkpoint import read_index, size_problems, verify_checkpoint
 from opt_checkpoint.disk.index import PATHS
 from opt_checkpoint.disk.main_weights import unchecked
@@ -234,17 +234,8 @@ def _convert(options: argparse.Namespace) -> int:
 
         select = arguments.get("select", "*")
         prefix = arguments.get("prefix", "")
-        notes = {}
-        if options.weights:
-            _, plain, others = with_averages(read_index(options.source), options.weights, prefix)
-            selected = [key for key in plain if fnmatch.fnmatchcase(key, select) and key.startswith(prefix)]
-            notes["without average, so as they were saved"] = selected
-            notes["left out, as states of parameters without average"] = others
-        tensors_only = left_out(options.source, select=select, prefix=prefix)
-        notes["left out, as safetensors files hold tensors only"] = tensors_only
-        for note, keys in notes.items():
-            if keys:
-                print(f"{note}: {', '.join(keys)}", file=sys.stderr)
+        if others := left_out(options.source, select=select, prefix=prefix):
+            print(f"left out, as safetensors files hold tensors only: {', '.join(others)}", file=sys.stderr)
     for path in written or [options.target]:
         print(path)
     return FINE

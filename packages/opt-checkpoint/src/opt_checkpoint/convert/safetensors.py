@@ -344,20 +344,19 @@ def checkpoint_to_safetensors(
         select: only stored keys that match this pattern, with `*` for any text.
         prefix: prefix of stored keys that is removed to get our names in `names`; other keys are left out.
         dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
-        weights: the state of optimizers, one of `AVERAGES`, that replaces each weight of which one was saved: fp32
-            unless `dtype` is given. No states are exported then.
+        weights: the state of an optimizer, one of `AVERAGES`, that replaces each weight of which one was saved: fp32
+            unless `dtype` is given. Only the model of these weights is exported then.
         shard_bytes: maximum size of a file, unless one tensor is larger.
 
     Returns:
         The files.
 
     Raises:
-        CheckpointingException: as `save_safetensors` and `load`; or the checkpoint holds no such averages, or two of
-            one key.
+        CheckpointingException: as `save_safetensors` and `load`, and `with_averages`.
     """
     index = read_index(path)
     if weights is not None:
-        index = with_averages(index, weights, prefix).checkpoint
+        index = with_averages(index, weights, prefix)
     target = local_path(folder, _FOLDER)
     stored = {k: t for k, t in index.tensors.items() if fnmatch.fnmatchcase(k, select) and k.startswith(prefix)}
     if not stored:
