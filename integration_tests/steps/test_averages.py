@@ -22,10 +22,11 @@ from opt_config import ConfigError, OptimizerConfig, ParamKey
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Comm
+from opt_distributed.pieces import AVERAGES
 from opt_kernels import optim
 from opt_kernels.quantized import QuantizedTensor
 from opt_scheduler import FieldScheduler, linear
-from opt_stack import Optimizer, QKClip, get_optimizer, release_gradients
+from opt_stack import Optimizer, QKClip, Registry, get_optimizer, release_gradients, torch_rule
 from opt_stack.qk_clip import fused_qkv
 
 DECAY = 0.8
@@ -184,12 +185,15 @@ def test_a_skipped_step_changes_no_average(fields: dict[str, Any]) -> None:
 # --- numbers of groups, schedules -------------------------------------------------------------------------------------
 
 
-def decays_used(optimizer: Optimizer, model: nn.Module, steps: int) -> list[float]:
-    """The decay of each step after the first, from the averages of `first`."""
+def decays_used(
+    optimizer: Optimizer, model: nn.Module, steps: int, then: Callable[[], object] = lambda: None
+) -> list[float]:
+    """The decay of each step after the first, from the averages of `first`; `then` is called after each step."""
     found = []
     average = model.first.detach().double()
     for number in range(steps):
         step(model, optimizer, number)
+        then()
         new = optimizer.state[model.first]["ema"].double()
         weights = model.first.detach().double()
         if number:
@@ -199,24 +203,16 @@ def decays_used(optimizer: Optimizer, model: nn.Module, steps: int) -> list[floa
     return found
 
 
-def test_a_function_of_the_step_is_the_decay() -> None:
-    decay: Callable[[int], float] = lambda step: 1 - 1 / step
-    model = two()
-    assert decays_used(built(model, ema_decay=decay), model, 5) == pytest.approx(
-        [1 - 1 / n for n in (2, 3, 4, 5)], abs=1e-5
-    )
-
-
-def test_a_scheduler_of_the_groups_sets_the_decay() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "decays"),
+    [(linear(0.5, 0.9, steps=4), [0.6, 0.7, 0.8]), (lambda done: 1 - 1 / (done + 1), [1 / 2, 2 / 3, 3 / 4])],
+    ids=["schedule", "function"],
+)
+def test_a_scheduler_of_the_groups_sets_the_decay(schedule: Any, decays: list[float]) -> None:
     model = two()
     optimizer = built(model)
-    scheduler = FieldScheduler(optimizer, {"ema_decay": linear(0.5, 0.9, steps=4)})
-    found = []
-    for number in range(4):
-        step(model, optimizer, number)
-        found.append(optimizer.param_groups[0]["ema_decay"])
-        scheduler.step()
-    assert found == pytest.approx([0.5, 0.6, 0.7, 0.8])
+    scheduler = FieldScheduler(optimizer, {"ema_decay": schedule})
+    assert decays_used(optimizer, model, 4, scheduler.step) == pytest.approx(decays, abs=1e-5)
 
 
 def test_a_half_life_is_a_fraction_of_the_training() -> None:
@@ -237,17 +233,12 @@ def test_groups_may_average_with_other_decays() -> None:
 
 
 @pytest.mark.parametrize("name", ["ema_decay", "ema_nesterov_beta"])
-@pytest.mark.parametrize("by", ["group", "function"])
-def test_a_number_that_is_not_allowed_refuses_the_step(name: str, by: str) -> None:
+def test_a_number_that_is_not_allowed_refuses_the_step(name: str) -> None:
     model = two()
-    given = BOTH | ({name: lambda step: 1.5 if step > 3 else 0.5} if by == "function" else {})
-    optimizer = built(model, **given)
+    optimizer = built(model, **BOTH)
     for number in range(2):
         step(model, optimizer, number)
-    if by == "group":
-        optimizer.param_groups[0][name] = 1.0
-    else:
-        step(model, optimizer, 2) if name == "ema_decay" else None
+    optimizer.param_groups[0][name] = 1.0
     before = copies(model)
     with pytest.raises(ValueError, match=rf"{name}=1.* not allowed"):
         step(model, optimizer, 3)
@@ -284,12 +275,12 @@ def train_watched(case: Case, comm: Comm, **more: Any) -> tuple[dict[str, Tensor
     for number in range(4):
         norms_while_training(model, optimizer, range(number, number + 1), comm, SHAPES)
         for at, piece in enumerate(held):
-            new = piece.averages["nesterov_base"]
+            new = piece.state["nesterov_base"]
             changes[at] = torch.lerp(changes[at], new - base[at], 1 - 0.7)
             base[at] = new.clone()
             ema[at] = new.clone() if number == 0 else torch.lerp(ema[at], new, 1 - DECAY)
-            assert torch.equal(piece.averages["nesterov_ema"], changes[at])
-            assert torch.equal(piece.averages["ema"], ema[at])
+            assert torch.equal(piece.state["nesterov_ema"], changes[at])
+            assert torch.equal(piece.state["ema"], ema[at])
             assert torch.equal(piece.main.value(), new + 0.4 * changes[at])
     trained = copies(net)
     optimizer.eval()
@@ -338,7 +329,9 @@ def test_a_device_that_works_later_has_the_bits_of_a_cpu(name: str, device: str)
             results.append(on_device.iterate(model, optimizer, number, comm, may_read=may_read))
         found = on_device.outcome(model, optimizer, results)
         assert [result[0] for result in found.results] == [number != on_device.BAD_STEP for number in range(6)]
-        averages = [value.clone() for piece in pieces(optimizer) for value in piece.averages.values()]
+        averages = []
+        for piece in pieces(optimizer):
+            averages += [value.clone() for name, value in piece.state.items() if name in AVERAGES]
         optimizer.eval()
         shown = on_device.outcome(model, optimizer, []).weights
         optimizer.train()
@@ -360,10 +353,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "fp8": (FP8, r"ema_decay=0.8: parameter 'first' is stored in fp8"),
     "scaled fp16": (AWARE | NESTEROV | {"main_params_dtype": torch.float16}, "ema_nesterov_beta=0.4 with main_params"),
-    "a function in a graph": (
-        {"ema_decay": lambda step: 0.9, "optimizer_cuda_graph": True},
-        "is a function, .*FieldScheduler may change",
-    ),
     "a decay of a group without averages": (
         {"ema_decay": None, "overrides": {ParamKey(name="second"): {"ema_decay": 0.5}}},
         "ema_decay=0.5: unknown entry",
@@ -385,6 +374,23 @@ def test_what_has_no_average_is_refused_by_name(name: str) -> None:
         built(model, **fields)
 
 
+class WithAverage(torch.optim.SGD):
+    """Keeps a state that is called as the average is."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["ema"] = param.detach().clone()
+
+
+def test_a_rule_with_a_state_of_the_same_name_is_refused() -> None:
+    """The average was written over the state of the rule."""
+    registry = Registry().with_rule(torch_rule("averaging", WithAverage))
+    config = OptimizerConfig(optimizer="averaging", lr=0.1, weight_decay=0.0, ema_decay=0.9)
+    with pytest.raises(ConfigError, match="optimizer='averaging' keeps an average of its own"):
+        get_optimizer(config, [two()], {}, rules=registry)
+
+
 def test_release_of_gradients_and_clips_of_mains_are_refused() -> None:
     model = two()
     with pytest.raises(ConfigError, match="averages all weights at the end of a step"):
@@ -392,7 +398,7 @@ def test_release_of_gradients_and_clips_of_mains_are_refused() -> None:
     qkv = Named(weight=normal(16, 4, seed=1))
     optimizer = built(qkv, **NESTEROV)
     layer = fused_qkv(qkv.weight, num_heads=2, num_query_groups=1, head_dim=4)
-    with pytest.raises(ConfigError, match="keeps the weights of 'weight' beside its main values"):
+    with pytest.raises(ConfigError, match="the state of 'weight' has other weights"):
         QKClip(optimizer, [layer])
 
 
@@ -409,14 +415,10 @@ def test_ranks_with_other_decays_are_refused() -> None:
             get_optimizer(
                 OptimizerConfig(lr=0.1, ema_decay=0.5 + 0.1 * comm.rank), [model], {}, pg_collection=roles_over(comm)
             )
-        other = get_optimizer(
-            OptimizerConfig(lr=0.1, ema_decay=lambda step: 0.5), [model], {}, pg_collection=roles_over(comm)
-        )
-        step(model, other, 1)
-        third = get_optimizer(OptimizerConfig(lr=0.1, ema_decay=0.5), [model], {}, pg_collection=roles_over(comm))
-        third.param_groups[0]["ema_decay"] = 0.5 + 0.1 * comm.rank
+        other = get_optimizer(OptimizerConfig(lr=0.1, ema_decay=0.5), [model], {}, pg_collection=roles_over(comm))
+        other.param_groups[0]["ema_decay"] = 0.5 + 0.1 * comm.rank
         with pytest.raises(ValueError, match="has different numbers on the ranks"):
-            step(model, third, 2)
+            step(model, other, 2)
         return str(error.value)
 
     assert len(set(run_threads(2, rank_main))) == 1

@@ -65,7 +65,8 @@ REFUSED = [
     ({"adam_beta1": 1.0}, "adam_beta1=1.0: must be in [0, 1)"),
     ({"ema_decay": 1.0}, "ema_decay=1.0: must be in [0, 1)"),
     ({"ema_decay": -0.1}, "ema_decay=-0.1: must be in [0, 1)"),
-    ({"ema_decay": {"half_life": 0.1}}, "ema_decay={'half_life': 0.1}: a half-life is a fraction of the training; add"),
+    ({"ema_decay": abs}, "ema_decay=<built-in function abs>: must be a number"),
+    ({"ema_decay": {"half_life": 0.1}}, "ema_decay={'half_life': 0.1}: must have half_life, a fraction of the trai"),
     ({"ema_decay": {"half_life": 2.0, "num_steps": 9}}, "ema_decay={'half_life': 2.0, 'num_steps': 9}: half_life must"),
     (
         {"ema_decay": {"num_steps": 9}},
@@ -145,7 +146,7 @@ REFUSED = [
     ),
     (
         {**ON_HOST, "optimizer_offload_compute": "device", "ema_decay": 0.9},
-        "optimizer_offload_compute='device': excludes averages of weights (ema_decay, ema_nesterov_beta), which the",
+        "ema_decay=0.9: excludes optimizer_offload_compute='device', as the host computes averages",
     ),
     ({"pin_cpu_params": False}, "pin_cpu_params=False: has no effect without optimizer_cpu_offload; set that too, or"),
     ({"optimizer_cpu_offload": True}, "optimizer_offload_fraction=0.0: offloads nothing; set it in (0, 1], or set"),

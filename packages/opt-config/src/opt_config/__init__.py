@@ -1,7 +1,6 @@
 """The optimizer configuration of large-model training, checked when it is built."""
 
 from opt_config.choices import (
-    Averages,
     ConstantScale,
     DynamicScale,
     FlatShards,
@@ -30,7 +29,7 @@ from opt_config.optimizer_config import (
 from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate, has_attribute, many
 
 __all__ = [
-    "AVERAGED", "FOREIGN_WORDS", "AdamOptimizerConfig", "Averages", "ConfigError", "Configuration", "ConstantScale",
+    "AVERAGED", "FOREIGN_WORDS", "AdamOptimizerConfig", "ConfigError", "Configuration", "ConstantScale",
     "DistributedDataParallelConfig", "DynamicScale", "FlatShards", "Interval", "LossScaling", "NoScale", "OnDevice",
     "OnHost", "OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "Placement", "Precision",
     "Problem", "Replicated", "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "changed_fields",

@@ -1,7 +1,6 @@
 """The typed choices of an `OptimizerConfig`: precision, sharding, loss scaling, placement; with it as JSON values."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,26 +81,6 @@ class OnHost:
     pin_grads: bool
     pin_params: bool
     compute: str = "host"  # where they are updated: "host", or "device", which fetches and returns them run by run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Averages:
-    """Averages of the weights: an exponential moving average (EMA), and that of EMA-Nesterov."""
-
-    decay: float | Callable[[int], float] | None = None  # of the EMA, by the number of the step; None: there is none
-    from_step: int = 1  # after which the EMA begins as a copy of the weights
-    share: float = 1.0  # of the EMA in the weights that are evaluated
-    beta: float | Callable[[int], float] | None = None  # the look-ahead of EMA-Nesterov; None: there is none
-    gamma: float = 0.99  # decay of its average
-
-
-def decay_of_half_life(*, half_life: float, num_steps: float) -> float:
-    """Return the decay of an EMA in which a step counts half after `half_life` of `num_steps` steps.
-
-    >>> round(decay_of_half_life(half_life=0.5, num_steps=2), 6)
-    0.5
-    """
-    return float(0.5 ** (1 / (half_life * num_steps)))
 
 
 Sharding = Replicated | FlatShards | WholeParams

@@ -37,7 +37,7 @@ _FIELDS_OF_INTERVALS = {
     ),
     DECAY_RATE: (
         "adam_beta1 adam_beta2 sgd_momentum muon_momentum lion_beta1 lion_beta2 soap_shampoo_beta adaptive_muon_beta2 "
-        "ema_nesterov_gamma"
+        "ema_decay ema_nesterov_beta ema_nesterov_gamma"
     ),
     FRACTION: "optimizer_offload_fraction",
     SHARE: "ema_share",
@@ -100,9 +100,12 @@ def field_problems(config: "OptimizerConfig") -> Iterator[Finding]:
     yield from _choice_problems(config)
     if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
         yield "optimizer", "must be the name of a rule, such as adam, sgd or muon"
-    for name in AVERAGED:
-        if reason := _problem_of_average(getattr(config, name)):
-            yield name, reason
+    decay = config.ema_decay
+    if isinstance(decay, Mapping):
+        if set(decay) != {"half_life", "num_steps"}:
+            yield "ema_decay", "must have half_life, a fraction of the training, and num_steps, the number of its steps"
+        elif decay["half_life"] not in SHARE or decay["num_steps"] not in AT_LEAST_ONE:
+            yield "ema_decay", "half_life must be in (0, 1], and num_steps at least 1"
 
 
 def conflicts(config: "OptimizerConfig") -> Iterator[Finding]:
@@ -126,11 +129,6 @@ def conflicts(config: "OptimizerConfig") -> Iterator[Finding]:
             "optimizer_offload_compute",
             "excludes use_torch_optimizer_for_cpu_offload, which updates on the host; set only one of them",
         )
-    if config.optimizer_offload_compute == "device" and config.averages is not None:
-        yield (
-            "optimizer_offload_compute",
-            "excludes averages of weights (ema_decay, ema_nesterov_beta), which the host computes; set it to 'host'",
-        )
     if config.optimizer.lower() == "adamw" and not config.decoupled_weight_decay:
         yield (
             "decoupled_weight_decay",
@@ -140,31 +138,14 @@ def conflicts(config: "OptimizerConfig") -> Iterator[Finding]:
         yield "min_loss_scale", f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
 
 
-def _problem_of_average(value: object) -> str:
-    """Return why a decay or look-ahead is not allowed; empty if it is."""
-    if isinstance(value, Mapping):
-        if set(value) == {"half_life"}:
-            return "a half-life is a fraction of the training; add its number of steps as num_steps"
-        if set(value) != {"half_life", "num_steps"}:
-            return "must have half_life, a fraction of the training, and num_steps, the steps of the training"
-        for name, interval in (("half_life", SHARE), ("num_steps", AT_LEAST_ONE)):
-            if value[name] not in interval:
-                return f"{name} {interval.sentence}"
-        return ""
-    is_number = isinstance(value, int | float)
-    return DECAY_RATE.sentence if is_number and value not in DECAY_RATE else ""
-
-
 def _averages(config: "OptimizerConfig") -> Iterator[Finding]:
-    for name in AVERAGED:
-        value = getattr(config, name)
-        if value is not None and config.optimizer.lower() == "schedule_free":
+    for name in config.averaged:
+        if config.optimizer.lower() == "schedule_free":
             yield name, "excludes optimizer='schedule_free', which keeps an average of its own; set only one of them"
-        if callable(value) and config.optimizer_cuda_graph:
+        if config.optimizer_offload_compute == "device":
             yield (
                 name,
-                "is a function, which is called with the number of steps made, but with optimizer_cuda_graph=True only "
-                "the device knows it; set a number, which opt_scheduler.FieldScheduler may change",
+                "excludes optimizer_offload_compute='device', as the host computes averages; set that to 'host'",
             )
 
 

@@ -189,10 +189,10 @@ def _type_problems(config: Dataclass) -> Iterator[Finding]:
 
 
 def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> Iterator[Finding]:
-    """Find numbers outside their intervals. None passes: whether it is allowed is a question of the type."""
+    """Find numbers outside their intervals. Other values pass: whether they are allowed is a question of the type."""
     for name in field_types(type(config)):
         value = getattr(config, name)
-        if name in intervals and value is not None and value not in intervals[name]:
+        if name in intervals and isinstance(value, int | float) and value not in intervals[name]:
             yield name, intervals[name].sentence
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opt_config import choices
-from opt_config.conflicts import conflicts, field_problems
+from opt_config.conflicts import AVERAGED, conflicts, field_problems
 from opt_config.errors import check
 from opt_config.files import Configuration
 
@@ -214,18 +214,19 @@ class OptimizerConfig(Configuration):
     skip_window: int = 128
     """Number of steps whose norms and losses `skip_sigma` compares with, at least 2. No step is skipped before half of
     them were made, nor after that many were skipped in a row."""
-    ema_decay: float | Mapping[str, float] | Callable[[int], float] | None = None
-    """Decay of an exponential moving average of the weights, which `optimizer.eval()` shows: a number in [0, 1), or a
-    function of the number of the step, from 1. {"half_life": 0.05, "num_steps": 20000}: the decay whose half-life is
-    this fraction of a training of so many steps. None: no average."""
+    ema_decay: float | Mapping[str, float] | None = None
+    """Decay of an exponential moving average of the weights, which `optimizer.eval()` shows: a number in [0, 1).
+    {"half_life": 0.05, "num_steps": 20000}: the decay whose half-life is this fraction of a training of so many steps.
+    None: no average. It is an entry of the parameter groups, for which `opt_scheduler.FieldScheduler` takes a schedule.
+    """
     ema_from_step: int = 1
     """The step after which the average begins as a copy of the weights."""
     ema_share: float = 1.0
     """Share of the average in the weights that `optimizer.eval()` shows, in (0, 1]: (1 - share) * weights + share *
     average."""
-    ema_nesterov_beta: float | Callable[[int], float] | None = None
+    ema_nesterov_beta: float | None = None
     """EMA-Nesterov: take gradients ahead of the weights, by this factor of an average of the changes that steps make: a
-    number in [0, 1), or a function of the number of the step, from 1. None: gradients are taken at the weights."""
+    number in [0, 1), an entry of the parameter groups as `ema_decay`. None: gradients are taken at the weights."""
     ema_nesterov_gamma: float = 0.99
     """Decay of EMA-Nesterov's average of the changes."""
 
@@ -295,20 +296,12 @@ class OptimizerConfig(Configuration):
         )
 
     @property
-    def averages(self) -> choices.Averages | None:
-        """Which averages of the weights are kept, if any."""
-        decay = self.ema_decay
-        if decay is None and self.ema_nesterov_beta is None:
-            return None
-        if isinstance(decay, Mapping):
-            decay = choices.decay_of_half_life(**decay)
-        return choices.Averages(
-            decay=decay,
-            from_step=self.ema_from_step,
-            share=self.ema_share,
-            beta=self.ema_nesterov_beta,
-            gamma=self.ema_nesterov_gamma,
-        )
+    def averaged(self) -> dict[str, float]:
+        """The numbers of the averages of the weights that are kept, by field; empty if there are none."""
+        numbers = {name: getattr(self, name) for name in AVERAGED if getattr(self, name) is not None}
+        if isinstance(given := self.ema_decay, Mapping):
+            numbers["ema_decay"] = 0.5 ** (1 / (given["half_life"] * given["num_steps"]))
+        return numbers
 
 
 @dataclass

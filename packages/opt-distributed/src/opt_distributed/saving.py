@@ -76,7 +76,7 @@ def kept_states(unit: Unit, piece: OwnedPiece) -> Iterator[StateSpec]:
 def decoded(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
     """The values of one state: its own memory, or a new fp32 tensor if it is stored as codes."""
     codec = _codec(unit, spec.name)
-    codes = piece.kept[spec.name]
+    codes = piece.state[spec.name]
     if codec is None:
         return codes
     return values_of(codec, codes, piece.state[scale_name(spec.name)])
@@ -96,7 +96,7 @@ def is_by_part(spec: StateSpec, piece: OwnedPiece) -> bool:
 def reset_state_(unit: Unit, piece: OwnedPiece) -> None:
     """Set the rule's state and the averages of a piece to those before the first step. Main values stay."""
     _reset_rule_(unit, piece)
-    unit.averages.restart_(piece)
+    unit.averages.restart_(piece, unit.averages.names)
 
 
 def _reset_rule_(unit: Unit, piece: OwnedPiece) -> None:
@@ -113,7 +113,7 @@ def _set_(
     """Set everything that is kept for a piece, from tensors by name: main values, states, averages and `extra`.
 
     Main values that are lacking are those of the parameter, and averages that are lacking begin anew. Without a number
-    of steps, the state is as before the first one. `is_decoded`: `saved` has values where the piece has codes.
+    of steps, the rule's is as before the first one. `is_decoded`: `saved` has values where the piece has codes.
     """
     if MAIN in saved:
         piece.main.set_(saved[MAIN].view(piece.main.shape))
@@ -124,13 +124,8 @@ def _set_(
         _reset_rule_(unit, piece)
     else:
         piece.step = step
-    averages = piece.averages.keys() & saved.keys()
-    for name in averages:
-        average = piece.averages[name]
-        average.copy_(saved[name].view(average.shape))
-    unit.averages.restart_(piece, piece.averages.keys() - averages)
-    states = saved.keys() & piece.state.keys() if step is not None else ()
-    for name in states:
+    states = unit.averages.names if step is None else piece.state.keys()
+    for name in saved.keys() & states:
         target = piece.state[name]
         value = saved[name].view(target.shape)
         codec = _codec(unit, name) if is_decoded else None
@@ -139,6 +134,7 @@ def _set_(
         else:
             values = torch.empty_like(target, dtype=torch.float32).copy_(value)
             encode_again_(codec, in_memory_order(target), piece.state[scale_name(name)], in_memory_order(values))
+    unit.averages.restart_(piece, set(unit.averages.names) - saved.keys())
 
 
 def check_loaded(unit: Unit, piece: OwnedPiece, loaded: Collection[str]) -> None:
@@ -188,7 +184,7 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
         elif saves_values:
             value = decoded(unit, piece, spec)
         else:
-            value = piece.kept[spec.name]
+            value = piece.state[spec.name]
         if _is_like_param(piece, spec) and value.dim():
             value = distributed_like(value.detach(), piece.param)
         state[_saved_name(piece, spec)] = value
@@ -315,7 +311,7 @@ def _values(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> dict[str
         value = saved[key]
         if not isinstance(value, Tensor):
             raise StateError(f"{where} is a {type(value).__name__}; a tensor is needed")
-        live = piece.main if spec is _OF_MAIN else piece.kept[spec.name]
+        live = piece.main if spec is _OF_MAIN else piece.state[spec.name]
         if _is_like_param(piece, spec):
             try:
                 if is_dtensor(value) or is_dtensor(piece.param):

@@ -84,7 +84,7 @@ def sharded_piece(
     for name, tensor in piece.main.extra().items():
         # A copy, because loading the parameter itself quantises it, which writes this memory.
         described[name] = make_sharded_state(stored, tensor.clone(), name, of_part)
-    for name in (*piece.averages, *piece.main.extra()):  # checkpoints of runs without averages or fp8 parameters
+    for name in (*unit.averages.names, *piece.main.extra()):  # checkpoints of runs without averages or fp8 parameters
         lacking = described[name]
         assert isinstance(lacking, ShardedParam)
         lacking.optional = True

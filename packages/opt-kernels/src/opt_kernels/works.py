@@ -68,8 +68,8 @@ def as_float(value: Any) -> Any:
 class Number:
     """A number of a parameter group. `betas` is a tuple, which scalars read as beta1, beta2, ...
 
-    `lr`, `weight_decay`, `eps` and `momentum` are at least 0, and each of `betas` is in [0, 1), unless declared
-    otherwise.
+    `lr`, `weight_decay`, `eps` and `momentum` are at least 0, and each of `betas`, `ema_decay` and `ema_nesterov_beta`
+    is in [0, 1), unless declared otherwise.
     """
 
     name: str
@@ -84,9 +84,9 @@ class Number:
                 f"{self.name}={self.default!r}: only `betas` may be a tuple; declare each number separately"
             )
         if self.low is None and self.high is None and self.below is None:
-            if self.name in ("lr", "weight_decay", "eps", "momentum", "betas"):
+            if self.name in HYPER_FIELDS:
                 object.__setattr__(self, "low", 0.0)
-            if self.name == "betas":
+            if self.name in ("betas", "ema_decay", "ema_nesterov_beta"):
                 object.__setattr__(self, "below", 1.0)
         self.check(self.default)
 
@@ -245,6 +245,8 @@ class Hyper:
     betas: tuple[float | Tensor, ...] = (0.9, 0.999)
     eps: float | Tensor = 1e-8
     momentum: float | Tensor = 0.9
+    ema_decay: float | Tensor = 0.0  # read by averages of weights, after the rule
+    ema_nesterov_beta: float | Tensor = 0.0
     own: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -15,7 +15,7 @@ from opt_paramgroups import aligned, as_text, group_rows, model_chunks_of
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import make_design, read_groups, warn_of_guesses
 from opt_stack.planning.design import Request
-from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, spec_bytes, state_text
+from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, state_text
 from opt_stack.planning.ranks import check_effects, check_ranks
 from opt_stack.rules.entries import warn_of_unread_fields
 from opt_stack.rules.registry import Registry
@@ -44,8 +44,7 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
         for id, meta in of_model.metas.items():
             group = groups[design.groups.index_of[id]]
             unit = unit_of[id]
-            kept = kept_bytes(unit.rule, meta.shape)
-            kept |= {spec: spec_bytes(spec, meta.shape, meta.numel) for spec in unit.averages.specs}
+            kept = kept_bytes(unit.rule, meta.shape, averages=unit.averages.specs)
             num_bytes = main_bytes(unit.numbers[dtype], meta.numel) + sum(kept.values())
             lr = "-" if group["lr"] is None else f"{group['lr']:g}"
             row = [id.name, short(dtype), unit.rule.name, lr, f"{group['weight_decay']:g}"]

@@ -361,7 +361,7 @@ class Optimizer(GradientStatistics):
     def _restart_averages(self) -> None:
         for unit, piece in self._held.values():
             if unit.averages.specs:
-                unit.averages.restart_(piece)
+                unit.averages.restart_(piece, unit.averages.names)
             elif self.evaluation.keeps_weights_of(unit):
                 reset_state_(unit, piece)
         self.loaded_weights.note_state_load()

@@ -280,15 +280,11 @@ class QKClip:
                     )
         for unit in self.optimizer.stepper.units:
             clipped = [piece.id for piece in unit.pieces if id(piece.param) in seen]
-            if clipped and unit.rule.name in self.optimizer.evaluation.rules:
+            has_others = unit.rule.name in self.optimizer.evaluation.rules or unit.averages.looks_ahead
+            if clipped and has_others:
                 yield (
-                    f"{str(clipped[0])!r} is updated by {unit.rule.name}, which keeps other weights in its state; clip "
-                    "only layers that another rule updates"
-                )
-            if clipped and unit.averages.looks_ahead:
-                yield (
-                    f"ema_nesterov_beta keeps the weights of {str(clipped[0])!r} beside its main values, which are "
-                    "ahead of them; clip without it"
+                    f"the state of {str(clipped[0])!r} has other weights than its main values (of schedule_free or "
+                    "ema_nesterov_beta); clip only layers without them"
                 )
 
 

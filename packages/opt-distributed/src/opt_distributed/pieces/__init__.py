@@ -3,7 +3,7 @@
 For packages that build the units of a step.
 """
 
-from opt_distributed.pieces.averages import AVERAGES, NO_AVERAGES, NUMBERS, WeightAverages
+from opt_distributed.pieces.averages import AVERAGES, NO_AVERAGES, WeightAverages
 from opt_distributed.pieces.dtensor import DTensorGrads, FullySharded, is_first_replica, local, mesh_comms
 from opt_distributed.pieces.exchange import ComputeStage
 from opt_distributed.pieces.offload import HostMain, HostSide
@@ -25,7 +25,7 @@ from opt_distributed.pieces.sources import (
 from opt_distributed.pieces.streamed import Streamed
 
 __all__ = [
-    "AVERAGES", "NO_AVERAGES", "NUMBERS", "BufferedGrads", "ComputeStage", "DTensorGrads", "FullySharded", "HostMain",
+    "AVERAGES", "NO_AVERAGES", "BufferedGrads", "ComputeStage", "DTensorGrads", "FullySharded", "HostMain",
     "HostSide", "OwnedPiece", "ParamGrads", "PeerSums", "Publisher", "QuantizedMain", "QuantizedSource", "Ready",
     "ReducedMainGrads", "Source", "Streamed", "Update", "WeightAverages", "check_dense", "check_marks", "check_unfused",
     "init_state", "is_first_replica", "is_sparse", "local", "marked_ids", "mesh_comms",

@@ -148,13 +148,6 @@ class HostSide:
         return Update(ready, self.numbers_of(update.groups), scales, is_skipped=bool(skipped))
 
     @torch.no_grad()
-    def refresh_(self, pieces: Sequence[OwnedPiece]) -> None:
-        """Copy parameters whose bits are main values, or a half of them, to the host: of pieces without an update."""
-        for main in mains_on_host(pieces):
-            if main.reads_param:
-                main.staged.copy_(main.target)
-
-    @torch.no_grad()
     def return_(self, pieces: Sequence[OwnedPiece]) -> None:
         """Queue copies of the updated values to the parameters. The compute stream waits for them."""
         stream = self.copying_stream()

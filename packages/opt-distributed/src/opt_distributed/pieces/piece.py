@@ -33,8 +33,7 @@ class OwnedPiece:
     group: int  # index in `param_groups`
     source: Source  # of its gradient
     main: Main
-    state: dict[str, Tensor]
-    averages: dict[str, Tensor] = field(default_factory=dict)  # of its weights, by name; see `pieces.averages`
+    state: dict[str, Tensor]  # of its rule, and averages of its weights
     following: set[str] = field(default_factory=set)  # averages that take the present weights until the next step
     norm_slot: int = 0  # the gradient norm of the step to which it contributes
     counted: bool = True  # False if another rank counts these elements in norms and zeros
@@ -54,11 +53,6 @@ class OwnedPiece:
     @step.setter
     def step(self, value: int) -> None:
         self.count = Count(value)
-
-    @property
-    def kept(self) -> dict[str, Tensor]:
-        """The rule's state and the averages, by name."""
-        return {**self.state, **self.averages}
 
     @property
     def is_whole(self) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device
-from opt_distributed.pieces.averages import NUMBERS
 from opt_distributed.pieces.dtensor import DTensorGrads
 from opt_distributed.pieces.piece import Groups, Ready
 from opt_distributed.pieces.sources import BufferedGrads, ParamGrads, Source
@@ -85,12 +84,12 @@ class CapturedStep:
         self._accelerator = devices.device_of(device)
         self._work = CapturedWork(self._accelerator)
         rules = [bare(unit.rule) for unit in units]
-        self._table = HyperTable(rules, device=device, upload=self._accelerator.upload, more=tuple(NUMBERS))
+        self._table = HyperTable(rules, device=device, upload=self._accelerator.upload)
         self._copies: list[dict[int, Tensor]] = [{} for _ in units]
         self._memory: list[Tensor] = []  # which updates write
         for unit in units:
             for piece in unit.pieces:
-                self._memory += [piece.main.target, *piece.kept.values(), *piece.main.kept.values()]
+                self._memory += [piece.main.target, *piece.state.values(), *piece.main.kept.values()]
 
     def lacking(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
         """Return the error for a parameter that has no gradient on this rank; None if all have one."""

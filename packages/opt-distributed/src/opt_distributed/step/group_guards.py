@@ -10,7 +10,6 @@ from torch import Tensor, int64
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.param_sync import stored_params
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.pieces.averages import NUMBERS
 from opt_distributed.pieces.piece import Groups
 from opt_distributed.step.guard import Refusal
 from opt_kernels.formulas import NumberError
@@ -93,7 +92,7 @@ class UsableGroups(Refusal):
                 raise GroupError(f"group {built.get('name', index)!r}: {problem}")
             self._check_bounds(index, group, names)
             own = getattr(self.rules.get(index), "hyper_names", ())
-            numbers = [group.get(name) for name in (*HYPER_FIELDS, *NUMBERS, *own)]
+            numbers = [group.get(name) for name in (*HYPER_FIELDS, *own)]
             if not any(map(_may_change, numbers)):
                 self._entries.accept(index, group)
         for index in self.rules:
@@ -109,8 +108,6 @@ class UsableGroups(Refusal):
                 numbers[name] = group[name]
         try:
             check_numbers(self.rules.get(index), numbers)
-            for name in numbers.keys() & NUMBERS.keys():
-                NUMBERS[name].check(numbers[name])
         except NumberError as error:
             raise GroupError(f"group {group.get('name', index)!r}: {error}. Nothing was updated") from None
 
@@ -166,9 +163,8 @@ def _structure_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> I
 
 def _number_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
     """Numbers that were added, and those of another form."""
-    numbers = (*HYPER_FIELDS, *NUMBERS)
-    read = [name for name in numbers if name in built]
-    for name in numbers:
+    read = [name for name in HYPER_FIELDS if name in built]
+    for name in HYPER_FIELDS:
         if name not in group:
             continue
         value = group[name]
@@ -213,7 +209,7 @@ class EqualGroups:
             local: indices of those that have parameters on it.
             own: further entries that rules read, which are not fields of `Hyper`.
         """
-        self._entries = (*HYPER_FIELDS, *NUMBERS, *FIXED, *sorted(set(own)))
+        self._entries = (*HYPER_FIELDS, *FIXED, *sorted(set(own)))
         here = {}
         for index in sorted(local):
             group = groups[index]

@@ -79,11 +79,9 @@ class Unit:
 
         Raises:
             UnusableGradientError: a gradient is in ``main_grad`` of a plain parameter.
-            NumberError: a function of the step gives a number that averages do not allow.
         """
         if self.averages.specs:
-            self.averages.begin_(self.pieces)
-            self.averages.check(self.pieces)
+            self.averages.follow_(self.pieces)
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
@@ -169,20 +167,11 @@ class Unit:
                     run.close_(skip=here.skip)
                 if sender is not None and order:
                     sender.sync.updated([piece.id for run in runs for piece in run.pieces])
-            self._average_(here)
+            if self.averages.specs and not here.is_skipped:  # all pieces, also those without a gradient in this step
+                self.averages.update_(self.pieces, here)
+                self.note_averaged()
         if self.host is not None and here.ready.pieces:
             self.host.return_(here.ready.pieces)
-
-    def _average_(self, update: Update) -> None:
-        """Write the averages of all pieces, also of those without a gradient in this step."""
-        if not self.averages.specs or update.is_skipped:
-            return
-        ready = update.ready.pieces
-        if self.host is not None and len(ready) < len(self.pieces):
-            updated = set(map(id, ready))
-            self.host.refresh_([piece for piece in self.pieces if id(piece) not in updated])
-        self.averages.update_(self.pieces, ready, update.groups, update.skip)
-        self.note_averaged()
 
     def note_averaged(self) -> None:
         """Note that a step, which may be a replay of a graph, wrote the averages of all pieces."""
@@ -268,7 +257,7 @@ class Unit:
 
     def state_bytes(self) -> int:
         """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
-        kept = ((*piece.kept.values(), *piece.main.kept.values()) for piece in self.pieces)
+        kept = ((*piece.state.values(), *piece.main.kept.values()) for piece in self.pieces)
         return sum(tensor.nbytes for of_piece in kept for tensor in of_piece)
 
 

@@ -285,7 +285,6 @@ def _pieces(
             with main.device.on_host() if isinstance(main, HostMain) else nullcontext():
                 value = main.on_host.value() if isinstance(main, HostMain) else main.value()
                 state = init_state(rule, value, id=id, matrix=at.spec, stage=at.stage)
-                averages = unit.averages.init_state(value) if unit.averages.specs else {}
             is_whole = of_param == slice(0, stored.numel())
             if keeps_norm and is_whole and stored.numel() and not stored.any():
                 raise ConfigError(
@@ -296,7 +295,7 @@ def _pieces(
             # tensor-parallel ranks or over axes of a DTensor's mesh, are computed and inspected separately.
             is_shared = buffer.kind is not PRE_SHARDED and not is_sharded
             inspected = not is_shared or number % axes.dp.size == axes.dp.rank
-            yield OwnedPiece(
+            piece = OwnedPiece(
                 id=id,
                 param=param,
                 of_param=of_param,
@@ -304,8 +303,6 @@ def _pieces(
                 source=sources.of_buffers[buffer.name],
                 main=main,
                 state=state,
-                averages=averages,
-                following=set(averages),
                 norm_slot=slots.index(plan.norms[group] or meta.grad_norm_group or ""),
                 counted=inspected and _is_counted(design, buffer, id),
                 inspected=inspected,
@@ -315,6 +312,9 @@ def _pieces(
                 stage=at.stage,
                 bucket=bucket if has_buckets else 0,
             )
+            if unit.averages.specs:
+                unit.averages.init_(piece, value)
+            yield piece
 
 
 def _main(numbers: MainFormat, stored: Tensor, id: ParamId, of_param: slice, away: devices.Device | None) -> Main:

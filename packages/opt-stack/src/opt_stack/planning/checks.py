@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opt_config import AVERAGED, ConfigError, DynamicScale, FlatShards, Replicated, WholeParams
+from opt_config import ConfigError, DynamicScale, FlatShards, Replicated, WholeParams
 from opt_distributed.buffers import (
     CODED_MULTIPLE,
     PRE_SHARDED,
@@ -135,28 +135,23 @@ def _check_groups(design: Design) -> Iterator[str]:
 def _check_averages(design: Design) -> Iterator[str]:
     """Refuse averages beside those of a rule, of parameters in fp8, and look-aheads of main values in scaled fp16."""
     config = design.request.config
-    fields = [name for name in AVERAGED if getattr(config, name) is not None]
-    if not fields:
-        return
-    given = f"{fields[0]}={getattr(config, fields[0])!r}"
-    for name, rule in design.groups.rules.items():
-        inner = bare(rule)
-        if isinstance(inner, ElementwiseRule) and inner.formula.evaluation is not None:
-            yield f"{given}: optimizer={name!r} keeps an average of its own; use only one of them"
-    for id in design.groups.rule_of:
+    given = next((f"{name}={number}" for name, number in config.averaged.items()), "")
+    for unit in design.plan.units if given else ():
+        rule = bare(unit.rule)
+        evaluates = isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None
+        if evaluates or any(spec.name in unit.averages.names for spec in rule.state_specs):
+            yield f"{given}: optimizer={rule.name!r} keeps an average of its own; use only one of them"
+        if unit.averages.looks_ahead and MainFormat.FP16_SCALED in unit.numbers.values():
+            yield (
+                f"ema_nesterov_beta={config.ema_nesterov_beta} with main_params_dtype={config.main_params_dtype}: "
+                "blocks of main values would be scaled by the look-ahead; use fp32 main values or remainders"
+            )
+    for id in design.groups.rule_of if given else ():
         if design.model.metas[id].codes is not None:
             yield (
                 f"{given}: parameter {str(id)!r} is stored in fp8, in which eval() could not restore the trained "
                 "weights bit for bit; leave it at None, or keep the parameter in bf16"
             )
-    formats = set[MainFormat]()
-    for unit in design.plan.units:
-        formats.update(unit.numbers.values())
-    if config.ema_nesterov_beta is not None and MainFormat.FP16_SCALED in formats:
-        yield (
-            f"ema_nesterov_beta={config.ema_nesterov_beta!r} with main_params_dtype={config.main_params_dtype}: blocks "
-            "of main values would be scaled by the look-ahead; use fp32 main values or remainders"
-        )
 
 
 def _check_memory(design: Design) -> Iterator[str]:

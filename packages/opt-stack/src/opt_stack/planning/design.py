@@ -212,6 +212,7 @@ def _plan_units(
             found.setdefault((is_later, meta.is_expert, rule_of[id]), []).append(id)
     has_tensor_parallel = max(sizes.dense_tp, sizes.expert_tp) > 1
     shard_of = dict(_shards_of_whole(buffers)) if has_tensor_parallel else {}
+    averages = WeightAverages(config) if config.averaged else NO_AVERAGES
     for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
         rule = groups.rules[name]
         dtypes = {metas[id].stored_dtype for id in ids}
@@ -222,7 +223,7 @@ def _plan_units(
             is_expert=is_expert,
             ids=frozenset(ids),
             numbers={dtype: main_format(config, dtype) for dtype in dtypes},
-            averages=NO_AVERAGES if config.averages is None else WeightAverages(config.averages),
+            averages=averages,
         )
         if rule.needs is Needs.MATRICES:
             tensor_parallel = sizes.expert_tp if is_expert else sizes.dense_tp

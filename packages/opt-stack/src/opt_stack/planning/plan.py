@@ -75,10 +75,6 @@ class Plan:
             total += sum(unit_bytes(self, unit, rank=rank, on_host=side) for unit in self.units)
         return total
 
-    def evaluation_bytes(self) -> int:
-        """Return the bytes of the copy of this rank's parameters that `eval()` keeps until `train()`."""
-        return sum(param_bytes(self, buffer) for buffer in self.buffers)
-
     def fingerprint(self, *, experts: bool) -> str:
         """Return a hash that is equal on ranks with the same layouts, rules and parameters: of experts, or dense."""
         texts = []
@@ -110,12 +106,7 @@ class Plan:
 
 def rule_text(rule: Rule) -> str:
     """Return the rule with its hooks as text that processes may compare: without addresses of memory."""
-    return without_addresses(f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
-
-
-def without_addresses(text: str) -> str:
-    """Return the text of an object without addresses of memory, which differ between processes."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+    return re.sub(r" at 0x[0-9a-f]+", "", f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
 
 
 def state_text(specs: Iterable[StateSpec]) -> str:
@@ -163,9 +154,8 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
                 continue
             shape = shapes[run.id]
             total += main_bytes(unit.numbers[buffer.dtype], run.numel)
-            total += sum(spec_bytes(spec, shape, run.numel) for spec in unit.averages.specs)
             split = unit.splits.get(run.id, NOT_SPLIT)
-            kept = kept_bytes(rule, whole_shapes.get(run.id, shape), split)
+            kept = kept_bytes(rule, whole_shapes.get(run.id, shape), split, unit.averages.specs)
             for spec, num_bytes in kept.items():
                 if spec.whole:
                     total += num_bytes // num_owners.get(run.id, 1)
@@ -207,19 +197,19 @@ def main_bytes(numbers: MainFormat, numel: int) -> int:
     return num_bytes
 
 
-def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
-    """Return the specs of the states that `rule` keeps for a parameter of `shape`, with the bytes of each."""
-    specs = rule.state_specs
-    numel = prod(shape)
-    if not any(spec.optional or spec.by_part for spec in specs):
-        return {spec: spec_bytes(spec, shape, numel) for spec in specs}
-    kept = init_state(rule, torch.empty(shape, dtype=torch.float32, device="meta"), matrix)
-    num_bytes = {}
-    for spec in specs:
-        if spec.name in kept and spec.by_part:
-            num_bytes[spec] = kept[spec.name].nbytes
-        elif spec.name in kept:
-            num_bytes[spec] = spec_bytes(spec, shape, numel)
+def kept_bytes(
+    rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT, averages: Sequence[StateSpec] = ()
+) -> dict[StateSpec, int]:
+    """Return the specs of the states that `rule`, and of the averages that its unit, keeps for a parameter of `shape`,
+    with the bytes of each."""
+    num_bytes = {spec: spec_bytes(spec, shape, prod(shape)) for spec in (*rule.state_specs, *averages)}
+    if any(spec.optional or spec.by_part for spec in rule.state_specs):
+        kept = init_state(rule, torch.empty(shape, dtype=torch.float32, device="meta"), matrix)
+        for spec in rule.state_specs:
+            if spec.name not in kept:
+                del num_bytes[spec]
+            elif spec.by_part:
+                num_bytes[spec] = kept[spec.name].nbytes
     return num_bytes
 
 
@@ -334,9 +324,8 @@ def unit_lines(plan: Plan) -> Iterator[str]:
         yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
         for dtype, numbers in sorted(unit.numbers.items(), key=str):
             yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
-        yield f"  state: {state_text(unit.rule.state_specs)}; needs {unit.rule.needs.name.lower()}"
-        if averages := unit.averages.specs:
-            yield f"  averages: {state_text(averages)}"
+        kept = (*unit.rule.state_specs, *unit.averages.specs)
+        yield f"  state: {state_text(kept)}; needs {unit.rule.needs.name.lower()}"
         if hooks := hooks_of(unit.rule):
             shown = ", ".join(map(repr, hooks))
             yield f"  hooks: {shown}"
@@ -383,8 +372,9 @@ def total_lines(plan: Plan) -> Iterator[str]:
         yield f"of this on the host: {hosted} bytes; staging buffers, at most: {staged}"
         if plan.config.optimizer_offload_compute == "device":
             yield "  updated on the device, which fetches and returns it run by run, two runs at a time"
-    if any(unit.averages.specs for unit in plan.units):
-        yield f"eval() shows averages, and keeps {plan.evaluation_bytes():,} bytes of trained weights until train()"
+    if plan.config.averaged:
+        copies = sum(param_bytes(plan, buffer) for buffer in plan.buffers)
+        yield f"eval() shows averages, and keeps {copies:,} bytes of trained weights until train()"
     config = plan.config
     clip = "off"
     if config.clip_grad > 0:

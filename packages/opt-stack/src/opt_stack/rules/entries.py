@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mean
+from opt_config import AVERAGED, ConfigError, OptimizerConfig, changed_fields, did_you_mean
 from opt_distributed.buffers import Metas, Params
-from opt_distributed.pieces import NUMBERS, WeightAverages
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import (
     GivenHooks,
@@ -25,7 +24,6 @@ from opt_kernels.hooks import (
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
-from opt_kernels.works import is_on_device
 from opt_paramgroups import ParamId, completed_group
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import RULE_FIELDS, Registry
@@ -33,7 +31,7 @@ from opt_stack.rules.trial import check_rule
 
 logger = logging.getLogger("opt_stack")
 RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built
-NOT_LOADED = (*RULE_RECORDS, *NUMBERS)
+NOT_LOADED = (*RULE_RECORDS, *AVERAGED)
 """Entries of saved groups that a load does not write: rules and averages of weights are those of the present run."""
 Group = Mapping[str, Any]
 Pair = tuple[Group, Group]  # a current group and a saved one
@@ -135,8 +133,7 @@ def make_rules(
     """
     groups = [dict(group) for group in given_groups]
     made = _made(dict.fromkeys(group["optimizer"] for group in groups), registry, config)
-    averaged = {} if config.averages is None else WeightAverages(config.averages).numbers()
-    hyper = {name: {**_hyper(name, rule, registry, config), **averaged} for name, rule in made.items()}
+    hyper = {name: {**_hyper(name, rule, registry, config), **config.averaged} for name, rule in made.items()}
     _check_entries(groups, hyper, config, extra_group_keys)
     for group in groups:
         for key, value in hyper[group["optimizer"]].items():
@@ -164,9 +161,7 @@ def make_rules(
             except NumberError as error:
                 named = f"{error}".replace("weight_decay=", f"{key}=", 1)
                 raise ConfigError(f"group {group['name']!r}: {named}") from None
-        texts = {name: repr(value) for name, value in choices_of(rule).items()}
-        texts |= {name: "function" for name in NUMBERS if callable(getattr(config, name)) and name not in group}
-        group[CHOICES] = tuple(f"{name}={text}" for name, text in sorted(texts.items()))
+        group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
         if of_rule:
             group[HOOKS] = described(of_rule)
     return groups, rules
@@ -267,8 +262,6 @@ def check_bounds(group: Group, rule: Rule | None) -> None:
     """Raise ConfigError if a hyper-parameter of a group is out of the bounds of its rule. lr may be None."""
     try:
         check_numbers(rule, {name: value for name, value in group.items() if value is not None})
-        for name in group.keys() & NUMBERS.keys():
-            NUMBERS[name].check(group[name])
     except NumberError as error:
         raise ConfigError(f"group {group['name']!r}: {error}") from None
 
@@ -347,9 +340,7 @@ def warn_of_other_choices(group: Group, saved: Group) -> None:
             "group %r continues with hooks %s, but was saved with %s",
             group["name"], ", ".join(after) or "none", ", ".join(before) or "none",
         )  # fmt: skip
-    numbers = zip(NUMBERS, _average_numbers(saved), _average_numbers(group), strict=True)
-    known = [(name, was, now) for name, was, now in numbers if was is not None and not is_on_device((was, now))]
-    changed = [(name, was, now) for name, was, now in known if was != now]
+    changed = [(n, saved[n], group.get(n)) for n in AVERAGED if n in saved and saved[n] != group.get(n)]
     for name, was, now in (*_differences(group, saved), *changed):
         logger.warning("group %r continues with %s=%s, but was saved with %s=%s", group["name"], name, now, name, was)
 
@@ -364,12 +355,6 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
     for name in before.keys() & after.keys():
         if before[name] != after[name]:
             yield name, before[name], after[name]
-
-
-def _average_numbers(group: Group) -> list[Any]:
-    """Return the value of each of `NUMBERS`: "function" for a function of the step, None if it was not configured."""
-    texts = _choice_texts(group)
-    return [group.get(name, texts.get(name)) for name in NUMBERS]
 
 
 def _choice_texts(group: Group) -> dict[str, str]:

@@ -196,7 +196,7 @@ class StateOffload:
             if all(tensor is not target for tensor in piece.main.kept.values()):
                 params.add(target.untyped_storage().data_ptr())
         for piece in pieces:
-            for tensor in (*piece.kept.values(), *piece.main.kept.values()):
+            for tensor in (*piece.state.values(), *piece.main.kept.values()):
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in params and device.holds(tensor):
                     yield tensor
@@ -285,7 +285,7 @@ def _sums_of_states(held: Mapping[ParamId, PieceRef]) -> dict[ParamId, int]:
         if piece.replica is None and piece.is_whole:
             of_param[id] = [piece.step]
             whole = {spec.name for spec in unit.rule.state_specs if spec.whole}  # on the rank that computes the matrix
-            tensors |= {(id, name): tensor for name, tensor in piece.kept.items() if name not in whole}
+            tensors |= {(id, name): tensor for name, tensor in piece.state.items() if name not in whole}
             tensors |= {(id, f"main {number}"): tensor for number, tensor in enumerate(piece.main.kept.values())}
     for (id, name), number in checksums(tensors).items():
         of_param[id].append((name, number))

@@ -166,7 +166,7 @@ class ShardedStates(torch.optim.Optimizer):
         self._described = described = Description(groups, names, list(map(list, names_on_all_ranks)), saved)
         kept = [{key: group[key] for key in group if key not in _RUN_ENTRIES} for group in self.param_groups]
         for _, _, (unit, piece) in saved:
-            unit.averages.follow_(piece)
+            unit.averages.follow_([piece])
         with_main = {own.id for number in always_main for own in groups[number]}
         states = {at: describe_state(own, ref, rows[at], always_main=own.id in with_main) for own, at, ref in saved}
         state = {
@@ -261,10 +261,9 @@ class ShardedStates(torch.optim.Optimizer):
 
     def _warn_of_averages(self, loaded: Mapping[ParamId, Collection[str]], peers: Comm) -> None:
         """Log on the first of `peers` that averages begin anew, if those of a parameter were not loaded. Collective."""
-        averages = self.plan.config.averages  # a rank may have no unit
-        if averages is None:
+        names = WeightAverages(self.plan.config).names  # a rank may have no unit
+        if not names:
             return
-        names = [spec.name for spec in WeightAverages(averages).specs]
         lacking = [str(id) for id, states in loaded.items() if not all(name in states for name in names)]
         lacking = sorted({name for of_rank in peers.gather_objects(lacking) for name in of_rank})
         if lacking and peers.rank == 0:

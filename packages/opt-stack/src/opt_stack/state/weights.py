@@ -323,16 +323,13 @@ class Evaluation:
         for unit in self._units:
             for source in unit.completes if was_loaded and self.keeps_weights_of(unit) else ():
                 source.publish_()
-        moved = []
-        for group in groups:
-            if self._shows_averages or group["optimizer"] in self.rules:
-                moved += group["params"]
+        shown = [group for group in groups if self._shows_averages or group["optimizer"] in self.rules]
+        moved = [param for group in shown for param in group["params"]]
         self._trained = _copies(moved)
         for unit in self._units:
             for piece in unit.pieces if self.keeps_weights_of(unit) else ():
                 assert not isinstance(piece.main, QuantizedMain)
                 if unit.averages.specs:
-                    unit.averages.follow_(piece)
                     piece.main.target.copy_(unit.averages.shown(piece))
                 elif piece.step:
                     piece.main.target.copy_(_evaluated(self._formulas[unit.name], unit, piece, groups))
