@@ -130,15 +130,8 @@ class EigenbasisRule(WholeMatrices):
 
     def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Shapes of the factors, bases and eigenvalues of one matrix (m, n)."""
-        sides = self.sides(shape)
-        shapes: dict[str, tuple[int, ...]] = {}
-        for side, size in zip((LEFT, RIGHT), shape):
-            if side in sides:
-                shapes[side] = (size, size)
-                shapes[f"Q_{side}"] = (size, size)
-                if self.use_kl_shampoo:
-                    shapes[f"eigvals_{side}"] = (size,)
-        return shapes
+        of_sides = [spec for spec in self.state_specs if spec.by_part and spec.name.endswith(self.sides(shape))]
+        return {spec.name: spec.shape_for(shape) or () for spec in of_sides}
 
     def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
         """Zero moments and factors, identity bases and the first eigenvalues, of each matrix of a stack and each part.
