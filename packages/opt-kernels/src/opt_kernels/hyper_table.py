@@ -56,7 +56,8 @@ class HyperTable:
         frozen = (len(groups), *(entry.frozen for entry in entries))
         if frozen != self.frozen:
             self.frozen = frozen
-            self._lay_out(len(groups), entries)
+            self.groups = [{} for _ in groups]
+            self._lay_out(entries)
         numbers = _host_numbers(entries)
         if numbers != self._numbers:
             self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64, device="cpu")))
@@ -88,13 +89,12 @@ class HyperTable:
                 parts.append(float(number))
         return tuple(parts)
 
-    def _lay_out(self, num_groups: int, entries: Sequence["_Entry"]) -> None:
+    def _lay_out(self, entries: Sequence["_Entry"]) -> None:
         size = len(_host_numbers(entries))
         with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
             self._table = torch.zeros(size, dtype=torch.float64, device=self._device)
             places = iter(self._table.unbind())
         self._numbers = None
-        self.groups = [{} for _ in range(num_groups)]
         for entry in entries:
             value = entry.value
             if entry.parts:

@@ -356,16 +356,14 @@ def _completed(numbers: tuple[Number, ...]) -> tuple[Number, ...]:
 
 @cache
 def _digest(*functions: Callable[..., Any]) -> str:
-    text = "".join(f"{parameters_of(function)}{_dumped(function)}" for function in functions)
+    text = ""
+    for function in functions:
+        try:
+            source = [ast.dump(node) for node in body_of(function)]
+        except FormulaError:  # it has no source, which is allowed only for `evaluation`
+            source = [function.__qualname__]
+        text += f"{parameters_of(function)}{source}"
     return sha256(text.encode()).hexdigest()[:8]
-
-
-def _dumped(function: Callable[..., Any]) -> list[str]:
-    """The statements of a function, or its name if it has no source, which is allowed only for `evaluation`."""
-    try:
-        return [ast.dump(node) for node in body_of(function)]
-    except FormulaError:
-        return [function.__qualname__]
 
 
 @cache  # building a formula translates it, to check it

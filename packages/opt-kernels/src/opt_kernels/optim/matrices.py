@@ -69,7 +69,17 @@ def groups_of(module: nn.Module) -> list[ParamGroup]:
 def former_groups_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """The matrices of `module` that are neither embeddings nor output layers, and all other parameters: the groups of
     releases that did not know `is_undecayed`, in whose order their states were saved."""
-    recognised = _embeddings_and_outputs(module)
+    recognised: set[Tensor] = set()  # of embeddings and the output layer
+    shapes = []
+    last_linear = None
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            recognised.update(layer.parameters())
+            shapes.append(layer.weight.shape)
+        if isinstance(layer, nn.Linear):
+            last_linear = layer
+    if last_linear is not None and last_linear.weight.shape in shapes:
+        recognised.add(last_linear.weight)
     matrices: list[Tensor] = []
     rest: list[Tensor] = []
     for param in module.parameters():
@@ -81,21 +91,6 @@ def former_groups_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         else:
             rest.append(param)
     return matrices, rest
-
-
-def _embeddings_and_outputs(module: nn.Module) -> set[Tensor]:
-    found: set[Tensor] = set()
-    shapes = []
-    last_linear = None
-    for layer in module.modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            found.update(layer.parameters())
-            shapes.append(layer.weight.shape)
-        if isinstance(layer, nn.Linear):
-            last_linear = layer
-    if last_linear is not None and last_linear.weight.shape in shapes:
-        found.add(last_linear.weight)
-    return found
 
 
 def warn_of_suspects(groups: Iterable[Mapping[str, Any]]) -> None:

@@ -73,9 +73,27 @@ class Muon(MatrixOptimizer):
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        chosen = {name: given[name] for name in (*MUON_OPTIONS, "nesterov", "eps", "backend")}
-        scale = {"scale_mode": _scale(given["adjust_lr_fn"], given["scale_mode"]), "num_ns_steps": given["ns_steps"]}
-        return build_rule(MuonRule, {**chosen, **scale, **_coefficients(given)})
+        options = {name: given[name] for name in (*MUON_OPTIONS, "nesterov", "eps", "backend")}
+        options["num_ns_steps"] = given["ns_steps"]
+        scale = given["scale_mode"]
+        adjust = given["adjust_lr_fn"]
+        if scale is not None and adjust is not None:
+            raise ValueError(f"adjust_lr_fn={adjust!r} with scale_mode={scale!r}: set only one of them")
+        if adjust not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn={adjust!r} is unknown; pass 'original', 'match_rms_adamw' or None")
+        if scale is None:
+            scale = "match_rms_adamw" if adjust == "match_rms_adamw" else "shape_scaling"
+        options["scale_mode"] = scale
+        single = given["ns_coefficients"]
+        kind = given["coefficient_type"]
+        options["coefficient_type"] = "custom" if kind is None else kind
+        if kind is None and not given["custom_coefficients"]:
+            options["custom_coefficients"] = (single,)
+        elif tuple(single) != KELLER_JORDAN:
+            raise ValueError(
+                f"ns_coefficients={single!r} with coefficient_type={kind!r} or custom_coefficients: pass one of them"
+            )
+        return build_rule(MuonRule, options)
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: int | Tensor) -> Hyper:
         own = super()._hyper(group, rule, step)
@@ -108,31 +126,6 @@ class Scion(Muon):
         "scale_mode": "unit_rms_norm",
         "coefficient_type": "quintic",
     }
-
-
-def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> str:
-    """The scale of updates."""
-    if scale_mode is not None and adjust_lr_fn is not None:
-        raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} with scale_mode={scale_mode!r}: set only one of them")
-    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-        raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; pass 'original', 'match_rms_adamw' or None")
-    if scale_mode is None:
-        return "match_rms_adamw" if adjust_lr_fn == "match_rms_adamw" else "shape_scaling"
-    return scale_mode
-
-
-def _coefficients(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The set of coefficients, and the steps of a custom set."""
-    single = given["ns_coefficients"]
-    kind = given["coefficient_type"]
-    custom = given["custom_coefficients"]
-    if kind is None and not custom:
-        return {"coefficient_type": "custom", "custom_coefficients": (single,)}
-    if tuple(single) != KELLER_JORDAN:
-        raise ValueError(
-            f"ns_coefficients={single!r} with coefficient_type={kind!r} or custom_coefficients: pass one of them"
-        )
-    return {"coefficient_type": "custom" if kind is None else kind, "custom_coefficients": custom}
 
 
 class AdaptiveMuon(MatrixOptimizer):

@@ -128,19 +128,18 @@ def adapted(tensor: Tensor) -> AdaptedTensor | None:
         QuantizationError: its codes are not float8_e4m3fn, or no recipe has its scaling.
     """
     library = type(tensor).__module__.partition(".")[0]
-    kind = type(tensor).__name__
-    form = _FORMS.get((library, kind))
+    form = _FORMS.get((library, type(tensor).__name__))
     if form is None:
         return None
     if tensor not in _KNOWN:
-        _KNOWN[tensor] = _adapted(tensor, form, _recipe_of(tensor, library, kind))
+        recipe = "tensorwise" if library == "torchao" else _recipe_of(tensor)
+        _KNOWN[tensor] = _adapted(tensor, form, recipe)
     found: AdaptedTensor = _KNOWN[tensor]
     return found
 
 
-def _recipe_of(tensor: Any, library: str, kind: str) -> str:
-    if library == "torchao":
-        return "tensorwise"
+def _recipe_of(tensor: Any) -> str:
+    kind = type(tensor).__name__
     if "E4M3" not in str(tensor._fp8_dtype):
         raise QuantizationError(f"{kind} of {tensor._fp8_dtype}; parameters in fp8 are E4M3")
     if kind == "MXFP8Tensor":

@@ -53,15 +53,6 @@ class SplitFormula(NamedTuple):
     after: list[ast.stmt]
     results: list[ast.expr]  # of the whole formula, in terms of the roots
 
-    def squares(self) -> dict[str, str]:
-        """The names of the roots of a single name, with this name."""
-        found: dict[str, str] = {}
-        for statement in self.roots:
-            match statement:
-                case ast.Assign([ast.Name(root)], ast.Call(args=[ast.Name(square)])):
-                    found[root] = square
-        return found
-
 
 def copies(body: Sequence[ast.stmt], constants: Mapping[str, Constant]) -> dict[str, str]:
     """Map each name that equals another one after `body` to the first name that has this value."""
@@ -194,7 +185,11 @@ class _ChunkPlan:
             if isinstance(result, ast.Name):
                 first = same.get(result.id, result.id)
                 states[first] = i
-        squares = self.cut.squares()
+        squares: dict[str, str] = {}  # of the roots of a single name, this name
+        for statement in self.cut.roots:
+            match statement:
+                case ast.Assign([ast.Name(root)], ast.Call(args=[ast.Name(square)])):
+                    squares[root] = square
         found: dict[str, _Stored] = {}
         for name in self.kept:
             value = squares.get(name, name)

@@ -122,16 +122,13 @@ def kernels_of(formula: Formula) -> Kernels:
     while width < SCALARS_AT + len(formula.scalar_names):
         width *= 2
     digest = "-".join(f"{name}={value}" for name, value in formula.constants)
-    names = _executed(f"<opt_kernels formula {formula.name} {digest} {id(formula.update)}>", source_of(formula, width))
-    return Kernels(names["fill"], names["sweep"], width, tuple(_own(formula)))
-
-
-def _executed(file: str, source: str) -> dict[str, Any]:
-    """The names that `source` defines. Triton reads the source of its kernels through `linecache`."""
+    file = f"<opt_kernels formula {formula.name} {digest} {id(formula.update)}>"
+    source = source_of(formula, width)
+    # Triton reads the source of its kernels through `linecache`.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"__name__": f"{__name__}.generated"}
     exec(compile(source, file, "exec"), names)
-    return names
+    return Kernels(names["fill"], names["sweep"], width, tuple(_own(formula)))
 
 
 def source_of(formula: Formula, row_width: int) -> str:

@@ -74,13 +74,14 @@ class Round(NamedTuple):
 
 def with_ordered_grads(batches: Sequence[Batch]) -> list[Batch]:
     """`batches`, with contiguous copies of gradients that are not contiguous."""
-    return [Batch(hyper, list(map(_with_ordered_grad, works))) for hyper, works in batches]
-
-
-def _with_ordered_grad(work: Work) -> Work:
-    if lies_in_order(work.grad):
-        return work
-    return replace(work, grad=work.grad.resolve_neg().contiguous())
+    found = []
+    for hyper, works in batches:
+        ordered = list(works)
+        for index, work in enumerate(ordered):
+            if not lies_in_order(work.grad):
+                ordered[index] = replace(work, grad=work.grad.resolve_neg().contiguous())
+        found.append(Batch(hyper, ordered))
+    return found
 
 
 def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> Iterator[Round]:
