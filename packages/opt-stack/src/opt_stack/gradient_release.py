@@ -166,7 +166,8 @@ class GradientRelease:
             torch.autograd.graph.increment_version(param)
             scales = [1.0] * (1 + piece.norm_slot)
             skip = None if self._device.type == "cpu" else self._skip
-            unit.update_(Update(Ready([piece], [grad]), self.optimizer.param_groups, scales, skip))
+            for _ in unit.updating_(Update(Ready([piece], [grad]), self.optimizer.param_groups, scales, skip)):
+                pass
         param.grad = None
 
 

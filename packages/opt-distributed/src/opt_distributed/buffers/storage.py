@@ -212,8 +212,7 @@ class ParamAndGradBuffer:
             if all(param.untyped_storage().data_ptr() != address for _, param in params):
                 self._freeable.release_()
                 return ()
-        form = (self.param_dtype, self.device)
-        if any((p.dtype, p.device, p.shape) != (*form, self._shapes[id]) for id, p in params):
+        if any((p.dtype, p.device, p.shape) != (self.param_dtype, self.device, self._shapes[id]) for id, p in params):
             return ()
         if self._freeable.is_released:
             self._freeable.zero_()

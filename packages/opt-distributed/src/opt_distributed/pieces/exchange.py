@@ -181,11 +181,10 @@ class ComputeStage:
         """Whether this rank runs the rule on the matrix, and saves its whole state."""
         return self.slots[id].owner == self.at[self.layout.kept :]
 
-    def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
+    def runs(self, tasks: Iterable[Task]) -> list[list[Task]]:
         """Divide `tasks` into runs that are gathered together, the same on every rank (`ComputeLayout.runs`)."""
         of_id = {matrix_of(task.work): task for task in tasks}
-        for run in self._runs(frozenset(of_id)):
-            yield [of_id[id] for id in run]
+        return [[of_id[id] for id in run] for run in self._runs(frozenset(of_id))]
 
     def start_gather(self, parts: Parts) -> Exchange:
         """Start to gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""

@@ -60,11 +60,6 @@ class HostMain(Main):
     def is_copy(self) -> bool:
         return self.on_host.is_copy
 
-    @property
-    def reads_param(self) -> bool:
-        """Whether an update reads the parameter, because its bits are the main values or a half of them."""
-        return not self.is_copy
-
     def present(self) -> Tensor:
         return self.device.to_host(self.target)
 
@@ -73,7 +68,7 @@ class HostMain(Main):
         if not self.kept:
             return self.target
         self.settle()
-        if self.reads_param:
+        if not self.is_copy:  # the bits of the parameter are the main values or a half of them
             self.staged.copy_(self.target)
         with self.device.on_host():
             return self.on_host.value()
@@ -129,7 +124,7 @@ class HostSide:
         with self.device.on(stream):
             for main, staged, grad in zip(mains_on_host(pieces), self._grads, grads, strict=True):
                 staged.copy_(grad, non_blocking=pinned)
-                if main.reads_param:
+                if not main.is_copy:
                     main.staged.copy_(main.target, non_blocking=self._placement.pin_params)
             self._arrived = stream.record_event()
 

@@ -135,12 +135,6 @@ class Unit:
         """Whether `updating_` pauses while ranks exchange matrices, so that other units may be updated meanwhile."""
         return bool(self.stages) and self.host is None and not isinstance(self.rule, HookedUpdate)
 
-    @torch.no_grad()
-    def update_(self, update: Update) -> None:
-        """Update the ready pieces by one step of a rule without hooks."""
-        for _ in self.updating_(update):
-            pass
-
     def updating_(self, update: Update, begun: HookedStep | None = None, *, sends: bool = False) -> Iterator[None]:
         """Update the ready pieces by one step of the rule: read its columns, update them, and count.
 
