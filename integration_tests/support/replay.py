@@ -94,6 +94,9 @@ class ByKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
 
+    def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        return self._rule.update_dtype(dtype, device)  # directions return in the dtype of the products
+
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         self._device.mode.queue("momentum", lambda *_: None, (grad,))
 
