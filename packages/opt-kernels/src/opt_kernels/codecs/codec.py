@@ -172,7 +172,7 @@ class Companded(BlockCodec):
 
     def scaled(self, rows: Tensor, scale: Tensor) -> Tensor:
         # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
-        factor = torch.where(scale < 1, 1.0, 0.5).to(rows.dtype)
+        factor = 1.0 - 0.5 * (scale >= 1).to(rows.dtype)
         sums = rows.abs().double().add_(scale.clamp(min=TINY)).mul_(factor).to(rows.dtype)
         return torch.div(rows, sums, out=sums).mul_(254 * factor)
 

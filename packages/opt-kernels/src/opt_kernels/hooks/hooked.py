@@ -214,8 +214,9 @@ def _tried(rule: Rule, weight_decay: float) -> list[Tensor]:
 def _trial_values(rule: Rule) -> list[Tensor]:
     """Weights, and the gradients of the steps."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "generator": generator}
-    return [torch.randn(TRIED_SHAPES[rule.needs], **options) for _ in range(1 + len(TRIED_STEPS))]
+    shape = TRIED_SHAPES[rule.needs]
+    count = 1 + len(TRIED_STEPS)
+    return [torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator) for _ in range(count)]
 
 
 def _on_cpu(rule: Any) -> Any:
