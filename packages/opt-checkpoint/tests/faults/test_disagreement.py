@@ -154,6 +154,17 @@ def test_objects_that_differ_are_refused_by_value(tmp_path: Path, name: str) -> 
         save_as_ranks(states, tmp_path / "x")
 
 
+def test_a_value_that_rank_0_lacks_is_not_lost_by_first_rank(tmp_path: Path) -> None:
+    """It was left out of the checkpoint, with a warning that those of the first rank are stored."""
+    states = [{"value": 1}, {"value": 2, "own": {"rng": 3}}]
+    lacks = r"rank 0, which lacks own.rng \(on ranks \[1\] only\); give it"
+    with pytest.raises(CheckpointingException, match=lacks):
+        save_as_ranks(states, tmp_path / "x", common="first_rank")
+    held = [{"value": 1, "own": {"rng": 3}}, {"value": 2}]
+    save_as_ranks(held, tmp_path / "x", common="first_rank")
+    assert load({"value": None, "own": None}, tmp_path / "x").state == {"value": 1, "own": {"rng": 3}}
+
+
 def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
     model = torch.nn.Linear(1, 1)
     model.parts = [model, {"again": model}]

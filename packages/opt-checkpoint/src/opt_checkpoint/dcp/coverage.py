@@ -263,3 +263,15 @@ def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[M
         if len(ranks) < len(per_rank):
             texts.append(f"{path_text(path)} (a tensor on ranks {ranks} only)")
     return sorted(texts)
+
+
+def without_writer(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:
+    """Return the plain values that rank 0, which writes them, lacks. The arguments are those of `common_differences`.
+
+    Plain tensors are left out: a rank that holds one writes it.
+    """
+    lacking: dict[Path, list[int]] = defaultdict(list)
+    for rank, (prints, paths) in enumerate(zip(per_rank, plain, strict=True)):
+        for path in prints.keys() - per_rank[0].keys() - set(paths.values()):
+            lacking[path].append(rank)
+    return sorted(f"{path_text(path)} (on ranks {ranks} only)" for path, ranks in lacking.items())

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.boxes import Box, boxes_of, view_of
-from opt_checkpoint.dcp.coverage import common_differences
+from opt_checkpoint.dcp.coverage import common_differences, without_writer
 from opt_checkpoint.dcp.layout import LocalContents, Shards, local_contents
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, GlobalPlan, Offer
 from opt_checkpoint.disk.archives import dump_object
@@ -49,8 +49,8 @@ class Held:
 
     Args:
         rank: this process's number among those that save.
-        policy: what to do if plain values differ on another rank: `"equal"` refuses to save, `"first_rank"` takes those
-            of the first rank that has them.
+        policy: what to do if plain values differ on another rank: `"equal"` refuses to save, `"first_rank"` takes rank
+            0's; of a plain tensor, those of the first rank that has it.
         flat: the state; no tensor is inside a plain value.
         shards: its tensors and their boxes, in the order in which `LocalLayout` numbers boxes.
         contents: their description.
@@ -167,7 +167,8 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
     layouts = cached.layouts if cached else [of_rank.layout for of_rank in contents if of_rank.layout is not None]
     if not agreed.has_equal_common:
         common = [of_rank.common for of_rank in contents]
-        if differing := common_differences(common, [layout.plain for layout in layouts]):
+        plain = [layout.plain for layout in layouts]
+        if differing := common_differences(common, plain):
             text = f"common values differ between ranks: {', '.join(differing[:8])}"
             if any(".names (" in value or ".state_names." in value for value in differing):
                 text += "; if ranks have parts of one model, pass sharded_optimizer(model, optimizer, groups=...)"
@@ -175,6 +176,11 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
                 raise CheckpointValueError(
                     f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where "
                     f"only some ranks have it), or pass common='first_rank' to store the first rank's"
+                )
+            if lost := without_writer(common, plain):
+                raise CheckpointValueError(
+                    f"common='first_rank' stores the plain values of rank 0, which lacks {', '.join(lost[:8])}; give "
+                    "it these values, too, or make them ShardedObjects"
                 )
             logger.warning("%s; those of the first rank are stored", text)
     digests = np.concatenate([of_rank.digests for of_rank in contents])

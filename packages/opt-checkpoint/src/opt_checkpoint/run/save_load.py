@@ -101,7 +101,8 @@ def save(
         path: the checkpoint's directory, on a file system that all ranks share, or its place in an object store: a URL,
             or an `ObjectPath` for a store with options. It must not exist. The same on all ranks.
         process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
-        common: what to do if a plain value differs between ranks: refuse, or store that of the first rank that has it.
+        common: what to do if a plain value differs between ranks: refuse, or store rank 0's, which must have each that
+            another rank has; of a plain tensor, that of the first rank that has it.
         details: recorded in the manifest for people, as JSON.
         plans: caches the plan of this save for the next one by the same ranks. It is reused only if keys, dtypes,
             shapes and placements are unchanged on all ranks.
@@ -109,7 +110,7 @@ def save(
     Raises:
         CheckpointExistsError: something is at `path`.
         CheckpointingException: the states do not fit together (a hole, an overlap, other shapes), or cannot be stored;
-            or ranks were given different paths or `common`.
+            ranks were given different paths or `common`; or rank 0 lacks a plain value.
         CheckpointFailedError: a rank failed for another reason; `.causes` has an exception for each such rank. It is an
             OSError too, with its errno, if a file system or store failed (`CheckpointStorageError`).
     """
