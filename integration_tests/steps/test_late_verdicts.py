@@ -170,6 +170,19 @@ def test_a_last_step_that_was_read_or_overflowed_is_not_reported(ends: str) -> N
     assert messages(lambda: (run_deferred(SIZE, rank_main, seed=0), gc.collect())) == []
 
 
+def test_the_recording_names_the_step_that_was_refused() -> None:
+    """It named the next step as well, which raises the error."""
+
+    def rank_main(one: DeferredRank) -> list[int]:
+        _, optimizer = refused_at_last(one)
+        with pytest.raises(ValueError, match="has different numbers"):
+            optimizer.step()
+        optimizer.recorder.report()
+        return [*optimizer.recorder.refused]
+
+    assert run_deferred(SIZE, rank_main, seed=0) == [[4]] * SIZE
+
+
 def test_a_late_read_of_a_refused_step_keeps_later_errors() -> None:
     """Two steps are refused, each of which the next step raises; in between, the result of the first is read."""
 

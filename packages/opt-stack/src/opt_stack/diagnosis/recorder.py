@@ -274,7 +274,9 @@ class Recorder:
             yield
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            self._note_refusal(step, text)
+            # On an accelerator, a step raises the error of the step before, if nobody has read that.
+            earlier = (outcome.step for outcome, *_ in self._open if outcome.error is error)
+            self._note_refusal(next(earlier, step), text)
             self.write(text)
             raise
 
