@@ -1,4 +1,4 @@
-"""States of pieces by name, in exact dtypes, as in a `state_dict`: read, checked and loaded.
+"""States of pieces by name, in exact dtypes, as in a `state_dict`: read, checked and loaded. Writes no files.
 
 State of a DTensor parameter is a DTensor with its mesh and placements. State of a part of a plain parameter has the
 part in its name, such as `exp_avg[128:256]` for a range of flat elements: `torch.distributed.checkpoint` treats tensors
@@ -112,7 +112,8 @@ def _set_(
 ) -> None:
     """Set everything that is kept for a piece, from tensors by name: main values, states, averages and `extra`.
 
-    Main values that are lacking are those of the parameter, and averages that are lacking begin anew. Without a number
+    A saved main value replaces the parameter, too, without a comparison. Main values that are lacking are those of the
+    parameter, and averages that are lacking begin anew. Without a number
     of steps, the rule's is as before the first one. `is_decoded`: `saved` has values where the piece has codes.
     """
     if MAIN in saved:

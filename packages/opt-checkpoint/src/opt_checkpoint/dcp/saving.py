@@ -13,6 +13,8 @@
     sharded objects                 the rank with the main replica
     other plain values              `assign`: rank 0
 
+The local tier does not plan: each rank writes all that it holds (`tiers.parts.save_part`).
+
 Nothing here is kept after the save, except for what `to_cache` returns: `Held` and `Taken` refer to the memory of the
 model.
 """
@@ -225,14 +227,14 @@ class Taken:
 
     Args:
         held: what it holds.
-        assigned: the parts, in the order of the plan: boxes that no other rank holds, in the order of the state; then
+        own_parts: the parts, in the order of the plan: boxes that no other rank holds, in the order of the state; then
             shared ones in the order in which `assign_parts` chose this rank.
         object_keys: unique keys of the objects.
         stock: the plain values among them that are for stock readers; empty except on rank 0.
     """
 
     held: Held
-    assigned: AssignedParts
+    own_parts: AssignedParts
     object_keys: Sequence[str]
     stock: Mapping[str, Any]
 
@@ -269,7 +271,7 @@ class Taken:
             CheckpointingException: the plan does not fit what this rank holds.
         """
         boxes = [(shard, box) for shard, of_shard in self.held.shards for box in of_shard]
-        columns = (self.assigned.box, self.assigned.offsets, self.assigned.sizes)
+        columns = (self.own_parts.box, self.own_parts.offsets, self.own_parts.sizes)
         for number, offsets, sizes in zip(*(column.tolist() for column in columns), strict=True):
             shard, flat_box = boxes[number]
             axes = len(flat_box.box.sizes)
@@ -290,11 +292,11 @@ def take(held: Held, sent: AssignedParts | None, assigned: Assigned | None) -> T
     parts = sent or held.cached.assigned
     assert parts is not None  # a rank without a cached plan does not agree to use one
     if assigned is None:
-        return Taken(held=held, assigned=parts, object_keys=parts.objects, stock={})
-    return Taken(held=held, assigned=parts, object_keys=assigned.objects_of_ranks[0], stock=assigned.stock)
+        return Taken(held=held, own_parts=parts, object_keys=parts.objects, stock={})
+    return Taken(held=held, own_parts=parts, object_keys=assigned.objects_of_ranks[0], stock=assigned.stock)
 
 
 def to_cache(agreed: Agreed, taken: Taken, assigned: Assigned | None) -> CachedPlan:
     """Return what this rank keeps for the next save; arguments are as for `take`."""
     plan = None if assigned is None else assigned.plan
-    return CachedPlan(agreed.plan_name, taken.held.rank, taken.assigned, plan)
+    return CachedPlan(agreed.plan_name, taken.held.rank, taken.own_parts, plan)

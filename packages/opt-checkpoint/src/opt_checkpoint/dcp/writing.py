@@ -87,7 +87,7 @@ class CheckpointWriter:
         self._store.write(f"{self._store.folder(self._target, save_id)}/{name}", output)
         places = np.array(output.places, "<i8").reshape(-1, 3)
         sums = np.array(list(chain.from_iterable(output.value_sums)), "<u4")
-        return WrittenFile(name, output.written(), taken.assigned.crc, places, sums, output.placed_objects)
+        return WrittenFile(name, output.written(), taken.own_parts.crc, places, sums, output.placed_objects)
 
     def finish(self, assigned: Assigned, written: Sequence[WrittenFile]) -> None:
         """Write the index and commit, on rank 0.

@@ -23,8 +23,9 @@ class GuardError(ValueError):
 class Guards:
     """The guards of a `Stepper`, in one order on every rank: the first that refuses a step raises its error.
 
-    The order is that of `all`: whether parameters are those of the optimizer, the caller's `first`, those that every
-    step has, the caller's `last`, and what is appended before the first step.
+    The order is that of `all`. In a stack: `SameParams`, `OptimizerStateGuard` (the caller's `first`), `UsableGrads`,
+    `UsableGroups`, `ParamsInPlace`, `EqualGroups` if ranks share parameters, `WrittenReplicas` (the caller's `last`),
+    and what is appended before the first step.
     """
 
     groups: Groups = ()  # of the present step

@@ -215,7 +215,7 @@ class Stepper:
         for check in self._at_start:
             check(before)
         if before is not None and before.is_unread:
-            before.read()
+            before.read()  # on an accelerator, where nobody names the ranks at fault, as `_read` does
         self.num_begun += 1
         self._guards.begin(groups)
         with self.spans("optimizer-copy-to-main-grad"):

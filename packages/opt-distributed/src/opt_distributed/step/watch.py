@@ -50,5 +50,6 @@ class Watch(Protocol):
 
     def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """A guard has refused the step, with `error`; `found` names the guards of this rank that did, with their
-        errors. Not called on an accelerator. May communicate: every rank calls it."""
+        errors. Not called on an accelerator, where no rank is named. May communicate: every rank calls it. The
+        recorder of opt-stack (`diagnosis.recorder`) gathers the names there."""
         ...

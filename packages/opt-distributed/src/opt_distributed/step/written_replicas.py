@@ -1,7 +1,7 @@
-"""Guard: other code has written weights or state, which copies on other ranks may not have.
+"""Guard: copies on other ranks may lack what other code has written, to weights or state.
 
 It compares copies of different ranks. Whether a parameter agrees with its own main value, on one rank, is the question
-of another guard, in opt-stack (`OptimizerStateGuard`).
+of another guard, `OptimizerStateGuard` (`opt_stack.state.weights`).
 
 After a load on the first rank only, replicas would train differently, or ZeRO-1 would gather shards of different
 weights; tensor-parallel ranks hold copies, too. Where any rank has written since its last step, all ranks compare what

@@ -404,7 +404,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         rows = self._current_rows()
         if rows is None:
             rows = self._rows = self._new_rows()
-        rows.mains.begin_update_()
+        rows.mains.begin_update_()  # main values take what other code wrote to the parameters
         return rows.batches(self._hyper_of)
 
     def _new_rows(self) -> Rows:

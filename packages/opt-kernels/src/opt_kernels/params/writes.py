@@ -6,9 +6,10 @@ counts writes (`_version`), and an assignment moves the parameter; only after ei
 So a write is seen as another version, another address, or another storage at the same address. A write through
 `param.data`, such as `param.data.fill_(0)`, is not seen.
 
-What follows is the policy of the caller. Drop-ins follow, as torch.optim would: `follow_write_`. The optimizer of
-opt-stack, on one rank or several, refuses the step: `has_foreign_write`; replicas on other ranks may not have been
-written. A remainder is not a copy: a foreign write changes the upper half of the main value, which is not noticed.
+What follows is the policy of the caller. Drop-ins follow, as torch.optim would: `follow_write_`, before each update
+(`optim.base`). The optimizer of opt-stack, on one rank or several, refuses the step: `has_foreign_write`, asked by
+`opt_stack.state.weights`; replicas on other ranks may not have been written. A load of state sets main value and
+parameter alike. A remainder is not a copy: a foreign write changes the upper half of the main value unnoticed.
 
 Kernels write memory that autograd does not watch. Counting their writes makes a backward pass through an older graph
 raise, as after a step of torch's optimizers. An assignment to `param.data` leaves the version as it was, and may find
