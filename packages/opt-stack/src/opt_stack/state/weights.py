@@ -40,8 +40,8 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class LoadedWeights:
-    """Finds weights that the next update would lose, after any write, not only loads: other values than the main values,
-    or replaced parameters."""
+    """Finds weights that the next update would lose, after any write, not only loads: other values than the main
+    values, or replaced parameters."""
 
     def __init__(
         self,
