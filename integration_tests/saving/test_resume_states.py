@@ -23,6 +23,7 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
+from opt_kernels.codecs import BLOCK, scale_name
 from opt_stack import get_optimizer
 
 FLAT = {"use_distributed_optimizer": True}
@@ -89,13 +90,22 @@ class Run:
         return report
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Copies, by parameter name; by one name of the tied one, which goes by the first of the model."""
+        """Copies, by parameter name; by one name of the tied one, which goes by the first of the model.
+
+        Codes are multiplied by their scales: a load may double codes and halve the scale.
+        """
         held = self.optimizer.state_dict()
-        return {
+        found = {
             name.replace("head", "embedding"): {key: value.clone() for key, value in held["state"][index].items()}
             for group in held["param_groups"]
             for index, name in zip(group["params"], group["param_names"], strict=True)
         }
+        for state in found.values():
+            for key in [key for key in state if scale_name(key) in state]:
+                scales = state.pop(scale_name(key)).repeat_interleave(BLOCK)
+                codes = state[key].float()
+                state[key] = codes * scales[: codes.numel()].view(codes.shape)
+        return found
 
     def group_of(self, name: str) -> dict[str, Any]:
         return next(g for g in self.optimizer.param_groups if name in {id.name for id in g["param_ids"]})

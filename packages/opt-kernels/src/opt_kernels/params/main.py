@@ -214,6 +214,7 @@ def encode_again_(codec: StateCodec, codes: Tensor, scales: Tensor, values: Tens
     The scale of a block follows from its largest value. If the first encoding rounded that value up to a power of two,
     it now requires twice the scale, and the smallest codes would lose a bit. So values are also encoded with the
     largest one reduced by a factor of 1 - 2**-20, which is rounded up again; each block keeps the more exact result.
+    If the first encoding rounded the largest value down to a power of two, codes are doubled, and the scale is halved.
     """
     codec.encode_(codes, scales, values)
     is_exact = values_of(codec, codes, scales) == values
