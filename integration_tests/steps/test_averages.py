@@ -203,6 +203,34 @@ def decays_used(
     return found
 
 
+def test_the_decay_may_be_a_schedule_of_the_step() -> None:
+    """It goes on after a resume, and no group has a number of its own beside it."""
+    schedule: Callable[[int], float] = lambda number: 1 - 1 / number
+    model = two()
+    optimizer = built(model, ema_decay=schedule)
+    assert decays_used(optimizer, model, 3) == pytest.approx([1 / 2, 2 / 3], abs=1e-5)
+    again = two()
+    resumed = built(again, ema_decay=schedule)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    before = kept(again, resumed, "ema")["first"]
+    step(again, resumed, 3)
+    want = before + (1 - schedule(4)) * (copies(again)["first"] - before)
+    torch.testing.assert_close(kept(again, resumed, "ema")["first"], want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match=r"ema_decay=0\.25: unknown entry"):
+        built(two(), {ParamKey(name="second"): {"ema_decay": 0.25}}, ema_decay=schedule)
+
+
+def test_a_schedule_of_decays_out_of_bounds_is_an_error() -> None:
+    model = two()
+    optimizer = built(model, ema_decay=lambda number: 0.5 * number)
+    step(model, optimizer, 0)
+    with pytest.raises(ConfigError, match=r"ema_decay: the schedule returned 1.0 for step 2; must be in \[0, 1\)"):
+        step(model, optimizer, 1)
+    with pytest.raises(ConfigError, match="is a schedule, for which the host counts steps"):
+        OptimizerConfig(ema_decay=lambda number: 0.5, optimizer_cuda_graph=True)
+
+
 @pytest.mark.parametrize(
     ("schedule", "decays"),
     [(linear(0.5, 0.9, steps=4), [0.6, 0.7, 0.8]), (lambda done: 1 - 1 / (done + 1), [1 / 2, 2 / 3, 3 / 4])],

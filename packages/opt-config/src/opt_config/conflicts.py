@@ -142,6 +142,8 @@ def _averages(config: "OptimizerConfig") -> Iterator[Finding]:
     for name in config.averaged:
         if config.optimizer.lower() == "schedule_free":
             yield name, "excludes optimizer='schedule_free', which keeps an average of its own; set only one of them"
+        if callable(config.averaged[name]) and config.optimizer_cuda_graph:
+            yield name, "is a schedule, for which the host counts steps; graphs count them on the device: set a number"
         if config.optimizer_offload_compute == "device":
             yield (
                 name,

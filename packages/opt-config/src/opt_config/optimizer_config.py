@@ -214,11 +214,11 @@ class OptimizerConfig(Configuration):
     skip_window: int = 128
     """Number of steps whose norms and losses `skip_sigma` compares with, at least 2. No step is skipped before half of
     them were made, nor after that many were skipped in a row."""
-    ema_decay: float | Mapping[str, float] | None = None
-    """Decay of an exponential moving average of the weights, which `optimizer.eval()` shows: a number in [0, 1).
-    {"half_life": 0.05, "num_steps": 20000}: the decay whose half-life is this fraction of a training of so many steps.
-    None: no average. It is an entry of the parameter groups, for which `opt_scheduler.FieldScheduler` takes a schedule.
-    """
+    ema_decay: float | Mapping[str, float] | Callable[[int], float] | None = None
+    """Decay of an exponential moving average of the weights, which `optimizer.eval()` shows: a number in [0, 1), or a
+    schedule, a function of the number of the step, from 1. {"half_life": 0.05, "num_steps": 20000}: the decay whose
+    half-life is this fraction of a training of so many steps. None: no average. A number is an entry of the parameter
+    groups, for which `opt_scheduler.FieldScheduler` takes a schedule, too."""
     ema_from_step: int = 1
     """The step after which the average begins as a copy of the weights."""
     ema_share: float = 1.0
@@ -296,8 +296,8 @@ class OptimizerConfig(Configuration):
         )
 
     @property
-    def averaged(self) -> dict[str, float]:
-        """The numbers of the averages of the weights that are kept, by field; empty if there are none."""
+    def averaged(self) -> dict[str, Any]:
+        """The numbers, or a schedule, of the averages of the weights that are kept, by field; empty without them."""
         numbers = {name: getattr(self, name) for name in AVERAGED if getattr(self, name) is not None}
         if isinstance(given := self.ema_decay, Mapping):
             numbers["ema_decay"] = 0.5 ** (1 / (given["half_life"] * given["num_steps"]))

@@ -12,12 +12,13 @@ EMA-Nesterov (arXiv 2605.25395) takes gradients ahead of the weights. With A the
 There, main values and the parameter are W + beta B, and W is a state, because it is not recovered from them to the bit.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from opt_config import OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.pieces.offload import HostMain
 from opt_distributed.pieces.piece import OwnedPiece, Update
 from opt_kernels.params import Main
@@ -95,7 +96,7 @@ class WeightAverages:
         torch._foreach_add_(steps, [(~skip).long()] * len(steps))  # one tensor would be read by the host
         has_begun = torch.stack(steps) > self.config.ema_from_step
         averaged = {piece.group for piece in pieces if EMA in self.names}
-        shares = {at: _share(1.0 - update.groups[at]["ema_decay"], skip) for at in averaged}
+        shares = {at: _share(1.0 - self._decay(update.groups[at], steps[0]), skip) for at in averaged}
         updated = set(map(id, update.ready.pieces))
         for piece, begun in zip(pieces, has_begun.unbind(), strict=True):
             is_updated = id(piece) in updated
@@ -104,6 +105,17 @@ class WeightAverages:
             if EMA in self.names:
                 weights = _weights(piece, piece.main.updated if is_updated else piece.main)
                 piece.state[EMA].lerp_(weights, torch.where(begun, shares[piece.group], ~skip))
+
+    def _decay(self, group: Mapping[str, Any], step: Tensor) -> Any:
+        """The decay of a group, or of all by a schedule, for which the host waits for the number of the step."""
+        schedule = self.config.ema_decay
+        if not callable(schedule):
+            return group["ema_decay"]
+        number = max(int(step), 1)
+        decay = schedule(number)
+        if not 0 <= decay < 1:
+            raise ConfigError(f"ema_decay: the schedule returned {decay!r} for step {number}; must be in [0, 1)")
+        return decay
 
     def _look_ahead_(self, piece: OwnedPiece, beta: float | Tensor, skip: Tensor) -> None:
         main = piece.main.updated

@@ -133,7 +133,8 @@ def make_rules(
     """
     groups = [dict(group) for group in given_groups]
     made = _made(dict.fromkeys(group["optimizer"] for group in groups), registry, config)
-    hyper = {name: {**_hyper(name, rule, registry, config), **config.averaged} for name, rule in made.items()}
+    averaged = {name: number for name, number in config.averaged.items() if not callable(number)}
+    hyper = {name: {**_hyper(name, rule, registry, config), **averaged} for name, rule in made.items()}
     _check_entries(groups, hyper, config, extra_group_keys)
     for group in groups:
         for key, value in hyper[group["optimizer"]].items():
