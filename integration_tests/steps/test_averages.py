@@ -450,3 +450,18 @@ def test_ranks_with_other_decays_are_refused() -> None:
         return str(error.value)
 
     assert len(set(run_threads(2, rank_main))) == 1
+
+
+def test_ranks_may_be_given_a_schedule_each() -> None:
+    """Its address in memory was compared."""
+
+    def rank_main(comm: Comm) -> Tensor:
+        model = two()
+        config = OptimizerConfig(lr=0.1, ema_decay=lambda step: 0.5 if step < 2 else 0.9)
+        optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(comm))
+        for number in range(3):
+            step(model, optimizer, number)
+        return kept(model, optimizer, "ema")["first"]
+
+    first, second = run_threads(2, rank_main)
+    assert torch.equal(first, second)

@@ -106,7 +106,12 @@ class Plan:
 
 def rule_text(rule: Rule) -> str:
     """Return the rule with its hooks as text that processes may compare: without addresses of memory."""
-    return re.sub(r" at 0x[0-9a-f]+", "", f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
+    return without_addresses(f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
+
+
+def without_addresses(text: str) -> str:
+    """Return the text of an object without addresses of memory, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def state_text(specs: Iterable[StateSpec]) -> str:

@@ -24,7 +24,7 @@ from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides
 from opt_stack.planning.design import Design, Groups, Request
-from opt_stack.planning.plan import BLOCKWISE_NOTE, rule_text
+from opt_stack.planning.plan import BLOCKWISE_NOTE, rule_text, without_addresses
 from opt_stack.rules.entries import TP_MODE, Group
 from opt_stack.wording import listed
 
@@ -74,7 +74,7 @@ def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
     defaults = dict.fromkeys(values, "False")
     for field in compared:
         defaults[field.name] = repr(field.default)
-    texts = {name: repr(value) for name, value in values.items()}
+    texts = {name: without_addresses(repr(value)) for name, value in values.items()}
     # Only fields that do not have their default travel.
     differing = {name: text for name, text in texts.items() if text != defaults[name]}
     per_rank = request.roles.everyone.gather_objects(differing)
