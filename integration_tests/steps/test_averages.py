@@ -402,6 +402,21 @@ def test_what_has_no_average_is_refused_by_name(name: str) -> None:
         built(model, **fields)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.RMSprop])
+def test_a_rule_sees_only_its_own_states(cls: type[torch.optim.Optimizer]) -> None:
+    """A class of torch refused the averages among the states of its second step."""
+    registry = Registry().with_rule(torch_rule("of_torch", cls))
+    weights = []
+    for decay in (None, DECAY):
+        model = two()
+        config = OptimizerConfig(optimizer="of_torch", lr=0.02, ema_decay=decay)
+        optimizer = get_optimizer(config, [model], {}, rules=registry)
+        for number in range(1, 4):
+            step(model, optimizer, number)
+        weights.append(copies(model))
+    assert_equal(*weights)
+
+
 class WithAverage(torch.optim.SGD):
     """Keeps a state that is called as the average is."""
 

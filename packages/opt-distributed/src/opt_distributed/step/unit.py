@@ -4,7 +4,7 @@ A *run* is the pieces that are updated with the same hyper-parameters, the same 
 of one scale: one `Batch` for the rule.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
@@ -185,7 +185,7 @@ class Unit:
                 run.count.advance(update.skip)
 
     def _update_fetched_(self, ready: Ready, update: Update, scale: float | Tensor) -> None:
-        runs = runs_of(ready.pieces)
+        runs = runs_of(ready.pieces, self.averages.names)
         batches = self._batches(runs, update._replace(ready=ready))
         for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=update.skip, is_one_run=True):
             pass
@@ -236,9 +236,9 @@ class Unit:
         """The runs of these pieces. Those of all pieces are kept until one gets another `Count`: by a load, or an
         update of some of them."""
         if ready.pieces is not self.pieces:
-            return runs_of(ready.pieces)
+            return runs_of(ready.pieces, self.averages.names)
         if list(map(_COUNT, self.pieces)) != self._counts:  # loaded, or updated without the others
-            self._runs = runs_of(self.pieces)
+            self._runs = runs_of(self.pieces, self.averages.names)
             self._counts = list(map(_COUNT, self.pieces))
         return self._runs
 
@@ -259,8 +259,8 @@ class PieceRun:
     """Pieces with one row of hyper-parameters and one scale of their gradients, in order. Stored by columns, so that a
     step creates no object for each piece."""
 
-    def __init__(self, indices: Sequence[int], pieces: Sequence[OwnedPiece]):
-        """`indices` are those of `pieces` among the pieces that are ready."""
+    def __init__(self, indices: Sequence[int], pieces: Sequence[OwnedPiece], averages: Collection[str]):
+        """`indices` are those of `pieces` among the pieces that are ready. A rule sees no `averages`."""
         self.indices = indices
         self.pieces = pieces
         self.first = pieces[0]
@@ -272,6 +272,8 @@ class PieceRun:
         self.opened = [main for main in updated if isinstance(main, CodedMain | QuantizedMain)]
         columns = [main.columns() for main in updated]
         states = [piece.state for piece in pieces]
+        if averages:
+            states = [{name: state[name] for name in state if name not in averages} for state in states]
         matrices = [piece.matrix for piece in pieces]
         firsts = tuple([first_number(piece.param) + piece.of_param.start for piece in pieces])
         self._columns = Works((), mains=None, states=states, matrices=matrices, firsts=firsts)  # without gradients
@@ -291,8 +293,8 @@ class PieceRun:
         self.count.advance(skip)
 
 
-def runs_of(pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
-    """Group pieces in order: the same groups on every rank with the same pieces."""
+def runs_of(pieces: Sequence[OwnedPiece], averages: Collection[str]) -> list[PieceRun]:
+    """Group pieces in order: the same groups on every rank with the same pieces. `averages` are the names of theirs."""
     found: dict[tuple[object, ...], list[int]] = {}
     num_decoded = 0
     for index, piece in enumerate(pieces):
@@ -300,7 +302,7 @@ def runs_of(pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
         num_decoded += piece.main.shape.numel() if isinstance(piece.main.updated, CodedMain) else 0
         key = (piece.source, piece.bucket, piece.norm_slot, piece.group, step, num_decoded // DECODED_NUMEL)
         found.setdefault(key, []).append(index)
-    return [PieceRun(at, [pieces[index] for index in at]) for at in found.values()]
+    return [PieceRun(at, [pieces[index] for index in at], averages) for at in found.values()]
 
 
 def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
