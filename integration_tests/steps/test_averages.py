@@ -225,8 +225,10 @@ def test_a_schedule_of_decays_out_of_bounds_is_an_error() -> None:
     model = two()
     optimizer = built(model, ema_decay=lambda number: 0.5 * number)
     step(model, optimizer, 0)
+    before = copies(model)
     with pytest.raises(ConfigError, match=r"ema_decay: the schedule returned 1.0 for step 2; must be in \[0, 1\)"):
         step(model, optimizer, 1)
+    assert_equal(copies(model), before, "the step was made before it was refused")
     with pytest.raises(ConfigError, match="is a schedule, for which the host counts steps"):
         OptimizerConfig(ema_decay=lambda number: 0.5, optimizer_cuda_graph=True)
 

@@ -95,26 +95,39 @@ class WeightAverages:
         skip = torch.zeros_like(steps[0], dtype=torch.bool) if update.skip is None else update.skip
         torch._foreach_add_(steps, [(~skip).long()] * len(steps))  # one tensor would be read by the host
         has_begun = torch.stack(steps) > self.config.ema_from_step
-        averaged = {piece.group for piece in pieces if EMA in self.names}
-        shares = {at: _share(1.0 - self._decay(update.groups[at], steps[0]), skip) for at in averaged}
+        rows = list(zip((piece.group for piece in pieces), self._numbers(pieces), strict=True))
+        shares = {}
+        for at, number in set(rows) if EMA in self.names else ():
+            shares[at, number] = _share(1.0 - self._decay(update.groups[at], number), skip)
         updated = set(map(id, update.ready.pieces))
-        for piece, begun in zip(pieces, has_begun.unbind(), strict=True):
+        for piece, row, begun in zip(pieces, rows, has_begun.unbind(), strict=True):
             is_updated = id(piece) in updated
             if is_updated and self.looks_ahead:
                 self._look_ahead_(piece, update.groups[piece.group]["ema_nesterov_beta"], skip)
             if EMA in self.names:
                 weights = _weights(piece, piece.main.updated if is_updated else piece.main)
-                piece.state[EMA].lerp_(weights, torch.where(begun, shares[piece.group], ~skip))
+                piece.state[EMA].lerp_(weights, torch.where(begun, shares[row], ~skip))
 
-    def _decay(self, group: Mapping[str, Any], step: Tensor) -> Any:
-        """The decay of a group, or of all by a schedule, for which the host waits for the number of the step."""
+    def check(self, pieces: Sequence[OwnedPiece]) -> None:
+        """Call a schedule for the next step. Raises ConfigError for a value that is not allowed."""
+        for number in set(self._numbers(pieces)) if callable(self.config.ema_decay) else ():
+            self._decay({}, number + 1)
+
+    def _numbers(self, pieces: Sequence[OwnedPiece]) -> list[int]:
+        """How many steps the averages of each piece contain, which a schedule reads: the host waits for them, once."""
+        if not callable(self.config.ema_decay) or not pieces:
+            return [0] * len(pieces)
+        return [int(count) for count in torch.stack([piece.state[STEPS] for piece in pieces]).tolist()]
+
+    def _decay(self, group: Mapping[str, Any], number: int) -> Any:
+        """The decay of a group, or of all by a schedule in the step of this number, 0 in one that is skipped."""
         schedule = self.config.ema_decay
         if not callable(schedule):
             return group["ema_decay"]
-        number = max(int(step), 1)
-        decay = schedule(number)
+        step = max(number, 1)
+        decay = schedule(step)
         if not 0 <= decay < 1:
-            raise ConfigError(f"ema_decay: the schedule returned {decay!r} for step {number}; must be in [0, 1)")
+            raise ConfigError(f"ema_decay: the schedule returned {decay!r} for step {step}; must be in [0, 1)")
         return decay
 
     def _look_ahead_(self, piece: OwnedPiece, beta: float | Tensor, skip: Tensor) -> None:

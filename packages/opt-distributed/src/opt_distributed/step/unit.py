@@ -79,9 +79,11 @@ class Unit:
 
         Raises:
             UnusableGradientError: a gradient is in ``main_grad`` of a plain parameter.
+            ConfigError: a schedule of averages gives a decay that is not allowed.
         """
         if self.averages.specs:
             self.averages.follow_(self.pieces)
+            self.averages.check(self.pieces)
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
