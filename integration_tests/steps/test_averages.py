@@ -404,6 +404,22 @@ def test_what_has_no_average_is_refused_by_name(name: str) -> None:
         built(model, **fields)
 
 
+def test_an_average_that_has_not_begun_follows_writes_of_other_code() -> None:
+    """Evaluations and saves had the weights after the last step."""
+    model = two()
+    optimizer = built(model, ema_from_step=4)
+    step(model, optimizer, 1)
+    with torch.no_grad():
+        model.first.mul_(2.0)
+    written = copies(model)
+    assert torch.equal(optimizer.state_dict()["state"][0]["ema"], written["first"])
+    with torch.no_grad():
+        model.first.mul_(2.0)
+    written = copies(model)
+    optimizer.eval()
+    assert_equal(copies(model), written)
+
+
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.RMSprop])
 def test_a_rule_sees_only_its_own_states(cls: type[torch.optim.Optimizer]) -> None:
     """A class of torch refused the averages among the states of its second step."""

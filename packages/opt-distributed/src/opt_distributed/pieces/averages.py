@@ -76,10 +76,17 @@ class WeightAverages:
             if EMA in piece.following:
                 piece.state[EMA].copy_(_weights(piece, piece.main))
 
+    def follow_until_begun_(self, piece: OwnedPiece) -> None:
+        """Let averages that have not begun take the present weights, which other code may have written. The host waits
+        for the number of steps."""
+        if EMA in self.names and int(piece.state[STEPS]) < self.config.ema_from_step:
+            piece.following.add(EMA)
+        self.follow_([piece])
+
     @torch.no_grad()
     def shown(self, piece: OwnedPiece) -> Tensor:
         """Return the weights to evaluate, in the shape of the piece, where its averages are kept."""
-        self.follow_([piece])
+        self.follow_until_begun_(piece)
         weights = _weights(piece, piece.main)
         return torch.lerp(weights, piece.state[EMA], self.config.ema_share) if EMA in self.names else weights
 

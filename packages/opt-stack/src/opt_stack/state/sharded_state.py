@@ -166,7 +166,7 @@ class ShardedStates(torch.optim.Optimizer):
         self._described = described = Description(groups, names, list(map(list, names_on_all_ranks)), saved)
         kept = [{key: group[key] for key in group if key not in _RUN_ENTRIES} for group in self.param_groups]
         for _, _, (unit, piece) in saved:
-            unit.averages.follow_([piece])
+            unit.averages.follow_until_begun_(piece)
         with_main = {own.id for number in always_main for own in groups[number]}
         states = {at: describe_state(own, ref, rows[at], always_main=own.id in with_main) for own, at, ref in saved}
         state = {

@@ -203,7 +203,7 @@ class StateDicts(ShardedStates):
             for index, id in enumerate(self._ids):
                 if id in self._held:
                     unit, piece = self._held[id]
-                    unit.averages.follow_([piece])
+                    unit.averages.follow_until_begun_(piece)
                     replaced = evaluation.is_evaluating and evaluation.keeps_weights_of(unit)
                     found[index] = read_state(unit, piece, copies_main=replaced)
         return found
