@@ -11,8 +11,8 @@ from stack_models import assert_equal
 from torch import Tensor, nn
 
 from opt_checkpoint import load, save, sharded_model
-from opt_config import OptimizerConfig
-from opt_paramgroups import get_layer_decay_overrides
+from opt_config import OptimizerConfig, ParamKey
+from opt_paramgroups import get_layer_decay_overrides, get_standard_config_overrides
 from opt_stack import Optimizer, get_optimizer, megatron
 
 VECTORS = ("A_log", "experts.gate_up_proj_bias")
@@ -122,6 +122,26 @@ def test_a_state_saved_with_the_former_groups_loads(rule: str, bf16: bool, caplo
     step(model, optimizer, 0)
     optimizer.load_state_dict(optimizer.state_dict())  # of the present groups: nothing is said
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "former"),
+    [("*A*", "(*.bias or 1-D) and *A*"), ("[f]*", "(*.bias or 1-D) and [f]*"), ("f*", "(*.bias or 1-D) and f*")],
+)
+def test_former_names_of_groups_with_several_keys_load(pattern: str, former: str) -> None:
+    """A name has its keys in their order, which their new words changed."""
+    overrides = {**get_standard_config_overrides(config("adam")), ParamKey(name=pattern): {"lr_mult": 0.5}}
+    optimizer = get_optimizer(config("adam"), [Hybrid()], overrides)
+    saved = optimizer.state_dict()
+    names = [group["name"] for group in saved["param_groups"]]
+    [name] = [name for name in names if " and " in name]
+    for group in saved["param_groups"]:
+        group["lr"] = 0.25 if group["name"] == name else group["lr"]
+        if "bias" in group["name"]:
+            group["name"] = former if group["name"] == name else "*.bias or 1-D"
+    optimizer.load_state_dict(saved)
+    assert [group["name"] for group in optimizer.param_groups] == names
+    assert [group["name"] for group in optimizer.param_groups if group["lr"] == 0.25] == [name]
 
 
 Build = Callable[..., Optimizer]

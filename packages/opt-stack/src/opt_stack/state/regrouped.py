@@ -4,6 +4,7 @@ An earlier release may have saved a parameter in another group, because `opt_par
 groups under other names.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,15 +61,22 @@ def continued(group: Group, saved: Group) -> dict[str, Any]:
 def renamed(saved: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
     """Return saved groups under their present names."""
     present = {group["name"] for group in groups}
+    by_keys = {_keys_of(name): name for name in present}
     found = []
     for group in saved:
         name = group.get("name")
         if isinstance(name, str) and name not in present:
             for former, word in _FORMER_WORDS.items():
                 name = name.replace(former, word)
-            group = {**group, "name": name}
+            group = {**group, "name": by_keys.get(_keys_of(name), name)}
         found.append(group)
     return found
+
+
+def _keys_of(name: str) -> tuple[bool, int, tuple[str, ...]]:
+    """What a name of a group consists of, whatever the order of its keys, which is that of their words."""
+    of_keys = name.removesuffix(" (experts)")
+    return of_keys != name, name.count(" and "), tuple(sorted(re.split(" and |, ", of_keys)))
 
 
 def regroup(saved: Sequence[Group], groups: Sequence[Group], names: Sequence[Sequence[str]]) -> Regrouped:
