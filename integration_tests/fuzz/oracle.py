@@ -275,7 +275,7 @@ def _look_ahead_(case: Case, held: Expected, before: Tensor, before_slack: Tenso
     ahead.base = held.main
     ahead.base_slack = held.slack
     held.main = ahead.base + beta * ahead.changes
-    held.slack = ahead.base_slack + beta * ahead.slack + 2.0**-22 * held.main.abs()
+    held.slack = ahead.base_slack + beta * ahead.slack
     held.ahead = ahead
 
 
@@ -302,6 +302,7 @@ def _update_(case: Case, param: Param, held: Expected, step: int, grad: Tensor) 
     held.slack = held.slack + slack + _rounding(case, param, torch.maximum(before.abs(), held.main.abs()))
     if case.looks_ahead:
         _look_ahead_(case, held, *of_algorithm)
+        held.slack = held.slack + _rounding(case, param, held.main.abs())  # main values are written once more
 
 
 def _rounding(case: Case, param: Param, largest: Tensor) -> Tensor:

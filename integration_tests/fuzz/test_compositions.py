@@ -9,7 +9,6 @@ from tiers import NIGHT
 
 from fuzz.drawing import draw
 from fuzz.running import check_seed
-from opt_distributed.buffers import SyncedBuffer
 from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.step import Scaler
@@ -41,7 +40,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "parameters that nobody waits for": (ParamSync, "wait_for", lambda self, ids: None),
     "a loss scale that never changes": (Scaler, "update", lambda self, found_inf, *, unless=None: None),
     "mains that are not restored": (Main, "set_", lambda self, value: None),
-    "parameters that are not gathered": (SyncedBuffer, "publish_", lambda self: None),
+    "parameters that are not gathered": (ParamSync, "publish", lambda self, memory, *, together: None),
 }
 
 
