@@ -152,3 +152,13 @@ def test_a_compiled_model_names_the_layer() -> None:
     compiled = torch.compile(net, backend="eager")
     train(compiled, optimizer, range(1, 2), lambda step: None)
     assert optimizer.stats().overflowed == "attention"
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
+def test_transforms_of_a_watched_model_work(transform: Callable[..., Any]) -> None:
+    """Raised RuntimeError: a hook wrote to a tensor outside of the transform."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    plain = transform(model)(torch.ones(3, 4))
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model])
+    optimizer.stats_every(1, forward=model)
+    assert torch.equal(transform(model)(torch.ones(3, 4)), plain)

@@ -33,7 +33,7 @@ class ForwardWatch:
 
 
 def _note(first: Tensor, number: int, module: nn.Module, args: Any, options: Any, output: Any) -> None:
-    if module.training:
+    if module.training and not torch._C._are_functorch_transforms_active():  # those cannot write to `first`
         is_new = (first == 0) & _is_usable((args, options), first) & ~_is_usable(output, first)
         first.masked_fill_(is_new, number)
 
