@@ -154,6 +154,16 @@ def test_a_loss_scale_that_finds_its_level_is_no_finding(tmp_path: Path) -> None
     assert "Nothing unusual was found." in text
 
 
+def test_a_constant_loss_scale_that_skips_to_the_end_is_a_finding(tmp_path: Path) -> None:
+    """Was taken for one that finds its level."""
+    model = make().half()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3, fp16=True, loss_scale=2.0**8), [model])
+    optimizer.stats_every(1, directory=tmp_path)
+    train(model, optimizer, range(1, 20), lambda step, batch: batch.half() * (1000 if step >= 8 else 1))
+    optimizer.recorder.write("end")
+    assert re.search(r"First: at step 8 .* 12 steps were skipped .*overflowed in fp16", said(tmp_path))
+
+
 def test_a_run_that_ended_by_a_refused_step_says_so(tmp_path: Path) -> None:
     """Said that nothing unusual was found; the exit overwrote the error."""
     model = make()

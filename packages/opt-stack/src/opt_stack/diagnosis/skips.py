@@ -47,10 +47,11 @@ def _finds_its_scale(before: Run, skipped: Run, after: Run) -> bool:
     weights = [of.weight_norm for of in first.params.values()]
     fitted = [stats.loss_scale for stats in before if stats.success]
     lowest = fitted[-1] / FITS if fitted else 1.0
-    # The recording may end before the next applied step.
+    # The recording may end before the first applied step.
     last = [*skipped, *after[:1]][-1]
+    is_known = bool(after) or not fitted
     are_finite = all(map(math.isfinite, losses + weights))
-    return are_finite and first.loss_scale > 1 and last.loss_scale > lowest
+    return is_known and are_finite and first.loss_scale > 1 and last.loss_scale > lowest
 
 
 def _sentence(skipped: Sequence[StepStats], *, recovers: bool) -> str:
