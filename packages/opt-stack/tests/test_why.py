@@ -472,6 +472,20 @@ def test_records_of_one_file_may_be_of_two_models(tmp_path: Path) -> None:
     assert "times the usual" in said(tmp_path / "run.jsonl")
 
 
+def test_a_jump_outside_the_parameters_of_all_records_is_read(tmp_path: Path) -> None:
+    """Raised ValueError: all that are compared were NaN."""
+    for model, factor in ((make()[:3], 1), (make(), 1000)):
+        optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+        optimizer.stats_every(1, JsonLines(tmp_path / "run.jsonl"))
+        for _ in range(4):
+            of_first = model[:3](torch.ones(1, 6))
+            result = model[3:](of_first.detach()) if len(model) > 3 else of_first
+            (factor * result.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "8 recorded steps" in said(tmp_path / "run.jsonl")
+
+
 def test_an_unfinished_line_of_a_killed_process_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     model = make()

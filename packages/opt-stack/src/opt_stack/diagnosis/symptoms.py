@@ -155,7 +155,7 @@ def jump(history: History) -> Sentences:
             continue  # small batches are noisy
         text = (
             f"the gradient norm was {norms[at]:.3g}, {norms[at] / usual:.3g} times the usual, most of it in "
-            f"{history.names[np.nanargmax(history.grads[at])]!r}"
+            f"{history.names[np.nan_to_num(history.grads[at], nan=-np.inf).argmax()]!r}"
         )
         steepest, ratio, _ = _steepest(history, max(at - 2, 0), at + 3)
         old_loss = np.nanmedian(losses[window])
