@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -106,6 +107,15 @@ def test_options_that_are_not_allowed_are_refused_by_name():
     for shape in ((), ("m", "k"), ("m", 0), ("n", 2.0), ("n", True)):
         with pytest.raises(ValueError, match="pass a tuple of 'm'"):
             StateSpec(name="left", kind=StateKind.SHAPED, shape=shape)
+
+
+def test_a_subclass_with_other_defaults_keeps_the_bounds_of_numbers():
+    class Other(LowRankOptimizer):
+        numbers: ClassVar = {**LowRankOptimizer.numbers, "gain": 3.0, "betas": (0.8, 0.9)}
+
+    for name, value in (("gain", 0.5), ("momentum", 1.0), ("betas", (0.8, 1.0)), ("lr", -1.0)):
+        with pytest.raises(NumberError, match=f"{name}=.* not allowed"):
+            Other([nn.Parameter(torch.zeros(4, 3))], **{name: value})
 
 
 class Wrong(LowRank):

@@ -17,7 +17,7 @@ from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.access import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
-from opt_kernels.optim.groups import NUMBERS, ParamGroup, bound_arguments
+from opt_kernels.optim.groups import ParamGroup, bound_arguments
 from opt_kernels.params import frozen
 from opt_kernels.rules.base import Needs, Rule, build_rule, elementwise, init_state, keeps_parts
 from opt_kernels.works import MatrixSpec, NamedChoice, Number, Work
@@ -166,7 +166,8 @@ class MatrixOptimizer(RuleOptimizer):
         super().__init_subclass__(**more)
         if "numbers" in vars(cls) and "declared" not in vars(cls):
             betas = cls.numbers.get("betas")
-            cls.declared = NUMBERS if betas is None else (*NUMBERS, Number("betas", betas))
+            others = tuple(number for number in cls.declared if number.name != "betas")
+            cls.declared = others if betas is None else (*others, Number("betas", betas))
         cls.__signature__ = _signature(cls.numbers, {**cls.options, **_OF_ALL, "hooks": cls.default_hooks})
 
     def __init__(self, params: Params | nn.Module, *args: Any, **options: Any) -> None:
