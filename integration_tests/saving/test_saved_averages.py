@@ -1,6 +1,7 @@
 """Averages of weights in checkpoints: resumed to the bit on the same ranks, loaded on other layouts and numbers of
 ranks, begun anew where none were saved, and exported as a model."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -379,3 +380,22 @@ def test_an_export_without_averages_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert main(arguments) == 2
     assert "holds averages of weights='ema' in no optimizer; allowed" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pickled_state_of_shards_has_its_averages(caplog: pytest.LogCaptureFixture) -> None:
+    """A log said that the averages of parameters that are cut were not saved."""
+
+    def rank_main(comm: Comm) -> None:
+        axes = Axes(dp=comm, tp=Alone(), inter=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        model = nn.Linear(20, 30)
+        with torch.no_grad():
+            model.weight.copy_(normal(30, 20, seed=1))
+            model.bias.zero_()
+        optimizer = get_optimizer(config(**FLAT), [model], {}, pg_collection=roles)
+        model(torch.ones(2, 20)).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    run_threads(2, rank_main)
+    assert "without averages" not in caplog.text

@@ -12,7 +12,7 @@ from opt_checkpoint.state import EMPTY, Conflict
 from opt_distributed.buffers import Params
 from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
-from opt_distributed.saving import check_state, load_state_, read_state, restart_
+from opt_distributed.saving import PieceState, check_state, load_state_, read_state, restart_
 from opt_kernels.params import HELD, RULE
 from opt_paramgroups import ParamId, dtensor_layout
 from opt_stack.rules.entries import NOT_LOADED, Group, warn_of_other_choices
@@ -220,7 +220,8 @@ class StateDicts(ShardedStates):
         matched, scale = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
         groups, by_id, moved = matched
         restarted = {name for name, has_same_rule in moved.items() if not has_same_rule}
-        self._warn_of_averages({id: by_id.get(id, {}) for id in self._held}, self._load_peers)
+        of_held = {id: PieceState(by_id.get(id, {})) for id in self._held}  # copies and pickles are other dicts
+        self._warn_of_averages(of_held, self._load_peers)
         for id, (unit, piece) in self._held.items():
             load = restart_ if param_name(id) in restarted else load_state_
             load(unit, piece, by_id.get(id, {}))
