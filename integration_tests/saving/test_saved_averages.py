@@ -365,6 +365,20 @@ def test_averages_of_two_optimizers_are_refused(tmp_path: Path, capsys: pytest.C
     assert "weights='ema' in one.optimizer.state., two.optimizer.state.; allowed" in capsys.readouterr().err
 
 
+def test_states_of_another_optimizer_are_no_model(tmp_path: Path) -> None:
+    """They have the keys of the averages, too."""
+    model, optimizer = built(ema_decay=0.8)
+    step(model, optimizer, 0)
+    saved = {"own": sharded_state(model, optimizer)}
+    model, optimizer = built()
+    step(model, optimizer, 0)
+    saved["other"] = {"optimizer": sharded_state(model, optimizer)["optimizer"]}
+    save(saved, tmp_path / "saved")
+    arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors", "--weights", "ema"]
+    assert main(arguments) == 0
+    assert {key.partition(".")[0] for key in load_file(tmp_path / "out" / "model.safetensors")} == {"own"}
+
+
 def test_averages_need_the_weights_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They were exported under keys of their own, beside the trained weights of other models."""
     model, optimizer = built(ema_decay=0.8)

@@ -12,6 +12,7 @@ from opt_checkpoint.errors import CheckpointValueError
 
 AVERAGES: Final = ("ema", "nesterov_base")
 """States that are weights: an exponential moving average, and those from which EMA-Nesterov looks ahead."""
+_OF_STATE = re.compile(r"(?:.*\.)?state\.[^.]+\.(?:.*\.)?")
 logger = logging.getLogger(__name__)
 
 
@@ -38,6 +39,7 @@ def with_averages(index: CheckpointIndex, name: str, prefix: str = "") -> Checkp
     first = min(averages)
     models = sorted(key.removesuffix(first) for key in weights if f".{key}".endswith(f".{first}"))
     models = [own for own in models if all(own + param in weights for param in averages)]
+    models = [own for own in models if _OF_STATE.fullmatch(own) is None] or models  # a module may be called state
     if len(models) != 1 and prefix not in models:
         raise CheckpointValueError(
             f"{index.path} holds {len(models)} models with the weights of these averages; pass the prefix of one of "
