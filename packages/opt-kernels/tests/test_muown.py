@@ -1,5 +1,6 @@
 """Muown against its equations in float64, and what happens to rows that are zero or that other code has written."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,11 @@ from elementwise_works import device_of, on
 from matrix_works import tensor
 
 from opt_kernels import MatrixError
-from opt_kernels.matrices import MatmulPrecision, ScaleMode
+from opt_kernels.backends.elements import read_main
+from opt_kernels.matrices import MatmulPrecision, ScaleMode, access
 from opt_kernels.matrices.orthogonalization import reference_newton_schulz
 from opt_kernels.optim import Muown
-from opt_kernels.rules import MuownRule
+from opt_kernels.rules import MuownRule, base
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, TensorParallel, Work
 
 RULE = MuownRule(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.MATCH_RMS_ADAMW, extra_scale_factor=2.0)
@@ -133,3 +135,28 @@ def test_the_drop_in_takes_the_steps_of_the_rule():
         bias.grad = torch.ones(40)
         optimizer.step()
     assert torch.equal(weight, wanted)
+
+
+def test_weights_are_joined_for_one_stack_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for all matrices of a group: their float32 copies would take twice the memory of bfloat16 weights."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def read(work: Work) -> torch.Tensor:
+        nonlocal most
+        value = read_main(work)
+        alive.append(weakref.ref(value))
+        most = max(most, sum(kept() is not None for kept in alive))
+        return value
+
+    monkeypatch.setattr(base, "read_main", read)
+    monkeypatch.setattr(access, "STACK_NUMEL_ON_CPU", 1)
+    rule = MuownRule()
+    works = []
+    for _ in range(6):
+        halves = {"out": torch.zeros(4, 3).bfloat16(), "remainder": torch.zeros(4, 3, dtype=torch.int16)}
+        state = rule.init_state(torch.zeros(4, 3))
+        works.append(Work(grad=torch.ones(4, 3), main=None, state=state, **halves))
+    rule.update_([Batch(Hyper(lr=0.1), works)])
+    assert len(alive) == 6
+    assert most <= 2

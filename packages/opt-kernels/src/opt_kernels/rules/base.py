@@ -254,9 +254,10 @@ class WholeMatrices(MatrixRule):
                 check(work)
                 wide = work.main is not None and work.main.dtype is torch.float64
                 check_states(self, work.state, work.grad.shape, work.matrix, wide=wide)
-            if reads_weights(self):
-                works = [replace(work, state={**work.state, WEIGHTS: read_main(work)}) for work in works]
             for tasks in stacks([Batch(hyper, works)]):
+                if reads_weights(self):
+                    for index, (_, work) in enumerate(tasks):
+                        tasks[index] = Task(hyper, replace(work, state={**work.state, WEIGHTS: read_main(work)}))
                 inputs = scaled_grads(tasks, grad_scale)
                 for grad, task in zip(inputs, tasks):
                     self.prepare_(task, grad, skip)
