@@ -158,6 +158,10 @@ def test_yaml_is_read_with_its_extra(tmp_path):
     assert load_config(path) == OptimizerConfig(lr=1e-4, adam_eps=1e-8, bf16=True, params_dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="not valid YAML"):
         OptimizerConfig.from_yaml("lr: [")
+    path = tmp_path / "run.yml"
+    path.write_text("lr: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(path)
 
 
 def test_yaml_without_its_extra_says_what_to_install(monkeypatch):

@@ -199,7 +199,8 @@ def _table(suffix: str, text: str, section: str = "") -> Mapping[str, object]:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"not valid {suffix[1:].upper()}: {error}") from error
+        name = "YAML" if suffix == ".yml" else suffix[1:].upper()
+        raise ConfigError(f"not valid {name}: {error}") from error
     for step in filter(None, section.split(".")):
         if not isinstance(table, Mapping) or step not in table:
             raise ConfigError(f"the file has no table {section!r}")
