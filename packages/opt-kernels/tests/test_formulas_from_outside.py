@@ -232,7 +232,7 @@ def test_hooks_are_refused_if_an_update_depends_on_weights(formula):
 @pytest.mark.needs_extra
 def test_a_backend_that_lacks_a_function_names_it(monkeypatch):
     kernels = pytest.importorskip("opt_kernels.backends.triton.update", exc_type=ImportError)
-    monkeypatch.setitem(kernels.FUNCTIONS, "tanh", None)
+    monkeypatch.delitem(kernels._Element.CALLS, "tanh")
     formula = Formula(name="lacking", states=(), scalars=only_lr, update=by_functions)
     with pytest.raises(FormulaError, match="the triton backend has no tanh"):
         moved(formula, "triton", {})
