@@ -219,7 +219,11 @@ def test_only_memory_of_torchs_allocator_may_be_freed() -> None:
         def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return zeros(numel, dtype=dtype, device=device)
 
+    class RegisteredComm(TorchComm):
+        allocate = Registered.allocate
+
     with world_of_one() as group:
         pooled = TorchComm(group, allocate=Registered().allocate)
-        comms = [Alone(), TorchComm(group), TorchComm(group).part([0]), pooled, Registered()]
-        assert [comm.allocate is zeros for comm in comms] == [True] * 3 + [False] * 2
+        others = [pooled, Registered(), RegisteredComm(group), RegisteredComm(group).part([0])]
+        comms = [Alone(), TorchComm(group), TorchComm(group).part([0]), *others]
+        assert [comm.allocate is zeros for comm in comms] == [True] * 3 + [False] * 4

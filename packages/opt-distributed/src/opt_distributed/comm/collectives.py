@@ -206,10 +206,11 @@ class TorchComm(Comm, Tells):
 
     is_used: ClassVar[bool] = False  # in this process, by any group
 
-    def __init__(self, group: dist.ProcessGroup, *, allocate: Allocate = zeros):
+    def __init__(self, group: dist.ProcessGroup, *, allocate: Allocate | None = None):
         TorchComm.is_used = True
         self.group = group
-        self.allocate = allocate
+        if allocate is not None:  # else `zeros`, or what a subclass has
+            self.allocate = allocate
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._board = board_of_world()
