@@ -404,7 +404,7 @@ def test_what_has_no_average_is_refused_by_name(name: str) -> None:
         built(model, **fields)
 
 
-def test_an_average_that_has_not_begun_follows_writes_of_other_code() -> None:
+def test_an_average_that_has_not_begun_follows_writes() -> None:
     """Evaluations and saves had the weights after the last step."""
     model = two()
     optimizer = built(model, ema_from_step=4)

@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -9,11 +10,10 @@ from elementwise_works import device_of, on
 from matrix_works import tensor
 
 from opt_kernels import MatrixError
-from opt_kernels.backends.elements import read_main
-from opt_kernels.matrices import MatmulPrecision, ScaleMode, access
+from opt_kernels.matrices import MatmulPrecision, ScaleMode
 from opt_kernels.matrices.orthogonalization import reference_newton_schulz
 from opt_kernels.optim import Muown
-from opt_kernels.rules import MuownRule, base
+from opt_kernels.rules import MuownRule
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, TensorParallel, Work
 
 RULE = MuownRule(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.MATCH_RMS_ADAMW, extra_scale_factor=2.0)
@@ -139,6 +139,8 @@ def test_the_drop_in_takes_the_steps_of_the_rule():
 
 def test_weights_are_joined_for_one_stack_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for all matrices of a group: their float32 copies would take twice the memory of bfloat16 weights."""
+    rules = import_module("opt_kernels.rules.base")
+    read_main = rules.read_main
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 
@@ -149,8 +151,8 @@ def test_weights_are_joined_for_one_stack_at_a_time(monkeypatch: pytest.MonkeyPa
         most = max(most, sum(kept() is not None for kept in alive))
         return value
 
-    monkeypatch.setattr(base, "read_main", read)
-    monkeypatch.setattr(access, "STACK_NUMEL_ON_CPU", 1)
+    monkeypatch.setattr(rules, "read_main", read)
+    monkeypatch.setattr("opt_kernels.matrices.access.STACK_NUMEL_ON_CPU", 1)
     rule = MuownRule()
     works = []
     for _ in range(6):

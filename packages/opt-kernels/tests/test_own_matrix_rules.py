@@ -109,7 +109,7 @@ def test_options_that_are_not_allowed_are_refused_by_name():
             StateSpec(name="left", kind=StateKind.SHAPED, shape=shape)
 
 
-def test_a_subclass_with_other_defaults_keeps_the_bounds_of_numbers():
+def test_a_subclass_with_other_defaults_keeps_bounds():
     class Other(LowRankOptimizer):
         numbers: ClassVar = {**LowRankOptimizer.numbers, "gain": 3.0, "betas": (0.8, 0.9)}
 

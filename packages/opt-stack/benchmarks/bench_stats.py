@@ -56,7 +56,7 @@ def main() -> None:
     watched = stack(options)
     watch = ForwardWatch(watched, torch.device(options.device))
     batch = torch.randn(512, options.width, device=options.device)
-    compared = {
+    compared: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "a recorded step / a step": (recording.step, plain.step),
         "a step that is not due / a step": (waiting.step, plain.step),
         "a watched forward / a forward": (partial(watched, batch), partial(model, batch)),

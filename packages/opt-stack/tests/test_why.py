@@ -154,7 +154,7 @@ def test_a_loss_scale_that_finds_its_level_is_no_finding(tmp_path: Path) -> None
     assert "Nothing unusual was found." in text
 
 
-def test_a_constant_loss_scale_that_skips_to_the_end_is_a_finding(tmp_path: Path) -> None:
+def test_a_constant_scale_that_skips_to_the_end_is_a_finding(tmp_path: Path) -> None:
     """Was taken for one that finds its level."""
     model = make().half()
     optimizer = get_optimizer(OptimizerConfig(lr=3e-3, fp16=True, loss_scale=2.0**8), [model])

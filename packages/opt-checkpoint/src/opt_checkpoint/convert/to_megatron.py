@@ -19,10 +19,10 @@ from opt_checkpoint.disk.checkpoint import open_checkpoint
 from opt_checkpoint.disk.foreign import MEGATRON_COMMON, MEGATRON_MARK, MEGATRON_MARKED, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.disk.main_weights import Moments
-from opt_checkpoint.dist_checkpointing.megatron import RESHARDABLE, optimizer_entry
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import PREFIX
+from opt_checkpoint.state.megatron_types import RESHARDABLE, optimizer_entry
 from opt_checkpoint.state.tree import lookup
 from opt_checkpoint.store import store_at
 from opt_checkpoint.store.paths import local_path

@@ -1,12 +1,15 @@
-"""Megatron-Core's own sharded types, which every model of it describes itself with, as the types of this package.
+"""Megatron-Core's own sharded types, which every model of it describes itself with, as the types of this package; and
+the plain values of its optimizers.
 
-They are recognised by the module of their class, so that Megatron-Core need not be installed.
+The types are recognised by the module of their class, so that Megatron-Core need not be installed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
@@ -14,6 +17,7 @@ from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ReplicaId, ShardedObject, ShardedTensor
 
 MEGATRON = "megatron.core.dist_checkpointing.mapping"
+RESHARDABLE = "fully_reshardable"  # the format of its distributed optimizer
 _FIELDS = (  # of a ShardedTensor, in the order of both classes
     "key data dtype local_shape global_shape global_offset axis_fragmentations replica_id prepend_axis_num "
     "allow_shape_mismatch flattened_range"
@@ -52,3 +56,29 @@ def from_megatron(state: Any) -> Any:
     if "LocalNonpersistentObject" in names:
         return LocalNonpersistentObject(state.obj)
     raise CheckpointValueError(f"{type(state).__name__} of Megatron-Core cannot be saved here; pass a ShardedTensor")
+
+
+def optimizer_entry(
+    form: str, groups: Sequence[Mapping[str, Any]], step: int | None, scaler: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the plain values of one of Megatron-Core's optimizers.
+
+    Args:
+        form: `"fp32"`; `"mixed"`, of 16-bit parameters; or `"distributed"`, in the format `RESHARDABLE`.
+        groups: in its form.
+        step: stored beside the states of the first two forms; None for none.
+        scaler: the loss scale; empty for a constant one.
+    """
+    inner: dict[str, Any] = {"param_groups": groups}
+    if form != "distributed":
+        inner["state"] = {} if step is None else {"common_step": _fp32(float(step))}
+    entry: dict[str, Any] = inner if form == "fp32" else {"optimizer": inner}
+    if form == "distributed":
+        entry["param_state_sharding_type"] = RESHARDABLE
+    if scaler:
+        entry["grad_scaler"] = {**scaler, "scale": _fp32([float(scaler["scale"])])}
+    return entry
+
+
+def _fp32(value: float | list[float]) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
