@@ -76,7 +76,7 @@ def archived(value: Any) -> bytes:
 
 
 def found(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> ByteRange | None:
-    files: Any = SimpleNamespace(read=lambda name, start, nbytes: raw[start - 6 : start - 6 + nbytes])
+    files: Any = SimpleNamespace(read=lambda place: raw[place.start - 6 : place.stop - 6])
     return find_values(files, ByteRange(file="f", start=6, nbytes=len(raw), archive=True), dtype, shape)
 
 

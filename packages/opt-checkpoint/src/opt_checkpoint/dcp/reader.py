@@ -26,16 +26,12 @@ class _Read(NamedTuple):
 
     Args:
         item: the tensor.
-        file: the data file.
-        start: first byte.
-        nbytes: number of bytes.
+        place: the byte range.
         chunk: start of the chunk, if it has several pieces with separate checksums, or is loaded whole.
     """
 
     item: TensorRead
-    file: str
-    start: int
-    nbytes: int
+    place: ByteRange
     chunk: int | None = None
 
 
@@ -89,7 +85,7 @@ class CheckpointReader:
             OSError: a file cannot be read.
         """
         with ThreadPoolExecutor(self._threads) as pool:
-            planned = sorted(map(self._read_of, items), key=lambda read: (read.file, read.start))
+            planned = sorted(map(self._read_of, items), key=lambda read: (read.place.file, read.place.start))
             batches = _batches(planned, self._files.near_bytes)
             for done in [pool.submit(self._read_batch, batch) for batch in batches]:
                 done.result()
@@ -104,15 +100,14 @@ class CheckpointReader:
         place = item.chunk.place
         values = self._values_of(item)
         if values is None:
-            return _Read(item, place.file, place.start, place.nbytes, place.start)
+            return _Read(item, place, place.start)
         is_checked = self._verify != "none" and len(values.sums) > 0
         if is_checked and values.nbytes <= PIECE_BYTES:
-            return _Read(item, place.file, values.start, values.nbytes)
+            return _Read(item, values)
         first, last = item.region.span
         size = item.dtype.itemsize
-        start = values.start + first * size
-        chunk_start = values.start if is_checked else None
-        return _Read(item, place.file, start, (last - first) * size, chunk_start)
+        part = values.part(first * size, (last - first) * size)
+        return _Read(item, part, values.start if is_checked else None)
 
     def _values_of(self, item: TensorRead) -> ByteRange | None:
         """The bare values of a chunk; a stock archive is opened once to find them."""
@@ -133,9 +128,9 @@ class CheckpointReader:
         """Read one run of a file, which several small items may share, and copy each item's values to its memory."""
         ahead: Run | None = None
         if len(batch) > 1 and batch[0].chunk is None:
-            start = batch[0].start
-            stop = max(read.start + read.nbytes for read in batch)
-            ahead = Run(start, memoryview(self._files.read(batch[0].file, start, stop - start)))
+            first = batch[0].place
+            stop = max(read.place.stop for read in batch)
+            ahead = Run(first.start, memoryview(self._files.read(first.part(0, stop - first.start))))
         values: CheckedValues | None = None
         for item in (read.item for read in batch):
             place = self._values_of(item)
@@ -151,7 +146,7 @@ class CheckpointReader:
         """Load a whole archive, in which the values are not one run, and copy an item's from it."""
         chunk = item.chunk
         place = chunk.place
-        tensor = load_object(self._files.read(place.file, place.start, place.nbytes))
+        tensor = load_object(self._files.read(place))
         shape = chunk.archived or chunk.box.sizes
         is_described = isinstance(tensor, Tensor) and tensor.dtype == item.dtype
         if not is_described or tuple(tensor.shape) != shape:
@@ -166,15 +161,16 @@ def _batches(reads: list[_Read], near_bytes: int) -> Iterator[list[_Read]]:
     end = 0
     for read in reads:
         first = batch[0] if batch else read
-        is_small = max(read.nbytes, first.nbytes) <= _SMALL_BYTES
-        is_near = is_small and read.start + read.nbytes - first.start <= _BATCH_BYTES
-        is_near = is_near and read.start - end <= near_bytes
-        is_same_place = (read.file, read.chunk) == (first.file, first.chunk)
+        place = read.place
+        is_small = max(place.nbytes, first.place.nbytes) <= _SMALL_BYTES
+        is_near = is_small and place.stop - first.place.start <= _BATCH_BYTES
+        is_near = is_near and place.start - end <= near_bytes
+        is_same_place = (place.file, read.chunk) == (first.place.file, first.chunk)
         if batch and not (is_same_place and (is_near or read.chunk is not None)):
             yield batch
             batch = []
             end = 0
         batch.append(read)
-        end = max(end, read.start + read.nbytes)
+        end = max(end, place.stop)
     if batch:
         yield batch

@@ -62,7 +62,7 @@ class _Slice(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._place.nbytes - self._position)
         size = left if size is None or size < 0 else min(size, left)
-        data = self._files.read(self._place.file, self._place.start + self._position, size)
+        data = self._files.read(self._place.part(self._position, size))
         self._position += size
         return data
 

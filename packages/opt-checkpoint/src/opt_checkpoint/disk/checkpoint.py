@@ -184,8 +184,7 @@ def _objects_bytes(files: DataFiles, index: CheckpointIndex, keys: Iterable[str]
         else:
             runs.append((place.part(0, place.nbytes), [key]))
     with ThreadPoolExecutor(_THREADS) as pool:
-        read_run = lambda run: files.read(run.file, run.start, run.nbytes)
-        read = pool.map(read_run, [run for run, _ in runs])
+        read = pool.map(files.read, [run for run, _ in runs])
         for (run, of_run), raw in zip(runs, read):
             for key in of_run:
                 place = index.objects[key]
@@ -274,7 +273,7 @@ def _findings(index: CheckpointIndex) -> Iterator[Finding]:
             is_damaged = True
             yield Finding(name, change)
         for key, place in places:
-            problem = _archive_problem(files.read(place.file, place.start, place.nbytes))
+            problem = _archive_problem(files.read(place))
             if problem:
                 is_damaged = True
                 yield Finding(place.file, problem, (key,))

@@ -203,15 +203,15 @@ class DataFiles:
             self.bytes_read += len(view)
         self._read(name, start, view)
 
-    def read(self, name: str, start: int, nbytes: int) -> bytes:
-        """Return the bytes `[start, start + nbytes)`; raises like `read_into`, before memory for them is allocated."""
+    def read(self, place: ByteRange) -> bytes:
+        """Return the bytes of a range; raises like `read_into`, before memory for them is allocated."""
+        name = place.file
         self.check_header(name)
-        stop = start + nbytes
-        is_large = nbytes > self.read_bytes
-        if is_large and stop > self._store.sizes(names=[name]).get(name, 0):
-            raise self._error(name, f"is truncated: it ends before byte {stop}")
-        buffer = bytearray(nbytes)
-        self.read_into(name, start, memoryview(buffer))
+        is_large = place.nbytes > self.read_bytes
+        if is_large and place.stop > self._store.sizes(names=[name]).get(name, 0):
+            raise self._error(name, f"is truncated: it ends before byte {place.stop}")
+        buffer = bytearray(place.nbytes)
+        self.read_into(name, place.start, memoryview(buffer))
         return bytes(buffer)
 
     def check_header(self, name: str) -> None:
@@ -326,8 +326,8 @@ def has_right_sums(files: DataFiles, place: ByteRange) -> bool:
     size = files.read_bytes
     try:
         for start in range(0, place.nbytes, size):
-            nbytes = min(size, place.nbytes - start)
-            sums.add(memoryview(files.read(place.file, place.start + start, nbytes)))
+            part = place.part(start, min(size, place.nbytes - start))
+            sums.add(memoryview(files.read(part)))
     except CheckpointCorruptError:  # the file is cut, or of another save
         return False
     return place.sums in (tuple(sums.pieces), (sums.whole,))

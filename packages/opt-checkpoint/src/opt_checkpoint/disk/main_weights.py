@@ -171,13 +171,11 @@ def _pairs(index: CheckpointIndex) -> Iterator[_Pair]:
 
 
 def _values(files: DataFiles, chunk: StoredChunk, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    place = chunk.place
-    values = find_values(files, place, dtype, chunk.box.sizes)
+    values = find_values(files, chunk.place, dtype, chunk.box.sizes)
     if values is None:  # not contiguous
-        whole: Tensor = load_object(files.read(place.file, place.start, place.nbytes))
+        whole: Tensor = load_object(files.read(chunk.place))
         return whole.reshape(-1)[start:stop]
-    part = values.part(start * dtype.itemsize, (stop - start) * dtype.itemsize)
-    raw = files.read(part.file, part.start, part.nbytes)
+    raw = files.read(values.part(start * dtype.itemsize, (stop - start) * dtype.itemsize))
     if not raw:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(raw), dtype=dtype)
