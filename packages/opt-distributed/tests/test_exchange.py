@@ -62,8 +62,8 @@ def run_grid(grid: Grid, rank_main: Callable[[ComputeStage], Any]) -> list[Any]:
 
 def block(stage: ComputeStage, id: ParamId, at: tuple[int, ...]) -> Tensor:
     whole = WHOLES[id]
-    slot = next(slot for slot in stage.layout.slots if slot.matrix.id == id)
-    for dim, (start, length) in enumerate(zip(*stage.layout.block(slot, at), strict=True)):
+    matrix = stage.matrices[id]
+    for dim, (start, length) in enumerate(zip(*matrix.block(stage.layout.sizes, at), strict=True)):
         whole = whole.narrow(dim, start, length)
     return whole
 

@@ -287,7 +287,7 @@ def split(*shapes: tuple[int, ...], dims: tuple[int, ...] = (0,)) -> list[SplitM
 
 
 def owners(layout: ComputeLayout) -> dict[str, tuple[int, ...]]:
-    return {slot.matrix.id.name: slot.owner for slot in layout.slots}
+    return {matrix.id.name: matrix.owner for matrix in layout.matrices}
 
 
 def test_the_costliest_matrix_goes_first_to_the_emptiest_rank() -> None:
@@ -301,7 +301,7 @@ def test_the_costliest_matrix_goes_first_to_the_emptiest_rank() -> None:
 def test_a_block_of_a_kept_axis_is_owned_by_a_sharing_rank() -> None:
     layout = compute_layout(split((8, 8), (8, 8), dims=(1, 0)), sizes=(2, 2), computes=Computes.OWNER, kept=1)
     assert (owners(layout), layout.num_ranks) == ({"w0": (0,), "w1": (1,)}, 2)
-    assert layout.whole(layout.slots[0], (1, 0)) == ((0, 4), (8, 4))
+    assert layout.whole(layout.matrices[0], (1, 0)) == ((0, 4), (8, 4))
 
 
 def names(runs: list[list[ParamId]]) -> list[str]:
@@ -358,7 +358,7 @@ def test_owners_are_busy_in_every_run_of_published_shapes(model: str, ranks: int
     """The work of the slowest owner of each run, over the mean. Bounds from the shapes alone: one run gives 1.12."""
     matrices = split(*MODELS[model])
     layout = compute_layout(matrices, sizes=(ranks,), computes=Computes.OWNER)
-    owner_of = {slot.matrix.id: slot.owner for slot in layout.slots}
+    owner_of = {matrix.id: matrix.owner for matrix in layout.matrices}
     cost_of = {matrix.id: update_cost(matrix.shape) for matrix in matrices}
     slowest = 0
     for run in layout.runs(cost_of):
@@ -383,7 +383,7 @@ def test_parts_equal_torch_chunks_and_cover_the_matrix_once(
         for dim, ranks, index in zip(dims, sizes, at, strict=True):
             chunks = part.chunk(ranks, dim)
             part = chunks[index] if index < len(chunks) else part.narrow(dim, part.shape[dim], 0)
-        (top, left), shape = layout.block(layout.slots[0], at)
+        (top, left), shape = layout.matrices[0].block(layout.sizes, at)
         assert torch.equal(whole[top : top + shape[0], left : left + shape[1]], part)
         seen += part.flatten().tolist()
     assert sorted(seen) == list(range(rows * cols))

@@ -147,7 +147,7 @@ def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
     shapes = {"a": (64, 64), "b": (64, 64), "c": (8, 8), "d": (8, 8)}
     metas = [meta(shape, name=name, **MARKED) for name, shape in shapes.items()]
     team_of = {ParamId(0, name): number for name, number in zip(shapes, (0, 0, 1, 1), strict=True)}
-    owners = {s.matrix.id.name: s.owner for p in plan(SOAPRule(), *metas, team_of=team_of) for s in p.layout.slots}
+    owners = {m.id.name: m.owner for p in plan(SOAPRule(), *metas, team_of=team_of) for m in p.layout.matrices}
     assert owners == {"a": (0,), "b": (1,), "c": (0,), "d": (1,)}
 
 
@@ -218,10 +218,10 @@ def test_many_peers_are_reached_in_two_hops(name: str, monkeypatch: pytest.Monke
     (found,) = plan(DUPLICATED, meta((12 * size, 8), MeshPlacement("dp", size, 0)))
     peers = [(axis.name, axis.size, axis.hop[0] if axis.hop else None) for axis in found.axes]
     assert peers == expected
-    (slot,) = found.layout.slots
+    (matrix,) = found.layout.matrices
     for rank in (0, 1, size - 1):
         at = tuple(next((ranks.index(rank) for ranks in axis.hop if rank in ranks), rank) for axis in found.axes)
-        assert found.layout.block(slot, at) == ((12 * rank, 0), (12, 8))
+        assert matrix.block(found.layout.sizes, at) == ((12 * rank, 0), (12, 8))
 
 
 def test_uneven_parts_and_kept_axes_stay_in_one_hop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,7 +273,7 @@ def _saved_name(piece: OwnedPiece, spec: StateSpec) -> str:
         name += f"@{piece.matrix.split_name}"
     if spec.whole and piece.stage is not None:
         block = piece.stage.whole(piece.id)
-        if block.shape != piece.stage.slots[piece.id].matrix.shape:
+        if block.shape != piece.stage.matrices[piece.id].shape:
             name += "@" + ".".join(map(str, block.offset))
     elif not is_dtensor(piece.param):
         name += piece.part

@@ -114,7 +114,7 @@ def _whole(param: ShardedParam, unit: Unit, piece: OwnedPiece, stage: ComputeSta
         shape = block.shape
         return ShardedTensorFactory(param.key, None, segments=tuple(segments), local_shape=shape, replica_id=replica_id)
     prepended = param.prepend_axis_num
-    if param.global_shape[prepended:] != stage.slots[piece.id].matrix.shape:
+    if param.global_shape[prepended:] != stage.matrices[piece.id].shape:
         return None
     offset = (*param.global_offset[:prepended], *block.offset)
     whole = replace(param, data=None, local_shape=block.shape, global_offset=offset, axis_fragmentations=None)

@@ -14,7 +14,6 @@ from opt_distributed.layout.whole import (
     Block,
     ComputeLayout,
     Computes,
-    ComputeSlot,
     OwnerLoad,
     SplitMatrix,
     compute_layout,
@@ -24,7 +23,7 @@ from opt_distributed.layout.whole import (
 )
 
 __all__ = [
-    "Block", "Bucket", "ComputeLayout", "ComputeSlot", "Computes", "Layout", "LayoutError", "OwnerLoad", "ParamShape",
+    "Block", "Bucket", "ComputeLayout", "Computes", "Layout", "LayoutError", "OwnerLoad", "ParamShape",
     "Piece", "Slot", "SplitMatrix", "compute_layout", "flat_layout", "owner_load", "replicated_layout",
     "update_cost", "whole_layout",
 ]  # fmt: skip

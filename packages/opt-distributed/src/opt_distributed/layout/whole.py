@@ -194,6 +194,7 @@ class SplitMatrix:
     id: ParamId
     shape: tuple[int, ...]  # of the whole matrix
     dims: tuple[int, ...]  # the dim that each axis of ranks cuts
+    owner: Coordinate = ()  # with `Computes.OWNER`, along the gathered axes: the rank that computes its update
 
     def __post_init__(self) -> None:
         for dim in self.dims:
@@ -219,14 +220,6 @@ class SplitMatrix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeSlot:
-    """One matrix and who computes its update."""
-
-    matrix: SplitMatrix
-    owner: Coordinate = ()  # with `Computes.OWNER`, along the gathered axes: the rank that computes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeLayout:
     """The matrices that one grid of ranks stores, in the order of their collectives.
 
@@ -234,14 +227,13 @@ class ComputeLayout:
         LayoutError: parts differ in size and `computes` needs equal ones, or a matrix has not one dim for each axis.
     """
 
-    slots: tuple[ComputeSlot, ...]
+    matrices: tuple[SplitMatrix, ...]
     sizes: tuple[int, ...]  # ranks along each axis
     computes: Computes
     kept: int = 0  # leading axes over which nothing is gathered: each of their blocks is a matrix to the rule
 
     def __post_init__(self) -> None:
-        for slot in self.slots:
-            matrix = slot.matrix
+        for matrix in self.matrices:
             if len(matrix.dims) != len(self.sizes):
                 raise LayoutError(f"{matrix.id} is cut along dims {matrix.dims} by {len(self.sizes)} axes")
             parts = product(*map(range, self.sizes)) if self.computes is Computes.JOINT else ()
@@ -256,13 +248,9 @@ class ComputeLayout:
         """Ranks that divide the work of a matrix."""
         return prod(self.sizes[self.kept :])
 
-    def block(self, slot: ComputeSlot, at: Coordinate) -> Block:
-        """Return the part of ``slot`` at ``at``, or the union of all parts whose coordinates begin with ``at``."""
-        return slot.matrix.block(self.sizes, at)
-
-    def whole(self, slot: ComputeSlot, at: Coordinate) -> Block:
-        """Return the block of ``slot`` that is one matrix to the rule at ``at``: all of it, unless kept axes cut it."""
-        return self.block(slot, at[: self.kept] if self.computes is Computes.OWNER else at)
+    def whole(self, matrix: SplitMatrix, at: Coordinate) -> Block:
+        """Return the block that is one matrix to the rule at ``at``: all of ``matrix``, unless kept axes cut it."""
+        return matrix.block(self.sizes, at[: self.kept] if self.computes is Computes.OWNER else at)
 
     def runs(self, ids: Iterable[ParamId], *, run_numel: int | None = None) -> list[list[ParamId]]:
         """Divide matrices into runs, each gathered and computed before the next one, in descending order of cost.
@@ -272,24 +260,24 @@ class ComputeLayout:
         `run_numel` is a share of `MANY_RUNS` within `LEAST_RUN_NUMEL` and `RUN_NUMEL`.
         """
         chosen = set(ids)
-        slots = [slot for slot in self.slots if slot.matrix.id in chosen]
-        slots.sort(key=_work, reverse=True)  # stable
+        matrices = [matrix for matrix in self.matrices if matrix.id in chosen]
+        matrices.sort(key=_work, reverse=True)  # stable
         first_rank = (0,) * len(self.sizes)  # has the largest blocks
-        numels = {slot.matrix.id: self.whole(slot, first_rank).numel for slot in slots}
+        numels = {matrix.id: self.whole(matrix, first_rank).numel for matrix in matrices}
         if run_numel is None:
             share = sum(numels.values()) // (MANY_RUNS * self.num_ranks)
             run_numel = min(max(share, LEAST_RUN_NUMEL), RUN_NUMEL)
         limit = max(run_numel, LARGEST_IN_RUN * max(numels.values(), default=0))
         runs: list[list[ParamId]] = []
         held: Counter[Coordinate] = Counter()  # elements of the last run by owner
-        for start in range(0, len(slots), self.num_ranks):
-            grown_by = slots[start : start + self.num_ranks]
-            added = _by_owner(grown_by, lambda slot: numels[slot.matrix.id])
+        for start in range(0, len(matrices), self.num_ranks):
+            grown_by = matrices[start : start + self.num_ranks]
+            added = _by_owner(grown_by, lambda matrix: numels[matrix.id])
             held += added
             if not runs or max(held.values(), default=0) > limit:
                 runs.append([])
                 held = added
-            runs[-1] += [slot.matrix.id for slot in grown_by]
+            runs[-1] += [matrix.id for matrix in grown_by]
         return runs
 
 
@@ -304,28 +292,28 @@ class OwnerLoad(NamedTuple):
 
 def owner_load(layout: ComputeLayout) -> OwnerLoad:
     """Return the load of the owners of a layout with `Computes.OWNER`."""
-    slots = {slot.matrix.id: slot for slot in layout.slots}
-    runs = [[slots[id] for id in run] for run in layout.runs(slots)]
+    matrices = {matrix.id: matrix for matrix in layout.matrices}
+    runs = [[matrices[id] for id in run] for run in layout.runs(matrices)]
     first_rank = (0,) * len(layout.sizes)
-    held_by_run = [_by_owner(run, lambda slot: layout.whole(slot, first_rank).numel) for run in runs]
+    held_by_run = [_by_owner(run, lambda matrix: layout.whole(matrix, first_rank).numel) for run in runs]
     work_of_slowest = sum(max(_by_owner(run, _work).values()) for run in runs)
     numel = 0
     for first in range(len(runs)):
         together = sum(held_by_run[first : first + RUNS_IN_MEMORY], Counter[Coordinate]())
         numel = max(numel, *together.values())
-    mean = max(sum(map(_work, layout.slots)), 1) / layout.num_ranks
+    mean = max(sum(map(_work, layout.matrices)), 1) / layout.num_ranks
     return OwnerLoad(len(runs), numel, work_of_slowest / mean, mean)
 
 
-def _work(slot: ComputeSlot) -> int:
-    return update_cost(slot.matrix.shape)
+def _work(matrix: SplitMatrix) -> int:
+    return update_cost(matrix.shape)
 
 
-def _by_owner(slots: Iterable[ComputeSlot], amount: Callable[[ComputeSlot], int]) -> Counter[Coordinate]:
+def _by_owner(matrices: Iterable[SplitMatrix], amount: Callable[[SplitMatrix], int]) -> Counter[Coordinate]:
     """Sum what the owners of these matrices hold or compute."""
     found: Counter[Coordinate] = Counter()
-    for slot in slots:
-        found[slot.owner] += amount(slot)
+    for matrix in matrices:
+        found[matrix.owner] += amount(matrix)
     return found
 
 
@@ -344,8 +332,8 @@ def compute_layout(
     owners: dict[ParamId, Coordinate] = {}
     if computes is Computes.OWNER:
         ranks = [(0, at) for at in product(*map(range, sizes[kept:]))]  # a heap, as all are equal
-        for matrix in sorted(given, key=lambda matrix: update_cost(matrix.shape), reverse=True):
+        for matrix in sorted(given, key=_work, reverse=True):
             cost, owners[matrix.id] = ranks[0]
-            heapreplace(ranks, (cost + update_cost(matrix.shape), owners[matrix.id]))
-    slots = tuple(ComputeSlot(matrix=matrix, owner=owners.get(matrix.id, ())) for matrix in given)
-    return ComputeLayout(slots=slots, sizes=sizes, computes=computes, kept=kept)
+            heapreplace(ranks, (cost + _work(matrix), owners[matrix.id]))
+    owned = tuple(replace(matrix, owner=owners.get(matrix.id, ())) for matrix in given)
+    return ComputeLayout(matrices=owned, sizes=sizes, computes=computes, kept=kept)

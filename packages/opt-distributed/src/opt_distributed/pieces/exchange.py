@@ -165,13 +165,13 @@ class ComputeStage:
         self.comms = tuple(comms)
         self.at = tuple(comm.rank for comm in comms)
         self.of_whole = of_whole  # the description of each whole matrix for the rule
-        self.slots = {slot.matrix.id: slot for slot in layout.slots}
+        self.matrices = {matrix.id: matrix for matrix in layout.matrices}
         self._legs = lru_cache(maxsize=64)(self._planned)
         self._runs = lru_cache(maxsize=64)(layout.runs)
 
     def whole(self, id: ParamId) -> Block:
         """The block of the parameter that is one matrix to the rule."""
-        return self.layout.whole(self.slots[id], self.at)
+        return self.layout.whole(self.matrices[id], self.at)
 
     def part(self, id: ParamId) -> Block:
         """The block of the parameter that this rank stores."""
@@ -179,7 +179,7 @@ class ComputeStage:
 
     def computes(self, id: ParamId) -> bool:
         """Whether this rank runs the rule on the matrix, and saves its whole state."""
-        return self.slots[id].owner == self.at[self.layout.kept :]
+        return self.matrices[id].owner == self.at[self.layout.kept :]
 
     def runs(self, tasks: Iterable[Task]) -> list[list[Task]]:
         """Divide `tasks` into runs that are gathered together, the same on every rank (`ComputeLayout.runs`)."""
@@ -214,20 +214,20 @@ class ComputeStage:
         for axis in range(len(self.comms) - 1, self.layout.kept - 1, -1):
             comm = self.comms[axis]
             at = self.at[:axis]
-            owners = {id: self.slots[id].owner[axis - self.layout.kept] for id in ids}
+            owners = {id: self.matrices[id].owner[axis - self.layout.kept] for id in ids}
             by_owner = sorted(ids, key=owners.__getitem__)  # stable
             before = {id: self._block(id, self.at[: axis + 1]).shape for id in by_owner}
             after = []
             for id in (id for id in ids if owners[id] == comm.rank):
                 parts = [self._block(id, (*at, peer)).shape for peer in range(comm.size)]
-                dim = self.slots[id].matrix.dims[axis]
+                dim = self.matrices[id].dims[axis]
                 after.append(_Joined(id, self._block(id, at).shape, dim, parts, list(map(prod, parts))))
             legs.append(_Leg(comm, before, [owners[id] for id in by_owner], after))
             ids = tuple(joined.id for joined in after)
         return legs
 
     def _block(self, id: ParamId, at: tuple[int, ...]) -> Block:
-        return self.layout.block(self.slots[id], at)
+        return self.matrices[id].block(self.layout.sizes, at)
 
 
 def matrix_of(work: Work) -> ParamId:
@@ -293,7 +293,7 @@ def by_stage(
         left = []
         for work in works:
             part = work.matrix.part
-            stage = None if part is None else next((stage for stage in stages if part.whole in stage.slots), None)
+            stage = None if part is None else next((stage for stage in stages if part.whole in stage.matrices), None)
             if stage is None:
                 left.append(work)
             else:

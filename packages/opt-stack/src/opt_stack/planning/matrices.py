@@ -13,7 +13,7 @@ from opt_config import ConfigError
 from opt_distributed.buffers import Metas, Params
 from opt_distributed.comm import Comm, HostComm, TorchComm
 from opt_distributed.comm import device as devices
-from opt_distributed.layout import ComputeLayout, Computes, ComputeSlot, LayoutError, SplitMatrix, compute_layout
+from opt_distributed.layout import ComputeLayout, Computes, LayoutError, SplitMatrix, compute_layout
 from opt_distributed.pieces import ComputeStage, mesh_comms
 from opt_kernels.matrices import TpMode
 from opt_kernels.rules import MatrixRule, Rule, sums_over_blocks
@@ -230,8 +230,7 @@ def _check_blocks(layout: ComputeLayout) -> None:
     """Raise unless the tensor-parallel blocks of each matrix are equal."""
     sizes = layout.sizes
     positions = list(product(*map(range, sizes[: layout.kept])))
-    for slot in layout.slots:
-        matrix = slot.matrix
+    for matrix in layout.matrices:
         shapes = {matrix.block(sizes, at).shape[-2:] for at in positions}
         if len(shapes) > 1:
             raise ConfigError(
@@ -270,24 +269,24 @@ def place_matrices(
     known: dict[object, Comm] = {}  # one object for each group of ranks: rules batch only matrices with the same object
     peers: dict[Comm, TensorParallel] = {}
     for plan in compute:
-        by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one entry, unless meshes share axis names
-        for slot in plan.layout.slots:
+        by_comms: dict[tuple[Comm, ...], list[SplitMatrix]] = {}  # one entry, unless meshes share axis names
+        for matrix in plan.layout.matrices:
             along: list[Comm] = []
             for axis in plan.axes:
                 comm = tensor_parallel_comm
                 if axis.of_mesh is not None:
-                    [comm] = mesh_comms(params[slot.matrix.id], [axis.of_mesh])
+                    [comm] = mesh_comms(params[matrix.id], [axis.of_mesh])
                 key = (comm.group if isinstance(comm, TorchComm) else comm, axis.hop)
                 if key not in known:
                     ranks = next((ranks for ranks in axis.hop if comm.rank in ranks), None)
                     part = comm if ranks is None else comm.part(ranks)
                     known[key] = part if copies is None or part.size == 1 else HostComm(part, copies)
                 along.append(known[key])
-            by_comms.setdefault(tuple(along), []).append(slot)
+            by_comms.setdefault(tuple(along), []).append(matrix)
         number = plan.tensor_parallel_axis
-        for comms, slots in by_comms.items():
+        for comms, matrices in by_comms.items():
             group = None if number is None else peers.setdefault(comms[number], tensor_parallel(comms[number]))
-            placed |= _placed(plan, comms, slots, metas, splits, group)
+            placed |= _placed(plan, comms, matrices, metas, splits, group)
     return placed
 
 
@@ -310,7 +309,7 @@ def tensor_parallel(comm: Comm) -> TensorParallel:
 def _placed(
     plan: ComputePlan,
     comms: tuple[Comm, ...],
-    slots: list[ComputeSlot],
+    matrices: list[SplitMatrix],
     metas: Metas,
     splits: Mapping[ParamId, MatrixSpec],
     group: TensorParallel | None,
@@ -318,14 +317,13 @@ def _placed(
     """Place the matrices of one plan that are cut over one grid of ranks."""
     number = plan.tensor_parallel_axis
     num_parts = 1 if group is None else group.size
-    # Without the slots of other meshes: their matrices are exchanged in stages of their own.
-    layout = replace(plan.layout, slots=tuple(slots))
+    # Without the matrices of other meshes, which are exchanged in stages of their own.
+    layout = replace(plan.layout, matrices=tuple(matrices))
     at = tuple(comm.rank for comm in comms)
     of_whole = {}
     of_part = {}
-    for slot in slots:
-        matrix = slot.matrix
-        block = layout.block(slot, at)
+    for matrix in matrices:
+        block = matrix.block(layout.sizes, at)
         local = metas[matrix.id].local_shape
         if block.shape != local:
             raise LayoutError(

@@ -148,10 +148,9 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     num_owners: dict[ParamId, int] = {}  # ranks that share the state of such a matrix
     for compute in unit.compute:
         layout = compute.layout
-        for slot in layout.slots if layout.computes is Computes.OWNER else ():
-            id = slot.matrix.id
-            whole_shapes[id] = layout.whole(slot, (0,) * len(layout.sizes)).shape
-            num_owners[id] = layout.num_ranks
+        for matrix in layout.matrices if layout.computes is Computes.OWNER else ():
+            whole_shapes[matrix.id] = layout.whole(matrix, (0,) * len(layout.sizes)).shape
+            num_owners[matrix.id] = layout.num_ranks
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
         for run in buffer.runs(rank) if shapes else ():
@@ -262,7 +261,7 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
         plans_of.setdefault(line, []).append(plan)
     for line, same in plans_of.items():
         described = [plan.layout for plan in same]
-        count = sum(len(layout.slots) for layout in described)
+        count = sum(len(layout.matrices) for layout in described)
         noun = "matrix" if count == 1 else "matrices"
         yield f"{count} {noun} {line}"
         if described[0].computes is Computes.OWNER:
@@ -295,10 +294,10 @@ def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_team
     whole = 0
     slowest_team = 0
     for layout in layouts:
-        owners = {slot.owner for slot in layout.slots}
+        owners = {matrix.owner for matrix in layout.matrices}
         num_owners += len(owners)
-        whole += sum(_products(slot.matrix, 1) for slot in layout.slots)
-        of_team = sum(_products(slot.matrix, layout.num_ranks) for slot in layout.slots)
+        whole += sum(_products(matrix, 1) for matrix in layout.matrices)
+        of_team = sum(_products(matrix, layout.num_ranks) for matrix in layout.matrices)
         slowest_team = max(slowest_team, of_team)
     if num_owners < num_ranks:
         yield (
