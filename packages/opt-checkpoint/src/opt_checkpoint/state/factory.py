@@ -111,13 +111,13 @@ class ShardedTensorFactory(ShardedBase):
         Raises:
             CheckpointingException: there is a `build_fn`, but no data.
         """
-        if self.data is not None and is_quantized(self.data):  # its views cannot be loaded into
-            return dataclasses.replace(self, data=self.data.dequantize()).build()
-        if self.data is None:
-            raise CheckpointValueError(f"factory {self.key} has no data to build from")
-        if self.build_fn is not None:
-            return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
         data = self.data
+        if data is None:
+            raise CheckpointValueError(f"factory {self.key} has no data to build from")
+        if is_quantized(data):  # its views cannot be loaded into
+            data = data.dequantize()
+        if self.build_fn is not None:
+            return self.build_fn(self.key, data, self.replica_id, self.flattened_range)
         built = []
         for segment in self.segments:
             local_shape = (segment.row_stop - segment.row_start, *self.local_shape[1:])
@@ -126,7 +126,7 @@ class ShardedTensorFactory(ShardedBase):
                 flat = None
             else:
                 row_numel = math.prod(self.local_shape[1:])
-                (low, high) = flat_bounds(self.flattened_range)
+                low, high = flat_bounds(self.flattened_range)
                 first = segment.row_start * row_numel
                 start = max(low, first)
                 stop = min(high, segment.row_stop * row_numel)
@@ -157,9 +157,10 @@ class ShardedTensorFactory(ShardedBase):
         To find the segments, the function is applied to the indices of elements. Unlike functions, segments work on
         flat ranges.
         """
-        if self.segments or self.build_fn is None or self.data is None or self.data.dim() == 0 or not self.data.numel():
+        data = self.data
+        if self.build_fn is None or data is None or data.dim() == 0 or not data.numel():
             return self
-        numbers = torch.arange(self.data.numel(), dtype=torch.int64, device="cpu").view(self.data.shape)
+        numbers = torch.arange(data.numel(), dtype=torch.int64, device="cpu").view(data.shape)
         built = list(tensors_in(self.build_fn(self.key, numbers, self.replica_id, None)))
         found = [_segment_of(self, piece, row_numel=numbers[0].numel()) for piece in built]
         segments = sorted((s for s in found if s is not None), key=lambda segment: segment.row_start)
@@ -167,7 +168,7 @@ class ShardedTensorFactory(ShardedBase):
         stops = [segment.row_stop for segment in segments]
         if None in found or [*starts, len(numbers)] != [0, *stops]:
             return self
-        shape = tuple(self.data.shape)
+        shape = tuple(data.shape)
         return dataclasses.replace(self, build_fn=None, merge_fn=None, segments=tuple(segments), local_shape=shape)
 
     @torch.no_grad()
@@ -187,11 +188,8 @@ def tensors_in(built: Any) -> Iterator[ShardedTensor]:
     """Yield the tensors in what a factory builds."""
     if isinstance(built, ShardedTensor):
         yield built
-    elif isinstance(built, dict):
-        for value in built.values():
-            yield from tensors_in(value)
-    elif isinstance(built, list | tuple):
-        for value in built:
+    elif isinstance(built, dict | list | tuple):
+        for value in built.values() if isinstance(built, dict) else built:
             yield from tensors_in(value)
 
 
@@ -200,10 +198,11 @@ def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_nume
     numbers = piece.data
     if numbers is None or not numbers.numel() or row_numel == 0:
         return None
-    start = int(numbers.view(-1)[0]) if numbers.is_contiguous() else -1
-    count = numbers.numel()
+    flat = numbers.reshape(-1)
+    start = int(flat[0])
+    count = len(flat)
     run = torch.arange(start, start + count, dtype=torch.int64, device="cpu")
-    is_run = start >= 0 and torch.equal(numbers.reshape(-1), run)
+    is_run = numbers.is_contiguous() and torch.equal(flat, run)
     is_plain = (
         piece.key.startswith(factory.key)
         and piece.replica_id == factory.replica_id

@@ -222,18 +222,19 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     if not isinstance(value, Tensor):
         raise CheckpointValueError(f"{key} is a {type(value).__name__}, not a tensor; store it as a ShardedObject")
     block = _block_of(model_param)
+    flat = None if model_param.flattened_range is None else flat_bounds(model_param.flattened_range)
     tensor = local_tensor(value)
     if isinstance(spec, LayoutBound):
         place = ".".join(map(str, block.global_offset))
-        flat = "" if block.flat is None else f"+{block.flat[0]}-{block.flat[1]}"
-        name = f"{key}{LAYOUT_MARK}{spec.fingerprint}/{place}{flat}"
+        part = "" if flat is None else f"+{flat[0]}-{flat[1]}"
+        name = f"{key}{LAYOUT_MARK}{spec.fingerprint}/{place}{part}"
         return replace(sharded_like(name, tensor, replica_id=block.replica_id), may_repeat=block.may_repeat)
     # The first axes of the state are axes of the parameter, and are cut as these; the others are whole.
-    kept = _kept_axes(block, tuple(tensor.shape), key, spec)
     shape = tuple(tensor.shape)
+    kept = _kept_axes(block.local_shape, shape, key, spec, is_flat=flat is not None)
     axes = [*range(block.prepended), *(block.prepended + axis for axis in kept)]
     whole = shape[len(kept) :]
-    begins = block.flat is None or (block.flat[0] == 0 and block.flat[1] > 0)
+    begins = flat is None or (flat[0] == 0 and flat[1] > 0)
     is_first = begins and not any(offset for axis, offset in enumerate(block.global_offset) if axis not in axes)
     is_empty = not all(block.local_shape) and all(block.global_shape)  # such a block is never the main replica
     replica_id = 0 if is_first and not is_empty and is_main_replica(block.replica_id) else 1
@@ -269,21 +270,19 @@ class _Block(NamedTuple):
     global_shape: Shape
     global_offset: Shape
     prepended: int
-    flat: tuple[int, int] | None
     replica_id: ReplicaId
     may_repeat: bool = False
 
 
 def _block_of(param: ShardedParam) -> _Block:
-    flat = None if param.flattened_range is None else flat_bounds(param.flattened_range)
     if isinstance(param, ShardedTensor):
         place = param.local_shape, param.global_shape, param.global_offset
-        return _Block(*place, param.prepend_axis_num, flat, param.replica_id, param.may_repeat)
+        return _Block(*place, param.prepend_axis_num, param.replica_id, param.may_repeat)
     param = param.declared()
     if param.segments:
         first = param.segments[0]
-        place = param.local_shape, first.global_shape, first.global_offset
-        return _Block(*place, len(first.global_shape) - len(param.local_shape), flat, param.replica_id)
+        prepended = len(first.global_shape) - len(param.local_shape)
+        return _Block(param.local_shape, first.global_shape, first.global_offset, prepended, param.replica_id)
     # Its function does more than cut rows: it begins where one of its tensors begins.
     built = list(tensors_in(param.build()))
     if not built or any(piece.prepend_axis_num for piece in built):
@@ -292,24 +291,24 @@ def _block_of(param: ShardedParam) -> _Block:
             f"cuts are unknown; declare the factory by segments"
         )
     piece = next((piece for piece in built if not any(piece.global_offset)), built[0])
-    return _Block(piece.local_shape, piece.global_shape, piece.global_offset, 0, None, piece.replica_id)
+    return _Block(piece.local_shape, piece.global_shape, piece.global_offset, 0, piece.replica_id)
 
 
-def _kept_axes(block: _Block, shape: Shape, key: str, spec: StateSpec) -> list[int]:
+def _kept_axes(of_param: Shape, shape: Shape, key: str, spec: StateSpec, *, is_flat: bool) -> list[int]:
     """The axes of a parameter that are the first axes of a state."""
-    rank = len(block.local_shape)
+    rank = len(of_param)
     kept = list[int]()
     if isinstance(spec, PerMatrix):
         kept = list(range(rank - 2))
     elif isinstance(spec, Reduced):
         kept = sorted(set(range(rank)) - {dim % rank for dim in spec.dims})
-    expected = tuple(block.local_shape[axis] for axis in kept)
+    expected = tuple(of_param[axis] for axis in kept)
     is_whole = isinstance(spec, Reduced)
-    if block.flat is not None and (kept or is_whole):
+    if is_flat and (kept or is_whole):
         raise CheckpointValueError(f"{key} is {spec}: its parameter may not be a flat range")
     if (shape if is_whole else shape[: len(kept)]) != expected or (isinstance(spec, PerMatrix) and rank < 2):
         raise CheckpointValueError(
-            f"{key} has shape {shape}; as {spec} of a parameter of shape {block.local_shape} it must "
+            f"{key} has shape {shape}; as {spec} of a parameter of shape {of_param} it must "
             f"{'have' if is_whole else 'begin with'} {expected}"
         )
     return kept
