@@ -81,15 +81,13 @@ def marks_of(modules: Iterable[NamedModule], values: Mapping[str, Any]) -> dict[
                 numbers = {**module._modules, **module._parameters}  # of a ModuleList, Sequential, ParameterList
                 length = len(numbers) if sorted(numbers) == sorted(map(str, range(len(numbers)))) else 0
             is_dense = name.removesuffix(name.rpartition(".")[2]) not in experts or isinstance(tensor, nn.Parameter)
-            is_cut = bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor)
-            stride = getattr(tensor, "partition_stride", None) or 1
             marks[name] = Marks(
                 name=name,
                 tensor=tensor,
                 is_expert=not getattr(tensor, "allreduce", is_dense),
-                is_cut=is_cut,
+                is_cut=bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor),
                 dim=None if dim is None or dim < 0 else dim,
-                stride=stride,
+                stride=getattr(tensor, "partition_stride", None) or 1,
                 is_on_stages=any(getattr(tensor, mark, False) for mark in _ON_STAGES),
                 list_name=outer if length else None,
                 list_len=length,
@@ -199,8 +197,8 @@ def place_(state: Any, axes: ModelAxes) -> None:
     entries = list(_entries(state))
     plain = [entry.marks for entry in entries if not is_dtensor(entry.marks.tensor)]
     trains = any(entry.marks.tensor.requires_grad for entry in entries)
-    kinds = {"experts" if marks.is_expert else "dense parameters" for marks in plain}
-    per_rank = axes.all_ranks.gather_objects((bool(entries), trains, bool(plain), "experts" in kinds))
+    has_experts = any(marks.is_expert for marks in plain)
+    per_rank = axes.all_ranks.gather_objects((bool(entries), trains, bool(plain), has_experts))
     have_entries, training, have_plain, have_experts = zip(*per_rank)
     if not any(have_entries):
         return
@@ -272,10 +270,10 @@ def _name_experts(ep: Axis, entries: Sequence[_Entry]) -> None:
     for entry in entries:
         if entry.expert is not None:
             numbered[entry.expert.list_name].add(entry.expert.number)
-    others = sorted(entry.scoped for entry in entries if entry.marks.is_expert and entry.expert is None)
-    per_rank = ep.gather_objects(({name: sorted(own) for name, own in numbered.items()}, others))
-    first = {name: _first_number([own.get(name, []) for own, _ in per_rank], ep.rank) for name in numbered}
-    counts = Counter(name for _, names in per_rank for name in set(names))
+    others = {entry.scoped for entry in entries if entry.marks.is_expert and entry.expert is None}
+    per_rank = ep.gather_objects((numbered, others))
+    first = {name: _first_number([own.get(name, set()) for own, _ in per_rank], ep.rank) for name in numbered}
+    counts = Counter(name for _, names in per_rank for name in names)
     for entry in entries:
         marks = entry.marks
         expert = entry.expert
@@ -291,9 +289,9 @@ def _name_experts(ep: Axis, entries: Sequence[_Entry]) -> None:
                 entry.name = f"experts{ep.rank}of{ep.size}.{entry.name}"
 
 
-def _first_number(per_rank: Sequence[Sequence[int]], rank: int) -> int | None:
+def _first_number(per_rank: Sequence[set[int]], rank: int) -> int | None:
     """The number to add to those of this rank's experts: ranks count from 0 each, or all together. None: neither."""
-    if all(list(numbers) == list(range(len(numbers))) for numbers in per_rank):
+    if all(numbers == set(range(len(numbers))) for numbers in per_rank):
         return sum(map(len, per_rank[:rank]))
     every = sorted(number for numbers in per_rank for number in numbers)
     return 0 if every == list(range(len(every))) else None
