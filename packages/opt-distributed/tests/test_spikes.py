@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +129,7 @@ def test_a_saved_window_continues_in_others_of_any_length() -> None:
 MALFORMED = [
     {"values": [1.0, math.nan]},
     {"values": 3},
+    [3.0],
     {"values": [1.0], "num_above": "x"},
     {"values": [10**400]},
     {"num_above": math.inf},
@@ -143,3 +145,9 @@ def test_a_malformed_state_is_refused_and_changes_nothing(saved: object) -> None
     with pytest.raises(ValueError, match="losses="):
         spikes.load_state_dict({"grad_norms": {"values": [3.0]}, "losses": saved})
     assert spikes.state_dict() == before
+
+
+@pytest.mark.parametrize("saved", [[1.0], 3, "losses"])
+def test_a_state_that_is_no_mapping_is_refused(saved: Any) -> None:
+    with pytest.raises(ValueError, match="spikes="):
+        Spikes(6.0, 8, CPU).load_state_dict(saved)
