@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -42,7 +42,7 @@ class TensorsOfRanks:
         box_rank: (b,) the rank that holds it, ascending.
         offsets: (b, axes) its offsets; 0 on axes that a tensor lacks.
         sizes: (b, axes) its sizes; 1 on axes that a tensor lacks.
-        usable: (b,) whether its holder may write it.
+        usable: (b,) whether its holder may write it; true for main replicas.
         itemsize: (t,) bytes of an element.
         first_of_key: (keys,) the first tensor of each key.
     """
@@ -75,12 +75,8 @@ class TensorsOfRanks:
             first_holder_only: whether the other ranks' copies of plain tensors may not be written, because they may
                 differ.
         """
-        keys = dict[str, int]()
-        dtypes = dict[str, int]()
-        names = chain.from_iterable(layout.keys for layout in layouts)
-        key = np.fromiter((keys.setdefault(name, len(keys)) for name in names), np.int64)
-        names = chain.from_iterable(layout.dtypes for layout in layouts)
-        dtype = np.fromiter((dtypes.setdefault(name, len(dtypes)) for name in names), np.int64)
+        keys, key = _numbered(layout.keys for layout in layouts)
+        dtypes, dtype = _numbered(layout.dtypes for layout in layouts)
         itemsize = np.array([dtype_from_name(name).itemsize for name in dtypes] or [1])  # (dtypes,)
         rank = np.repeat(np.arange(len(layouts)), [len(layout.keys) for layout in layouts])
         columns = map(np.concatenate, zip(*(layout.columns for layout in layouts)))
@@ -90,12 +86,9 @@ class TensorsOfRanks:
         copies = flags & PLAIN > 0  # (t,) whether a plain tensor has the key of an earlier one
         plain = np.flatnonzero(copies)
         copies[plain[np.unique(key[plain], return_index=True)[1]]] = False
-        usable = np.full(len(owner), True)
-        if first_holder_only:
-            usable = ~copies[owner]
         return cls(
-            keys=list(keys),
-            dtype_names=list(dtypes),
+            keys=keys,
+            dtype_names=dtypes,
             ranks=len(layouts),
             key=key,
             rank=rank,
@@ -109,7 +102,7 @@ class TensorsOfRanks:
             box_rank=rank[owner],
             offsets=_padded(offsets, ndim[owner], axes, 0),
             sizes=_padded(sizes, ndim[owner], axes, 1),
-            usable=usable,
+            usable=~copies[owner] if first_holder_only else np.full(len(owner), True),
             itemsize=itemsize[dtype],
             first_of_key=np.unique(key, return_index=True)[1],
         )
@@ -123,6 +116,14 @@ class TensorsOfRanks:
     def shape_of(self, number: int) -> Shape:
         """Return the global shape of a held tensor."""
         return tuple(self.shape[number, : self.ndim[number]].tolist())
+
+
+def _numbered(per_rank: Iterable[Sequence[str]]) -> tuple[list[str], Array]:
+    """The distinct names, in the order of their first occurrence, and the index of each name of all ranks."""
+    numbers = dict[str, int]()
+    names = chain.from_iterable(per_rank)
+    column = np.fromiter((numbers.setdefault(name, len(numbers)) for name in names), np.int64)
+    return list(numbers), column
 
 
 def _padded(values: Array, ndim: Array, axes: int, fill: int) -> Array:
@@ -190,7 +191,7 @@ def _misfits(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
 
 def _overlaps(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
     """Index and problem of each key whose main replicas overlap."""
-    mains = np.flatnonzero(t.main[t.owner] & t.usable)  # (mains,) boxes
+    mains = np.flatnonzero(t.main[t.owner])  # (mains,) boxes
     for left, right in overlapping_pairs(t.box_key[mains], t.offsets[mains], t.sizes[mains]):
         pairs = np.sort(mains[np.stack([left, right], axis=1)], axis=1)  # (pairs, 2)
         for number, other_number in pairs.tolist():
@@ -212,7 +213,7 @@ def _overlaps(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
 
 def _holes(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
     """Index and problem of each key that its main replicas do not cover: disjoint boxes do if their volumes add up."""
-    mains = np.flatnonzero(t.main[t.owner] & t.usable)  # (mains,) boxes
+    mains = np.flatnonzero(t.main[t.owner])  # (mains,) boxes
     shape = t.shape[t.first_of_key]  # (keys, axes)
     covered = np.zeros(len(t.keys), np.int64)  # elements
     numel = np.prod(t.sizes[mains], axis=1)  # (mains,)

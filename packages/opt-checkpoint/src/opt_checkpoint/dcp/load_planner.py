@@ -137,10 +137,7 @@ class ShardedLoadPlanner:
         check_stages(self.flat.tensors.values(), index.tensors, where)
         self._strict.report_missing(self.missing, [*index.tensors, *index.objects], where)
         left_out = self.dropped | self._plain.keys()
-        asked = []
-        for path, shard in self.flat.tensors.items():
-            if path not in left_out:
-                asked.append((self._names[path], shard))
+        asked = [(self._names[path], shard) for path, shard in self.flat.tensors.items() if path not in left_out]
         within = [part for parts in self._within.values() for part in parts.values()]
         asked += [(part.key, part) for part in within if isinstance(part, ShardedTensor)]
         _check_disjoint({key: index.tensors[key] for key, _ in asked})
@@ -185,11 +182,12 @@ class ShardedLoadPlanner:
             in_lists = {} if is_below(path, scoped) else without_tensors(template)[1]
             for inner, tensor in in_lists.items():  # are filled in place
                 found = inner_value(path, inner, template, stored)
-                part = self._within[path].get(inner)
+                parts = self._within[path]
+                part = parts.get(inner)
                 if isinstance(part, ShardedTensor):
-                    self._within[path][inner] = sharded_like(part.key, tensor)
+                    parts[inner] = sharded_like(part.key, tensor)
                 else:
-                    self._within[path][inner] = tensor
+                    parts[inner] = tensor
                     self._fill_later(path + inner, tensor, found)
         for path, template in self.flat.plain.items():
             if self._names[path] not in self.index.tensors:
@@ -289,9 +287,7 @@ class ShardedLoadPlanner:
             copies = (key, replace(shard, data=values)), (other_key, replace(other, data=other_values))
             read([item for copied in copies for item in self._reads_of(*copied)])
             dtype = min(stored.dtype, other_stored.dtype, key=lambda dtype: dtype.itemsize)
-            narrow = values.reshape(-1).to(dtype)
-            other_narrow = other_values.reshape(-1).to(dtype)
-            if not are_equal(narrow, other_narrow):
+            if not are_equal(values.reshape(-1).to(dtype), other_values.reshape(-1).to(dtype)):
                 raise CheckpointMismatchError(
                     f"{key} and {other_key} are stored with different values, and share their memory in this state, "
                     f"as tied weights do; leave the key out of the state that is not to be loaded, or untie them"
@@ -299,11 +295,11 @@ class ShardedLoadPlanner:
             if stored.dtype != other_stored.dtype:
                 less_exact = key if dtype == stored.dtype else other_key
                 memory = shard.data.untyped_storage().data_ptr()
-                kept = []
-                for item in self.items:
-                    if item.key != less_exact or item.target.untyped_storage().data_ptr() != memory:
-                        kept.append(item)
-                self.items = kept
+                self.items = [
+                    item
+                    for item in self.items
+                    if item.key != less_exact or item.target.untyped_storage().data_ptr() != memory
+                ]
 
     def _check_description(self, key: str, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:
@@ -352,8 +348,7 @@ class ShardedLoadPlanner:
         for bits in per_rank:
             asked |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(keys))
         copies = self.index.details.get(COPIES, ())
-        unused = [key for key, by_any in zip(keys, asked) if not by_any]
-        unexpected = tuple(key for key in unused if key not in copies)
+        unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any and key not in copies)
         self._strict.report_unexpected(unexpected, where)
         nones = [path_text(path) for path, value in self.flat.common.items() if value is None]
         warn_of_left_out(map(path_text, self.flat.empty), nones, unexpected, where)
@@ -377,9 +372,7 @@ class ShardedLoadPlanner:
         for path, template in self.flat.common.items():
             if isinstance(template, Number) and isinstance(plain.get(path), Tensor):
                 plain[path] = plain[path].item()
-        for path, tensor in self.flat.plain.items():
-            if path not in self.dropped:
-                plain[path] = tensor
+        plain |= self.flat.plain
         self.assembled = self.flat.assembled(self._objects, plain, frozenset(self.dropped))
 
 

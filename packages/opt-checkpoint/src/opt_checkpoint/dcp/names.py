@@ -125,10 +125,9 @@ def _relative_names(flat: FlatState, index: CheckpointIndex) -> dict[Path, str]:
     claimed: dict[str, set[Path]] = defaultdict(set)
     for scope, key in flat.relative.values():
         claimed[key].add(scope)
-    parts = {scope for scope, _ in flat.relative.values()}
     stored = index.tensors.keys() | index.objects.keys()
-    prefixes = {part: f"{path_text(part)}." for part in parts}
-    nested = {part for part, prefix in prefixes.items() if any(key.startswith(prefix) for key in stored)}
+    prefixes = {scope: f"{path_text(scope)}." for scope, _ in flat.relative.values()}
+    nested = {scope for scope, prefix in prefixes.items() if any(key.startswith(prefix) for key in stored)}
     names = {}
     for path, (scope, key) in flat.relative.items():
         name = key

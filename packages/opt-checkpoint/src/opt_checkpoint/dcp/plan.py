@@ -117,10 +117,8 @@ class GlobalPlan:
         assigned = []
         for layout, start, stop in zip(layouts, bounds, bounds[1:]):
             objects = [item.unique_key for item in layout.objects if is_main_replica(item.replica_id)]
-            box = local_box[start:stop]
-            offsets = parts.offsets[start:stop]
-            sizes = parts.sizes[start:stop]
-            assigned.append(AssignedParts(box, offsets, sizes, objects))
+            columns = (column[start:stop] for column in (local_box, parts.offsets, parts.sizes))
+            assigned.append(AssignedParts(*columns, objects))
         return cls(tensors=tensors, repeats=repeats, parts=parts, assigned=assigned, layouts=layouts)
 
     def fits(self, digests: Array) -> bool:
@@ -231,7 +229,7 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     sizes = np.concatenate([tensors.sizes[single], sizes[order]])
     rank = tensors.box_rank[box]
     by_rank = np.argsort(rank, kind="stable")
-    return Parts(rank[by_rank], box[by_rank], offsets[by_rank], sizes[by_rank])
+    return Parts(*(column[by_rank] for column in (rank, box, offsets, sizes)))
 
 
 def _grouped(tensors: TensorsOfRanks) -> _Groups:
