@@ -268,23 +268,20 @@ def _findings(index: CheckpointIndex) -> Iterator[Finding]:
     places += index.objects.items()
     files = DataFiles(index)
     if index.save_id is None:  # only the zips of stock files have checksums, which torch never reads
-        is_damaged = False
-        for name, change in _integrity_problems(index.path):
-            is_damaged = True
-            yield Finding(name, change)
+        found = [Finding(name, change) for name, change in _integrity_problems(index.path)]
         for key, place in places:
-            problem = _archive_problem(files.read(place))
-            if problem:
-                is_damaged = True
-                yield Finding(place.file, problem, (key,))
-        if not is_damaged and index.kind is Kind.MEGATRON and (keys := shifted_mains(index, whole=True)):
-            yield Finding(METADATA, f"lists {shifted_text(keys)}", tuple(keys))
+            if problem := _archive_problem(files.read(place)):
+                found.append(Finding(place.file, problem, (key,)))
+        if not found and index.kind is Kind.MEGATRON and (keys := shifted_mains(index, whole=True)):
+            found.append(Finding(METADATA, f"lists {shifted_text(keys)}", tuple(keys)))
+        yield from found
         return
     for name, problem in _damage(index.path, index.files):
-        damaged: dict[str, None] = {}
-        for key, place in places:
-            if problem == _CHANGED and place.file == name and not has_right_sums(files, place):
-                damaged[key] = None
+        damaged = dict.fromkeys(
+            key
+            for key, place in places
+            if problem == _CHANGED and place.file == name and not has_right_sums(files, place)
+        )
         yield Finding(name, problem, tuple(damaged))
     for name in sorted(store_at(index.path).sizes()):
         if name not in index.files and name.endswith(".distcp"):

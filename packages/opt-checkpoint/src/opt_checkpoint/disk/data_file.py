@@ -102,8 +102,6 @@ class PieceSums:
     @property
     def whole(self) -> int:
         """The CRC-32 of the whole run."""
-        if not self.pieces:
-            return 0
         if len(self.pieces) == 1:
             return self.pieces[0]
         crc = 0
@@ -130,6 +128,11 @@ def hashing() -> Iterator[Callable[[PieceSums, memoryview], Future[None]]]:
     """
     jobs = SimpleQueue[tuple[PieceSums, memoryview, Future[None]] | None]()
 
+    def add(sums: PieceSums, piece: memoryview, done: Future[None]) -> Future[None]:
+        sums.add(piece)
+        done.set_result(None)
+        return done
+
     def submit(sums: PieceSums, piece: memoryview) -> Future[None]:
         done = Future[None]()
         jobs.put((sums, piece, done))
@@ -137,22 +140,14 @@ def hashing() -> Iterator[Callable[[PieceSums, memoryview], Future[None]]]:
 
     def work() -> None:
         while (job := jobs.get()) is not None:
-            sums, piece, done = job
-            sums.add(piece)
-            done.set_result(None)
-
-    def hash_now(sums: PieceSums, piece: memoryview) -> Future[None]:
-        sums.add(piece)
-        done = Future[None]()
-        done.set_result(None)
-        return done
+            add(*job)
 
     # Not a ThreadPoolExecutor: a save in the background may begin after the main thread has ended.
     thread = Thread(target=work, name="opt-checkpoint-crc", daemon=True)  # Ctrl-C may come before the `try`
     try:
         thread.start()
     except RuntimeError:  # Python 3.12.0 to 3.12.2 start no thread once the script has ended
-        yield hash_now
+        yield lambda sums, piece: add(sums, piece, Future())
         return
     try:
         yield submit

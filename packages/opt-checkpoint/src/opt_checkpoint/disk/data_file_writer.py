@@ -95,7 +95,7 @@ class DataFileWriter:
         is_plain = is_plain_memory(values)
         gap = -(position + len(framing.before)) % ALIGNMENT
         values_start = position + gap + len(framing.before)
-        nbytes = values.numel() * values.element_size()
+        nbytes = values.nbytes
         if nbytes <= _SMALL_BYTES:
             view = bytes_view(values if is_plain else contiguous(values))
             sums = [crc32(view)]

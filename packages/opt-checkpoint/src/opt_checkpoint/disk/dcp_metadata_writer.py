@@ -144,12 +144,11 @@ def encode_dcp_metadata(
     properties = np.array(numbers, "<u4")  # (dtypes,)
     keys = memo.texts(key.encode("utf-8", "surrogatepass") for key in tensors)
     file_numbers = memo.texts(name.encode() for name in files)
-    owner = np.repeat(np.arange(len(c["ndim"])), c["chunks"])  # (chunks,) the tensor of each
     state = list[Buffer]()
     storage = list[Buffer]()
     for axes in np.unique(c["ndim"]).tolist():  # their records have equal lengths
         at = np.flatnonzero(c["ndim"] == axes)  # the tensors with so many axes
-        chunks = np.flatnonzero(c["ndim"][owner] == axes)  # their chunks
+        chunks = np.flatnonzero(c["ndim"][tensors.owner] == axes)  # their chunks
         offsets = c["offsets"][chunks, :axes]
         sizes = c["sizes"][chunks, :axes]
         head: Template = [
@@ -164,11 +163,10 @@ def encode_dcp_metadata(
         box += [memo.get("sizes"), *memo.shapes(sizes), _CLOSE]
         heads = _records(len(at), head)  # (tensors, bytes of a record)
         boxes = _records(len(chunks), box)  # (chunks, bytes of a record)
-        ends = np.append(at, len(c["ndim"]))
-        bounds = np.searchsorted(owner[chunks], ends).tolist()  # of each tensor's chunks, in `boxes`
+        bounds = np.append(0, np.cumsum(c["chunks"][at])).tolist()  # of each tensor's chunks, in `boxes`
         for row, (first, last) in enumerate(pairwise(bounds)):
             state += [heads[row].data, boxes[first:last].reshape(-1).data, _END_OF_TENSOR]
-        chunk_keys = keys[owner[chunks]]
+        chunk_keys = keys[tensors.owner[chunks]]
         chunk_files = file_numbers[c["file"][chunks]]
         template = _stored_at(memo, chunk_keys, chunk_files, archives[chunks], offsets)
         storage.append(_records(len(chunks), template).reshape(-1).data)
@@ -183,10 +181,10 @@ def encode_dcp_metadata(
     plain = keys[is_plain]
     template = [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]
     planner = [_records(len(plain), template).tobytes()]
-    with_path = [key for key in tensors if key in paths]
-    for position, key in zip(keys[~is_plain].tolist(), with_path):
-        parts = b"".join(memo.get(_plain(part)) for part in paths[key])
-        planner.append(_REFERENCE + struct.pack("<I", position) + b"(" + parts + b"t")
+    for position, key in zip(keys.tolist(), tensors):
+        if key in paths:
+            parts = b"".join(memo.get(_plain(part)) for part in paths[key])
+            planner.append(_REFERENCE + struct.pack("<I", position) + b"(" + parts + b"t")
     planner += [memo.get(key) + b"(" + memo.get(key) + b"t" for key in objects]
     begin = memo.new(dcp.Metadata)
     body = [

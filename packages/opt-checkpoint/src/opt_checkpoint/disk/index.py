@@ -345,18 +345,18 @@ class StoredTensors(Mapping[str, StoredTensor]):
         except UnicodeDecodeError as error:
             raise CheckpointCorruptError(f"the manifest is damaged: a key is not text: {error}") from error
         self._numbers = {key: number for number, key in enumerate(keys)}
-        self._owner = np.repeat(np.arange(len(c["chunks"])), c["chunks"])
+        self.owner = np.repeat(np.arange(len(c["chunks"])), c["chunks"])  # (chunks,) the index of the tensor of each
         itemsize = np.array([dtype.itemsize for dtype in self._dtypes] or [1], "<i8")
-        numel = np.prod(c["sizes"], axis=1, dtype="<i8")  # (chunks,)
-        self._chunk_bytes = numel * itemsize[c["dtype"][self._owner]]
+        self._numel = np.prod(c["sizes"], axis=1, dtype="<i8")  # (chunks,)
+        self._chunk_bytes = self._numel * itemsize[c["dtype"][self.owner]]
         pieces = np.maximum(1, -(-self._chunk_bytes // PIECE_BYTES))  # (chunks,) number of checksums
         self._first_sum = np.append(0, np.cumsum(pieces, dtype="<i8"))  # (chunks + 1,)
         self._first_chunk = np.append(0, np.cumsum(c["chunks"], dtype="<i8"))  # (tensors + 1,)
 
     def _check(self) -> None:
         c = self.columns
-        tensors = len(self.columns["ndim"])
-        chunks = len(self.columns["start"])
+        tensors = len(c["ndim"])
+        chunks = len(c["start"])
         axes = c["shape"].shape[1]
         lengths = [len(c[name]) for name in ("key_bytes", "dtype", "shape", "chunks")]
         _require(all(n == tensors for n in lengths), "its columns of tensors differ in length")
@@ -379,10 +379,10 @@ class StoredTensors(Mapping[str, StoredTensor]):
         self._derive()
         _require(len(self._numbers) == tensors, "a key is listed twice")
         stops = c["offsets"] + c["sizes"]  # (chunks, axes)
-        is_inside = (c["sizes"] >= 1) & (stops <= c["shape"][self._owner])
+        is_inside = (c["sizes"] >= 1) & (stops <= c["shape"][self.owner])
         _require(is_inside.all(), "a chunk lies outside its tensor")
         held = np.zeros(tensors, "<i8")
-        np.add.at(held, self._owner, np.prod(c["sizes"], axis=1, dtype="<i8"))
+        np.add.at(held, self.owner, self._numel)
         _require((held == np.prod(c["shape"], axis=1, dtype="<i8")).all(), "the chunks of a tensor do not fill it")
         sizes = np.array([file.size for file in self._files.values()] or [0], "<i8")
         left = sizes[c["file"]] - c["start"]  # (chunks,) bytes of the file after the start of each
