@@ -34,7 +34,7 @@ class UnreportedSaves:
         self._threads.add(thread)
         is_child = parent_process() is not None
         if is_child and (self._finalizer is None or not self._finalizer.still_active()):
-            self._finalizer = Finalize(None, _at_end_of_child, exitpriority=_LAST)
+            self._finalizer = Finalize(None, _report, kwargs={"in_child": True}, exitpriority=_LAST)
 
     def add(self, finished: Event, failure: str) -> None:
         """Note that a save has failed, before its event is set; with one line that describes the failure."""
@@ -63,26 +63,15 @@ os.register_at_fork(after_in_child=unreported.forget)
 
 
 @atexit.register
-def _at_exit() -> None:
+def _report(*, in_child: bool = False) -> None:
     failures = unreported.take_all()
     if failures:
         _replace_status_zero()
-        _print(failures)
-
-
-def _at_end_of_child() -> None:
-    """As `_at_exit`. A forked process of `multiprocessing` calls no handlers of glibc: it ends by `os._exit`."""
-    failures = unreported.take_all()
-    if failures:
-        _replace_status_zero()
-        end = os._exit
-        os._exit = lambda status: end(status or 1)
-        _print(failures)
-
-
-def _print(failures: list[str]) -> None:
-    for failure in failures:
-        print(failure, file=sys.stderr, flush=True)
+        if in_child:  # a forked process of `multiprocessing` calls no handlers of glibc: it ends by `os._exit`
+            end = os._exit
+            os._exit = lambda status: end(status or 1)
+        for failure in failures:
+            print(failure, file=sys.stderr, flush=True)
 
 
 def _replace_status_zero() -> None:
