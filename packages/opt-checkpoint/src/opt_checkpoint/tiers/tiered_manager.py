@@ -345,7 +345,7 @@ class TieredCheckpointManager(Closing):
             with self._opened(found.step) as opened:
                 return self._load_part(state, opened, rules)
 
-        return self._read(lambda: self._found(state if self._resume is None else None, rules), read)
+        return self._read(lambda: self._find(state if self._resume is None else None, rules), read)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> OptimizerLoadReport:
         """Load an optimizer from the step that `find` returned.
@@ -363,9 +363,9 @@ class TieredCheckpointManager(Closing):
                 read_part = lambda wanted: self._load_part(wanted, opened, {})
                 return fill_optimizer(model, optimizer, opened, read_part, ranks=self._ranks, **options)
 
-        return self._read(self._found, read)
+        return self._read(self.find, read)
 
-    def _read(self, find: Callable[[], Resume], read: Callable[[Resume], T]) -> T:
+    def _read(self, find: Callable[[], Resume | None], read: Callable[[Resume], T]) -> T:
         """Read the step that was found before, or find one; that again if its trainer removes it in the meantime.
 
         Raises:
@@ -375,7 +375,10 @@ class TieredCheckpointManager(Closing):
         attempts = 1 if self._resume is not None else LOAD_ATTEMPTS
         while True:
             try:
-                return read(find())
+                found = find()
+                if found is None:
+                    raise CheckpointNotFoundError(f"no checkpoint in {self._durable.directory} or {self._local_path}")
+                return read(found)
             except CheckpointNotFoundError:  # the same on every rank
                 attempts -= 1
                 was_found = self._resume is not None
@@ -383,12 +386,6 @@ class TieredCheckpointManager(Closing):
                 self._has_loaded = False
                 if not attempts or not was_found:
                     raise
-
-    def _found(self, state: ShardedStateDict | None = None, rules: Mapping[str, Any] = _ANY_KEYS) -> Resume:
-        found = self._find(state, rules)
-        if found is None:
-            raise CheckpointNotFoundError(f"no checkpoint in {self._durable.directory} or {self._local_path}")
-        return found
 
     @contextmanager
     def _opened(self, step: int) -> Iterator[Opened]:
