@@ -116,9 +116,9 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
     index = read_manifest(tmp_path / "x")
     raw = encode_manifest(index)
     assert decode_manifest(tmp_path / "x", raw) == index
-    header, columns = decode_columns(b"opt-checkpoint manifest 2\n", raw, "manifest")
+    header, columns = decode_columns(raw, "manifest")
     columns["column_of_the_future"] = columns["dtype"]
-    again = encode_columns(b"opt-checkpoint manifest 2\n", {**header, "field_of_the_future": [1]}, columns)
+    again = encode_columns({**header, "field_of_the_future": [1]}, columns)
     assert decode_manifest(tmp_path / "x", again) == index
     with pytest.raises(CheckpointCorruptError, match="has format 3; this version of opt-checkpoint reads 2"):
         decode_manifest(tmp_path / "x", raw.replace(b"manifest 2", b"manifest 3", 1))

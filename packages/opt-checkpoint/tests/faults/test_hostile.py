@@ -124,10 +124,9 @@ class Call:
 def forge(path: Path, lie: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
     """Change a manifest, and give it the checksum of the changed bytes."""
     manifest = path / "manifest.bin"
-    first_line = b"opt-checkpoint manifest 2\n"
-    header, columns = decode_columns(first_line, manifest.read_bytes(), "manifest")
+    header, columns = decode_columns(manifest.read_bytes(), "manifest")
     lie(header, columns)
-    manifest.write_bytes(encode_columns(first_line, header, columns))
+    manifest.write_bytes(encode_columns(header, columns))
 
 
 def test_a_hostile_object_is_refused(tmp_path: Path, ours: Path) -> None:

@@ -99,10 +99,6 @@ class Region(NamedTuple):
         last = first + position_of([size - 1 for size in self.sizes], strides)
         return first, last + 1
 
-    def of_bytes(self, raw: memoryview, dtype: torch.dtype) -> Tensor:
-        """Return the box as a view of bytes that begin with its span."""
-        return torch.frombuffer(raw, dtype=dtype).as_strided(self.sizes, row_major_strides(self.chunk))
-
     def of_tensor(self, chunk: Tensor) -> Tensor:
         """Return the box of a whole chunk, as a view."""
         return Box.whole(self.chunk).part_of(chunk, Box(self.offsets, self.sizes))

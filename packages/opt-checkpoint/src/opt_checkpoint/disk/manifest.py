@@ -28,21 +28,22 @@ from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.sharded import Path, path_text
 from opt_checkpoint.store import MANIFEST, Location, store_at
 
+FORMAT = 2
+_FIRST_LINE = b"opt-checkpoint manifest %d\n" % FORMAT
 _ALIGNMENT = 8
 _DTYPES = {name: np.dtype(name) for name in ("|u1", "<u4", "<i8")}
 
 
-def encode_columns(first_line: bytes, header: Mapping[str, Any], columns: Mapping[str, Array]) -> bytes:
+def encode_columns(header: Mapping[str, Any], columns: Mapping[str, Array]) -> bytes:
     """Encode header and arrays as the bytes of a file.
 
     Args:
-        first_line: names the format; ends in a line feed.
         header: any JSON object; the key `columns` is reserved.
         columns: arrays of one or two axes, of uint8, uint32 or int64.
     """
     listed = [[name, array.dtype.str, list(array.shape)] for name, array in columns.items()]
     text = json.dumps({**header, "columns": listed}, separators=(",", ":"), allow_nan=False).encode()
-    parts = [first_line, len(text).to_bytes(8, "little"), text]
+    parts = [_FIRST_LINE, len(text).to_bytes(8, "little"), text]
     position = sum(map(len, parts))
     for array in columns.values():
         parts += [bytes(-position % _ALIGNMENT), array.tobytes()]
@@ -51,18 +52,18 @@ def encode_columns(first_line: bytes, header: Mapping[str, Any], columns: Mappin
     return raw + crc32(raw).to_bytes(4, "little")
 
 
-def decode_columns(first_line: bytes, raw: bytes, what: str) -> tuple[dict[str, Any], dict[str, Array]]:
+def decode_columns(raw: bytes, what: str) -> tuple[dict[str, Any], dict[str, Array]]:
     """Decode header and arrays. The arrays are read-only views of `raw`.
 
     Raises:
         CheckpointCorruptError: the first line or the checksum is wrong, or the header does not describe the arrays.
     """
     body = memoryview(raw)[:-4]
-    if not raw.startswith(first_line) or crc32(body) != int.from_bytes(raw[-4:], "little"):
+    if not raw.startswith(_FIRST_LINE) or crc32(body) != int.from_bytes(raw[-4:], "little"):
         raise CheckpointCorruptError(f"{what} is damaged: its checksum is wrong or missing")
     try:
-        start = len(first_line) + 8
-        position = start + int.from_bytes(raw[len(first_line) : start], "little")
+        start = len(_FIRST_LINE) + 8
+        position = start + int.from_bytes(raw[len(_FIRST_LINE) : start], "little")
         header = json.loads(raw[start:position])
         columns = {}
         for name, dtype, shape in header.pop("columns"):
@@ -111,8 +112,6 @@ def decode_paths(keys: Sequence[str], columns: Mapping[str, Array]) -> dict[str,
     return paths
 
 
-FORMAT = 2
-_FIRST_LINE = b"opt-checkpoint manifest %d\n"
 _ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")
 
 
@@ -138,7 +137,7 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
     usual = [() if key in unusual else tuple(paths.get(key, ())) for key in tensors]
     lengths = [2 * len(str(part)) + isinstance(part, int) for path in usual for part in path]
     columns = {COUNTS: np.array([len(path) for path in usual], "<u4"), LENGTHS: np.array(lengths, "<u4")}
-    return encode_columns(_FIRST_LINE % FORMAT, header, {**tensors.columns, **columns})
+    return encode_columns(header, {**tensors.columns, **columns})
 
 
 def read_manifest(path: Location) -> CheckpointIndex:
@@ -163,7 +162,7 @@ def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
         raise CheckpointCorruptError(
             f"{what} has format {int(first[1])}; this version of opt-checkpoint reads {FORMAT}"
         )
-    header, columns = decode_columns(_FIRST_LINE % FORMAT, raw, what)
+    header, columns = decode_columns(raw, what)
     try:
         files = {}
         for name, size, crc in header["files"]:
