@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.factory import ShardedTensorFactory
-from opt_checkpoint.state.sharded import LocalNonpersistentObject, ReplicaId, ShardedObject, ShardedTensor
+from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 MEGATRON = "megatron.core.dist_checkpointing.mapping"
 RESHARDABLE = "fully_reshardable"  # the format of its distributed optimizer
@@ -44,10 +44,7 @@ def from_megatron(state: Any) -> Any:
     if "ShardedTensor" in names:
         return ShardedTensor(*(getattr(state, field) for field in _FIELDS.split()))
     if "ShardedTensorFactory" in names:
-
-        def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
-            return from_megatron(state.build_fn(key, data, replica_id, flattened_range))
-
+        build = lambda *arguments: from_megatron(state.build_fn(*arguments))
         return ShardedTensorFactory(
             state.key, state.data, build, state.merge_fn, state.replica_id, state.flattened_range
         )
