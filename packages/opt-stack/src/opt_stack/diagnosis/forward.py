@@ -1,6 +1,5 @@
 """`ForwardWatch`: finds the first module of a forward pass that overflows."""
 
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -24,12 +23,10 @@ class ForwardWatch:
     def __init__(self, model: nn.Module | None, device: torch.device):
         self.names: list[str] = []
         self.first = torch.zeros((), dtype=torch.int64, device=device)  # of `names`, from 1; 0: none has overflowed
-        hooks = ExitStack()
         for name, module in model.named_modules() if model is not None else ():
             self.names.append(name or type(module).__name__)
             note = partial(_note, self.first, len(self.names))
-            hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
-        finalize(self, hooks.close)
+            finalize(self, module.register_forward_hook(note, with_kwargs=True).remove)
 
 
 def _note(first: Tensor, number: int, module: nn.Module, args: Any, options: Any, output: Any) -> None:
@@ -41,10 +38,7 @@ def _note(first: Tensor, number: int, module: nn.Module, args: Any, options: Any
 def _is_usable(values: Any, first: Tensor) -> Tensor:
     found = first >= 0
     for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.dtype in _DTYPES and _is_dense(value):
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+        if is_dense and value.dtype in _DTYPES:
             found &= (local(value) < torch.inf).all().to(first.device)
     return found
-
-
-def _is_dense(value: Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_nested
