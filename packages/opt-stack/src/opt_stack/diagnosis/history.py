@@ -14,8 +14,8 @@ JUMP = 5.0  # factor over the norms before, from which a norm has jumped
 NUM_BEFORE = 20  # records that give the usual norm
 
 
-Sentence = tuple[int, str]  # with the number of its record
-Sentences = Iterator[Sentence]
+Sentences = Iterator[tuple[int, str]]
+"""The numbers of records, and what happened there. `find` puts the step before it."""
 
 
 class Finding(NamedTuple):
@@ -83,16 +83,6 @@ class History:
         num_others = np.count_nonzero(sizes) - 1
         others = f", and of {num_others} other parameters," if num_others else ""
         return f"{self.names[abs(sizes).argmax()]!r}{others}"
-
-    def at(self, record: int, text: str) -> Sentence:
-        """Return a sentence that begins with `at step 61`, and whether that is the first of a resumed run."""
-        stats = self.run[record]
-        suffix = ", the first of the resumed run," if stats is self.resumed else ""
-        return record, f"at step {stats.step}{suffix} {text}"
-
-    def since(self, record: int, text: str) -> Sentence:
-        """Return a sentence that begins with `from step 61 on`."""
-        return record, f"from step {self.run[record].step} on {text}"
 
 
 def logs(values: ndarray) -> ndarray:

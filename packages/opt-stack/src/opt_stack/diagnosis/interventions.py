@@ -4,7 +4,6 @@ Each compares recorded numbers with what the step before says that they must be.
 """
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 from numpy import ndarray
@@ -38,7 +37,7 @@ def written_weights(history: History) -> Sentences:
         cause = "something other than the optimizer wrote them"
         if is_same.any():
             cause = f"they are those after {run[int(is_same.argmax())].updates} updates, of an earlier checkpoint"
-        yield history.at(
+        yield (
             at,
             f"the weights of {history.places(sizes)} were not those that the last update had left "
             f"(norm {norms[at - 1, first]:.4g}, now {norms[at, first]:.4g}): {cause}.",
@@ -67,40 +66,35 @@ def unexplained(history: History) -> ndarray:
 
 
 def changed_settings(history: History) -> Sentences:
-    """Find numbers of groups that left their range by a factor in one record, and not as a schedule does."""
+    """Find numbers of groups that left their range by a factor in one record, by more than in the records around, and
+    not as a schedule does."""
     for (key, group), values in history.settings.items():
-        for at in _leaps(history, key, values):
+        is_average = key.startswith(("beta", "momentum"))  # over 1 / (1 - beta) steps
+        levels = np.log(1 - values if is_average else values)
+        sizes = abs(np.diff(values, prepend=values[0]))
+        for at in range(1, len(values)):
+            stats = history.run[at]
+            is_resumed = stats is history.resumed
+            may_be_schedule = key == "lr" and not is_resumed
+            limit = math.log(FAR if may_be_schedule else CHANGED)
+            before = levels[at - 1 : at] if is_resumed else levels[:at]
+            is_outside = levels[at] > before.max() + limit or levels[at] < before.min() - limit
+            around = max([*sizes[max(at - 3, 0) : at], *sizes[at + 1 : at + 3]])
+            if not (is_outside and sizes[at] > 3 * around):
+                continue
             old = values[at - 1]
             new = values[at]
-            stats = history.run[at]
             factors = [rates[at] / rates[at - 1] for rates in history.rates.values()]
-            is_schedule = (
-                key == "lr" and stats is not history.resumed and np.nanmin(abs(np.log(factors))) > math.log(CHANGED)
-            )
+            is_schedule = may_be_schedule and np.nanmin(abs(np.log(factors))) > math.log(CHANGED)
             highest = max(old, 1.01 * stats.settings[group].get("max_lr", 0.0))
             if not (is_schedule and 0 < new < highest):  # it falls at once, or restarts
-                yield history.at(at, f"the {setting(key, group)} went from {old:g} to {new:g}.")
+                yield at, f"the {setting(key, group)} went from {old:g} to {new:g}."
 
 
 def setting(key: str, group: str) -> str:
     """Return the name of a number of a group."""
     what = "learning rate" if key == "lr" else key
     return f"{what} of group {group!r}" if group else what
-
-
-def _leaps(history: History, key: str, values: ndarray) -> Iterator[int]:
-    """Yield the records at which a number left its range by a factor, and by more than in the records around."""
-    is_average = key.startswith(("beta", "momentum"))  # over 1 / (1 - beta) steps
-    levels = np.log(1 - values if is_average else values)
-    sizes = abs(np.diff(values, prepend=values[0]))
-    for at in range(1, len(values)):
-        is_resumed = history.run[at] is history.resumed
-        limit = math.log(FAR if key == "lr" and not is_resumed else CHANGED)
-        before = levels[at - 1 : at] if is_resumed else levels[:at]
-        is_outside = levels[at] > before.max() + limit or levels[at] < before.min() - limit
-        around = max([*sizes[max(at - 3, 0) : at], *sizes[at + 1 : at + 3]])
-        if is_outside and sizes[at] > 3 * around:
-            yield at
 
 
 def rate_left_behind(history: History) -> Sentences:
@@ -111,7 +105,7 @@ def rate_left_behind(history: History) -> Sentences:
     if len(still) == 1 and 0 < len(others) == len(rates) - 1:
         group = still[0]
         first, *_, last = others[0]
-        yield history.since(
+        yield (
             int(np.argmax(others[0] != first)),
             f"the learning rate of group {group!r} stayed at {rates[group][0]:g}, while those of the others went from "
             f"{first:g} to {last:g}.",
@@ -125,7 +119,7 @@ def lost_state(history: History) -> Sentences:
     """Find where the count of updates fell, or all updates changed at once while rates and gradients did not."""
     counts = history.of_steps("updates")
     for at in (np.flatnonzero(np.diff(counts) < 0) + 1).tolist():
-        yield history.at(
+        yield (
             at,
             f"after step {history.run[at - 1].step}, the optimizer had made {counts[at]:g} updates, and "
             f"{counts[at - 1]:g} before: its state was lost, reset or not loaded.",
@@ -138,7 +132,7 @@ def lost_state(history: History) -> Sentences:
         moves = [abs(change(norms, near)) for near in range(at - 5, at + 1)]
         rate_range = np.ptp(rates[at - 8 : at + 5])
         if max(moves[-1], rate_range) < abs(size) / 2 and max(moves) < math.log(FAR):
-            yield history.at(
+            yield (
                 at,
                 f"the updates of all parameters became {math.exp(size):.3g} times as large, at the same learning "
                 "rates and gradients: the optimizer's state was changed.",

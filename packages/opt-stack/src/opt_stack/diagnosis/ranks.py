@@ -23,7 +23,7 @@ def ranks_apart(history: History) -> Sentences:
                 found.append((total, rank, at, math.exp(ratios[at])))
     if found:
         _, rank, at, ratio = max(found)
-        yield history.at(
+        yield (
             at,
             f"the gradient of rank {rank}, before the mean, was {ratio:.3g} times that of its "
             "replicas, and stayed so: check its data and its hardware.",
@@ -36,7 +36,7 @@ def equal_ranks(history: History) -> Sentences:
         for one, other in combinations(norms, 2):
             at = last_begun(abs(norms[one] - norms[other]) < EQUAL)
             if len(history.run) - at >= 3:
-                yield history.since(
+                yield (
                     at,
                     f"ranks {one} and {other} had the same gradients before the mean over ranks: "
                     "they get the same data.",

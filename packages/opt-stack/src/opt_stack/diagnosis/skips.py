@@ -28,10 +28,10 @@ def skipped_steps(history: History) -> Sentences:
         skipped = list(takewhile(lambda later: not later.success, run[at:]))
         after = run[at + len(skipped) :]
         if stats.reason == OVERFLOW and (stats.overflowed or not _finds_its_scale(run[:at], skipped, after)):
-            yield history.at(at, _sentence(skipped, recovers=bool(after)))
+            yield at, _sentence(skipped, recovers=bool(after))
         elif stats.reason not in ("", OVERFLOW) and stats.grad_norms:
             largest = max(stats.grad_norms, key=stats.grad_norms.__getitem__)
-            yield history.at(
+            yield (
                 at,
                 f"a {stats.reason} skipped the step: the gradient norm was {stats.grad_norm:.4g}, most in {largest!r}; "
                 "look at its batch of data.",

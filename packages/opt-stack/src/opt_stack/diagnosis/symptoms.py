@@ -24,7 +24,7 @@ def silent_gradients(history: History) -> Sentences:
     for at in np.unique(begun[is_cut_off]).tolist():
         # The last of them is the nearest to where the model is cut.
         is_last = np.arange(1, len(begun) + 1) * (is_cut_off & (begun == at))
-        yield history.since(
+        yield (
             at,
             f"the gradient of {history.places(is_last)} was zero or missing: frozen, or cut off from the loss.",
         )
@@ -38,7 +38,7 @@ def added_gradients(history: History) -> Sentences:
         growth = values[at + 2 : at + 10] - np.median(values[at - 8 : at])
         powers = growth / logs_of_counts
         if powers.min() > 0.4 and np.ptp(powers) < 0.3:
-            yield history.at(
+            yield (
                 at,
                 "all gradients began to grow with the number of steps: they add up, so zero_grad is not called, or "
                 "does not clear them.",
@@ -58,7 +58,7 @@ def scaled_gradients(history: History) -> Sentences:
         is_near = abs(of_grads - size) < 0.3 * abs(size) + 0.1
         if is_near.mean() > 0.7 and rest_of_loss < 0.2 * abs(size) + 0.05:
             what = "the loss and all gradients" if abs(of_loss) > abs(size) / 2 else "all gradients"
-            yield history.at(
+            yield (
                 at,
                 f"{what} became {math.exp(size):.3g} times as large by one factor: a sum in place of a mean, another "
                 "scale of the loss or of its data, or gradients that add up.",
@@ -76,7 +76,7 @@ def other_data(history: History) -> Sentences:
         is_usual = updates[at - 4 : at].max() <= 2 * np.median(updates[max(at - NUM_BEFORE, 0) : at - 4])
         is_progress = before / 2 < after < before
         if is_usual and not is_progress:
-            yield history.at(
+            yield (
                 at,
                 f"the loss went from {before:.4g} to {after:.4g} and stayed there, without an unusual update before: "
                 "the data, its labels or the forward pass changed.",
@@ -90,7 +90,7 @@ def one_gradient(history: History) -> Sentences:
         largest = max(sizes, key=abs)
         is_alone = np.count_nonzero(sizes) <= 1 + len(sizes) / 4
         if is_alone and abs(largest) > math.log(ALONE):
-            yield history.at(
+            yield (
                 at,
                 f"the gradient of {history.places(sizes)} became {math.exp(largest):.3g} times as large as those of "
                 "the others, and stayed so.",
@@ -107,7 +107,7 @@ def repeated_data(history: History) -> Sentences:
         falls = (np.diff(falling) < 0).all() and falling[-1] < 0.9 * falling[0]
         usual = np.median(of_grads[at - 8 : at - 1])
         if falls and 2 * np.median(of_grads[at : at + 6]) < usual:
-            yield history.at(
+            yield (
                 at,
                 f"the loss began to fall without fluctuating, from {falling[0]:.4g} to "
                 f"{falling[-1]:.4g}, and the gradients did not fluctuate either: the same data in every step.",
@@ -119,7 +119,7 @@ def steep_updates(history: History) -> Sentences:
     name, ratio, usual = _steepest(history, 0, 5)
     is_first = len(history.run) > 2 and history.run[0].updates < 3
     if is_first and ratio > LARGE_RATIO and (ratio > 1 or ratio > JUMP * usual):
-        yield history.at(
+        yield (
             0,
             f"an update changed {name!r} by {ratio:.0%} of its norm, and most others by {usual:.1%}: the learning rate "
             "is too high.",
@@ -173,4 +173,4 @@ def jump(history: History) -> Sentences:
             )
         else:
             text += ", and it did not come back."
-        yield history.at(at, text)
+        yield at, text

@@ -14,11 +14,30 @@ from numpy import ndarray
 
 from opt_checkpoint import read_index
 from opt_scheduler.draw import svg_plot, text_plot
-from opt_stack.diagnosis import interventions, ranks, skips, symptoms
 from opt_stack.diagnosis.history import Detector, Finding, History, Run
-from opt_stack.diagnosis.interventions import WRITTEN, setting, unexplained
+from opt_stack.diagnosis.interventions import (
+    WRITTEN,
+    changed_settings,
+    lost_state,
+    rate_left_behind,
+    setting,
+    unexplained,
+    written_weights,
+)
 from opt_stack.diagnosis.lines import from_line
+from opt_stack.diagnosis.ranks import equal_ranks, ranks_apart
 from opt_stack.diagnosis.recorder import FOLDER
+from opt_stack.diagnosis.skips import refused_steps, skipped_steps
+from opt_stack.diagnosis.symptoms import (
+    added_gradients,
+    jump,
+    one_gradient,
+    other_data,
+    repeated_data,
+    scaled_gradients,
+    silent_gradients,
+    steep_updates,
+)
 from opt_stack.diagnosis.tensor_stats import StepStats
 
 OTHER = 1e-3  # relative difference of numbers that are not the same
@@ -57,10 +76,9 @@ class Diagnosis:
         return "".join([*paragraphs, self.svg()])
 
     def _sentences(self) -> list[str]:
-        if not self.findings:
-            return ["Nothing unusual was found."] if self.run else []
-        first, *others = self.findings
-        return [f"First: {first.text}", *(f"Then: {finding.text}" for finding in others)]
+        if self.run and not self.findings:
+            return ["Nothing unusual was found."]
+        return [f"{'Then' if at else 'First'}: {finding.text}" for at, finding in enumerate(self.findings)]
 
     def svg(self) -> str:
         """Draw the gradient norm (blue) and the model's update/weight (yellow) as base-10 logarithms."""
@@ -100,7 +118,7 @@ def why(directory: str | Path, other: str | Path | None = None) -> Diagnosis:
     head = "\n".join(_head(path, runs[-1]) for path, runs in zip(paths, found, strict=True))
     *_, before, last = [Recording([], []), *found[0]] if other is None else [runs[-1] for runs in found]
     compares = other is not None or (bool(last.run) and last.run[0].updates > 0)
-    refused = skips.refused_steps(last.refused, last.run)
+    refused = refused_steps(last.refused, last.run)
     differences = _difference(before.run, last.run) if compares else ()
     return Diagnosis(head, find(_joined(before.run, last.run), refused, differences), last.run)
 
@@ -129,31 +147,29 @@ def _read(path: Path) -> Recording:
 
 # --- findings ---------------------------------------------------------------------------------------------------------
 
-PROOFS: Sequence[Detector] = (
-    interventions.written_weights,
-    interventions.changed_settings,
-    interventions.rate_left_behind,
-    ranks.ranks_apart,
-    ranks.equal_ranks,
-    symptoms.silent_gradients,
+DETECTORS: Sequence[Detector] = (
+    # What records prove.
+    written_weights,
+    changed_settings,
+    rate_left_behind,
+    ranks_apart,
+    equal_ranks,
+    silent_gradients,
+    # What a step computes, in its order: the loss, gradients, state and weights.
+    skipped_steps,
+    added_gradients,
+    scaled_gradients,
+    other_data,
+    one_gradient,
+    lost_state,
+    repeated_data,
+    steep_updates,
+    # What any of them leads to.
+    jump,
 )
-SYMPTOMS: Sequence[Detector] = (
-    skips.skipped_steps,
-    symptoms.added_gradients,
-    symptoms.scaled_gradients,
-    symptoms.other_data,
-    symptoms.one_gradient,
-    interventions.lost_state,
-    symptoms.repeated_data,
-    symptoms.steep_updates,
-    symptoms.jump,
-)
-"""All detectors, in the order of precedence: the earliest finding is the cause; of several in one record, the first
-detector's.
-
-First what records prove; then what a step computes, in its order: the loss, gradients, state and weights; last what any
-of them leads to."""
-OF_ALL_STEPS = (skips.skipped_steps, symptoms.jump)  # others see the records of steps that made an update
+"""In the order of precedence: the earliest finding is the cause; of several in one record, the first detector's."""
+LASTING = (rate_left_behind, equal_ranks, silent_gradients)  # to the end of the run
+OF_ALL_STEPS = (skipped_steps, jump)  # others see the records of steps that made an update
 MAX_FINDINGS = 3
 
 
@@ -168,12 +184,20 @@ def find(history: History, refused: Iterable[Finding] = (), differences: Iterabl
 
     applied = History([stats for stats in history.run if stats.success], history.resumed)
     found = list(refused)
-    for detector in (*PROOFS, *SYMPTOMS):
+    for detector in DETECTORS:
         seen = history if detector in OF_ALL_STEPS else applied
         if not seen.run or not seen.names:
             continue
         with catch_warnings(action="ignore", category=RuntimeWarning), np.errstate(all="ignore"):  # of NaN
-            findings = [Finding(seen.run[at], text) for at, text in detector(seen)]
+            findings = []
+            for at, text in detector(seen):
+                stats = seen.run[at]
+                where = f"at step {stats.step}"
+                if detector in LASTING:
+                    where = f"from step {stats.step} on"
+                elif stats is history.resumed:
+                    where += ", the first of the resumed run,"
+                findings.append(Finding(stats, f"{where} {text}"))
         found += sorted([finding for finding in findings if position(finding) >= start], key=position)[:1]
     found += differences
     return sorted(found, key=position)[:MAX_FINDINGS]  # keeps the order of one record
