@@ -122,7 +122,13 @@ class Recorder:
         number = max(self._everyone.gather_objects(max(runs, default=0))) + 1
         if rank == 0:
             with suppress(OSError):
-                _delete_oldest([runs[old] for old in sorted(runs)])
+                # Runs without a recording, and folders of other programs, do not count.
+                recorded = [run for _, run in sorted(runs.items()) if any(run.glob(FILES))]
+                for run in recorded[: 1 - NUM_RUNS]:
+                    for old in run.glob(FILES):
+                        old.unlink()
+                    with suppress(OSError):
+                        run.rmdir()  # unless other files are in it
         if rank not in (0, self._everyone.size - 1):
             return
         file = folder / f"{number:04}" / f"rank{rank}.jsonl"
@@ -285,16 +291,6 @@ class Recorder:
         if self._write_file is not None:
             self._settle(within=within)
             self._write_file(reason)
-
-
-def _delete_oldest(runs: Sequence[Path]) -> None:
-    """Delete recordings until a new one fits. Runs without a recording, and folders of other programs, do not count."""
-    recorded = [run for run in runs if any(run.glob(FILES))]
-    for run in recorded[: 1 - NUM_RUNS]:
-        for file in run.glob(FILES):
-            file.unlink()
-        with suppress(OSError):
-            run.rmdir()  # unless other files are in it
 
 
 def _write_at_end(recorder: ref[Recorder], write_file: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers import SyncedBuffer, naming
-from opt_distributed.comm import Roles
+from opt_distributed.comm import Roles, from_all_replicas
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import BufferedGrads, HostMain, OwnedPiece, Ready, is_sparse
 from opt_distributed.step import Family, Outcome, Unit
@@ -58,7 +58,7 @@ class TensorStats(NamedTuple):
         return self.update_norm / self.weight_norm if self.update_norm is not None and self.weight_norm else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepStats:
     """The numbers of one step, equal on every rank, except for `overflowed`."""
 
@@ -174,10 +174,8 @@ class TensorSums:
         self._first_of: dict[ParamId, int] = {}
         first_replica = rank
         for family in reversed(families):  # dense parameters last
-            axes = family.axes
-            first_shard = min(axes.dp.gather_objects(rank))
-            first_replica = min(axes.inter.gather_objects(first_shard))
-            first = min(axes.tp.gather_objects(first_replica))
+            first_replica = min(from_all_replicas(family.axes, rank))
+            first = min(family.axes.tp.gather_objects(first_replica))
             for source in family.sources:
                 self._first_of |= dict.fromkeys(source.params, first)
         # By rank: the first of the ranks that hold the same dense parameters.
@@ -187,22 +185,20 @@ class TensorSums:
 
     def _gather_rows(self, group_names: Sequence[str]) -> None:
         """Gather the parameters of all ranks, with their groups and sizes. Collective."""
-        rows: dict[ParamId, Row] = {}
         local = []
         for piece in self._pieces:
             first = self._first_of[piece.id]
             mesh = getattr(piece.param, "device_mesh", None)
             if mesh is not None:
                 first = min(first, int(mesh.mesh.min()))
-            rows[piece.id] = row = (str(piece.id), first)
-            local.append((row, group_names[piece.group], piece.main.shape.numel()))
+            local.append(((str(piece.id), first), group_names[piece.group], piece.main.shape.numel()))
         found: dict[Row, tuple[str, int]] = {}
         for of_rank in self._roles.totals.gather_objects(local):
             for row, group, numel in of_rank:
                 _, known = found.get(row, (group, 0))
                 found[row] = (group, known + numel)
         index_of = {row: at for at, row in enumerate(found)}
-        self._row_of = {id: index_of[row] for id, row in rows.items()}
+        self._row_of = {piece.id: index_of[row] for piece, (row, *_) in zip(self._pieces, local, strict=True)}
         holders = Counter(name for name, _ in found)
         # Of the whole model: name, group and size.
         self.params: list[tuple[str, str, int]] = []
@@ -290,8 +286,7 @@ class TensorSums:
         return devices.HostCopy(self._sums, devices.device_of(self._device))
 
     def _add_spreads(self) -> None:
-        matrix_units = [unit for unit in self._units if unit.rule.needs is Needs.MATRICES]
-        for piece in chain.from_iterable(unit.pieces for unit in matrix_units):
+        for piece in (piece for unit in self._units if unit.rule.needs is Needs.MATRICES for piece in unit.pieces):
             value = piece.main.value()
             is_counted = piece.counted and not piece.matrix.tensor_parallel
             if piece.stage is not None:
@@ -327,7 +322,6 @@ class TensorSums:
         updates = round(next_updates / num_counts) - 1 if num_counts else 0
         step = max(outcome.step + num_loaded, updates + 1)
         overflowed = self._forward.names[int(first) - 1] if first else ""
-        loss_scale = 1.0 / inverse
         return StepStats(
             step=step,
             updates=updates,
@@ -335,7 +329,7 @@ class TensorSums:
             reason=report.reason,
             grad_norm=grad_norm,
             clip=clip,
-            loss_scale=loss_scale,
+            loss_scale=1.0 / inverse,
             params=params,
             groups=groups,
             rank_norms=rank_norms,
@@ -350,11 +344,8 @@ def _tensor_stats(rows: Sequence[Sequence[float]], inverse: float, *, success: b
     """Return the numbers of the parameters whose sums are `rows`, together."""
     columns = zip(*rows, strict=True)
     grad, zeros, grad_numel, weight, weight_sum, update, update_sum, spread, numel = map(sum, columns)
-    grad_norm = None
-    share_of_zeros = None
-    if grad_numel:
-        grad_norm = math.sqrt(grad) * inverse
-        share_of_zeros = zeros / grad_numel
+    grad_norm = math.sqrt(grad) * inverse if grad_numel else None
+    share_of_zeros = zeros / grad_numel if grad_numel else None
     spread_of_one = spread if spread and len(rows) == 1 else None
     return TensorStats(
         grad_norm=grad_norm,
