@@ -211,7 +211,8 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
         known = "; ".join(map(str, sorted(buckets)))
         name = by_bucket[first_unknown][0].name
         raise CheckpointValueError(f"{name}: no bucket has {first_unknown}; there are {known}")
-    for key, placed in [(key, by_bucket[bucket]) for bucket, states in buckets.items() for key in states.values()]:
+    slots_of = {key: by_bucket[bucket] for bucket, states in buckets.items() for key in states.values()}
+    for key, placed in slots_of.items():
         end = 0
         numel = math.prod(index.tensors[key].shape)
         for slot in placed:
@@ -226,12 +227,11 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
             raise CheckpointValueError(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")
     folder = scratch / "buckets"
     folder.mkdir()
-    keys = [key for states in buckets.values() for key in states.values()]
-    flat = read_mapped(index, {key: index.tensors[key] for key in keys}, folder)
+    flat = read_mapped(index, {key: index.tensors[key] for key in slots_of}, folder)
     first: dict[ShardIdentity, Tensor] = {}
-    for bucket, states in buckets.items():
+    for states in buckets.values():
         for state, key in states.items():
-            for slot in by_bucket[bucket]:
+            for slot in slots_of[key]:
                 values = flat[key][slot.start : slot.stop].view(slot.shape)
                 block = sharded_like(f"{PREFIX}{'fp32_param' if state == 'param' else state}.{slot.name}", values)
                 if slot.global_shape is not None:

@@ -181,9 +181,7 @@ class _Instance(NamedTuple):
 def _instances(rules: Sequence[NameRule], tensors: Mapping[str, Described], known: int) -> list[_Instance]:
     """Every rule with each combination of common placeholders found in the names."""
     sides = [_sides_of(rule) for rule in rules]
-    patterns = []
-    for number, pair in enumerate(sides):
-        patterns += [(number, pattern) for pattern, _ in pair[known].patterns.values()]
+    patterns = [(number, pattern) for number, pair in enumerate(sides) for pattern, _ in pair[known].patterns.values()]
     found: dict[tuple[int, frozenset[tuple[str, str]]], _Instance] = {}
     unmapped = []
     for name in tensors:

@@ -106,17 +106,15 @@ def _rows_of_chain(groups: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     """
     has_experts = [{EXPERT.match(name) is not None for name in names} for names in groups["names"]]
     is_chain = {True} in has_experts and {True, False} not in has_experts
-    dense: list[dict[str, Any]] = []
-    of_experts: list[dict[str, Any]] = []
+    chain: list[list[dict[str, Any]]] = [[], []] if is_chain else [[]]
     for group, experts in zip(groups["groups"], has_experts, strict=True):
         is_expert = is_chain and experts == {True}
-        rows = of_experts if is_expert else dense
         # Choices, as amsgrad=False, are fields there.
         choices = [choice.partition("=") for choice in group.get("choices", ())]
         chosen = {field: value == "True" for field, _, value in choices if field in _DEFAULTS}
         kept = {field: value for field, value in group.items() if field not in _OURS}
-        rows.append({**_DEFAULTS, **chosen, **kept, "is_expert_parallel": is_expert})
-    return [dense, of_experts] if is_chain else [dense]
+        chain[is_expert].append({**_DEFAULTS, **chosen, **kept, "is_expert_parallel": is_expert})
+    return chain
 
 
 def _renamed(

@@ -53,17 +53,21 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
     groups = state_dict["param_groups"]
     name_of: dict[int, str] = {}
     for group in groups:
-        if names is None and "param_names" not in group:
+        if names is not None:
+            beyond = [index for index in group["params"] if not 0 <= index < len(names)]
+            if beyond:
+                raise CheckpointValueError(
+                    f"{len(names)} names are given, but the file has parameter {beyond[0]}; pass a name for each "
+                    f"parameter"
+                )
+            own = [names[index] for index in group["params"]]
+        elif "param_names" in group:
+            own = group["param_names"]
+        else:
             raise CheckpointValueError(
                 "the state dict names no parameters; pass their names in the optimizer's order (names=...), or build "
                 "the optimizer from model.named_parameters()"
             )
-        beyond = [i for i in group["params"] if names is not None and not 0 <= i < len(names)]
-        if names is not None and beyond:
-            raise CheckpointValueError(
-                f"{len(names)} names are given, but the file has parameter {beyond[0]}; pass a name for each parameter"
-            )
-        own = group["param_names"] if names is None else [names[index] for index in group["params"]]
         name_of.update(zip(group["params"], own, strict=True))
     twice = [name for name, count in Counter(name_of.values()).items() if count > 1]
     if twice:
