@@ -33,7 +33,7 @@ from opt_checkpoint.run.save_load import carry_out_load, opened_everywhere
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer, with_current_names
 from opt_checkpoint.state.groups import Conflict, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.sharded import EMPTY, ShardedBase, ShardedStateDict
-from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, like_sharded, local_tensor
+from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, local_tensor
 from opt_checkpoint.state.tree import ScopedState
 from opt_checkpoint.store import AnyPath, Location
 
@@ -347,15 +347,14 @@ def _fresh_state(member: NamedParam, index: CheckpointIndex, saved: SavedOptimiz
     if then is not None and saved.states_of(member.name) and list(then) != now:
         raise CheckpointMismatchError(f"{member.name} has shape {now}, but its state was saved for shape {list(then)}")
     fresh = {}
+    param = member.param.detach()
     for state_name, key in saved.keys.get(member.name, {}).items():
         stored = index.tensors[key]
-        local = local_tensor(member.param.detach())
-        if is_dtensor(member.param) and stored.shape not in ((), tuple(member.param.shape)):
-            fresh[state_name] = empty_like_sharded(member.param, stored.shape, stored.dtype)
+        if is_dtensor(param) and stored.shape not in ((), tuple(param.shape)):
+            fresh[state_name] = empty_like_sharded(param, stored.shape, stored.dtype)
         elif stored.shape == member.shape and state_name != "step":
-            memory = torch.empty_like(local, dtype=stored.dtype)  # every element is read, or the load raises
-            fresh[state_name] = like_sharded(member.param.detach(), memory)
+            fresh[state_name] = torch.empty_like(param, dtype=stored.dtype)  # all of it is read, or the load raises
         else:
-            device = local.device if stored.shape else _step_device(member)
+            device = local_tensor(param).device if stored.shape else _step_device(member)
             fresh[state_name] = torch.empty(stored.shape, dtype=stored.dtype, device=device)
     return fresh

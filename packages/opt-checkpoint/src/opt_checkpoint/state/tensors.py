@@ -137,15 +137,6 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return `local` with the layout of `tensor`, as a DTensor if `tensor` is one."""
-    if not is_dtensor(tensor):
-        return local
-    return type(tensor).from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
 def empty_like_sharded(param: DTensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Allocate a state of a DTensor parameter whose shape is not the parameter's, as a DTensor on its mesh.
 
