@@ -27,7 +27,7 @@ from opt_checkpoint.run.save_load import PathLike, load_alone, read_tensors
 from opt_checkpoint.state.sharded import ShardedTensor
 from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath, location_of
-from opt_checkpoint.store.paths import folder_beside, local_path
+from opt_checkpoint.store.paths import local_path
 
 T = TypeVar("T")
 _PIECE_BYTES = 64 << 20
@@ -89,7 +89,8 @@ def read_rows(file: PathLike, row: Callable[..., T]) -> list[T]:
 def scratch_folder(target: AnyPath) -> Iterator[Path]:
     """Provide an empty folder next to a target; for a target in an object store, in the system's folder for temporary
     files."""
-    beside = folder_beside(location_of(target))
+    location = location_of(target)
+    beside = location.parent if isinstance(location, Path) else None
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=beside, prefix=".scratch-") as folder:

@@ -159,8 +159,3 @@ def reached_from(source: Location, place: Location) -> Location:
     if isinstance(source, ObjectPath) and isinstance(place, ObjectPath):
         return ObjectPath(source.root, place.key, source.store)
     return place
-
-
-def folder_beside(location: Location) -> Path | None:
-    """Return the local directory that a path is in; None for a place in an object store."""
-    return location.parent if isinstance(location, Path) else None
