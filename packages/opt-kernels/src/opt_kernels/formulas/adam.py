@@ -12,14 +12,12 @@ The orders agree except for rounding: "torch" is that of torch.optim.AdamW(fused
 decays within the update. With amsgrad (Reddi et al. 2018, algorithm 2), the largest v so far replaces v.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, maximum, power, sqrt
 from opt_kernels.works import Choice, Number
 
 
-def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2, eps, step):
     correction1 = 1 - power(beta1, step)
     correction2 = 1 - power(beta2, step)
     return {
@@ -38,27 +36,27 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
 
 
 def update(
-    p: Any,
-    g: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    max_exp_avg_sq: Any,
+    p,
+    g,
+    exp_avg,
+    exp_avg_sq,
+    max_exp_avg_sq,
     *,
-    lr: Any,
-    weight_decay: Any,
-    decay: Any,
-    weight1: Any,
-    beta2: Any,
-    weight2: Any,
-    correction1: Any,
-    correction2: Any,
-    root2: Any,
-    step_size: Any,
-    eps: Any,
-    decoupled_weight_decay: bool,
-    order: str,
-    amsgrad: bool,
-) -> Any:
+    lr,
+    weight_decay,
+    decay,
+    weight1,
+    beta2,
+    weight2,
+    correction1,
+    correction2,
+    root2,
+    step_size,
+    eps,
+    decoupled_weight_decay,
+    order,
+    amsgrad,
+):
     if decoupled_weight_decay and order == "torch":
         p = p * decay
     if not decoupled_weight_decay and weight_decay != 0:  # zero times an infinite parameter would be NaN

@@ -11,16 +11,12 @@ With g the scaled gradient, d its change since the last step (0 at the first), a
 before the update and by the factor 1 - lr * wd. exp_avg, exp_avg_diff and exp_avg_sq are m, u and n.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, power, sqrt, where
 from opt_kernels.works import Choice, Number
 
 
-def scalars(
-    *, lr: float, weight_decay: float, beta1: float, beta2: float, beta3: float, eps: float, step: float
-) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2, beta3, eps, step):
     return {
         "is_first": where(step == 1, 1.0, 0.0),
         "decay": 1 - lr * weight_decay,
@@ -38,27 +34,27 @@ def scalars(
 
 
 def update(
-    p: Any,
-    g: Any,
-    exp_avg: Any,
-    exp_avg_diff: Any,
-    exp_avg_sq: Any,
-    previous_grad: Any,
+    p,
+    g,
+    exp_avg,
+    exp_avg_diff,
+    exp_avg_sq,
+    previous_grad,
     *,
-    is_first: Any,
-    decay: Any,
-    growth: Any,
-    weight1: Any,
-    beta2: Any,
-    weight2: Any,
-    beta3: Any,
-    weight3: Any,
-    step_size: Any,
-    diff_size: Any,
-    root3: Any,
-    eps: Any,
-    no_prox: bool,
-) -> Any:
+    is_first,
+    decay,
+    growth,
+    weight1,
+    beta2,
+    weight2,
+    beta3,
+    weight3,
+    step_size,
+    diff_size,
+    root3,
+    eps,
+    no_prox,
+):
     change = g - where(is_first != 0, g, previous_grad)
     ahead = fma(beta2, change, g)
     exp_avg = fma(weight1, g - exp_avg, exp_avg)

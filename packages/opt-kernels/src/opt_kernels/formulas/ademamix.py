@@ -12,26 +12,12 @@ The paper warms both up over all training steps to avoid early divergence. With 
 `betas` are (b1, b2, b3), exp_avg, exp_avg_slow and exp_avg_sq are m1, m2 and v.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import exp, fma, log, maximum, minimum, power, sqrt
 from opt_kernels.works import Number
 
 
-def scalars(
-    *,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    eps: float,
-    alpha: float,
-    alpha_steps: float,
-    beta3_steps: float,
-    step: float,
-) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2, beta3, eps, alpha, alpha_steps, beta3_steps, step):
     share = minimum(step / maximum(beta3_steps, 1.0), 1.0)
     fast = log(maximum(beta1, 1e-30))
     slow = log(maximum(beta3, 1e-30))
@@ -51,23 +37,23 @@ def scalars(
 
 
 def update(
-    p: Any,
-    g: Any,
-    exp_avg: Any,
-    exp_avg_slow: Any,
-    exp_avg_sq: Any,
+    p,
+    g,
+    exp_avg,
+    exp_avg_slow,
+    exp_avg_sq,
     *,
-    decay: Any,
-    weight1: Any,
-    beta2: Any,
-    weight2: Any,
-    weight3: Any,
-    correction1: Any,
-    root2: Any,
-    alpha: Any,
-    lr: Any,
-    eps: Any,
-) -> Any:
+    decay,
+    weight1,
+    beta2,
+    weight2,
+    weight3,
+    correction1,
+    root2,
+    alpha,
+    lr,
+    eps,
+):
     exp_avg = fma(weight1, g - exp_avg, exp_avg)
     exp_avg_slow = fma(weight3, g - exp_avg_slow, exp_avg_slow)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)

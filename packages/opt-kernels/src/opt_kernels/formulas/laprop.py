@@ -9,14 +9,12 @@ With g the scaled gradient and t the step (from 1):
 The paper's mu and nu are b1 and b2; exp_avg and exp_avg_sq are m and n.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, power, sqrt
 from opt_kernels.works import Number
 
 
-def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2, eps, step):
     return {
         "decay": 1 - lr * weight_decay,
         "weight1": 1 - beta1,
@@ -28,20 +26,7 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
     }
 
 
-def update(
-    p: Any,
-    g: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    *,
-    decay: Any,
-    weight1: Any,
-    beta2: Any,
-    weight2: Any,
-    step_size: Any,
-    root2: Any,
-    eps: Any,
-) -> Any:
+def update(p, g, exp_avg, exp_avg_sq, *, decay, weight1, beta2, weight2, step_size, root2, eps):
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
     normalised = g / (sqrt(exp_avg_sq) / root2 + eps)
     exp_avg = fma(weight1, normalised - exp_avg, exp_avg)

@@ -7,18 +7,16 @@ With g the scaled gradient and m the momentum:
     m <- b2 * m + (1 - b2) * g
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, sign
 from opt_kernels.works import Number
 
 
-def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2):
     return {"lr": lr, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "weight2": 1 - beta2}
 
 
-def update(p: Any, g: Any, exp_avg: Any, *, lr: Any, decay: Any, weight1: Any, weight2: Any) -> Any:
+def update(p, g, exp_avg, *, lr, decay, weight1, weight2):
     direction = sign(fma(weight1, g - exp_avg, exp_avg))
     return p * decay - lr * direction, fma(weight2, g - exp_avg, exp_avg)
 

@@ -19,16 +19,12 @@ variant (`is_approx=False`) takes g' at the previous weights with the data of th
 first, write that gradient to the state `previous_grad`.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, power, sqrt
 from opt_kernels.works import Number
 
 
-def scalars(
-    *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, gamma: float, step: float
-) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2, eps, gamma, step):
     return {
         "correction": gamma * beta1 / (1 - beta1),
         "decay": 1 - lr * weight_decay,
@@ -42,21 +38,8 @@ def scalars(
 
 
 def update(
-    p: Any,
-    g: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    previous_grad: Any,
-    *,
-    correction: Any,
-    decay: Any,
-    weight1: Any,
-    beta2: Any,
-    weight2: Any,
-    step_size: Any,
-    root2: Any,
-    eps: Any,
-) -> Any:
+    p, g, exp_avg, exp_avg_sq, previous_grad, *, correction, decay, weight1, beta2, weight2, step_size, root2, eps
+):
     c = fma(correction, g - previous_grad, g)
     exp_avg = fma(weight1, c - exp_avg, exp_avg)
     exp_avg_sq = fma(weight2 * c, c, exp_avg_sq * beta2)

@@ -11,16 +11,12 @@ With g the scaled gradient, t the step (from 1), and M(t) the product of mu(1) t
 exp_avg and exp_avg_sq are m and v. M(t) is computed from t; torch keeps it as a state.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import exp, fma, log, power, q_pochhammer, sqrt
 from opt_kernels.works import Choice, Number
 
 
-def scalars(
-    *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, momentum_decay: float, step: float
-) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2, eps, momentum_decay, step):
     q = exp(momentum_decay * log(0.96))
     mu = beta1 * (1 - 0.5 * exp(step * log(q)))
     next_mu = beta1 * (1 - 0.5 * exp((step + 1) * log(q)))
@@ -39,22 +35,22 @@ def scalars(
 
 
 def update(
-    p: Any,
-    g: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
+    p,
+    g,
+    exp_avg,
+    exp_avg_sq,
     *,
-    weight_decay: Any,
-    decay: Any,
-    weight1: Any,
-    beta2: Any,
-    weight2: Any,
-    root2: Any,
-    grad_size: Any,
-    step_size: Any,
-    eps: Any,
-    decoupled_weight_decay: bool,
-) -> Any:
+    weight_decay,
+    decay,
+    weight1,
+    beta2,
+    weight2,
+    root2,
+    grad_size,
+    step_size,
+    eps,
+    decoupled_weight_decay,
+):
     if decoupled_weight_decay:
         p = p * decay
     elif weight_decay != 0:

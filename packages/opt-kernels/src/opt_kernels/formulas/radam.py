@@ -11,14 +11,12 @@ With g the scaled gradient, t the step (from 1), r = 2 / (1 - b2) - 1 and r(t) =
 exp_avg and exp_avg_sq are m and v.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, maximum, power, sqrt, where
 from opt_kernels.works import Choice, Number
 
 
-def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2, eps, step):
     correction2 = 1 - power(beta2, step)
     r = 2 / (1 - beta2) - 1
     r_now = r - 2 * step * power(beta2, step) / correction2
@@ -38,22 +36,22 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
 
 
 def update(
-    p: Any,
-    g: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
+    p,
+    g,
+    exp_avg,
+    exp_avg_sq,
     *,
-    weight_decay: Any,
-    decay: Any,
-    weight1: Any,
-    beta2: Any,
-    weight2: Any,
-    step_size: Any,
-    is_rectified: Any,
-    rectified: Any,
-    eps: Any,
-    decoupled_weight_decay: bool,
-) -> Any:
+    weight_decay,
+    decay,
+    weight1,
+    beta2,
+    weight2,
+    step_size,
+    is_rectified,
+    rectified,
+    eps,
+    decoupled_weight_decay,
+):
     if decoupled_weight_decay:
         p = p * decay
     elif weight_decay != 0:

@@ -21,9 +21,7 @@ from opt_kernels.formulas.functions import fma, maximum, minimum, power, sqrt, w
 from opt_kernels.works import Number, is_on_device
 
 
-def scalars(
-    *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, warmup_steps: float, step: float
-) -> dict[str, float]:
+def scalars(*, lr, weight_decay, beta1, beta2, eps, warmup_steps, step):
     k = maximum(warmup_steps, 1.0)
     early = minimum(step, k)
     warmth = early / k
@@ -41,22 +39,7 @@ def scalars(
     }
 
 
-def update(
-    p: Any,
-    g: Any,
-    z: Any,
-    exp_avg_sq: Any,
-    *,
-    is_first: Any,
-    weight_decay: Any,
-    beta2: Any,
-    weight2: Any,
-    root2: Any,
-    share: Any,
-    step_y: Any,
-    step_z: Any,
-    eps: Any,
-) -> Any:
+def update(p, g, z, exp_avg_sq, *, is_first, weight_decay, beta2, weight2, root2, share, step_y, step_z, eps):
     z = where(is_first != 0, p, z)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
     u = g / (sqrt(exp_avg_sq) / root2 + eps)
@@ -65,11 +48,11 @@ def update(
     return fma(share, z - p, p) - step_y * u, z - step_z * u, exp_avg_sq
 
 
-def averaged(p: Any, z: Any, *, beta1: float) -> Any:
+def averaged(p, z, *, beta1):
     return p + (1 - 1 / beta1) * (z - p)
 
 
-def trained(p: Any, z: Any, *, beta1: float) -> Any:
+def trained(p, z, *, beta1):
     return p + (1 - beta1) * (z - p)
 
 

@@ -10,14 +10,12 @@ With g the scaled gradient and b the momentum buffer:
 With zero momentum there is no buffer, and the second and third lines are skipped.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, where
 from opt_kernels.works import Choice, Number
 
 
-def scalars(*, lr: float, weight_decay: float, momentum: float, step: float, dampening: float) -> dict[str, float]:
+def scalars(*, lr, weight_decay, momentum, step, dampening):
     return {
         "lr": lr,
         "weight_decay": weight_decay,
@@ -27,19 +25,7 @@ def scalars(*, lr: float, weight_decay: float, momentum: float, step: float, dam
     }
 
 
-def update(
-    p: Any,
-    g: Any,
-    momentum_buffer: Any,
-    *,
-    lr: Any,
-    weight_decay: Any,
-    momentum: Any,
-    weight: Any,
-    is_first: Any,
-    nesterov: bool,
-    has_momentum: bool,
-) -> Any:
+def update(p, g, momentum_buffer, *, lr, weight_decay, momentum, weight, is_first, nesterov, has_momentum):
     if weight_decay != 0:  # zero times an infinite parameter would be NaN
         g = fma(p, weight_decay, g)
     if has_momentum:

@@ -8,18 +8,16 @@ With g the scaled gradient and m the momentum:
 b is the number `momentum`, m the state momentum_buffer.
 """
 
-from typing import Any
-
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, sign
 from opt_kernels.works import Number
 
 
-def scalars(*, lr: float, weight_decay: float, momentum: float) -> dict[str, float]:
+def scalars(*, lr, weight_decay, momentum):
     return {"lr": lr, "decay": 1 - lr * weight_decay, "weight": 1 - momentum}
 
 
-def update(p: Any, g: Any, momentum_buffer: Any, *, lr: Any, decay: Any, weight: Any) -> Any:
+def update(p, g, momentum_buffer, *, lr, decay, weight):
     momentum_buffer = fma(weight, g - momentum_buffer, momentum_buffer)
     return p * decay - lr * sign(momentum_buffer), momentum_buffer
 
