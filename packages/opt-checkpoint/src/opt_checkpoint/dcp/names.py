@@ -48,39 +48,31 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
         if name not in index.tensors:
             name = path_text(path) if path_text(path) in index.tensors else relative.get(path, name)
         names[path] = name
-    for path, former in _former_names(flat, index, names).items():
-        names[path] = former.stored
-        flat.relative[path] = flat.relative[path]._replace(key=former.relative)
+    _use_former_names_(flat, index, names)
     names |= _main_values(flat, index, names, aliases)
     for path, item in flat.objects.items():
-        shortened = relative.get(path)
-        names[path] = item.unique_key if shortened is None or item.unique_key in index.objects else shortened
+        name = item.unique_key
+        names[path] = name if name in index.objects else relative.get(path, name)
     return names
 
 
-class _Former(NamedTuple):
-    """The stored key of a tensor under a former name of its parameter, and this key within its scope."""
-
-    stored: str
-    relative: str
-
-
-def _former_names(flat: FlatState, index: CheckpointIndex, names: Mapping[Path, str]) -> dict[Path, _Former]:
-    """The keys of tensors of models and optimizers that are stored under former names of their parameters only."""
+def _use_former_names_(flat: FlatState, index: CheckpointIndex, names: dict[Path, str]) -> None:
+    """Name tensors of models and optimizers that are stored under former names of their parameters only; writes to
+    `names` and to the relative keys of the state."""
     if all(names[path] in index.tensors for path in flat.relative if path in names):
-        return {}
+        return
     parts: dict[str, dict[str, Path]] = defaultdict(dict)  # the paths of tensors by the rest of the key, and name
     for path, (_, key) in flat.relative.items():
         if path in flat.tensors:
             name = _STATE_PREFIX.sub("", key)
             parts[flat.tensors[path].key.removesuffix(name)][name] = path
-    former: dict[Path, _Former] = {}
     for base, paths in parts.items():
         stored = {key.removeprefix(base) for key in index.tensors if key.startswith(base)}
         for name, old in former_names(paths, stored.__contains__).items():
             path = paths[name]
-            former[path] = _Former(base + old, flat.relative[path].key.removesuffix(name) + old)
-    return former
+            relative = flat.relative[path]
+            names[path] = base + old
+            flat.relative[path] = relative._replace(key=relative.key.removesuffix(name) + old)
 
 
 def _main_values(
@@ -93,8 +85,7 @@ def _main_values(
     """
     stored = index.tensors
     keys = {path: shard.key for path, shard in flat.tensors.items()}
-    for path in keys.keys() & flat.relative.keys():
-        keys[path] = flat.relative[path].key
+    keys |= {path: relative.key for path, relative in flat.relative.items() if path in keys}
     asked: dict[str, set[str]] = defaultdict(set)
     for path, key in keys.items():
         asked[key].add(names[path])
