@@ -94,7 +94,7 @@ class ShardedLoadPlanner:
         self._casts = dtype == "cast"
         self._aliases = aliases
         self._safe_globals = safe_globals
-        self.files = DataFiles(opened.index)  # of objects
+        self.files = DataFiles(opened.index)
         self._objects: dict[Path, Any] = {}  # loaded
         self._plain: dict[Path, Any] = {}  # loaded plain values
         # Within plain values: tensors that are read; and loaded objects of stock directories, or tensors of templates.

@@ -12,7 +12,7 @@ from torch import Tensor
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner, TensorRead
 from opt_checkpoint.disk.archives import find_values, load_object
 from opt_checkpoint.disk.data_file import CheckedValues, DataFiles, Run, damage_of, has_right_sums, read_region
-from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, CheckpointIndex, StoredChunk
+from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, StoredChunk
 from opt_checkpoint.errors import CheckpointCorruptError
 
 Verify: TypeAlias = Literal["sizes", "chunks", "none"]
@@ -36,24 +36,24 @@ class _Read(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads a checkpoint of opt-checkpoint, a stock DCP directory or a Megatron-Core directory, by its index.
+    """Reads what was planned of a checkpoint of opt-checkpoint, a stock DCP directory or a Megatron-Core directory.
 
     Args:
-        index: from `read_index`.
+        planner: has the index of the checkpoint, and its files.
         threads: number of concurrent reads.
         verify: when to compare values with their checksums: while reading (`"sizes"`), also before any memory is
             written, which reads them twice (`"chunks"`), or never (`"none"`). Foreign checkpoints have no reliable
             checksums.
     """
 
-    def __init__(self, index: CheckpointIndex, *, threads: int = _MAX_THREADS, verify: Verify = "sizes") -> None:
-        self.index = index
+    def __init__(self, planner: ShardedLoadPlanner, *, threads: int = _MAX_THREADS, verify: Verify = "sizes") -> None:
+        self.planner = planner
         self._threads = threads
         self._verify = verify
-        self._files = DataFiles(index)
+        self._files = planner.files
         self._values: dict[StoredChunk, ByteRange | None] = {}
 
-    def verify(self, planner: ShardedLoadPlanner) -> None:
+    def verify(self) -> None:
         """Compare stored values of tensors that share memory; for `verify="chunks"`, planned chunks with checksums.
 
         Raises:
@@ -61,16 +61,17 @@ class CheckpointReader:
             CheckpointCorruptError: a chunk does not match, or there are no checksums.
             OSError: a file cannot be read.
         """
-        planner.check_sharing(self.read)
+        self.planner.check_sharing(self.read)
         if self._verify != "chunks":
             return
-        wanted = dict.fromkeys((item.chunk.place, item.key) for item in planner.items)
-        if self.index.save_id is None and wanted:
+        index = self.planner.index
+        wanted = dict.fromkeys((item.chunk.place, item.key) for item in self.planner.items)
+        if index.save_id is None and wanted:
             raise CheckpointCorruptError(
-                f"{self.index.path} was written by {self.index.kind.value} and has no checksums to verify; "
+                f"{index.path} was written by {index.kind.value} and has no checksums to verify; "
                 f"load with verify='sizes'"
             )
-        files = DataFiles(self.index)
+        files = DataFiles(index)  # whose bytes are not counted
         with ThreadPoolExecutor(self._threads) as pool:
             checks = [pool.submit(has_right_sums, files, place) for place, _ in wanted]
             for (place, key), check in zip(wanted, checks):
@@ -78,7 +79,7 @@ class CheckpointReader:
                     raise damage_of(files, place, key)
 
     def read(self, items: Sequence[TensorRead]) -> None:
-        """Read everything that was planned.
+        """Read values into memory, as everything that was planned.
 
         Raises:
             CheckpointCorruptError: a file is missing, too short, belongs to another save, or has other content.
@@ -89,11 +90,6 @@ class CheckpointReader:
             batches = _batches(planned, self._files.near_bytes)
             for done in [pool.submit(self._read_batch, batch) for batch in batches]:
                 done.result()
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that were read."""
-        return self._files.bytes_read
 
     def _read_of(self, item: TensorRead) -> _Read:
         """The run of bytes from the first value of an item to its last; for a small chunk, the whole chunk."""

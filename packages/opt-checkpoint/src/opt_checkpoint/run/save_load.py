@@ -375,11 +375,11 @@ def carry_out_load(
     Raises:
         CheckpointingException: as `load`.
     """
-    reader = CheckpointReader(planner.index, threads=threads, verify=verify)
+    reader = CheckpointReader(planner, threads=threads, verify=verify)
 
     def plan() -> bytes:
         asked = planner.plan()
-        reader.verify(planner)
+        reader.verify()
         return asked
 
     def unexpected_of(per_rank: list[bytes]) -> tuple[str, ...]:
@@ -389,7 +389,7 @@ def carry_out_load(
         return unexpected
 
     unexpected = through_rank_0(ranks, plan, unexpected_of, f"loading {planner.index.path}")
-    return read_planned(ranks, planner, reader, unexpected)
+    return read_planned(ranks, reader, unexpected)
 
 
 def load_alone(wanted: Any, opened: Opened, *, strict: str = "raise_missing") -> Any:
@@ -403,21 +403,20 @@ def read_tensors(opened: Opened, keys: Iterable[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def read_planned(
-    ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader, unexpected: tuple[str, ...]
-) -> LoadReport:
+def read_planned(ranks: Ranks, reader: CheckpointReader, unexpected: tuple[str, ...]) -> LoadReport:
     """Read what all ranks have planned; all ranks call this together.
 
     Raises:
         CheckpointingException: as `load`.
     """
+    planner = reader.planner
 
     def read() -> None:
         planner.begin_writing()
         reader.read(planner.items)
         planner.assemble()
 
-    what = f"loading {reader.index.path} (while reading: tensors may be partly overwritten, load again before use)"
+    what = f"loading {planner.index.path} (while reading: tensors may be partly overwritten, load again before use)"
     from_all(ranks, read, what)
     bytes_wanted = sum(item.target.numel() * item.dtype.itemsize for item in planner.items)
     return LoadReport(
@@ -425,7 +424,7 @@ def read_planned(
         missing=tuple(planner.missing),
         unexpected=unexpected,
         cast=tuple(planner.cast),
-        kind=reader.index.kind,
+        kind=planner.index.kind,
         bytes_wanted=bytes_wanted,
-        bytes_read=reader.bytes_read + planner.files.bytes_read,
+        bytes_read=planner.files.bytes_read,
     )

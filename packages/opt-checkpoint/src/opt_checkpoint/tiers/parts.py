@@ -183,12 +183,12 @@ def load_part(ranks: Ranks, planner: ShardedLoadPlanner) -> LoadReport:
         CheckpointingException: as `load`.
     """
     asked = plan_part(ranks, planner)
-    reader = CheckpointReader(planner.index)
+    reader = CheckpointReader(planner)
 
     def check() -> tuple[str, ...]:
         unexpected = planner.unexpected_of([asked])
-        reader.verify(planner)
+        reader.verify()
         return unexpected
 
     unexpected = on_all(ranks, check, f"loading {planner.index.path}")
-    return read_planned(ranks, planner, reader, unexpected)
+    return read_planned(ranks, reader, unexpected)
