@@ -117,8 +117,8 @@ class GlobalPlan:
         assigned = []
         for layout, start, stop in zip(layouts, bounds, bounds[1:]):
             objects = [item.unique_key for item in layout.objects if is_main_replica(item.replica_id)]
-            columns = (column[start:stop] for column in (local_box, parts.offsets, parts.sizes))
-            assigned.append(AssignedParts(*columns, objects))
+            box = local_box[start:stop]
+            assigned.append(AssignedParts(box, parts.offsets[start:stop], parts.sizes[start:stop], objects))
         return cls(tensors=tensors, repeats=repeats, parts=parts, assigned=assigned, layouts=layouts)
 
     def fits(self, digests: Array) -> bool:

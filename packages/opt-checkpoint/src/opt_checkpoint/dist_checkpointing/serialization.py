@@ -78,8 +78,10 @@ def load(
         asks for them.
     """
     _check_strategy(sharded_strategy)
-    kinds = ShardedBase | LocalNonpersistentObject | Tensor
-    request = lambda _, value: value if isinstance(value, kinds) else ABSENT
+
+    def request(path: tuple[str | int, ...], value: Any) -> Any:
+        return value if isinstance(value, ShardedBase | LocalNonpersistentObject | Tensor) else ABSENT
+
     sharded = map_leaves(from_megatron(sharded_state_dict), request, scoped=True)
     # One rank may not see the directory, and the others would wait for it.
     common = on_all(ranks_of(None), lambda: load_common_state_dict(checkpoint_dir), f"reading {checkpoint_dir}")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.run.ranks import Ranks, check_equal, leave, own_and_all, ranks_of, texts_of
+from opt_checkpoint.run.ranks import Ranks, check_equal, from_all, leave, ranks_of, texts_of
 from opt_checkpoint.run.save_load import save_as
 from opt_checkpoint.run.unreported import unreported
 from opt_checkpoint.state.factory import ShardedTensorFactory
@@ -286,20 +286,22 @@ class AsyncSaver:
             raise CheckpointValueError(f"cannot save {target}: this saver is closed; make a new one")
         self.wait()
         started = time.perf_counter()
+        works: list[Callable[[], object]] = []
+        handles: list[SaveHandle] = []
 
-        def take() -> tuple[SaveHandle, list[Callable[[], object]]]:
+        def take() -> dict[str, str]:
             if self._ranks.rank == 0:
                 check()
             # The ranks of now: if `close` is interrupted, the thread may run after it.
             place = location_of(target)
             snapshot = self._staging.snapshot(state)
             ranks = self._ranks
-            return SaveHandle(place, time.perf_counter() - started, step), [partial(write, snapshot, place, ranks)]
+            works.append(partial(write, snapshot, place, ranks))
+            handles.append(SaveHandle(place, time.perf_counter() - started, step))
+            return texts_of({"path": place, **arguments} if arguments else {})
 
-        texts = lambda taken: texts_of({"path": taken[0].path, **arguments} if arguments else {})
-        (handle, works), per_rank = own_and_all(self._ranks, take, texts, f"beginning to save {target}")
-        check_equal("saving", per_rank)
-        self._last = handle
+        check_equal("saving", from_all(self._ranks, take, f"beginning to save {target}"))
+        self._last = handle = handles[0]
 
         def work() -> None:
             error: BaseException | None = None

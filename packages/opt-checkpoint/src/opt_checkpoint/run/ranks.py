@@ -337,7 +337,10 @@ def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -
     Raises:
         CheckpointingException: ranks differ, or some rank cannot open the store of a URL; on every rank.
     """
-    texts = lambda location: texts_of({"path": location, **arguments})
+
+    def texts(location: Location) -> dict[str, str]:
+        return texts_of({"path": location, **arguments})
+
     location, per_rank = own_and_all(ranks, lambda: location_of(path), texts, what)
     check_equal(what, per_rank)
     return location

@@ -81,7 +81,10 @@ def sharded_optimizer(
         CheckpointingException: a parameter has no name in the model, or a state is neither.
     """
     rank = ranks_of(process_group).rank
-    describe = lambda: _states_of(named_params(model, optimizer, groups), optimizer, rank)
+
+    def describe() -> tuple[dict[str, dict[str, ShardedBase]], _Recorded]:
+        return _states_of(named_params(model, optimizer, groups), optimizer, rank)
+
     if groups is None:
         tensors, recorded = describe()
         per_rank = [recorded]
