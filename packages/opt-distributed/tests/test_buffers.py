@@ -231,7 +231,7 @@ def test_a_bucket_is_filled_while_the_bucket_before_it_travels() -> None:
             "wait 2",
             "wait 3",
         ]
-        owned = {piece.id: shards.piece(piece.id, piece.of_param) for _, piece in shards.layout.owned(0)}
+        owned = shards.pieces
         assert {id: sums.unique().tolist() for id, sums in owned.items()} == {
             id: [1.0 + index] for index, id in enumerate(grads)
         }
@@ -247,7 +247,7 @@ def test_every_rank_has_all_sums_of_a_layout_without_shards() -> None:
     def rank_main(comm: ThreadComm) -> list[list[float]]:
         grads = ReducedGrads(layout, params, Axes(dp=comm, tp=Alone()), dtype=torch.float32, device=CPU)
         grads.reduce_({id: torch.full((3, 2), comm.rank + 1.0 + index) for index, id in enumerate(params)})
-        return [grads.piece(id, slice(0, 6)).unique().tolist() for id in params]
+        return [grads.pieces[id].unique().tolist() for id in params]
 
     assert run_threads(2, rank_main) == [[[3.0], [5.0]]] * 2
 

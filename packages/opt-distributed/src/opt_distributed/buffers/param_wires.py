@@ -60,7 +60,7 @@ def gather_part(layout: Layout, data: Tensor, index: int, comm: Comm, *, per: in
     """
     bucket = layout.buckets[index]
     size = layout.num_shards
-    rank = comm.rank if size > 1 else 0
+    rank = comm.rank
     full = data[bucket.start // per : bucket.stop // per]
     shard = bucket.shard(rank, size)
     part = data[shard.start // per : shard.stop // per]

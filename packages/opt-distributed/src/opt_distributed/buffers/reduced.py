@@ -66,10 +66,12 @@ class ReducedGrads:
                 flat = full[slot.start - bucket.start : slot.stop - bucket.start]
                 places[slot.id] = flat.view(params[slot.id].shape)
             self._places.append(places)
-        self._pieces = {}
+        # Of the parameters that this rank owns a part of, flat unless it is all: views, of every reduction's result.
+        self.pieces: dict[ParamId, Tensor] = {}
         for at, piece in layout.owned(axes.dp.rank):
-            self._pieces[piece.id] = self._results[at][piece.of_shard]
-        self._shapes = {id: param.shape for id, param in params.items()}
+            shape = params[piece.id].shape
+            flat = self._results[at][piece.of_shard]
+            self.pieces[piece.id] = flat.view(shape) if piece.numel == shape.numel() else flat
         self._wire = wire_of(DistributedDataParallelConfig(), axes, num_shards=layout.num_shards)
         self._queues = devices.device_of(device)
         for scratch in self._scratch:
@@ -112,15 +114,6 @@ class ReducedGrads:
         if unreadable is not None:
             raise UnusableGradientError(f"a gradient could not be read: {unreadable}") from unreadable
 
-    def piece(self, id: ParamId, of_param: slice) -> Tensor:
-        """Return the sum for these flat elements of a parameter, which this rank owns; in its shape if they are all.
-
-        A view, which shows the result of every reduction.
-        """
-        piece = self._pieces[id]
-        shape = self._shapes[id]
-        return piece.view(shape) if of_param == slice(0, shape.numel()) else piece
-
 
 def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
     """Copy gradients to their places in a bucket, and zeros for those that are missing."""
@@ -144,7 +137,7 @@ class Part(NamedTuple):
     value: Tensor  # contiguous, updated
 
 
-def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_layernorm: bool = False) -> None:
+def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_layernorm: bool) -> None:
     """Replace parts of gradients by their sums or means over `peers`, which are groups by role.
 
     Collective; all peers pass equal parts, in order. Writes the parts of marked parameters: sums of `pipeline_parallel`

@@ -145,7 +145,7 @@ class ParamAndGradBuffer:
 
     def result(self, index: int, rank: int) -> Tensor:
         """Return a view of a bucket's reduced gradients on rank `rank`: its shard, or all if there is one shard."""
-        shard = self.layout.buckets[index].shard(rank if self.layout.num_shards > 1 else 0, self.layout.num_shards)
+        shard = self.layout.buckets[index].shard(rank, self.layout.num_shards)
         return self.grad_data[shard]
 
     def start_gather(self, index: int, comm: Comm) -> InFlight:

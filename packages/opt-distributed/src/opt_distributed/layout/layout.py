@@ -144,9 +144,10 @@ class Bucket:
         return self.cuts or self.chunk_bounds(num_shards)
 
     def shard(self, rank: int, num_shards: int) -> slice:
-        """Rank ``rank``'s shard as positions in the whole buffer."""
+        """Rank ``rank``'s shard as positions in the whole buffer. The only shard is that of every rank."""
         bounds = self.shard_bounds(num_shards)
-        return slice(bounds[rank], bounds[rank + 1])
+        number = rank if num_shards > 1 else 0
+        return slice(bounds[number], bounds[number + 1])
 
     def of_chunk(self, rank: int, num_shards: int) -> list[int]:
         """For each rank, the elements of its shard that are in chunk ``rank``. Together they are the chunk's first."""
@@ -219,9 +220,8 @@ class Layout:
 
         Every element of every parameter has one owner, or, with one shard, is owned by every rank.
         """
-        number = rank if self.num_shards > 1 else 0
         for index, bucket in enumerate(self.buckets):
-            shard = bucket.shard(number, self.num_shards)
+            shard = bucket.shard(rank, self.num_shards)
             first = bisect_right(bucket.slots, shard.start, key=lambda slot: slot.stop)
             for slot in (bucket.slots[at] for at in range(first, len(bucket.slots))):
                 if slot.start >= shard.stop:

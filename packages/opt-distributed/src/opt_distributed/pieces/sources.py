@@ -209,8 +209,9 @@ class BufferedGrads:
     passes the sums to `resolve_`. Parameters that no rank has used are `unused`: they keep their values and state.
     """
 
-    def __init__(self, reduced: ReducedGrads, memory: ParamAndGradBuffer, axes: Axes, *, num_replicas: int):
-        self.reduced = reduced
+    def __init__(self, memory: ParamAndGradBuffer, axes: Axes, *, num_replicas: int):
+        """`memory` has the parameters; its `grad_dtype` is that of the sums."""
+        self.reduced = ReducedGrads(memory.layout, memory.params, axes, dtype=memory.grad_dtype, device=memory.device)
         self.memory = memory
         self.axes = axes
         self.place = GatheredParams.alone(memory, axes.dp)
@@ -247,7 +248,7 @@ class BufferedGrads:
         self.unused = frozenset(id for id, count in read if not count)
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
-        views = [self.reduced.piece(id, of_param) for id, of_param in runs]
+        views = [self.reduced.pieces[id] for id, _ in runs]
         return lambda: views
 
 
@@ -279,12 +280,10 @@ class PeerSums:
         parts = []
         uses = []
         for source, marked in self._marked.items():
-            layout = source.memory.layout
-            rank = source.axes.dp.rank if layout.num_shards > 1 else 0
-            runs = {piece.id: piece.of_param for _, piece in layout.owned(rank)}
+            pieces = source.reduced.pieces
             for meta in marked:
-                if meta.id in runs:
-                    parts.append(Part(meta, source.reduced.piece(meta.id, runs[meta.id])))
+                if meta.id in pieces:
+                    parts.append(Part(meta, pieces[meta.id]))
                 param = source.params[meta.id]
                 has_grad = float(param.grad is not None)
                 uses.append(Part(meta, torch.full((1,), has_grad, dtype=torch.float32, device=param.device)))

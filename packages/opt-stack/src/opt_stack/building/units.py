@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
-from opt_distributed.buffers import PRE_SHARDED, BufferPlan, ParamAndGradBuffer, ReducedGrads
+from opt_distributed.buffers import PRE_SHARDED, BufferPlan, ParamAndGradBuffer
 from opt_distributed.comm import Alone, Axes, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import (
@@ -127,8 +127,7 @@ def _source(
         return ReducedMainGrads(params, finishes=finishes, memory=memory, comm=axes.dp)
     if identities <= averaged and not is_marked:
         return ParamGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
-    sums = ReducedGrads(buffer.layout, params, axes, dtype=buffer.grad_dtype, device=device)
-    return BufferedGrads(sums, memory, axes, num_replicas=replicas)
+    return BufferedGrads(memory, axes, num_replicas=replicas)
 
 
 def _averaged_by_torch(design: Design) -> set[int]:
