@@ -57,14 +57,18 @@ class _Started:
 
     under_way: ClassVar[set["_Started"]] = set()
 
-    def __init__(self, work: Any, wait: Callable[[Any], object]):
+    def __init__(self, work: Any, wait: Callable[[Any], object], then: Callable[[], object] | None):
         self.work = work
         self._wait = wait
+        self._then = then
         self.under_way.add(self)
 
     def wait(self) -> object:
         result = self._wait(self.work)
         self.under_way.discard(self)  # not after an error: it may still be under way
+        if self._then is not None:
+            self._then()
+            self._then = None
         return result
 
 
@@ -76,22 +80,6 @@ def _finish_collectives() -> None:
     while time.monotonic() < deadline and not all(started.work.is_completed() for started in _Started.under_way):
         time.sleep(0.001)
     time.sleep(RELEASE_SECONDS)
-
-
-class _Scattered:
-    """An all-reduce of which this rank keeps a part."""
-
-    def __init__(self, summed: "Pending", shard: Tensor, part: Tensor):
-        self._summed = summed
-        self._shard = shard
-        self._part = part
-        self._is_complete = False
-
-    def wait(self) -> None:
-        if not self._is_complete:
-            self._summed.wait()
-            self._shard.copy_(self._part)
-            self._is_complete = True
 
 
 Made = TypeVar("Made")
@@ -227,24 +215,15 @@ class TorchComm(Comm, Tells):
         if not self._is_gloo(full):
             return self._start(kind, full, async_op, _reduce_scatter, shard, full)
         # torch's own, with gloo, is an all-reduce of a copy, too, and cannot be waited for with a timeout.
-        summed = self._start(kind, full, True, dist.all_reduce, full)
-        scattered = _Scattered(summed, shard, full.view(self.size, -1)[self.rank])
-        if async_op:
-            return scattered
-        scattered.wait()
-        return DONE
+        part = full.view(self.size, -1)[self.rank]
+        return self._start(kind, full, async_op, dist.all_reduce, full, then=lambda: shard.copy_(part))
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
         return self._start(f"all_gather {full.numel()}", full, async_op, _all_gather, full, shard)
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
-        if sizes is None:
-            received = None
-            sent = None
-        else:
-            received = list(sizes.received)
-            sent = list(sizes.sent)
-        return self._start("all_to_all", x, async_op, dist.all_to_all_single, out, x, received, sent)
+        parts = () if sizes is None else (list(sizes.received), list(sizes.sent))
+        return self._start("all_to_all", x, async_op, dist.all_to_all_single, out, x, *parts)
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
         first = dist.get_global_rank(self.group, src)
@@ -285,15 +264,24 @@ class TorchComm(Comm, Tells):
         self._start(what, sent, False, dist.all_gather, received, sent)
         return received
 
-    def _start(self, kind: str, x: Tensor, async_op: bool, call: Callable[..., Any], *arguments: Any) -> Pending:
-        """Start a collective; `kind` is equal on all ranks. Without `async_op`, complete it."""
+    def _start(
+        self,
+        kind: str,
+        x: Tensor,
+        async_op: bool,
+        call: Callable[..., Any],
+        *arguments: Any,
+        then: Callable[[], object] | None = None,
+    ) -> Pending:
+        """Start a collective; `kind` is equal on all ranks. Without `async_op`, complete it. `then` is called after it,
+        in the first `wait`."""
         launch = self._board.launch(self._key, kind)
         is_watched = self._is_gloo(x)
         work = call(*arguments, group=self.group, async_op=async_op or is_watched)
         if work is None:
             return DONE
         wait = partial(self._board.wait, launch=launch, members=self._members) if is_watched else _wait
-        started = _Started(work, wait)
+        started = _Started(work, wait, then)
         if async_op:
             return started
         started.wait()
