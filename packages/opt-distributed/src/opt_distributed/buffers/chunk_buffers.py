@@ -38,6 +38,7 @@ class SyncedBuffer:
     def __init__(self, plan: BufferPlan, memory: ParamAndGradBuffer, reduction: Reduction, sums: LocalSums):
         self.plan = plan
         self.memory = memory
+        self.params = memory.params
         self.reduction = reduction
         self.sums = sums
         self.axes = reduction.axes
@@ -48,11 +49,6 @@ class SyncedBuffer:
         self._finish = finish
         self._grad_sync = grad_sync
         self.place = place
-
-    @property
-    def params(self) -> Mapping[ParamId, nn.Parameter]:
-        """The parameters of the buffer."""
-        return self.memory.params
 
     def reduce_(self) -> None:
         """Complete the reduction of all gradients of the chunk. A second call in an iteration does nothing."""
@@ -99,7 +95,7 @@ class SyncedBuffer:
         Gathers of dense buffers do not wait for experts: replicas without experts would start them earlier than others.
         """
         found = copy(self)
-        together = [other.memory for other in buffers if other.plan.is_expert == self.plan.is_expert]
+        together = {other.memory for other in buffers if other.plan.is_expert == self.plan.is_expert}
         found.place = GatheredParams(self.memory, self.place.sync, together)
         return found
 

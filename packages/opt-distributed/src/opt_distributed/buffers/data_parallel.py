@@ -151,7 +151,7 @@ class DistributedDataParallel(nn.Module):
             number=self._chunk,
             before_launch=lambda: self.param_sync.start_all(),
         )
-        memories = [buffer.memory for buffer in buffers]
+        memories = {buffer.memory for buffer in buffers}
         for buffer in buffers:
             buffer.attach(self._finish, self.grad_sync, GatheredParams(buffer.memory, self.param_sync, memories))
 

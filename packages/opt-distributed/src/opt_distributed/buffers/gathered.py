@@ -1,6 +1,6 @@
 """`GatheredParams`: the parameters of a buffer, of which ranks update shards or everything."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from contextlib import AbstractContextManager
 
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync
@@ -12,7 +12,7 @@ from opt_paramgroups import ParamId
 class GatheredParams:
     """The parameters of `memory`, whose new values a step publishes with those of other buffers `together`."""
 
-    def __init__(self, memory: ParamAndGradBuffer, sync: ParamSync, together: Sequence[ParamAndGradBuffer]):
+    def __init__(self, memory: ParamAndGradBuffer, sync: ParamSync, together: Set[ParamAndGradBuffer]):
         self.memory = memory
         self.sync = sync
         self.together = together
@@ -22,7 +22,7 @@ class GatheredParams:
         """Create those of a buffer of plain modules, whose gathers end in the step."""
         numbers = range(len(memory.layout.buckets)) if memory.wire is not None else ()
         buckets = [ParamBucket(memory, number, comm) for number in numbers]
-        return cls(memory, ParamSync(buckets, gathers=Gathers.IN_STEP), [memory])
+        return cls(memory, ParamSync(buckets, gathers=Gathers.IN_STEP), {memory})
 
     def moved(self) -> ParamId | None:
         """A parameter that has left the buffer; None if all are in it."""

@@ -9,7 +9,7 @@ requests come at different times.
 """
 
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum, auto
@@ -72,7 +72,7 @@ class ParamSync:
         self.gathers = gathers
         self.number = number  # of the chunk
         self.order: Sequence[int] = range(len(self.buckets))  # indices in `buckets`, in the order of use
-        self._published: set[int] = set()  # buffers, by identity of their memory
+        self._published: set[ParamAndGradBuffer] = set()
         self._left: dict[ParamBucket, set[ParamId]] | None = None  # before each gather, while a step updates and sends
         self.is_pending = False  # whether a parameter may be incomplete; read by compiled code, so a plain attribute
         self._incomplete: dict[ParamBucket, InFlight | CollectiveError] = {}  # gathers that are pending or have failed
@@ -80,11 +80,11 @@ class ParamSync:
         self._bucket_of = {id(bucket.memory.params[name]): bucket for bucket in self.buckets for name in bucket.ids}
         self.gather_order: tuple[ParamSync, ...] = (self,)  # the chunks of the model
 
-    def publish(self, memory: ParamAndGradBuffer, *, together: Collection[ParamAndGradBuffer]) -> None:
+    def publish(self, memory: ParamAndGradBuffer, *, together: Set[ParamAndGradBuffer]) -> None:
         """Report that this rank's shards of a buffer were written. Gathers start with the last buffer of `together`."""
-        self._published.add(id(memory))
+        self._published.add(memory)
         self.is_pending = True
-        if self.gathers is not Gathers.WHEN_ASKED and self._published >= {id(one) for one in together}:
+        if self.gathers is not Gathers.WHEN_ASKED and self._published >= together:
             due = self._due(self._published) if self._left is None else list(self._left)
             self._left = None
             self._published = set()
@@ -94,17 +94,16 @@ class ParamSync:
 
     @contextmanager
     def sending(
-        self, memory: ParamAndGradBuffer, ids: Collection[ParamId], *, together: Collection[ParamAndGradBuffer]
+        self, memory: ParamAndGradBuffer, ids: Collection[ParamId], *, together: Set[ParamAndGradBuffer]
     ) -> Iterator[Sequence[int]]:
         """While this rank updates `ids`, start gathers in their order, if `memory` is written last of `together`. Give
         the numbers of its buckets in this order; none if all start when it is published. After an error, none count.
         """
         self._left = None
-        memories = {id(one) for one in together}
-        if not ids or self.gathers is Gathers.WHEN_ASKED or not self._published | {id(memory)} >= memories:
+        if not ids or self.gathers is Gathers.WHEN_ASKED or not self._published | {memory} >= together:
             yield ()
             return
-        self._left = {bucket: bucket.ids.intersection(ids) for bucket in self._due(memories)}
+        self._left = {bucket: bucket.ids.intersection(ids) for bucket in self._due(together)}
         try:
             yield [bucket.number for bucket in self._left if bucket.memory is memory]
         except (Exception, KeyboardInterrupt):  # not if the generator is dropped, as late as in another step
@@ -161,8 +160,8 @@ class ParamSync:
                 self._wait_for(bucket)
                 bucket.memory.check_arrived(bucket.number)
 
-    def _due(self, memories: Collection[int]) -> list[ParamBucket]:
-        return [bucket for index in self.order if id((bucket := self.buckets[index]).memory) in memories]
+    def _due(self, memories: Collection[ParamAndGradBuffer]) -> list[ParamBucket]:
+        return [bucket for index in self.order if (bucket := self.buckets[index]).memory in memories]
 
     def _start(self, due: Sequence[ParamBucket], *, number: int | None = None) -> None:
         """Start the gathers of `due`, or the first `number`. If one fails, all later buckets are incomplete, too."""
