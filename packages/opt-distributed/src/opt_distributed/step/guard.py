@@ -77,8 +77,8 @@ class UsableGrads(Refusal):
     """Gradients are sparse or were refused when reduced, a captured step lacks one, or another guard failed."""
 
     def find(self, groups: Groups) -> Exception | None:
-        """Return None: `Guards.flags` sets what was found once all guards were asked."""
-        return None
+        """Return what `Guards.refuse` has set. It may set more while other guards are asked."""
+        return self.found
 
 
 class ParamsInPlace(Refusal):

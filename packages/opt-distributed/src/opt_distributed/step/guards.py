@@ -29,7 +29,6 @@ class Guards:
     """
 
     groups: Groups = ()  # of the present step
-    unusable: Exception | None = None  # why this rank's gradients must not be used, or a guard that failed
     agreed: tuple[Guard, ...] = ()  # those of the first step
 
     def __init__(
@@ -69,11 +68,11 @@ class Guards:
                 )
             self.agreed = tuple(self.all)
         self.groups = groups
-        self.unusable = None
+        self._usable_grads.found = None
 
     def refuse(self, error: Exception | None) -> None:
         """Let every rank refuse the present step, if `error` is one."""
-        self.unusable = self.unusable or error
+        self._usable_grads.found = self._usable_grads.found or error
 
     def flags(self) -> list[float]:
         """Return the flags of all guards: as many in every step, and on every rank. Zeros for a guard that fails, for
@@ -85,15 +84,15 @@ class Guards:
         if tuple(self.all) != self.agreed:
             self.refuse(GuardError("guards were changed after the first step; append them before, on every rank"))
         flags = []
+        usable = self._usable_grads
         for guard in self.agreed:
-            before = self.unusable
+            before = usable.found
             flags.append(self._flags_of(guard))
-            has_refused = any(flags[-1]) or self.unusable is not before
+            has_refused = any(flags[-1]) or usable.found is not before
             if has_refused and guard in (self.same_params, self.usable_groups):
                 self.groups = self._built
         # Known only now: a guard that failed is one of its errors.
-        self._usable_grads.found = self.unusable
-        flags[self.agreed.index(self._usable_grads)] = [float(self.unusable is not None)]
+        flags[self.agreed.index(usable)] = [float(usable.found is not None)]
         return [flag for of_guard in flags for flag in of_guard]
 
     def _flags_of(self, guard: Guard) -> list[float]:
@@ -113,7 +112,6 @@ class Guards:
     def refuse_late(self, error: Exception, flags: Tensor) -> Tensor:
         """Let every rank refuse the present step by its flags, (n,) on the device; return them with that added."""
         self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
-        self._usable_grads.found = self.unusable
         earlier = self.agreed[: self.agreed.index(self._usable_grads)]
         place = sum(guard.num_flags for guard in earlier)
         return flags.index_fill(0, torch.tensor([place], dtype=torch.int64, device=flags.device), 1.0)
