@@ -61,7 +61,7 @@ def train(between: Between = schedule, *, do: Sequence[str] = REPLAYS, may_read:
         results = []
         captured = optimizer.stepper._captured
         if captured is not None:
-            captured._work._graph = Watched(captured._work._graph, did)
+            captured._graph = Watched(captured._graph, did)
         for step in range(len(do)):
             between(step, optimizer)
             did.append("")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.device import Device
 from opt_distributed.pieces.dtensor import DTensorGrads
 from opt_distributed.pieces.piece import Groups, Ready
 from opt_distributed.pieces.sources import BufferedGrads, ParamGrads, Source
@@ -31,49 +30,12 @@ MANY_MISSES = 10  # successive steps without a graph, after which a warning says
 _LOG = logging.getLogger(__name__)
 
 
-class CapturedWork:
-    """Work that is captured when two successive calls have the same key, and then replayed while the key stays."""
-
-    def __init__(self, device: Device):
-        """Raises GraphError if the device does not support graphs."""
-        self._graph = device.graph()
-        self._captured: tuple[Hashable, Verdict] | None = None  # the capture's key, and what replays write
-        self._last: Hashable = None
-        self._num_misses = 0  # successive calls with a new key
-
-    def __call__(self, work: Callable[[], Verdict], key: Hashable) -> Verdict:
-        """Return the result of `work`: at every replay, the same tensors with new values.
-
-        `key` contains everything that a capture freezes.
-        """
-        if self._captured is not None and self._captured[0] == key:
-            self._graph.replay()
-            return self._captured[1]
-        is_known = self._last == key
-        self._last = key
-        if not is_known:  # the first run compiles kernels and builds tables, which a capture must not do
-            self._captured = None
-            self._num_misses += 1
-            if self._num_misses == MANY_MISSES:
-                _LOG.warning(
-                    "the last %d steps ran without their graph: before each of them, memory of gradients, parameters "
-                    "or states has moved, or an entry of param_groups that is not a number has changed",
-                    MANY_MISSES,
-                )
-            return work()
-        self._num_misses = 0
-        with self._graph.capture():
-            self._captured = (key, work())
-        self._graph.replay()
-        return self._captured[1]
-
-
 Work = Callable[[list[Ready], Tensor, Groups], Verdict]
 """Statistics, verdict, loss scale and updates of a step, given gradients, flags and groups."""
 
 
 class CapturedStep:
-    """The part of a `Stepper`'s step that is captured."""
+    """The part of a `Stepper`'s step that is captured when two successive steps freeze the same, and then replayed."""
 
     def __init__(self, units: Sequence[Unit], sources: Sequence[Source], *, scaler: Scaler, device: torch.device):
         """Raises GraphError if the device does not support graphs."""
@@ -82,7 +44,10 @@ class CapturedStep:
         self.scaler = scaler
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
         self._accelerator = devices.device_of(device)
-        self._work = CapturedWork(self._accelerator)
+        self._graph = self._accelerator.graph()
+        self._captured: tuple[Hashable, Verdict] | None = None  # the capture's key, and what replays write
+        self._last: Hashable = None
+        self._num_misses = 0  # successive steps with a new key
         rules = [bare(unit.rule) for unit in units]
         self._table = HyperTable(rules, device=device, upload=self._accelerator.upload)
         self._copies: list[dict[int, Tensor]] = [{} for _ in units]
@@ -128,7 +93,26 @@ class CapturedStep:
             count.stay_on(self.device)
         addresses = tuple(map(Tensor.data_ptr, tensors))
         key = tuple(counts), addresses, self._table.frozen, limits
-        return self._work(lambda: work(ready, flags, self._table.groups), key)
+        if self._captured is not None and self._captured[0] == key:
+            self._graph.replay()
+            return self._captured[1]
+        is_known = self._last == key
+        self._last = key
+        if not is_known:  # the first run compiles kernels and builds tables, which a capture must not do
+            self._captured = None
+            self._num_misses += 1
+            if self._num_misses == MANY_MISSES:
+                _LOG.warning(
+                    "the last %d steps ran without their graph: before each of them, memory of gradients, parameters "
+                    "or states has moved, or an entry of param_groups that is not a number has changed",
+                    MANY_MISSES,
+                )
+            return work(ready, flags, self._table.groups)
+        self._num_misses = 0
+        with self._graph.capture():
+            self._captured = (key, work(ready, flags, self._table.groups))
+        self._graph.replay()
+        return self._captured[1]
 
 
 def _in_fixed_memory(ready: Ready, copies: dict[int, Tensor]) -> Ready:
