@@ -7,13 +7,12 @@ To add a layout, write its planner in a file of `opt_distributed/layout`, and a 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import NamedTuple
 
 import torch
 
 from opt_config import Replicated, Sharding, WholeParams
 from opt_distributed.comm.roles import Roles
-from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, update_cost, whole_layout
+from opt_distributed.layout import Layout, ParamShape, Piece, flat_layout, replicated_layout, update_cost, whole_layout
 from opt_distributed.layout.layout import SHARD_MULTIPLE
 from opt_kernels.codecs import BLOCK
 from opt_paramgroups import ParamId, ParamMeta
@@ -71,19 +70,6 @@ class WorldSizes:
         return cls(dense=dense.dp.size, expert=expert.dp.size, dense_tp=dense.tp.size, expert_tp=expert.tp.size)
 
 
-class Run(NamedTuple):
-    """A run of elements of one parameter."""
-
-    id: ParamId
-    of_param: slice  # flat elements of the stored tensor
-    bucket: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Elements of the run."""
-        return int(self.of_param.stop - self.of_param.start)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferPlan:
     """Parameters whose gradients are communicated together: one dtype, one family, one layout."""
@@ -104,13 +90,13 @@ class BufferPlan:
         grads = "" if self.chunk is None else f", {short(self.grad_dtype)} gradients"
         return f"{of_chunk}{short(self.dtype)} {family}, {self.kind.name}{grads}"
 
-    def runs(self, rank: int) -> Iterator[Run]:
-        """Yield the runs that shard `rank` keeps. DTensor parameters are included even if their local shard is empty,
-        because this rank may still compute the update of such a matrix."""
+    def owned(self, rank: int) -> Iterator[tuple[int, Piece]]:
+        """Yield what shard `rank` keeps, as `Layout.owned`. DTensor parameters are included even if their local shard
+        is empty, because this rank may still compute the update of such a matrix."""
         if self.kind is PRE_SHARDED:
-            return (Run(param.id, slice(0, param.numel)) for param in self.params)
-        owned = self.layout.owned(rank % self.layout.num_shards)
-        return (Run(piece.id, piece.of_param, bucket) for bucket, piece in owned)
+            wholes = ((param.id, slice(0, param.numel)) for param in self.params)
+            return ((0, Piece(id, whole, whole)) for id, whole in wholes)
+        return self.layout.owned(rank % self.layout.num_shards)
 
 
 def short(dtype: torch.dtype) -> str:

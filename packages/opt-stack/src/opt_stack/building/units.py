@@ -269,7 +269,7 @@ def _pieces(
         is_sharded = buffer.layout.num_shards > 1
         rank = axes.dp.rank if is_sharded else 0
         has_buckets = buffer.kind.is_sharded and rule.needs is Needs.MATRICES and not unit.compute
-        for number, (id, of_param, bucket) in enumerate(buffer.runs(rank)):
+        for number, (bucket, (id, of_param, _)) in enumerate(buffer.owned(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
             param = design.model.params[id]

@@ -282,7 +282,8 @@ def _hosted(buffer: BufferPlan, metas: Metas, fraction: float) -> Iterator[froze
     """
     is_laid_out = buffer.kind is PRE_SHARDED
     for shard in range(1 if is_laid_out else buffer.layout.num_shards):
-        runs = [(run.id, prod(metas[run.id].shape) if is_laid_out else run.numel) for run in buffer.runs(shard)]
+        owned = [piece for _, piece in buffer.owned(shard)]
+        runs = [(piece.id, prod(metas[piece.id].shape) if is_laid_out else piece.numel) for piece in owned]
         wanted = fraction * sum(numel for _, numel in runs)
         before = accumulate((numel for _, numel in runs), initial=0)
         yield frozenset(id for (id, _), reached in zip(runs, before) if reached < wanted)

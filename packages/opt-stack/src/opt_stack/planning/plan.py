@@ -153,7 +153,7 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
             num_owners[matrix.id] = layout.num_ranks
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
-        for run in buffer.runs(rank) if shapes else ():
+        for _, run in buffer.owned(rank) if shapes else ():
             if run.id not in shapes or plan.is_on_host(buffer, rank, run.id) is not on_host:
                 continue
             shape = shapes[run.id]
@@ -178,7 +178,7 @@ def staging_bytes(plan: Plan, rank: int) -> int:
         itemsize = buffer.dtype.itemsize
         if stages_grads:
             itemsize += buffer.grad_dtype.itemsize
-        numel = sum(run.numel for run in buffer.runs(rank) if plan.is_on_host(buffer, rank, run.id))
+        numel = sum(run.numel for _, run in buffer.owned(rank) if plan.is_on_host(buffer, rank, run.id))
         total += numel * itemsize
     return total
 
