@@ -45,7 +45,7 @@ class Axes:
 
     dp: Comm  # ranks among which state is sharded or replicated, and gradients are reduced
     tp: Comm  # ranks that hold other parts of the same matrices
-    inter: Comm = field(default_factory=Alone)  # the other instances, which hold the same shards
+    inter: Comm = ALONE  # the other instances, which hold the same shards
 
     @property
     def num_replicas(self) -> int:
@@ -66,7 +66,7 @@ class Roles:
     dense: Axes
     expert: Axes
     everyone: Comm  # all ranks of the model, which must agree on errors
-    ep: Comm = field(default_factory=Alone)  # ranks that hold other experts
+    ep: Comm = ALONE  # ranks that hold other experts
     instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
     known_peers: Mapping[str, Comm] = field(default_factory=dict)  # those of `PEERS` that were given
 

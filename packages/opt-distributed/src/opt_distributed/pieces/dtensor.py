@@ -103,8 +103,8 @@ class DTensorGrads:
     """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
 
     If a parameter has replicas outside of its mesh, as with a tensor-parallel plan on one axis of a larger mesh, its
-    gradient is averaged over them in the step. `replicas` maps parameters to these groups. A parameter that is not in
-    it, or that it maps to (), has no such replicas.
+    gradient is averaged over them in the step. `replicas` maps parameters to these groups. A parameter that it
+    maps to () has no such replicas.
     """
 
     grad_scale = 1.0
@@ -112,14 +112,14 @@ class DTensorGrads:
     def __init__(
         self,
         params: Mapping[ParamId, nn.Parameter],
-        replicas: Mapping[ParamId, tuple[Comm, ...]] | None = None,
+        replicas: Mapping[ParamId, tuple[Comm, ...]],
         *,
-        dtype: torch.dtype = torch.float32,  # of the sums
+        dtype: torch.dtype,  # of the sums
     ):
         self.params = params
         self.place = LocalParts(params)
         by_groups: dict[tuple[Comm, ...], dict[ParamId, nn.Parameter]] = {}
-        for id, comms in (replicas or {}).items():
+        for id, comms in replicas.items():
             if comms:
                 by_groups.setdefault(comms, {})[id] = params[id]
         # Over replicas outside of their meshes.

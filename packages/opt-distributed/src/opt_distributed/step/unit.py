@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from operator import attrgetter
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from opt_paramgroups import ParamId
 
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
-NO_MEANS: Mapping[ParamId, Tensor] = MappingProxyType({})
 _COUNT = attrgetter("count")
 _LAYOUT = attrgetter("layout")
 _SOURCE = attrgetter("source")
@@ -100,7 +98,7 @@ class Unit:
         return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
 
     @torch.no_grad()
-    def begin_(self, update: Update, row_means: Mapping[ParamId, Tensor] = NO_MEANS) -> HookedStep | None:
+    def begin_(self, update: Update, row_means: Mapping[ParamId, Tensor]) -> HookedStep | None:
         """Compute the directions of the ready pieces, if hooks read their norms; writes the rule's states.
 
         If the unit is in host memory, this queues the copies to it, and waits for them only if there are such hooks.
