@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,12 +126,24 @@ class Reduction:
     check_for_large: bool
 
 
+class LaunchKey(NamedTuple):
+    """The place of one reduction among all others; smaller ones are launched first."""
+
+    is_late: bool  # launched by `finish` on every rank, because some rank may lack one of its gradients
+    chunk: int  # negated number of the model chunk: backward reaches the last chunk first
+    time: float  # when the bucket became complete on the first of its replicas, as a share of the chunk's buckets
+    is_expert: bool
+    number: int  # among the chunk's buckets
+
+
 class GradBucket:
     """One bucket of a buffer, which tracks the parameters whose gradients have arrived.
 
     `main_grad` is bound to `accumulators` while gradients accumulate, and to `views` of the buffer after `launch`.
     These are the same tensors, except for the parameters in `sums`, which accumulate separately in fp32.
     """
+
+    key: LaunchKey  # set by `GradSync`
 
     def __init__(self, memory: ParamAndGradBuffer, index: int, reduction: Reduction, *, sums: Mapping[ParamId, Tensor]):
         self.memory = memory
@@ -245,14 +258,16 @@ class GradBucket:
             CollectiveError: it failed, or exceeded the timeout of its group. The next calls until `begin` set
                 `problem`, because the contents of the buffer are undefined.
         """
-        self.problem = self.problem or self._find_assigned()
+        self.refuse(self._find_assigned())
         if self._flight is None:
             if self.state is BucketState.REDUCED:
                 self._adopt_or_note()
             elif self.state is BucketState.IN_FLIGHT:
-                self.problem = self.problem or UnusableGradientError(
-                    f"the reduction of {self.name} failed, so its gradients are undefined; call zero_grad_buffer() or "
-                    "the optimizer's zero_grad(), and run the iteration again"
+                failed = f"the reduction of {self.name} failed, so its gradients are undefined"
+                self.refuse(
+                    UnusableGradientError(
+                        f"{failed}; call zero_grad_buffer() or the optimizer's zero_grad(), and run the iteration again"
+                    )
                 )
             return
         self._on_arrival()
@@ -261,10 +276,12 @@ class GradBucket:
         self.state = BucketState.REDUCED
         for id, view in self.views.items():
             if getattr(self.memory.params[id], "main_grad", None) is not view:
-                self.problem = self.problem or UnusableGradientError(
-                    f"main_grad of {id} was replaced while its bucket was being reduced; call finish_grad_sync() "
-                    "before you replace it"
-                )
+                replaced = f"main_grad of {id} was replaced while its bucket was being reduced"
+                self.refuse(UnusableGradientError(f"{replaced}; call finish_grad_sync() before you replace it"))
+
+    def refuse(self, problem: UnusableGradientError | None) -> None:
+        """Note why this iteration's gradients must not be used, if `problem` says so. The first one counts."""
+        self.problem = self.problem or problem
 
     def begin(self) -> None:
         """Begin an iteration."""
@@ -330,7 +347,7 @@ class GradBucket:
         try:
             self.adopt()
         except GradientError as error:
-            self.problem = self.problem or UnusableGradientError(str(error))
+            self.refuse(UnusableGradientError(str(error)))
 
     def _find_assigned(self) -> UnusableGradientError | None:
         """A gradient that the caller assigned to ``param.grad``, which no backward pass adds to the buffer. It may be

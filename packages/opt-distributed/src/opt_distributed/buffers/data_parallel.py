@@ -212,7 +212,7 @@ class DistributedDataParallel(nn.Module):
         self.start_grad_sync()
         self.grad_sync.finish()
         if self.param_sync.buckets:
-            self.param_sync.order = self.grad_sync.order[::-1]
+            self.param_sync.order = [bucket.key.number for bucket in reversed(self.grad_sync.order)]
 
     def telling(self) -> AbstractContextManager[None]:
         """Tell ranks that wait for this one of an error that is raised inside."""

@@ -18,7 +18,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.bucket import BucketState, GradBucket, LargeGrads
+from opt_distributed.buffers.bucket import BucketState, GradBucket, LargeGrads, LaunchKey
 from opt_distributed.buffers.main_grad import (
     GradientError,
     SparseGradientError,
@@ -30,16 +30,6 @@ from opt_distributed.comm.collectives import group_of
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.roles import Axes, from_all_replicas
 from opt_paramgroups import ParamId
-
-
-class LaunchKey(NamedTuple):
-    """The place of one reduction among all others; smaller ones are launched first."""
-
-    is_late: bool  # launched by `finish` on every rank, because some rank may lack one of its gradients
-    chunk: int  # negated number of the model chunk: backward reaches the last chunk first
-    time: float  # when the bucket became complete on the first of its replicas, as a share of the chunk's buckets
-    is_expert: bool
-    number: int  # among the chunk's buckets of the family
 
 
 class LaunchOrder:
@@ -62,9 +52,9 @@ class LaunchOrder:
         self.sort()
 
     def sort(self) -> None:
-        """Sort buckets by the present keys of the chunks."""
-        places = [(chunk, index) for chunk in self.chunks for index in range(len(chunk.keys))]
-        self._sequence = sorted(places, key=lambda place: place[0].keys[place[1]])
+        """Sort buckets by their present keys."""
+        buckets = [(chunk, bucket) for chunk in self.chunks for bucket in chunk.buckets]
+        self._sequence = sorted(buckets, key=lambda pair: pair[1].key)
 
     @property
     def may_launch_early(self) -> bool:
@@ -96,32 +86,32 @@ class LaunchOrder:
     def launch_ready(self) -> None:
         """Launch, in order, complete buckets and those of started chunks, up to the first that is neither."""
         early = self.may_launch_early
-        for chunk, index in self._pending():
-            is_ready = early and chunk.buckets[index].is_complete and not chunk.keys[index].is_late
+        for chunk, bucket in self._pending():
+            is_ready = early and bucket.is_complete and not bucket.key.is_late
             if not (is_ready or chunk.is_started):
                 return
-            self._launch(chunk, index)
+            self._launch(chunk, bucket)
 
     def launch_through(self, last: "GradSync") -> None:
         """Launch all buckets of `last`, complete or not, and, in order, all buckets that precede one of them."""
-        for chunk, index in self._pending():
-            if all(bucket.state is not BucketState.ACCUMULATING for bucket in last.buckets):
+        for chunk, bucket in self._pending():
+            if all(other.state is not BucketState.ACCUMULATING for other in last.buckets):
                 return
-            self._launch(chunk, index)
+            self._launch(chunk, bucket)
 
-    def _pending(self) -> Iterator[tuple["GradSync", int]]:
+    def _pending(self) -> Iterator[tuple["GradSync", GradBucket]]:
         """Buckets that are not launched yet, in order, except those whose memory was freed."""
-        for chunk, index in self._sequence:
-            if chunk.buckets[index].state is BucketState.ACCUMULATING:
-                yield chunk, index
+        for chunk, bucket in self._sequence:
+            if bucket.state is BucketState.ACCUMULATING:
+                yield chunk, bucket
 
-    def _launch(self, chunk: "GradSync", index: int) -> None:
+    def _launch(self, chunk: "GradSync", bucket: GradBucket) -> None:
         """Launch a bucket, after the previous one has advanced a stage: only one at a time has scratch memory."""
         if self._previous is not None:
             self._previous.advance()
         chunk.before_launch()
-        self._previous = chunk.buckets[index]
-        self._previous.launch(chunk.iteration)
+        self._previous = bucket
+        bucket.launch(chunk.iteration)
 
 
 def share_order(chunks: Iterable["GradSync"]) -> None:
@@ -153,7 +143,7 @@ class Family(NamedTuple):
     """The buckets of dense parameters, or those of experts."""
 
     axes: Axes  # the replicas, which all have the same buckets
-    indices: list[int]
+    buckets: list[GradBucket]
     limit: LargeGrads
 
 
@@ -186,26 +176,28 @@ class GradSync:
         self.families: list[Family] = []
         self.groups: list[object] = []  # process groups, or a `Comm` that has none
         for is_expert in (False, True):
-            indices = [at for at, bucket in enumerate(buckets) if bucket.reduction.is_expert == is_expert]
-            if indices:
-                axes = buckets[indices[0]].reduction.axes
-                self.families.append(Family(axes, indices, LargeGrads()))
+            of_family = [bucket for bucket in buckets if bucket.reduction.is_expert == is_expert]
+            if of_family:
+                axes = of_family[0].reduction.axes
+                self.families.append(Family(axes, of_family, LargeGrads()))
                 for comm in (axes.dp, axes.inter):
                     if comm.size > 1:
                         self.groups.append(group_of(comm) or comm)
-        self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
-        self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
+        self._bucket_of = {id: bucket for bucket in self.buckets for id in bucket.ids}
+        self._completed: dict[GradBucket, int] = {}  # in this iteration: buckets, and how many were complete before
         self.has_run = False  # whether a pass of this iteration may have launched buckets on some rank
         self._finished = False
-        self.keys = tuple(self._key(index) for index in range(len(self.buckets)))
+        for number, bucket in enumerate(self.buckets):
+            is_expert = bucket.reduction.is_expert
+            bucket.key = LaunchKey(not in_backward, -self.number, 0.0, is_expert, number)
         self.launch_order = LaunchOrder([self])
         with _lock:
             _live.add(self)
 
     @property
-    def order(self) -> tuple[int, ...]:
-        """Indices in `buckets`, in the order of their launches."""
-        return tuple(sorted(range(len(self.buckets)), key=self.keys.__getitem__))
+    def order(self) -> list[GradBucket]:
+        """The buckets, in the order of their launches."""
+        return sorted(self.buckets, key=lambda bucket: bucket.key)
 
     @property
     def may_launch_early(self) -> bool:
@@ -230,20 +222,19 @@ class GradSync:
         Raises:
             GradientError: a gradient of this parameter may not be added now.
         """
-        index = self._bucket_of[id]
-        bucket = self.buckets[index]
+        bucket = self._bucket_of[id]
         bucket.check_accumulating(id)
         adopt_main_grad_(param, accumulator, str(id))
         try:
             take_grad_(param, str(id))
         except SparseGradientError as error:
             param.grad = None
-            bucket.problem = bucket.problem or error
+            bucket.refuse(error)
         if self.is_last_microbatch:
             self.has_run = True
             bucket.note(id)
             if bucket.is_complete:
-                self._completed.setdefault(index, len(self._completed))
+                self._completed.setdefault(bucket, len(self._completed))
                 self.launch_order.launch_ready()
 
     def start(self) -> None:
@@ -283,17 +274,16 @@ class GradSync:
             for bucket in self.buckets:
                 bucket.check_here()
             self.launch_order.launch_through(self)
-        for index in self.order:
-            self.buckets[index].finish()
+        for bucket in self.order:
+            bucket.finish()
         if self._has_to_learn and not self._finished:
             self._learn()
         if not self._finished:
             self._judge()
         self._finished = True
-        for index in self.order:
-            problem = self.buckets[index].problem
-            if problem is not None:
-                raise problem
+        for bucket in self.order:
+            if bucket.problem is not None:
+                raise bucket.problem
 
     def begin(self) -> None:
         """Begin an iteration, in which gradients may accumulate again. Waits for pending reductions.
@@ -311,8 +301,8 @@ class GradSync:
             self.launch_order.launch_through(self)
             for family in self.families:
                 self._compare_dropped(family.axes)
-        for index in self.order:
-            self.buckets[index].begin()
+        for bucket in self.order:
+            bucket.begin()
         self.iteration += self._finished
         self._completed = {}
         self._finished = False
@@ -321,7 +311,7 @@ class GradSync:
 
     def _compare_dropped(self, axes: Axes) -> None:
         """Raise GradientError if the replicas of a family do not all drop this iteration. Collective."""
-        last = self.buckets[self.order[-1]].name
+        last = self.order[-1].name
         what = f"drop of iteration {self.iteration} of chunk {self.number} by zero_grad, after the reduction of {last}"
         cause: CollectiveError | None = None
         try:
@@ -340,44 +330,36 @@ class GradSync:
 
     def _judge(self) -> None:
         """Refuse buckets whose checks say so, the same on all ranks. The host waits once for all of them."""
-        checked = {at: bucket.checks for at, bucket in enumerate(self.buckets) if bucket.checks is not None}
+        checked = {bucket: bucket.checks for bucket in self.buckets if bucket.checks is not None}
         if not checked:
             return
         numbers = torch.stack([checks.finish() for checks in checked.values()])
         on_host = HostCopy(numbers, self.buckets[0].memory.queues).wait().tolist()
         norms = {}
-        for (at, checks), (is_bad, norm) in zip(checked.items(), on_host, strict=True):
-            norms[at] = norm
+        for (bucket, checks), (is_bad, norm) in zip(checked.items(), on_host, strict=True):
+            norms[bucket] = norm
             if is_bad:
-                bucket = self.buckets[at]
-                bucket.problem = bucket.problem or checks.problem()
+                bucket.refuse(checks.problem())
         for family in self.families:
-            largest = max((at for at in family.indices if at in norms), key=norms.__getitem__, default=None)
+            largest = max((one for one in family.buckets if one in norms), key=norms.__getitem__, default=None)
             if largest is not None:
-                bucket = self.buckets[largest]
-                problem = family.limit.verdict(norms[largest], bucket.name)
-                bucket.problem = bucket.problem or problem
-
-    def _key(self, index: int, *, time: float = 0.0, is_late: bool = False) -> LaunchKey:
-        is_expert = self.buckets[index].reduction.is_expert
-        return LaunchKey(is_late or not self.in_backward, -self.number, time, is_expert, index)
+                largest.refuse(family.limit.verdict(norms[largest], largest.name))
 
     def _learn(self) -> None:
         """Agree with the replicas of each family when its buckets are complete, and which ones may lack a gradient."""
-        keys = list(self.keys)
+        num = len(self.buckets)
         for bucket in self.buckets:
             bucket.expected = {id: max(bucket.arrivals.get(id, 0), 1) for id in bucket.ids}
         for family in self.families:
             seen = []
-            for at in family.indices:
-                bucket = self.buckets[at]
+            for bucket in family.buckets:
                 lacks_grads = len(bucket.arrivals) < len(bucket.ids)
-                seen.append((self._completed.get(at, len(keys)) / len(keys), lacks_grads))
+                seen.append((self._completed.get(bucket, num) / num, lacks_grads))
             reports = from_all_replicas(family.axes, seen)
-            for at, per_rank in zip(family.indices, zip(*reports, strict=True), strict=True):
+            for bucket, per_rank in zip(family.buckets, zip(*reports, strict=True), strict=True):
                 time, _ = per_rank[0]
-                keys[at] = self._key(at, time=time, is_late=any(is_late for _, is_late in per_rank))
-        self.keys = tuple(keys)
+                is_late = not self.in_backward or any(is_late for _, is_late in per_rank)
+                bucket.key = bucket.key._replace(time=time, is_late=is_late)
         self._has_to_learn = False
         self.launch_order.sort()
 
