@@ -71,57 +71,47 @@ def finalize_model_grads(
     chunks = tuple(model_chunks)
     told = [chunk for chunk in chunks[:1] if isinstance(chunk, DistributedDataParallel)]
     with told[0].telling() if told else nullcontext():
-        _finalize(chunks, num_tokens, pg_collection, qk_layernorm, router_bias_update_rate)
-
-
-def _finalize(
-    chunks: Sequence[DistributedDataParallel],
-    num_tokens: Tensor | int | None,
-    pg_collection: Groups,
-    qk_layernorm: bool | None,
-    router_bias_update_rate: float,
-) -> None:
-    for index, chunk in enumerate(chunks):
-        if not isinstance(chunk, DistributedDataParallel):
-            raise ValueError(
-                f"model chunk {index} is a {type(chunk).__name__}; wrap it in DistributedDataParallel, or leave plain "
-                "modules to the optimizer's step"
-            )
-        if num_tokens is not None and not chunk.calculate_per_token_loss:
-            raise ValueError(
-                f"num_tokens was given, but model chunk {index} averages gradients; wrap it with "
-                "calculate_per_token_loss=True"
-            )
-    given: Any = pg_collection
-    if given is None:
-        given = chunks[0].roles if chunks else {}
-    elif not isinstance(given, Mapping | ProcessGroups | Roles):
-        given = groups_of_collection(given)
-    peers = given if isinstance(given, Mapping) else peers_of(given)
-    if qk_layernorm is None:
-        qk_layernorm = any(chunk.qk_layernorm for chunk in chunks)
-    _check_peers(chunks, peers, qk_layernorm=qk_layernorm)
-    for chunk in chunks:
-        chunk.finish_grad_sync()
-    incomplete = [chunk for chunk in chunks if not chunk.num_finalized]
-    sum_over_peers_(_owned_parts(incomplete), peers, qk_layernorm=qk_layernorm)
-    for chunk in incomplete:
-        chunk.num_finalized = len(chunks)
-    replicas = [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
-    comms = [peers.get("tp", ALONE), *replicas]
-    is_first = any(chunk.grad_sync.iteration == 1 for chunk in chunks)
-    update_router_biases_(chunks, rate=router_bias_update_rate, comms=comms, compares=is_first)
-    unscaled = [chunk for chunk in chunks if not chunk.is_scaled]
-    if num_tokens is not None and unscaled:
-        device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
-        total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).detach().clone()
-        stages = peers.get("pp", ALONE)
-        stages.broadcast_(total, src=stages.size - 1)
-        for comm in replicas:
-            comm.all_reduce_(total)
-        factor = total.clamp(min=1).reciprocal()  # without tokens, gradients are zeros
-        for chunk in unscaled:
-            chunk.scale_gradients(factor)
+        for index, chunk in enumerate(chunks):
+            if not isinstance(chunk, DistributedDataParallel):
+                raise ValueError(
+                    f"model chunk {index} is a {type(chunk).__name__}; wrap it in DistributedDataParallel, or leave "
+                    "plain modules to the optimizer's step"
+                )
+            if num_tokens is not None and not chunk.calculate_per_token_loss:
+                raise ValueError(
+                    f"num_tokens was given, but model chunk {index} averages gradients; wrap it with "
+                    "calculate_per_token_loss=True"
+                )
+        given: Any = pg_collection
+        if given is None:
+            given = chunks[0].roles if chunks else {}
+        elif not isinstance(given, Mapping | ProcessGroups | Roles):
+            given = groups_of_collection(given)
+        peers = given if isinstance(given, Mapping) else peers_of(given)
+        if qk_layernorm is None:
+            qk_layernorm = any(chunk.qk_layernorm for chunk in chunks)
+        _check_peers(chunks, peers, qk_layernorm=qk_layernorm)
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+        incomplete = [chunk for chunk in chunks if not chunk.num_finalized]
+        sum_over_peers_(_owned_parts(incomplete), peers, qk_layernorm=qk_layernorm)
+        for chunk in incomplete:
+            chunk.num_finalized = len(chunks)
+        replicas = [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
+        comms = [peers.get("tp", ALONE), *replicas]
+        is_first = any(chunk.grad_sync.iteration == 1 for chunk in chunks)
+        update_router_biases_(chunks, rate=router_bias_update_rate, comms=comms, compares=is_first)
+        unscaled = [chunk for chunk in chunks if not chunk.is_scaled]
+        if num_tokens is not None and unscaled:
+            device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
+            total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).detach().clone()
+            stages = peers.get("pp", ALONE)
+            stages.broadcast_(total, src=stages.size - 1)
+            for comm in replicas:
+                comm.all_reduce_(total)
+            factor = total.clamp(min=1).reciprocal()  # without tokens, gradients are zeros
+            for chunk in unscaled:
+                chunk.scale_gradients(factor)
 
 
 def _owned_parts(chunks: Iterable[DistributedDataParallel]) -> Iterator[Part]:
