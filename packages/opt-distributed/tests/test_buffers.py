@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opt_distributed import CollectiveError, run_threads
 from opt_distributed.buffers import ParamAndGradBuffer, ReducedGrads, StorageError
 from opt_distributed.buffers.wires import InFlight, SumInFp32, Wire
-from opt_distributed.comm import Alone, Axes, Comm
+from opt_distributed.comm import Alone, Axes, Comm, device
 from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.layout import Layout, LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
@@ -133,7 +133,7 @@ def wire_result(wire_of: Callable[[Comm], Wire], parts: Tensor) -> Tensor:
     def rank_main(comm: ThreadComm) -> Tensor:
         full = parts[comm.rank].clone()
         shard = full.view(comm.size, -1)[comm.rank]
-        InFlight(wire_of(comm).stages(full, shard), "test").finish()
+        InFlight(wire_of(comm).stages(full, shard), "test", device=device.Device(), is_staged=False).finish()
         return shard
 
     return torch.cat(run_threads(len(parts), rank_main))
@@ -156,7 +156,7 @@ def test_a_failed_collective_says_which_it_was() -> None:
             raise RuntimeError("connection closed by peer")
 
     with pytest.raises(CollectiveError, match="bucket 3 of dense: connection closed by peer"):
-        InFlight(iter([Lost()]), "bucket 3 of dense").finish()
+        InFlight(iter([Lost()]), "bucket 3 of dense", device=device.Device(), is_staged=False).finish()
 
 
 def test_threads_raise_the_error_that_stopped_the_others() -> None:

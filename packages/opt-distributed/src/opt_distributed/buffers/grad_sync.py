@@ -120,8 +120,8 @@ def share_order(chunks: Iterable["GradSync"]) -> None:
     Raises:
         ValueError: two of them have the same number.
     """
-    linked = {id(other): other for chunk in chunks for other in chunk.launch_order.chunks}
-    order = LaunchOrder(list(linked.values()))
+    linked = dict.fromkeys(other for chunk in chunks for other in chunk.launch_order.chunks)
+    order = LaunchOrder(list(linked))
     for chunk in order.chunks:
         chunk.launch_order = order
 

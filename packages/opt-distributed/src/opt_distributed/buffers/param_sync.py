@@ -31,8 +31,8 @@ from opt_paramgroups import ParamId
 
 def share_gather_order(chunks: Iterable["ParamSync"]) -> None:
     """Give one order of gathers to `chunks` and to all chunks that share an order with one of them."""
-    linked = {id(other): other for chunk in chunks for other in chunk.gather_order}
-    order = tuple(sorted(linked.values(), key=lambda chunk: chunk.number))
+    linked = {other for chunk in chunks for other in chunk.gather_order}
+    order = tuple(sorted(linked, key=lambda chunk: chunk.number))
     for chunk in order:
         chunk.gather_order = order
 

@@ -126,9 +126,6 @@ def to_owners(wire: Wire, bucket: Bucket, comm: Comm) -> Wire:
     return SumToOwners(wire, comm, bucket) if bucket.cuts else wire
 
 
-_HOST = Device()
-
-
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Raise what a backend raises inside, as when a peer is gone, as a CollectiveError that begins with `what`."""
@@ -149,7 +146,7 @@ class InFlight:
 
     _pending: Pending | None = None  # the present stage; None after the last
 
-    def __init__(self, stages: Iterator[Pending], what: str, *, device: Device = _HOST, is_staged: bool = False):
+    def __init__(self, stages: Iterator[Pending], what: str, *, device: Device, is_staged: bool):
         self._stages = stages
         self._what = what
         self._device = device
