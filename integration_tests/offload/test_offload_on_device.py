@@ -214,7 +214,7 @@ def test_at_most_two_runs_are_on_the_device() -> None:
 
             def noted(host: Any, ready: Ready, memory: Tensor, stream: Any) -> Any:
                 blocks[memory.data_ptr()] = memory.nbytes
-                lengths.append(sum(map(streamed._num_bytes, streamed._kept(ready.pieces))))
+                lengths.append(sum(map(streamed._num_bytes, streamed.kept_tensors(ready.pieces))))
                 return fetched(host, ready, memory, stream)
 
             patch.setattr(streamed.Streamed, "_fetched", noted)

@@ -39,7 +39,7 @@ class Streamed(HostSide):
     def __init__(self, pieces: Sequence[OwnedPiece], device: Device, placement: OnHost):
         super().__init__(pieces, device, placement)
         with device.on_host():
-            for tensor in _kept(pieces):
+            for tensor in kept_tensors(pieces):
                 memory = device.host_empty(tensor.numel(), tensor.dtype, pinned=placement.pin_params)
                 tensor.data = memory.as_strided(tensor.size(), tensor.stride()).copy_(tensor)
 
@@ -51,7 +51,7 @@ class Streamed(HostSide):
         current = self.device.current_stream()
         side = self.copying_stream()
         device = runs[0].grads[0].device
-        num_bytes = max(sum(map(_num_bytes, _kept(run.pieces))) for run in runs)
+        num_bytes = max(sum(map(_num_bytes, kept_tensors(run.pieces))) for run in runs)
         memories = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in runs[:2]]
         side.wait_event(current.record_event())
         fetched = (self._fetched(run, memory, side) for run, memory in zip(runs, cycle(memories)))
@@ -72,9 +72,9 @@ class Streamed(HostSide):
 
     def _fetched(self, ready: Ready, memory: Tensor, stream: Stream) -> "_Fetched":
         """Queue the copies of a run to device memory."""
-        lengths = [_num_bytes(tensor) for tensor in _kept(ready.pieces)]
+        lengths = [_num_bytes(tensor) for tensor in kept_tensors(ready.pieces)]
         copies = []
-        for tensor, part in zip(_kept(ready.pieces), torch.split(memory[: sum(lengths)], lengths), strict=True):
+        for tensor, part in zip(kept_tensors(ready.pieces), torch.split(memory[: sum(lengths)], lengths), strict=True):
             on_device = part[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
             copies.append((tensor, on_device))
         with self.device.on(stream):
@@ -122,8 +122,8 @@ def runs_of_ready(rule: Rule, ready: Ready, stages: Sequence[ComputeStage]) -> l
     return [Ready([of_work[id(work)] for _, work in run], [work.grad for _, work in run]) for run in runs]
 
 
-def _kept(pieces: Iterable[OwnedPiece]) -> Iterator[Tensor]:
-    """The tensors in host memory of these pieces."""
+def kept_tensors(pieces: Iterable[OwnedPiece]) -> Iterator[Tensor]:
+    """The states and main values that these pieces keep."""
     return (tensor for piece in pieces for tensor in (*piece.state.values(), *piece.main.kept.values()))
 
 

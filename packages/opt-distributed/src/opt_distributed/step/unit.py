@@ -6,7 +6,7 @@ of one scale: one `Batch` for the rule.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
 
@@ -18,10 +18,10 @@ from opt_distributed.buffers.main_grad import SparseGradientError
 from opt_distributed.pieces.averages import NO_AVERAGES, WeightAverages
 from opt_distributed.pieces.exchange import ComputeStage, updating_
 from opt_distributed.pieces.offload import HostSide, mains_on_host
-from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, Update, kinds_of
+from opt_distributed.pieces.piece import OwnedPiece, Ready, Update, kinds_of
 from opt_distributed.pieces.quantized import QuantizedMain
 from opt_distributed.pieces.sources import Publisher, ReadGrads, check_unfused, is_sparse
-from opt_distributed.pieces.streamed import Streamed, runs_of_ready
+from opt_distributed.pieces.streamed import Streamed, kept_tensors, runs_of_ready
 from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
 from opt_kernels.dtensor import first_number
@@ -38,7 +38,7 @@ _LAYOUT = attrgetter("layout")
 _SOURCE = attrgetter("source")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Unit:
     """One rule, and the pieces on this rank that it updates. A rank that owns nothing has no pieces."""
 
@@ -52,19 +52,16 @@ class Unit:
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
     averages: WeightAverages = NO_AVERAGES  # of its weights
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
-    _readers: list[ReadGrads] = field(init=False)  # of all pieces, in order
-    _sender: GatheredParams | None = field(init=False)  # sends matrices bucket by bucket
-    _kinds: Kinds = field(init=False)  # of all pieces
-    _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
-    _counts: list[Count] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
 
     def __post_init__(self) -> None:
         # The first: collectives have one order on all ranks, whatever they own. A look-ahead is written later.
         first = next(iter(self.completes), None)
         can_send = self.host is None and not self.averages.looks_ahead and any(piece.bucket for piece in self.pieces)
-        self._sender = first if can_send and isinstance(first, GatheredParams) else None
+        self._sender = first if can_send and isinstance(first, GatheredParams) else None  # bucket by bucket
         self._kinds = kinds_of(self.pieces)
-        self._readers = []
+        self._runs: list[PieceRun] = []  # of all pieces
+        self._counts: list[Count] = []  # of all pieces, when `_runs` were made
+        self._readers: list[ReadGrads] = []  # of all pieces, in order
         for source, pieces in groupby(self.pieces, key=_SOURCE):
             self._readers.append(source.reader([(piece.id, piece.of_param) for piece in pieces]))
 
@@ -251,8 +248,7 @@ class Unit:
 
     def state_bytes(self) -> int:
         """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
-        kept = ((*piece.state.values(), *piece.main.kept.values()) for piece in self.pieces)
-        return sum(tensor.nbytes for of_piece in kept for tensor in of_piece)
+        return sum(tensor.nbytes for tensor in kept_tensors(self.pieces))
 
 
 class PieceRun:
