@@ -97,8 +97,8 @@ def peers_of(given: ProcessGroups | Roles) -> dict[str, Comm]:
     return {role: comm_of(getattr(given, role)) for role in PEERS if role in given.roles}
 
 
-def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool = True) -> Roles:
-    """Derive the groups of a step. None: all ranks of `torch.distributed` are data parallel.
+def roles_of(groups: ProcessGroups, *, sharded: bool, has_experts: bool = True) -> Roles:
+    """Derive the groups of a step.
 
     The ranks of the model are those of intra_dist_opt, or all. If dp has all of them, roles that follow from it need
     not be set: mp and intra_dist_opt, and those of experts if the model has none.
@@ -107,11 +107,7 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
         ProcessGroupError: a required role was never set; group sizes contradict each other; or dp and mp do not make up
             the world, and intra_dist_opt was not set.
     """
-    everyone = world()
-    if groups is None:
-        axes = Axes(dp=everyone, tp=Alone())
-        return Roles(dense=axes, expert=axes, everyone=everyone)
-    everyone = _ranks_of_model(groups, everyone)
+    everyone = _ranks_of_model(groups, world())
     groups = _completed(groups, everyone, has_experts=has_experts)
     groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
     if groups.cp is not None and groups.cp.size() > 1:
@@ -355,7 +351,7 @@ def _roles_given(chunks: Sequence[nn.Module], groups: ProcessGroups, *, sharded:
 def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: bool) -> Roles:
     """The groups if the caller passed none."""
     if everyone.size == 1:
-        return roles_of(None, sharded=sharded)
+        return _replicas(everyone, everyone)
     facts, root = agreed(everyone, lambda: _facts(chunks))
     per_rank: list[_Facts] = everyone.gather_objects(facts)
     if all(rank.has_megatron for rank in per_rank):
@@ -368,9 +364,14 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
     # statistics of all ranks, so that its step has the same result. If no rank holds parameters, all are replicas.
     members = [number for number, rank in enumerate(per_rank) if rank.has_params]
     if len(members) in (0, everyone.size):
-        return roles_of(None, sharded=False)
+        return _replicas(everyone, everyone)
     group = dist.new_group(members)  # every rank calls it, whether it belongs or not
-    axes = Axes(dp=comm_of(group) if everyone.rank in members else Alone(), tp=Alone())
+    return _replicas(comm_of(group if everyone.rank in members else None), everyone)
+
+
+def _replicas(dp: Comm, everyone: Comm) -> Roles:
+    """The groups of a model that no rank holds a part of: `dp` are its replicas."""
+    axes = Axes(dp=dp, tp=ALONE)
     return Roles(dense=axes, expert=axes, everyone=everyone)
 
 
