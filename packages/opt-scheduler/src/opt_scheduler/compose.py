@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from .errors import ScheduleError, check_number
-from .schedule import Scaled, Schedule, ScheduleLike, Wrapped, as_schedule
+from .schedule import Scaled, Schedule, ScheduleLike, Wrapped, as_schedule, flat_parts
 from .shapes import NUMBERS, exact
 
 
@@ -65,10 +65,12 @@ def join(*schedules: ScheduleLike) -> Schedule:
     >>> join(constant(1.0, steps=90), linear(1.0, 0.0, steps=10)).values([0, 90, 95, 100])
     [1.0, 1.0, 0.5, 0.0]
     """
-    parts: list[Schedule] = []
-    for schedule in map(as_schedule, schedules):  # flat: however the parts are bracketed, the result is equal
-        parts += schedule.parts if isinstance(schedule, Join) else [schedule]
-    return Join(parts=tuple(parts))
+    return Join(parts=flat_parts(Join, schedules))  # however the parts are bracketed, the result is equal
+
+
+def followed(schedule: ScheduleLike, rest: Schedule, *, at: float) -> Schedule:
+    """Return `schedule` until step `at`, then `rest` from its own step 0."""
+    return join(cut(schedule, at), rest) if at > 0 else rest
 
 
 def scale(schedule: ScheduleLike, factor: float) -> Schedule:

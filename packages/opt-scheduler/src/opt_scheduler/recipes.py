@@ -5,7 +5,7 @@ from inspect import Parameter
 from itertools import pairwise
 from typing import Any
 
-from .compose import cut, join, repeat, restarts
+from .compose import followed, join, repeat, restarts
 from .curves import NAMED, constant, linear, named, piecewise_linear, ramp
 from .errors import ScheduleError, check_number, unknown_name
 from .schedule import Schedule, ScheduleLike, as_schedule
@@ -39,7 +39,7 @@ def cooldown(
     check_number("cooldown", low=0, at=at)
     check_number("cooldown", above=0, steps=steps)
     tail = ramp(as_schedule(schedule)(at), end, steps=steps, shape=shape)
-    return join(cut(schedule, at), tail) if at > 0 else tail
+    return followed(schedule, tail, at=at)
 
 
 @named("wsd")

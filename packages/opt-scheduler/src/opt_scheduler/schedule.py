@@ -273,7 +273,7 @@ class Constant(Timed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Function(Schedule):
+class Function(Timed):
     """A callable of the step, which must return the same number for the same step; see `as_schedule`.
 
     It has no end. `to_dict` records its name only, so `from_dict` cannot rebuild it.
@@ -284,6 +284,7 @@ class Function(Schedule):
 
     kind: ClassVar[str] = "function"
     function: Callable[[float], float]
+    steps = None
 
     @property
     def name(self) -> str:
@@ -302,14 +303,6 @@ class Function(Schedule):
 
     def array_at(self, step: Any, xp: Any) -> Any:
         return self.function(step)
-
-    @property
-    def length(self) -> float:
-        return math.inf
-
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return ()
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "name": self.name}
@@ -353,6 +346,14 @@ class Scaled(Wrapped):
         return self.factor * self.schedule.value_at(step, xp)
 
 
+def flat_parts(kind: type[Any], given: Iterable[ScheduleLike]) -> tuple[Schedule, ...]:
+    """Return `given` as schedules, with the parts of those of a `kind` in their place."""
+    parts: list[Schedule] = []
+    for part in map(as_schedule, given):
+        parts += part.parts if isinstance(part, kind) else [part]
+    return tuple(parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combined(Schedule):
     """Several schedules evaluated at the same step. It ends with the last of them."""
@@ -366,10 +367,7 @@ class Combined(Schedule):
     @classmethod
     def of(cls, *given: ScheduleLike) -> Schedule:
         """Combine `given` into a flat schedule: however the terms were bracketed, the values are equal."""
-        parts: list[Schedule] = []
-        for part in map(as_schedule, given):
-            parts += part.parts if isinstance(part, cls) else [part]
-        return cls(parts=tuple(parts))
+        return cls(parts=flat_parts(cls, given))
 
     @property
     def length(self) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from itertools import pairwise
 
-from .compose import cut, join, shift, stretch
+from .compose import followed, join, shift, stretch
 from .curves import constant
 from .errors import ScheduleError, check_number
 from .schedule import Schedule, ScheduleLike, as_schedule
@@ -106,7 +106,7 @@ def rescale(schedule: ScheduleLike, *, old_batch: float, new_batch: float, done:
     """
     check_number("rescale", above=0, old_batch=old_batch, new_batch=new_batch)
     check_number("rescale", low=0, done=done)
-    return _followed(schedule, stretch(shift(schedule, -done), old_batch / new_batch), at=done)
+    return followed(schedule, stretch(shift(schedule, -done), old_batch / new_batch), at=done)
 
 
 def extend(schedule: ScheduleLike, *, at: float, steps: float, stretch_decay: bool = False) -> Schedule:
@@ -144,15 +144,10 @@ def extend(schedule: ScheduleLike, *, at: float, steps: float, stretch_decay: bo
             f"extend: at={at!r} must be a step of the constant phase, which becomes longer until {steps=}; "
             "stretch_decay=True stretches the decay instead, and cooldown() ends a run early"
         )
-    return _followed(given, rest, at=at)
+    return followed(given, rest, at=at)
 
 
 def _is_constant(schedule: Schedule, start: float, stop: float) -> bool:
     """Whether a phase between two boundaries has one value, at its start and at points that no period has in common."""
     shares = (0.0, *(math.sqrt(prime) % 1.0 for prime in (2, 3, 5, 7, 11, 13)))
     return len({schedule(start + share * (stop - start)) for share in shares}) == 1
-
-
-def _followed(schedule: ScheduleLike, rest: Schedule, *, at: float) -> Schedule:
-    """`schedule` until step `at`, then `rest` from its own step 0."""
-    return join(cut(schedule, at), rest) if at > 0 else rest
