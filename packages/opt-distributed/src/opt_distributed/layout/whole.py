@@ -142,20 +142,15 @@ def _chunks(params: Sequence[ParamShape], *, num_shards: int, bucket_size: int |
     chunk: list[ParamShape] = []
     numel = largest = 0
     for param in reversed(params):
-        if chunk and param.shared_embedding:
+        is_full = bucket_size is not None and numel >= max(bucket_size, min(num_shards, MIN_LARGEST) * largest)
+        if chunk and (is_full or param.shared_embedding or chunk[-1].shared_embedding):
             yield chunk
             chunk = []
             numel = 0
             largest = 0
         chunk.append(param)
-        numel = numel + param.numel
+        numel += param.numel
         largest = max(largest, param.numel)
-        is_full = bucket_size is not None and numel >= max(bucket_size, min(num_shards, MIN_LARGEST) * largest)
-        if is_full or param.shared_embedding:
-            yield chunk
-            chunk = []
-            numel = 0
-            largest = 0
     if chunk:
         yield chunk
 
