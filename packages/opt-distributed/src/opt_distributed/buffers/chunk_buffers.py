@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_config import DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, Sharding, WholeParams
 from opt_distributed.buffers.bucket import Reduction
@@ -17,7 +17,7 @@ from opt_distributed.buffers.grad_sync import GradSync
 from opt_distributed.buffers.param_wires import Fp8ThroughGrads, check_gathered_in_fp8
 from opt_distributed.buffers.planner import BufferPlan, WorldSizes, default_bucket_size, plan_buffers
 from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer
-from opt_distributed.buffers.stored import check_apart, check_unbound
+from opt_distributed.buffers.stored import Metas, Params, check_apart, check_unbound
 from opt_distributed.buffers.wires import wire_of
 from opt_distributed.comm.collectives import Alone, Comm, agree
 from opt_distributed.comm.roles import Axes, Roles, from_all_replicas
@@ -135,8 +135,8 @@ class ChunkSpec:
     """Everything that determines how the gradients and parameters of a chunk are stored and reduced."""
 
     config: DistributedDataParallelConfig
-    params: Mapping[ParamId, nn.Parameter]
-    metas: Mapping[ParamId, ParamMeta]
+    params: Params
+    metas: Metas
     others: Sequence[tuple[str, Tensor]]  # frozen parameters, and buffers of the module, with their names
     roles: Roles
     chunk: int  # its number

@@ -17,10 +17,10 @@ from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
 from opt_distributed.buffers.main_grad import RefusedGradientError, bind_main_grad, leave_out_of_pickles
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
-from opt_distributed.buffers.stored import broadcast_replicas_, check_untrained, describe_stored, not_trained
+from opt_distributed.buffers.stored import Metas, broadcast_replicas_, check_untrained, describe_stored, not_trained
 from opt_distributed.comm.collectives import agreed, telling
 from opt_distributed.comm.roles import Given, find_roles, marks_set, uses_qk_layernorm
-from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
+from opt_paramgroups import ParamId, parameters_by_id
 
 
 def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:
@@ -100,7 +100,7 @@ class DistributedDataParallel(nn.Module):
         self._chunk = chunk
         self.calculate_per_token_loss = calculate_per_token_loss
         self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
-        self.metas: Mapping[ParamId, ParamMeta] = agreed(
+        self.metas: Metas = agreed(
             self.roles.everyone, lambda: describe_stored([module], model_chunk_offset=chunk, by_name=self.by_name)
         )
         broadcasts = self.roles.everyone.gather_objects(broadcast_params)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.stored import StorageError
+from opt_distributed.buffers.stored import Metas, Params, StorageError
 from opt_distributed.comm.collectives import Allocate, Comm, Pending, Sizes
 from opt_distributed.layout import Layout
 from opt_kernels.quantized import QuantizedParam, quantized
-from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups import ParamId
 
 
 class ParamWire(Protocol):
@@ -102,9 +102,7 @@ class Fp8Memory:
             self.params[slot.id].finish_()
 
 
-def move_fp8_in(
-    layout: Layout, params: Mapping[ParamId, nn.Parameter], *, device: torch.device, allocate: Allocate
-) -> Fp8Memory:
+def move_fp8_in(layout: Layout, params: Params, *, device: torch.device, allocate: Allocate) -> Fp8Memory:
     """Move the codes of `params` into a buffer.
 
     Raises:
@@ -130,7 +128,7 @@ def move_fp8_in(
     return Fp8Memory(layout=layout, params=found, codes=codes, scales=scales, run=run)
 
 
-def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Mapping[ParamId, ParamMeta]) -> None:
+def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Metas) -> None:
     """Raise StorageError if a wrapper shards fp8 parameters without fp8_param_gather."""
     stored = [id for id, meta in metas.items() if meta.codes is not None]
     if stored and config.use_distributed_optimizer and not config.fp8_param_gather:
@@ -179,7 +177,7 @@ class Fp8ThroughGrads:
         values[bucket.start : bucket.stop].zero_()
 
 
-def through_grads(layout: Layout, params: Mapping[ParamId, nn.Parameter], grad_data: Tensor) -> Fp8ThroughGrads:
+def through_grads(layout: Layout, params: Params, grad_data: Tensor) -> Fp8ThroughGrads:
     """Create the wire of a buffer whose parameters keep their own memory.
 
     Raises:

@@ -10,10 +10,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.main_grad import UnusableGradientError
+from opt_distributed.buffers.stored import Params
 from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_of
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
@@ -38,7 +39,7 @@ class ReducedGrads:
     def __init__(
         self,
         layout: Layout,
-        params: Mapping[ParamId, nn.Parameter],
+        params: Params,
         axes: Axes,
         *,
         dtype: torch.dtype,

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
-from opt_distributed.buffers.stored import Moved, StorageError, address, check_apart, form_of, stored_dtype
+from opt_distributed.buffers.stored import Moved, Params, StorageError, address, check_apart, form_of, stored_dtype
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Allocate, Comm, zeros
@@ -85,7 +85,7 @@ class ParamAndGradBuffer:
     def __init__(
         self,
         layout: Layout,
-        params: Mapping[ParamId, nn.Parameter],
+        params: Params,
         *,
         param_dtype: torch.dtype,
         grad_dtype: torch.dtype,
@@ -234,9 +234,7 @@ class ParamAndGradBuffer:
         return found
 
 
-def _check(
-    slots: Mapping[ParamId, Slot], params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device
-) -> None:
+def _check(slots: Mapping[ParamId, Slot], params: Params, *, dtype: torch.dtype, device: torch.device) -> None:
     planned = {id: slot.numel for id, slot in slots.items()}
     given = {id: p.numel() for id, p in params.items()}
     if planned != given:

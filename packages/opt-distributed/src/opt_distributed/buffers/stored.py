@@ -74,7 +74,7 @@ def is_bound(param: Tensor) -> bool:
     return getattr(param, "main_grad", None) is not None
 
 
-def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
+def check_unbound(params: Params) -> None:
     """Raise ValueError if a gradient accumulates in another buffer already: it would be added to both."""
     bound = [str(id) for id, param in params.items() if is_bound(param)]
     if bound:

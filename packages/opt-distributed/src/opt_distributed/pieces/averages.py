@@ -12,7 +12,7 @@ EMA-Nesterov (arXiv 2605.25395) takes gradients ahead of the weights. With A the
 There, main values and the parameter are W + beta B, and W is a state, because it is not recovered from them to the bit.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.pieces.offload import HostMain
-from opt_distributed.pieces.piece import OwnedPiece, Update
+from opt_distributed.pieces.piece import Group, OwnedPiece, Update
 from opt_kernels.params import Main
 from opt_kernels.works import StateKind, StateSpec
 
@@ -126,7 +126,7 @@ class WeightAverages:
             return [0] * len(pieces)
         return [int(count) for count in torch.stack([piece.state[STEPS] for piece in pieces]).tolist()]
 
-    def _decay(self, group: Mapping[str, Any], number: int) -> Any:
+    def _decay(self, group: Group, number: int) -> Any:
         """The decay of a group, or of all by a schedule in the step of this number, 0 in one that is skipped."""
         schedule = self.config.ema_decay
         if not callable(schedule):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.main_grad import UnusableGradientError
+from opt_distributed.buffers.stored import Params
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
@@ -85,7 +86,7 @@ ELSEWHERE = -1  # the address of a part that updates cannot write to
 class LocalParts(OwnMemory):
     """The local parts of DTensor parameters."""
 
-    def __init__(self, params: Mapping[ParamId, nn.Parameter]):
+    def __init__(self, params: Params):
         super().__init__(params, _address)
         self._forms = [_form(param) for param in params.values()]
 
@@ -111,7 +112,7 @@ class DTensorGrads:
 
     def __init__(
         self,
-        params: Mapping[ParamId, nn.Parameter],
+        params: Params,
         replicas: Mapping[ParamId, tuple[Comm, ...]],
         *,
         dtype: torch.dtype,  # of the sums
@@ -146,7 +147,7 @@ class _AveragedReplicas:
     a parameter that no replica used has none. The host reads the flags only if this rank lacks a gradient.
     """
 
-    def __init__(self, params: Mapping[ParamId, nn.Parameter], comms: Sequence[Comm], *, dtype: torch.dtype):
+    def __init__(self, params: Params, comms: Sequence[Comm], *, dtype: torch.dtype):
         self.params = params
         self.comms = comms
         shapes = [local(param).shape for param in params.values()]

@@ -19,7 +19,8 @@ from opt_kernels.rules import init_state as state_of_rule
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId
 
-Groups = Sequence[Mapping[str, Any]]
+Group = Mapping[str, Any]
+Groups = Sequence[Group]
 """`param_groups`."""
 
 

@@ -5,14 +5,14 @@ from operator import attrgetter
 from typing import Protocol, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opt_config import ConfigError
 from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.main_grad import GradientError, SparseGradientError, UnusableGradientError
 from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import Moved, form_of, is_bound
+from opt_distributed.buffers.stored import Metas, Moved, Params, form_of, is_bound
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.groups import tensor_peers_outside
 from opt_distributed.comm.roles import Axes, Roles, marks_of, peers_of
@@ -57,7 +57,7 @@ class Source(Protocol):
     """
 
     @property
-    def params(self) -> Mapping[ParamId, nn.Parameter]:
+    def params(self) -> Params:
         """The parameters."""
         ...
 
@@ -106,7 +106,7 @@ class ParamGrads:
 
     def __init__(
         self,
-        params: Mapping[ParamId, nn.Parameter],
+        params: Params,
         *,
         num_replicas: int,
         memory: ParamAndGradBuffer | None = None,  # of the parameters, if ranks own shards of them
@@ -171,7 +171,7 @@ class ReducedMainGrads(ParamGrads):
 
     def __init__(
         self,
-        params: Mapping[ParamId, nn.Parameter],
+        params: Params,
         *,
         finishes: Sequence[Callable[[], None]] = (),  # complete the reductions of wrappers; again in vain
         memory: ParamAndGradBuffer | None = None,
@@ -259,9 +259,7 @@ class PeerSums:
     It writes the buffers of the reduction, not `param.grad`, so that a step may be repeated.
     """
 
-    def __init__(
-        self, sources: Iterable[Source], metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool
-    ):
+    def __init__(self, sources: Iterable[Source], metas: Metas, roles: Roles, *, qk_layernorm: bool):
         self._peers = peers_of(roles)
         self._qk_layernorm = qk_layernorm
         self._marked: dict[BufferedGrads, list[ParamMeta]] = {}
@@ -293,7 +291,7 @@ class PeerSums:
             source.uses_of_peers = {meta.id: count for meta, count in uses if meta.id in source.params}
 
 
-def marked_ids(metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool) -> frozenset[ParamId]:
+def marked_ids(metas: Metas, roles: Roles, *, qk_layernorm: bool) -> frozenset[ParamId]:
     """Parameters whose gradients are complete only after a sum or mean over peers."""
     num_chunks = len({id.chunk for id in metas})
     return frozenset(
@@ -301,9 +299,7 @@ def marked_ids(metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm
     )
 
 
-def check_marks(
-    params: Mapping[ParamId, nn.Parameter], metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool
-) -> None:
+def check_marks(params: Params, metas: Metas, roles: Roles, *, qk_layernorm: bool) -> None:
     """Check that the step can complete the gradients of plain parameters.
 
     Raises:

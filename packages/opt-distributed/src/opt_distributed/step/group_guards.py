@@ -10,7 +10,7 @@ from torch import Tensor, int64
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.param_sync import stored_params
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.pieces.piece import Groups
+from opt_distributed.pieces.piece import Group, Groups
 from opt_distributed.step.guard import Refusal
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import check_numbers, check_unread, reads_weight_decay
@@ -99,7 +99,7 @@ class UsableGroups(Refusal):
             check_rate(groups[index])
             self._check_bounds(index, groups[index], SCHEDULED)
 
-    def _check_bounds(self, index: int, group: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _check_bounds(self, index: int, group: Group, names: Iterable[str]) -> None:
         """Raise GroupError for a number that is out of the bounds of the rule. Numbers on an accelerator are not read,
         because the host would have to wait for them."""
         numbers = {}
@@ -111,7 +111,7 @@ class UsableGroups(Refusal):
         except NumberError as error:
             raise GroupError(f"group {group.get('name', index)!r}: {error}. Nothing was updated") from None
 
-    def _problems(self, index: int, group: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
+    def _problems(self, index: int, group: Group, built: Group) -> Iterator[str]:
         yield from _structure_problems(group, built)
         yield from _number_problems(group, built)
         changed = {}
@@ -136,7 +136,7 @@ class UsableGroups(Refusal):
                     built[name] = group[name]
 
 
-def _structure_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
+def _structure_problems(group: Group, built: Group) -> Iterator[str]:
     """Entries that were removed, and those that decide how parameters are laid out and updated, if they changed."""
     for name in built:
         if name not in group:
@@ -161,7 +161,7 @@ def _structure_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> I
             yield f"{name}={group[name]!r} was added, but it was chosen when the optimizer was built: {choices}"
 
 
-def _number_problems(group: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
+def _number_problems(group: Group, built: Group) -> Iterator[str]:
     """Numbers that were added, and those of another form."""
     read = [name for name in HYPER_FIELDS if name in built]
     for name in HYPER_FIELDS:
@@ -250,7 +250,7 @@ class EqualGroups:
                 )
         return None
 
-    def _numbers_of(self, group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    def _numbers_of(self, group: Group) -> list[tuple[str, Any]]:
         return [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
 
 
