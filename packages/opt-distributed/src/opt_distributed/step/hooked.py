@@ -8,7 +8,6 @@ parameters are cut over it ─▶ weights of all units are updated
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from opt_kernels.hooks import NUM_SUMS, Begun, HookedUpdate, RowMeans, SpannedRo
 from opt_paramgroups import ParamId
 
 
-class CutRows(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class CutRows:
     """Parameters of a unit whose rows span the same ranks, which all have the same ids in this order."""
 
     rows: Mapping[ParamId, SpannedRows]
@@ -34,7 +34,8 @@ class CutRows(NamedTuple):
         return dict(zip(self.rows, parts, strict=True))
 
 
-class CutParams(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class CutParams:
     """Parameters of a unit that are cut over the same ranks, which all have the same ids in this order."""
 
     ids: tuple[ParamId, ...]
@@ -49,19 +50,19 @@ def means_over_ranks(
 
     Raises CollectiveError if a peer is lost.
     """
-    sums: dict[int, tuple[CutRows, Tensor]] = {}  # by identity: units that share parameters share the `CutRows`
+    sums: dict[CutRows, Tensor] = {}  # units that share parameters share the `CutRows`
     for cuts, (pieces, grads, _) in units:
         for cut in cuts:
             num = sum(rows.num for rows in cut.rows.values())
             zeros = torch.zeros(num, dtype=torch.float64, device=device)
-            _, vector = sums.setdefault(id(cut), (cut, zeros))
+            vector = sums.setdefault(cut, zeros)
             parts = cut.split(vector)
             for piece, grad in zip(pieces, grads, strict=True):
                 if piece.id in parts:
                     add_row_sums_(parts[piece.id], grad, cut.rows[piece.id], first=piece.of_param.start)
-    _sum_over_ranks_(sums.values(), what="row sums")
+    _sum_over_ranks_(sums.items(), what="row sums")
     means = {}
-    for cut, vector in sums.values():
+    for cut, vector in sums.items():
         for name, part in cut.split(vector).items():
             means[name] = part / cut.rows[name].whole_numel
     return means
@@ -119,20 +120,20 @@ def add_over_ranks_(steps: Iterable[tuple[Sequence[CutParams], HookedStep | None
 
     Raises CollectiveError if a peer is lost.
     """
-    vectors: dict[int, tuple[CutParams, Tensor]] = {}  # by identity: units of the same parameters share `CutParams`
+    vectors: dict[CutParams, Tensor] = {}  # units of the same parameters share `CutParams`
     writes = []  # sums of a step, their rows, and those of the vector that are theirs
     for cuts, step in steps:
         if step is None or not step.rule.sums_norms:
             continue
         for cut in cuts:
             zeros = torch.zeros(len(cut.ids), NUM_SUMS, dtype=torch.float64, device=device)
-            _, vector = vectors.setdefault(id(cut), (cut, zeros))
+            vector = vectors.setdefault(cut, zeros)
             if step.ids:
                 here, there = _rows_among(step.ids, cut.ids, device)
                 own = step.sums.index_select(0, here)
                 vector.index_add_(0, there, own)
                 writes.append((step.sums, here, there, vector))
-    _sum_over_ranks_(vectors.values(), what="norms")
+    _sum_over_ranks_(vectors.items(), what="norms")
     for sums, here, there, vector in writes:
         total = vector.index_select(0, there)
         sums.index_copy_(0, here, total)

@@ -1,6 +1,7 @@
 """Norms of parameters, and rows of gradients, that hooks sum over ranks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from opt_distributed.buffers import PRE_SHARDED, BufferPlan
@@ -25,7 +26,7 @@ def cut_params(unit: UnitPlan, design: Design) -> tuple[Sequence[CutParams], Seq
         meta = design.model.metas[id]
         if rule.sums_norms and (comms := (*_cuts(buffer, id, design, 0), *_tensor_cuts(buffer, id, design, 0))):
             before = norms.get(_key(comms), CutParams((), comms))
-            norms[_key(comms)] = before._replace(ids=(*before.ids, id))
+            norms[_key(comms)] = replace(before, ids=(*before.ids, id))
         if rule.centralizes and len(meta.shape) > 1 and meta.numel:
             dims = len(meta.shape) - 1 if rule.needs is Needs.MATRICES else 1
             peers = _tensor_cuts(buffer, id, design, dims)
@@ -38,7 +39,7 @@ def cut_params(unit: UnitPlan, design: Design) -> tuple[Sequence[CutParams], Seq
                     whole_numel=prod(meta.shape[dims:]) * prod(comm.size for comm in peers),
                 )
                 earlier = spans.get(_key(comms), CutRows({}, comms))
-                spans[_key(comms)] = earlier._replace(rows={**earlier.rows, id: rows})
+                spans[_key(comms)] = replace(earlier, rows={**earlier.rows, id: rows})
     return tuple(norms.values()), tuple(spans.values())
 
 
