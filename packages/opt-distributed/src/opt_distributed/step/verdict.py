@@ -277,11 +277,13 @@ class HostNumbers:
 
     def write_(self, numbers: Sequence[float]) -> Tensor:
         """Return (len(numbers),) float64: the same tensor at every call, unless the length has changed."""
-        if self.place is None or len(numbers) != len(self.numbers):
+        if self.place is None or numbers != self.numbers:
             with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
-                self.place = self.device.upload(torch.tensor(numbers, dtype=torch.float64, device="cpu")).clone()
-        elif numbers != self.numbers:
-            self.place.copy_(self.device.upload(torch.tensor(numbers, dtype=torch.float64, device="cpu")))
+                uploaded = self.device.upload(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+                if self.place is None or len(numbers) != len(self.numbers):
+                    self.place = uploaded.clone()
+                else:
+                    self.place.copy_(uploaded)
         self.numbers = numbers
         return self.place
 
