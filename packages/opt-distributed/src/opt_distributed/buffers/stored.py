@@ -11,13 +11,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opt_checkpoint.state import checksums
 from opt_config import ConfigError
-from opt_distributed.comm.collectives import Comm, TorchComm, agree, group_of
+from opt_distributed.comm.collectives import Comm, TorchComm, agree, group_of, members
 from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_outside
 from opt_distributed.comm.roles import Roles
 from opt_kernels.params import overlapping
@@ -279,8 +278,7 @@ def _difference(
 ) -> tuple[list[str], ReplicaError | None]:
     """The names that all ranks have, and the error for the first value that differs or is missing. Collective."""
     per_rank: list[Mapping[str, object]] = comm.gather_objects(local)
-    group = group_of(comm)
-    numbers = list(range(comm.size)) if group is None else dist.get_process_group_ranks(group)
+    numbers = members(comm) or list(range(comm.size))
     common = [name for name in per_rank[0] if all(name in values for values in per_rank)]
     for name in () if ignore_missing else dict.fromkeys(name for values in per_rank for name in values):
         without = [number for number, values in zip(numbers, per_rank, strict=True) if name not in values]

@@ -310,6 +310,11 @@ def group_of(comm: Comm) -> dist.ProcessGroup | None:
     return comm.group if isinstance(comm, TorchComm) else None
 
 
+def members(comm: Comm) -> list[int]:
+    """Return the ranks of a `Comm` in the world; empty if it has no process group."""
+    return dist.get_process_group_ranks(comm.group) if isinstance(comm, TorchComm) else []
+
+
 @contextmanager
 def telling(comms: Iterable[Comm], place: str = "", *, unless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Tell the ranks of `comms` that wait for this one at `place`, or anywhere, of an error that is raised inside.

@@ -16,7 +16,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import did_you_mean
-from opt_distributed.comm.collectives import Comm, ProcessGroupError, TorchComm, group_of
+from opt_distributed.comm.collectives import Comm, ProcessGroupError, TorchComm, members
 from opt_paramgroups import TENSOR_PARALLEL_AXES
 
 ROLES: Mapping[str, str] = MappingProxyType(
@@ -164,11 +164,8 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def is_outside(comm: Comm, mesh: DeviceMesh) -> bool:
     """Whether `comm` has several ranks, of which this one is the only one in the mesh."""
-    group = group_of(comm)
-    if group is None:
-        return comm.size > 1
-    inside = _ranks(mesh).intersection(dist.get_process_group_ranks(group))
-    return comm.size > 1 and len(inside) == 1
+    ranks = members(comm)
+    return comm.size > 1 and (not ranks or len(_ranks(mesh).intersection(ranks)) == 1)
 
 
 def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> tuple[Comm, ...]:
@@ -185,10 +182,9 @@ def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> t
         return ()
     outside: list[Comm] = []
     for comm in replicas:
-        group = group_of(comm)
         if is_outside(comm, mesh):
             outside.append(comm)
-        elif group is not None and not set(dist.get_process_group_ranks(group)) <= _ranks(mesh):
+        elif not _ranks(mesh).issuperset(members(comm)):
             break
     else:
         return tuple(outside)

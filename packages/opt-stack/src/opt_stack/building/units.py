@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
 from opt_distributed.buffers import PRE_SHARDED, BufferPlan, ParamAndGradBuffer
-from opt_distributed.comm import Alone, Axes, is_outside, mesh_of, replicas_outside
+from opt_distributed.comm import Alone, Axes, is_outside, members, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import (
     BufferedGrads,
@@ -43,7 +43,6 @@ from opt_kernels.rules import Needs
 from opt_kernels.works import NOT_SPLIT
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.building.cut_params import cut_params
-from opt_stack.planning.checks import members
 from opt_stack.planning.design import Design, is_megatron_wrapper
 from opt_stack.planning.matrices import PlacedMatrix, place_matrices
 from opt_stack.planning.plan import Plan, UnitPlan

@@ -9,7 +9,6 @@ from itertools import product
 from math import lcm
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from opt_config import ConfigError, DynamicScale, FlatShards, Replicated, WholeParams
@@ -22,7 +21,7 @@ from opt_distributed.buffers import (
     is_bound,
     not_trained,
 )
-from opt_distributed.comm import Axes, Comm, group_of
+from opt_distributed.comm import Axes, Comm, members
 from opt_kernels.hooks import CentralizeGradient, Hook, HookedUpdate, bare, hooks_of, shape_problem
 from opt_kernels.params import MainFormat
 from opt_kernels.rules import ElementwiseRule, Needs
@@ -223,12 +222,6 @@ def check_same_groups(design: Design) -> Iterator[str]:
                     f"model chunk {index} was wrapped with {name} data-parallel groups of {_in_words(theirs)}, but the "
                     f"optimizer's are of {_in_words(ours)}; pass the same groups to both"
                 )
-
-
-def members(comm: Comm) -> list[int]:
-    """Return the global ranks of a group; empty without a process group."""
-    group = group_of(comm)
-    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def _is_same(one: Comm, other: Comm) -> bool:
