@@ -7,7 +7,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from opt_checkpoint.disk.index import PATHS, CheckpointIndex, Kind
@@ -198,7 +198,7 @@ _STATE = "optimizer.state."
 _MAIN_NAMES = frozenset({"fp32_param", "param"})  # names of main weights: ours, and Megatron-Core's other one
 
 
-class StrictHandling(Enum):
+class StrictHandling(StrEnum):
     """What to do about keys on one side only, with Megatron-Core's names.
 
     For Megatron-Core, an *unexpected* key is requested but not stored, and a *missing* key is stored but requested by
@@ -239,11 +239,10 @@ class Strictness(NamedTuple):
         Raises:
             ValueError: no mode has this name.
         """
-        name = value.value if isinstance(value, StrictHandling) else value
-        allowed = [*_TORCHS_NAMES, *(mode.value for mode in StrictHandling)]
-        if name not in allowed:
+        allowed = [*_TORCHS_NAMES, *StrictHandling]
+        if value not in allowed:
             raise ValueError(f"strict={value!r}; allowed: {', '.join(allowed)}")
-        reaction, _, side = name.rpartition("_")
+        reaction, _, side = value.rpartition("_")
         missing = _REACTIONS.get(reaction, "raise")  # Megatron-Core's "assume_ok" lets its load raise
         return cls(missing, missing if side == "all" else "allow")
 

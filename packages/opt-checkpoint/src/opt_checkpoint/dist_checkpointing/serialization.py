@@ -87,8 +87,7 @@ def load(
     common = on_all(ranks_of(None), lambda: load_common_state_dict(checkpoint_dir), f"reading {checkpoint_dir}")
     wanted = _merged(common, sharded)
     report = checkpoints.load(wanted, checkpoint_dir, strict=strict)
-    is_asked = "return" in str(getattr(strict, "value", strict))
-    return (report.state, set(report.missing), set(report.unexpected)) if is_asked else report.state
+    return (report.state, set(report.missing), set(report.unexpected)) if "return" in strict else report.state
 
 
 def load_common_state_dict(checkpoint_dir: AnyDir) -> StateDict:

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 from threading import Condition, Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -348,7 +347,7 @@ def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -
 
 def texts_of(arguments: Mapping[str, object]) -> dict[str, str]:
     """Arguments in the form in which ranks compare them."""
-    return {name: str(value.value if isinstance(value, Enum) else value) for name, value in arguments.items()}
+    return {name: str(value) for name, value in arguments.items()}
 
 
 def check_equal(what: str, per_rank: Sequence[Mapping[str, str]]) -> None:
