@@ -87,9 +87,7 @@ class CheckpointReader:
         """
         with ThreadPoolExecutor(self._threads) as pool:
             planned = sorted(map(self._read_of, items), key=lambda read: (read.place.file, read.place.start))
-            batches = _batches(planned, self._files.near_bytes)
-            for done in [pool.submit(self._read_batch, batch) for batch in batches]:
-                done.result()
+            list(pool.map(self._read_batch, _batches(planned, self._files.near_bytes)))
 
     def _read_of(self, item: TensorRead) -> _Read:
         """The run of bytes from the first value of an item to its last; for a small chunk, the whole chunk."""

@@ -359,8 +359,7 @@ def check_sizes(index: CheckpointIndex, *, headers: bool = True) -> None:
     names = [name for name in index.files if headers and name.endswith(".distcp")]
     files = DataFiles(index)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(files.check_header, name) for name in names]:
-            done.result()
+        list(pool.map(files.check_header, names))
 
 
 def size_problems(path: Location, files: Mapping[str, StoredFile]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -75,9 +75,10 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
     segments: tuple[Segment, ...] = ()
     local_shape: Shape = ()
-    has_mains: bool = field(default=False, kw_only=True)
-    optional: bool = field(default=False, kw_only=True)
-    source: Source | None = field(default=None, kw_only=True, repr=False)
+    _: KW_ONLY
+    has_mains: bool = False
+    optional: bool = False
+    source: Source | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()

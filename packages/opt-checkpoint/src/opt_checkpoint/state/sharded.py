@@ -11,7 +11,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -161,11 +161,12 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
-    may_repeat: bool = field(default=False, kw_only=True)
-    has_mains: bool = field(default=False, kw_only=True)
-    optional: bool = field(default=False, kw_only=True)
-    marks: Marks | None = field(default=None, kw_only=True, repr=False)
-    source: Source | None = field(default=None, kw_only=True, repr=False)
+    _: KW_ONLY
+    may_repeat: bool = False
+    has_mains: bool = False
+    optional: bool = False
+    marks: Marks | None = field(default=None, repr=False)
+    source: Source | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.local_shape = tuple(self.local_shape)

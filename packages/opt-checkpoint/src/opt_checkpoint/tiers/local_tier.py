@@ -111,12 +111,13 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
     return Verdict(None, tuple(reasons), tuple(unusable))
 
 
-def this_node(environ: Mapping[str, str] = os.environ) -> str:
+def this_node() -> str:
     """Return a name for this rank's node: its host name, and its index if `torchrun` sets the number of ranks per
     node."""
     host = socket.gethostname()
-    local = environ.get("LOCAL_WORLD_SIZE")
-    return host if local is None or "RANK" not in environ else f"{host}/{int(environ['RANK']) // int(local)}"
+    rank = os.environ.get("RANK")
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return host if rank is None or local is None else f"{host}/{int(rank) // int(local)}"
 
 
 def keepers(nodes: Sequence[str]) -> list[int] | None:
