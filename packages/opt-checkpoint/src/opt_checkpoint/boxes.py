@@ -106,18 +106,17 @@ def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         Boxes in row-major order, never empty, at most `max(1, 2 * len(shape) - 1)` of them.
     """
     strides = row_major_strides(shape)
-    position = start
     if not shape and start < stop:
         yield Box((), ())
         return
-    while position < stop:
-        left = stop - position
-        axis = next(d for d, s in enumerate(strides) if position % s == 0 and s <= left)
-        index = tuple(position // s % n for s, n in zip(strides, shape))
+    while start < stop:
+        left = stop - start
+        axis = next(d for d, s in enumerate(strides) if start % s == 0 and s <= left)
+        index = tuple(start // s % n for s, n in zip(strides, shape))
         rows = min(left // strides[axis], shape[axis] - index[axis])
         offsets = index[: axis + 1] + (0,) * (len(shape) - axis - 1)
         yield Box(offsets, (1,) * axis + (rows,) + shape[axis + 1 :])
-        position += rows * strides[axis]
+        start += rows * strides[axis]
 
 
 def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
@@ -127,8 +126,8 @@ def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
     """
     if shard.flattened_range is None:
         box = Box(shard.global_offset, shard.global_block_shape)
-        if numel := math.prod(box.sizes):
-            yield FlatBox(box, 0, numel)
+        if box.numel:
+            yield FlatBox(box, 0, box.numel)
         return
     prepended = (1,) * shard.prepend_axis_num
     position = 0

@@ -24,6 +24,7 @@ from opt_checkpoint.disk.checkpoint import Opened, check_sizes, read_object, siz
 from opt_checkpoint.disk.index import CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, load_alone, read_tensors
+from opt_checkpoint.state.checksums import bits_of
 from opt_checkpoint.state.sharded import ShardedTensor
 from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath, location_of
@@ -204,6 +205,4 @@ def _same(a: Tensor, b: Tensor, rtol: float) -> Tensor:
     if rtol:
         wide = torch.complex128 if a.is_complex() else torch.float64
         return torch.isclose(a.to(wide), b.to(wide), rtol=rtol, atol=0.0, equal_nan=True)
-    width = a.dtype.itemsize
-    are_bytes_equal = a.reshape(-1).view(torch.uint8) == b.reshape(-1).view(torch.uint8)
-    return are_bytes_equal.view(-1, width).all(dim=1)
+    return (bits_of(a) == bits_of(b)).view(a.numel(), -1).all(dim=1)  # complex elements have two parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -72,14 +72,10 @@ def value_for(path: Path, template: Tensor, stored: Any) -> Tensor:
     except (RuntimeError, OverflowError):
         held = None
     is_rounded = isinstance(number, float | complex) and (template.is_floating_point() or template.is_complex())
-    is_held = held is not None and (held == number or (is_rounded and _is_finite(held) == _is_finite(number)))
+    is_held = held is not None and (held == number or (is_rounded and cmath.isfinite(held) == cmath.isfinite(number)))
     if not is_held:
         raise CheckpointMismatchError(f"{where} is stored as {stored!r}, which {wanted} cannot hold; {_AS_STORED}")
     return value
-
-
-def _is_finite(number: complex) -> bool:
-    return math.isfinite(number.real) and math.isfinite(number.imag)
 
 
 def inner_value(path: Path, inner: Path, template: Any, stored: Any) -> Any:
