@@ -46,6 +46,10 @@ def bounds(layout: Layout) -> list[tuple[int, int]]:
     return [(bucket.start, bucket.stop) for bucket in layout.buckets]
 
 
+def unpadded(layout: Layout) -> list[int]:
+    return [bucket.numel_unpadded for bucket in layout.buckets]
+
+
 def starts(layout: Layout, params: Sequence[ParamShape]) -> list[int]:
     """Starts in registration order."""
     found = {slot.id: slot.start for slot in layout.slots()}
@@ -60,20 +64,21 @@ def longest_shard(layout: Layout) -> int:
 
 # --- Megatron-Core's numbers ------------------------------------------------------------------------------------------
 
-MEASURED: dict[str, tuple[list[ParamShape], int, dict[str, Any], list[tuple[int, int]]]] = {
-    "ten 95x95": (vectors(*[9025] * 10), 2, {"bucket_size": 9050}, [(18176 * i, 18176 * i + 18176) for i in range(5)]),
-    "one bucket": (vectors(1000, 1000), 4, {}, [(0, 2048)]),
-    "shared embedding": (vectors(1000, 1000, shared=[0]), 3, {}, [(0, 1152), (1152, 2304)]),
-    "three 5000": (vectors(*[5000] * 3), 2, {"bucket_size": 8000}, [(0, 10112), (10112, 15232)]),
-    "high busbw": (vectors(1000), 2, {"pad_for_high_busbw": True}, [(0, 65536)]),
+MEASURED: dict[str, tuple[list[ParamShape], int, dict[str, Any], list[tuple[int, int]], list[int]]] = {
+    "ten 95x95": (vectors(*[9025] * 10), 2, {"bucket_size": 9050}, [(18176 * i, 18176 * i + 18176) for i in range(5)],
+                  [18113] * 5),
+    "one bucket": (vectors(1000, 1000), 4, {}, [(0, 2048)], [2024]),
+    "shared embedding": (vectors(1000, 1000, shared=[0]), 3, {}, [(0, 1152), (1152, 2304)], [1024, 1000]),
+    "three 5000": (vectors(*[5000] * 3), 2, {"bucket_size": 8000}, [(0, 10112), (10112, 15232)], [10056, 5000]),
+    "high busbw": (vectors(1000), 2, {"pad_for_high_busbw": True}, [(0, 65536)], [1000]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_flat_buckets_are_megatron_cores(name: str) -> None:
-    params, world, options, at = MEASURED[name]
+    params, world, options, at, numels = MEASURED[name]
     layout = flat_layout(params, num_shards=world, shard_multiple=1, **options)
-    assert bounds(layout) == at
+    assert (bounds(layout), unpadded(layout)) == (at, numels)
     if name == "ten 95x95":  # in the order of backward
         assert starts(layout, params)[::-1][:6] == [0, 9088, 18176, 27264, 36352, 45440]
 
@@ -229,7 +234,7 @@ def test_whole_layouts_of_large_models_have_the_models_size(params: list[ParamSh
 
 def layout_of(num_shards: int, *slots: tuple[int, int], start: int = 0, stop: int = 4, **fields: Any) -> Layout:
     at = tuple(Slot(ParamId(0, "p"), *slot) for slot in slots)
-    bucket = Bucket(slots=at, start=start, stop=stop, **fields)
+    bucket = Bucket(slots=at, start=start, stop=stop, numel_unpadded=stop - start, **fields)
     return Layout(buckets=(bucket,), num_shards=num_shards)
 
 

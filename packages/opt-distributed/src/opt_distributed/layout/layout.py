@@ -111,11 +111,16 @@ class Bucket:
     - ``numel``: with the padding that makes it divisible into shards; what collectives transfer;
     - ``extent_numel``: up to the end of the last slot, gaps between slots included;
     - ``params_numel``: the parameters without gaps.
+
+    ``numel_unpadded`` is what Megatron-Core calls by this name *for this bucket*: ``params_numel``, ``extent_numel``,
+    or the latter rounded up to the next start. Its checkpoints are checked against it. All other code names the size
+    that it means.
     """
 
     slots: tuple[Slot, ...]  # in ascending order; at least one
     start: int
     stop: int
+    numel_unpadded: int
     cuts: tuple[int, ...] = ()  # where each rank's shard starts, and where the last ends; empty: shards are the chunks
 
     @property
@@ -325,12 +330,17 @@ def _in_order(
     slots: list[Slot] = []  # of the open bucket
     start = end = 0  # of the open bucket
 
-    def close() -> None:
-        """Close the open bucket, if it holds a parameter."""
+    def close(*, at_aligned: bool = False) -> None:
+        """Close the open bucket, if it holds a parameter.
+
+        ``at_aligned`` counts the gap before the next start as part of ``numel_unpadded``, as Megatron-Core does for a
+        bucket that a shared embedding cuts short.
+        """
         nonlocal slots, start, end
         if slots:
+            unpadded = round_up(end - start, start_multiple) if at_aligned else end - start
             stop = round_up(end, end_multiple)
-            buckets.append(Bucket(slots=tuple(slots), start=start, stop=stop))
+            buckets.append(Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded))
             slots = []
             start = stop
             end = stop
@@ -338,7 +348,7 @@ def _in_order(
     for param in reversed(params):
         is_alone = isolates and param.shared_embedding
         if is_alone:
-            close()
+            close(at_aligned=True)
         first = round_up(end, start_multiple)
         end = first + param.numel
         slots.append(Slot(param.id, first, end))

@@ -129,7 +129,8 @@ def whole_layout(
             position = round_up(slots[-1].stop, multiple)
             cuts[owners[index] + 1] = position
         stop = start + round_up(position - start, end_multiple)
-        bucket = Bucket(slots=tuple(slots), start=start, stop=stop)
+        unpadded = sum(param.numel for param in chunk)
+        bucket = Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded)
         cuts = list(accumulate(cuts, max))  # ranks without a parameter have an empty shard
         if cuts[:-1] != list(bucket.chunk_bounds(num_shards))[:-1]:
             bucket = replace(bucket, cuts=tuple(cuts))
