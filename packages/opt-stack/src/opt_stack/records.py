@@ -10,7 +10,7 @@ from typing import Any
 from opt_config import resolved
 from opt_distributed.comm import Comm, agreed
 from opt_stack.planning.plan import Plan
-from opt_stack.rules.entries import Group
+from opt_stack.rules.entries import ParamGroups
 from opt_stack.state.state_dicts import param_name
 
 CONFIG_FILE = "optimizer_config.json"
@@ -26,7 +26,7 @@ def write_plan(folder: str | Path, plan: Plan) -> None:
 # --- which parameter is in which group --------------------------------------------------------------------------------
 
 
-def write_group_map(path: str | Path, groups: Sequence[Group], *, everyone: Comm) -> None:
+def write_group_map(path: str | Path, groups: ParamGroups, *, everyone: Comm) -> None:
     """Write on rank 0 the group index of every parameter of all ranks. Collective.
 
     `path` becomes a torch.distributed.checkpoint directory of {parameter name: index}, and `path`.json has the same

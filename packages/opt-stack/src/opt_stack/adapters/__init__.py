@@ -19,6 +19,7 @@ from opt_distributed.comm import agreed
 from opt_distributed.step import StepResult
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.params import HOOKS
+from opt_paramgroups import ParamGroup
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import get_optimizer_based_on_param_groups, make_design, make_request, read_groups
 from opt_stack.optimizer import Optimizer
@@ -134,12 +135,12 @@ class DeferredOptimizer(torch.optim.Optimizer):
         return self._built
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         """The groups. After the optimizer is built, this is another list."""
         return self._groups if self._built is None else self._built.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[ParamGroup]) -> None:
         if self._built is None:
             self._groups = groups
         else:
@@ -186,7 +187,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         """Call `Optimizer.eval`, for rules that evaluate with other weights. Collective, as is `build`."""
         self.build().eval()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Raise an error after construction, as `Optimizer` does."""
         if hasattr(self, "_make"):
             raise ValueError("the model's parameters are grouped when the optimizer is made; make a new one")
@@ -205,8 +206,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
         """Call `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
         if self._is_untouched() and not options and state_dict.get("state") == {}:
-            matched = match(state_dict, self.param_groups)
-            for group, saved in zip(self.param_groups, matched.groups, strict=True):
+            for group, saved in zip(self.param_groups, match(state_dict, self.param_groups).groups, strict=True):
                 set_group_(group, saved)
             return
         self.build().load_state_dict(state_dict, **options)

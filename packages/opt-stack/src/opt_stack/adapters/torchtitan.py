@@ -1,6 +1,6 @@
 """torchtitan: a container of one optimizer of this library, with the keys of torchtitan's own checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from torchtitan.components.optimizer import OptimizersContainer
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.params import HELD, HOOKS
+from opt_paramgroups import ParamGroup
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import get_optimizer
 from opt_stack.rules.entries import Group
 from opt_stack.rules.registry import Registry
+from opt_stack.state import AnyState
 
 
 class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan is untyped where types are checked
@@ -99,7 +101,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
                 flat |= {f"param_groups.{self._names[index]}.{key}": value for key, value in _hyper(group)}
         return flat
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: AnyState) -> None:
         """Load `state_dict`, which DCP has filled.
 
         Raises:
@@ -121,7 +123,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         if self._follows_model:
             self.optimizers[0].reload_model_params()
 
-    def _saved_group(self, state_dict: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    def _saved_group(self, state_dict: AnyState, group: Group) -> ParamGroup:
         """Return the group with the values with which all of its parameters were saved."""
         names = [self._names[index] for index in group["params"]]
         saved = dict(group)
@@ -148,7 +150,7 @@ def _hyper(group: Group) -> Iterator[tuple[str, Any]]:
     return ((key, value) for key, value in group.items() if key not in (*HELD, HOOKS, "name"))
 
 
-def _saved(state_dict: Mapping[str, Any], key: str) -> Any:
+def _saved(state_dict: AnyState, key: str) -> Any:
     if key not in state_dict:
         raise ValueError(f"the loaded state has no {key!r}")
     return state_dict[key]

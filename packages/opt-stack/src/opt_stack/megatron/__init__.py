@@ -28,12 +28,11 @@ from opt_checkpoint import (
 from opt_checkpoint.state import ShardedStateDict, StateDict
 from opt_config import ConfigError, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
+from opt_distributed.buffers import Metas
 from opt_distributed.comm import ProcessGroupCollection, ProcessGroups, TorchComm, agreed, world
 from opt_paramgroups import (
     GroupsAndBuffers,
     ParamGroup,
-    ParamId,
-    ParamMeta,
     describe,
     get_mup_config_overrides,
     get_param_groups,
@@ -80,6 +79,7 @@ from opt_stack.megatron.script import (
     tag_params_for_buffer_routing,
 )
 from opt_stack.optimizer import MegatronOptimizer
+from opt_stack.rules.entries import ParamGroups
 from opt_stack.rules.registry import Registry, with_matrix_rule
 
 __all__ = [
@@ -120,10 +120,10 @@ def _routed(
     model_chunks: Sequence[nn.Module],
     *,
     offset: int = 0,
-) -> tuple[ConfigOverrides, Mapping[ParamId, ParamMeta]]:
+) -> tuple[ConfigOverrides, Metas]:
     """Return the overrides and roles of parameters that `get_megatron_optimizer` uses, or raise on every rank."""
 
-    def read() -> tuple[ConfigOverrides, Mapping[ParamId, ParamMeta]]:
+    def read() -> tuple[ConfigOverrides, Metas]:
         routed = with_matrix_rule(config, overrides, rules or Registry().with_installed(), by_name=False)
         return routed, describe(model_chunks, model_chunk_offset=offset, by_name=False)
 
@@ -172,7 +172,7 @@ def _get_param_groups_and_buffers(
 def _get_megatron_optimizer_based_on_param_groups(
     config: AnyConfig,
     model_chunks: Sequence[nn.Module],
-    param_groups: Sequence[Mapping[str, Any]],
+    param_groups: ParamGroups,
     per_model_buffers: Mapping[int, Sequence[Any]] | None = None,
     model_parallel_group: ProcessGroup | None = None,
     data_parallel_group: ProcessGroup | None = None,

@@ -16,13 +16,14 @@ from opt_distributed.comm import Comm, TorchComm, world
 from opt_paramgroups import is_dtensor
 from opt_stack.megatron.modules import absent
 
+Tensors = Iterable[Tensor] | Tensor
 __all__ = ["clip_grad_by_total_norm_fp32", "count_zeros_fp32", "get_grad_norm_fp32"]
 __getattr__ = partial(absent, module=__name__)
 
 
 @torch.no_grad()
 def get_grad_norm_fp32(
-    grads_for_norm: Iterable[Tensor] | Tensor,
+    grads_for_norm: Tensors,
     norm_type: float | str = 2,
     grad_stats_parallel_group: ProcessGroup | None = None,
 ) -> float:
@@ -44,7 +45,7 @@ def get_grad_norm_fp32(
 
 @torch.no_grad()
 def clip_grad_by_total_norm_fp32(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, total_norm: float | Tensor, use_decoupled_grad: bool = False
+    parameters: Tensors, max_norm: float, total_norm: float | Tensor, use_decoupled_grad: bool = False
 ) -> None:
     """Multiply gradients in place by `max_norm / (total_norm + 1e-6)` if that is below 1; all of them on every rank.
 
@@ -58,7 +59,7 @@ def clip_grad_by_total_norm_fp32(
 
 
 def count_zeros_fp32(
-    parameters: Iterable[Tensor] | Tensor,
+    parameters: Tensors,
     grad_stats_parallel_group: ProcessGroup | None = None,
     use_decoupled_grad: bool = False,
     tp_group: ProcessGroup | None = None,
@@ -76,13 +77,13 @@ def count_zeros_fp32(
     return sum(comm.gather_objects(zeros))
 
 
-def _grads(parameters: Iterable[Tensor] | Tensor, use_decoupled_grad: bool) -> Sequence[Tensor]:
+def _grads(parameters: Tensors, use_decoupled_grad: bool) -> Sequence[Tensor]:
     if use_decoupled_grad:
         raise ConfigError("use_decoupled_grad=True: gradients here are in param.grad only; leave it at False")
     return _plain(param.grad for param in _listed(parameters) if param.grad is not None)
 
 
-def _plain(tensors: Iterable[Tensor] | Tensor) -> list[Tensor]:
+def _plain(tensors: Tensors) -> list[Tensor]:
     found = _listed(tensors)
     if any(is_dtensor(tensor) for tensor in found):
         raise ConfigError(
@@ -92,7 +93,7 @@ def _plain(tensors: Iterable[Tensor] | Tensor) -> list[Tensor]:
     return found
 
 
-def _listed(tensors: Iterable[Tensor] | Tensor) -> list[Tensor]:
+def _listed(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 

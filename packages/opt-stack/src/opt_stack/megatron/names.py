@@ -20,7 +20,6 @@ from opt_distributed.buffers import DistributedDataParallel as Wrapper
 from opt_distributed.comm import Given, ProcessGroups
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
 from opt_paramgroups import get_standard_config_overrides
-from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import build_optimizer, get_optimizer, make_request
 from opt_stack.megatron.kinds import LAYER_WISE
 from opt_stack.megatron.script import ScriptOptimizer
@@ -53,17 +52,6 @@ _NOT_A_MATRIX = ParamPredicate(
 )
 
 
-def _of_matrices(
-    config: OptimizerConfig, overrides: ConfigOverrides | None
-) -> tuple[OptimizerConfig, ConfigOverrides | None]:
-    """Return the configuration and overrides of a rule that Megatron-Core uses for matrices only, or as they are."""
-    if config.optimizer not in ("lion", "laprop"):
-        return config, overrides
-    given = get_standard_config_overrides(config, by_name=False) if overrides is None else overrides
-    config = replace(config, lion_beta1=config.adam_beta1, lion_beta2=config.adam_beta2)
-    return config, {**given, ParamKey(predicate=_NOT_A_MATRIX): {"optimizer": "adam"}}
-
-
 @wraps(get_optimizer, assigned=())
 def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
     """Call `opt_stack.get_optimizer` with Megatron-Core's meaning of some settings.
@@ -76,13 +64,17 @@ def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
     given = signature(get_optimizer).bind(*args, **kwargs)
     given.apply_defaults()
     arguments = given.arguments
-    arguments["config"] = layer_wise(arguments["config"], arguments["rules"])
-    if isinstance(arguments["config"], OptimizerConfig):
-        arguments["config"], arguments["config_overrides"] = _of_matrices(
-            arguments["config"], arguments["config_overrides"]
-        )
-    del arguments["use_gloo_process_groups"]
+    config = layer_wise(arguments["config"], arguments["rules"])
     overrides = arguments.pop("config_overrides")
+    if isinstance(config, OptimizerConfig) and config.optimizer in (
+        "lion",
+        "laprop",
+    ):  # for matrices only, in Megatron-Core
+        of_others = get_standard_config_overrides(config, by_name=False) if overrides is None else overrides
+        overrides = {**of_others, ParamKey(predicate=_NOT_A_MATRIX): {"optimizer": "adam"}}
+        config = replace(config, lion_beta1=config.adam_beta1, lion_beta2=config.adam_beta2)
+    arguments["config"] = config
+    del arguments["use_gloo_process_groups"]
     group_map = arguments.pop("dump_param_to_param_group_map")
     request = make_request(**arguments, overrides=overrides, by_name=False)
     return build_optimizer(request, group_map, kind=ScriptOptimizer)

@@ -24,7 +24,7 @@ from opt_kernels.hooks import (
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
-from opt_paramgroups import ParamId, completed_group
+from opt_paramgroups import ParamGroup, ParamId, completed_group
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import RULE_FIELDS, Registry
 from opt_stack.rules.trial import check_rule
@@ -34,6 +34,7 @@ RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built
 NOT_LOADED = (*RULE_RECORDS, *AVERAGED)
 """Entries of saved groups that a load does not write: rules and averages of weights are those of the present run."""
 Group = Mapping[str, Any]
+ParamGroups = Sequence[Group]
 Pair = tuple[Group, Group]  # a current group and a saved one
 HYPER_KEYS = ("betas", "eps", "momentum")
 """The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
@@ -53,11 +54,11 @@ _NEUTRAL |= dict.fromkeys(("amsgrad", "maximize", "differentiable", "nesterov"),
 
 
 def complete_groups(
-    param_groups: Sequence[Group],
+    param_groups: ParamGroups,
     config: OptimizerConfig,
     params: Params,
     metas: Metas,
-) -> list[dict[str, Any]]:
+) -> list[ParamGroup]:
     """Return new groups with every entry of `get_param_groups`: the caller's value, else the configuration's.
     Parameters of the model that are in no group are not trained.
 
@@ -67,7 +68,7 @@ def complete_groups(
     """
     ids = {id(param): param_id for param_id, param in params.items()}
     names: dict[ParamId, str] = {}  # of the group that has the parameter
-    groups: list[dict[str, Any]] = []
+    groups: list[ParamGroup] = []
     for number, given in enumerate(param_groups):
         if not isinstance(given, Mapping) or "params" not in given:
             raise ConfigError(f"param_groups[{number}] is {type(given).__name__}; must be a dict with 'params'")
@@ -117,13 +118,13 @@ def complete_groups(
 
 
 def make_rules(
-    given_groups: Sequence[Group],
+    given_groups: ParamGroups,
     registry: Registry,
     config: OptimizerConfig,
     *,
     hooks: GivenHooks,
     extra_group_keys: Collection[str],
-) -> tuple[list[dict[str, Any]], dict[str, Rule]]:
+) -> tuple[list[ParamGroup], dict[str, Rule]]:
     """Return the groups with the numbers that their rules read and they lack, and a record of the rules' choices; and
     the rules by name, with their hooks.
 
@@ -183,7 +184,7 @@ def _made(names: Iterable[str], registry: Registry, config: OptimizerConfig) -> 
     return made
 
 
-def warn_of_unread_fields(groups: Sequence[Group], registry: Registry, config: OptimizerConfig) -> None:
+def warn_of_unread_fields(groups: ParamGroups, registry: Registry, config: OptimizerConfig) -> None:
     """Log one warning with all fields that differ from their defaults, but that only rules of no group read.
 
     It is a warning, because configurations of Megatron-Core have numbers of several rules. `groups` are those of the
@@ -224,7 +225,7 @@ def _hyper(name: str, rule: Rule, registry: Registry, config: OptimizerConfig) -
 
 
 def _check_entries(
-    groups: Sequence[Group],
+    groups: ParamGroups,
     read_by: Mapping[str, Collection[str]],  # for each optimizer, the hyper-parameters that its rule reads
     config: OptimizerConfig,
     extra_group_keys: Collection[str],

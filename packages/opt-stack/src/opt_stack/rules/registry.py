@@ -77,8 +77,7 @@ def formula_entry(formula: Formula) -> RuleEntry:
 
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
         of_fields = entries_of_rule(config, formula.name)
-        options = _options(formula, config)
-        given = {name: value for name, value in options.items() if name in numbers}
+        given = {name: value for name, value in _options(formula, config).items() if name in numbers}
         return {**numbers, **given, **of_fields}
 
     def make(config: OptimizerConfig) -> ElementwiseRule:
@@ -187,8 +186,14 @@ def _muown(config: OptimizerConfig) -> MuownRule:
 
 
 def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
-    options = {"second_moment": config.adaptive_muon_moment2_method, "lines": config.adaptive_muon_lines}
-    return build_rule(AdaptiveMuonRule, {"muon": _muon(config), **options})
+    return build_rule(
+        AdaptiveMuonRule,
+        {
+            "muon": _muon(config),
+            "second_moment": config.adaptive_muon_moment2_method,
+            "lines": config.adaptive_muon_lines,
+        },
+    )
 
 
 def _adam_entries(config: OptimizerConfig) -> Mapping[str, Any]:
@@ -324,7 +329,7 @@ class Registry:
 
 
 def with_matrix_rule(
-    config: OptimizerConfig, overrides: ConfigOverrides | None, rules: Registry, *, by_name: bool = True
+    config: OptimizerConfig, overrides: ConfigOverrides | None, rules: Registry, *, by_name: bool
 ) -> ConfigOverrides:
     """Return `overrides`, or the standard ones for None, and for a matrix rule those that give non-matrix parameters to
     an elementwise rule.

@@ -71,8 +71,7 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
             )
         return {number: defaults[number] for number in GROUP_NUMBERS if number in defaults}
 
-    summary = f"{cls.__module__}.{cls.__qualname__}"
-    return RuleEntry(name=name, summary=summary, make=make, hyper=hyper)
+    return RuleEntry(name=name, summary=f"{cls.__module__}.{cls.__qualname__}", make=make, hyper=hyper)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The parameters and pieces that a sharded state describes."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,7 +17,8 @@ from opt_kernels.hooks import bare
 from opt_kernels.params import RULE
 from opt_paramgroups import ParamId
 from opt_paramgroups.vocabulary import is_regrouped
-from opt_stack.rules.entries import Group
+from opt_stack.rules.entries import ParamGroups
+from opt_stack.state import AnyState
 from opt_stack.state.live import PieceRef
 
 
@@ -52,7 +52,7 @@ class Description(NamedTuple):
     saved: list[SavedPiece]
 
 
-def describe_params(model_sharded_state_dict: Mapping[str, Any], groups: Sequence[Group]) -> list[list[Described]]:
+def describe_params(model_sharded_state_dict: AnyState, groups: ParamGroups) -> list[list[Described]]:
     """Return the parameters of each group. Marks them in `model_sharded_state_dict` as having main values, so that
     `load` restores exact values in another precision.
 
@@ -93,7 +93,7 @@ def describe_state(own: Described, ref: PieceRef, rows: Rows, *, always_main: bo
     return states
 
 
-def check_optional(saved_piece: SavedPiece, values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_optional(saved_piece: SavedPiece, values: AnyState, saved: AnyState) -> None:
     """Raise ValueError if states are missing that are optional only because another rule may have kept others."""
     own, _, (unit, piece) = saved_piece
     missing = [spec.name for spec in kept_states(unit, piece) if spec.name not in values]

@@ -29,7 +29,9 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.pieces import AVERAGES
 from opt_distributed.saving import MAIN, STEP
 from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
-from opt_stack.rules.entries import Group
+from opt_paramgroups import ParamGroup
+from opt_stack.rules.entries import Group, ParamGroups
+from opt_stack.state import AnyState
 
 logger = logging.getLogger("opt_stack")
 OWN = "opt_stack"
@@ -87,7 +89,7 @@ def form_of(config: OptimizerConfig, metadata: dict[str, Any] | None, *, is_load
     return "distributed"
 
 
-def chain_of(config: OptimizerConfig, form: str, param_groups: Sequence[Group], *, shards_buffers: bool) -> list[Link]:
+def chain_of(config: OptimizerConfig, form: str, param_groups: ParamGroups, *, shards_buffers: bool) -> list[Link]:
     """Return Megatron-Core's optimizers: one for each rule, that of the configuration first, dense before experts.
 
     The layer-wise optimizer has experts too, and keeps whole tensors: of all rules, or, if `shards_buffers`, as the
@@ -111,19 +113,18 @@ def _undistributed(config: OptimizerConfig) -> str:
 
 
 def to_megatron_state(
-    state: Mapping[str, Any],  # of `sharded_state_dict`, in the form of this package
+    state: AnyState,  # of `sharded_state_dict`, in the form of this package
     chain: Sequence[Link],
-    param_groups: Sequence[Group],
+    param_groups: ParamGroups,
     steps: Mapping[str, int],  # of the parameters on all ranks
 ) -> dict[Any, Any]:
     """Return `state` in Megatron-Core's form."""
-    described = {}
-    for at, of_param in state["state"].items():
-        described[at] = {name: value for name, value in of_param.items() if name != STEP}
+    described = {
+        at: {name: value for name, value in of_param.items() if name != STEP} for at, of_param in state["state"].items()
+    }
     names = state["groups"]["names"]
-    distributed: set[str] = set()  # parameters
-    for number in (number for link in chain if link.form == "distributed" for number in link.groups):
-        distributed.update(names[number])
+    of_distributed = [number for link in chain if link.form == "distributed" for number in link.groups]
+    distributed = {name for number in of_distributed for name in names[number]}  # parameters
     flat = flatten_state({"state": described})
     stored: dict[int, dict[int, Any]] = {}
     boxes = []
@@ -168,7 +169,7 @@ def _param_name(at: str) -> str:
     return at.rpartition(", chunk ")[0] or at
 
 
-def _megatron_group(group: Group, step: int | None, *, unnamed: str) -> dict[str, Any]:
+def _megatron_group(group: Group, step: int | None, *, unnamed: str) -> ParamGroup:
     left_out = {*HELD, HOOKS, CHOICES, "name"}
     if group[RULE] == unnamed:
         left_out.add(RULE)
@@ -180,7 +181,7 @@ def _megatron_group(group: Group, step: int | None, *, unnamed: str) -> dict[str
 
 
 def from_megatron_state(
-    loaded: Mapping[str, Any], param_groups: Sequence[Group], names: Sequence[Collection[str]]
+    loaded: AnyState, param_groups: ParamGroups, names: Sequence[Collection[str]]
 ) -> dict[str, Any]:
     """Return a loaded state in the form of this package; writes to the tensors that were described.
 
@@ -234,13 +235,13 @@ def from_megatron_state(
 
 def _their_groups(
     chain: Sequence[Link],
-    inners: Sequence[Mapping[str, Any]],
-    param_groups: Sequence[Group],
+    inners: Sequence[AnyState],
+    param_groups: ParamGroups,
     names: Sequence[Collection[str]],
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the groups that Megatron-Core saved in the form of this package, and step counts by parameter."""
     steps: dict[str, int] = {}
-    groups: dict[int, dict[str, Any]] = {}
+    groups: dict[int, ParamGroup] = {}
     for link, inner in zip(chain, inners, strict=True):
         for number in link.groups:
             group = param_groups[number]
@@ -268,7 +269,7 @@ def has_distributed_form(loaded: Mapping[Any, Any]) -> bool:
     return "version" not in own_values(loaded) and "distributed" in map(_saved_form, _entries(loaded))
 
 
-def compare_mains(state: Mapping[str, Any], weights: Mapping[str, Tensor]) -> list[Compared]:
+def compare_mains(state: AnyState, weights: Mapping[str, Tensor]) -> list[Compared]:
     """Compare loaded main weights with the 1-D `weights`, which the same load has set, if these have 16 bits."""
     compared = []
     for at, weight in weights.items():
@@ -289,7 +290,7 @@ def check_mains(compared: Collection[Compared]) -> None:
         )
 
 
-def _entries(loaded: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+def _entries(loaded: Mapping[Any, Any]) -> list[AnyState]:
     """The state of each of Megatron-Core's optimizers."""
     numbers = sorted(key for key in loaded if isinstance(key, int))
     is_chain = numbers and not {"param_state_sharding_type", "param_groups", "optimizer"} & loaded.keys()
@@ -298,7 +299,7 @@ def _entries(loaded: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
     return [loaded[number] for number in numbers]
 
 
-def _saved_form(loaded: Mapping[str, Any]) -> str:
+def _saved_form(loaded: AnyState) -> str:
     if "param_state_sharding_type" in loaded:
         found = loaded["param_state_sharding_type"]
         return "distributed" if found == RESHARDABLE else f"the distributed optimizer in the format {found}"
@@ -311,7 +312,7 @@ def _shown(forms: Sequence[str]) -> str:
     return ", ".join(_FORMS.get(form, form) for form in forms) + (", in a chain" if len(forms) > 1 else "")
 
 
-def _match(group: Group, saved_groups: Sequence[Group]) -> Group:
+def _match(group: Group, saved_groups: ParamGroups) -> Group:
     """Return the saved group of Megatron-Core with the same identifiers."""
 
     def fits(saved: Group) -> bool:
@@ -328,9 +329,7 @@ def _match(group: Group, saved_groups: Sequence[Group]) -> Group:
     return found[0]
 
 
-def _common_step(
-    inner: Mapping[str, Any], saved: Group, *, rule: str = "", chain: Sequence[Mapping[str, Any]] = ()
-) -> int:
+def _common_step(inner: AnyState, saved: Group, *, rule: str = "", chain: Sequence[AnyState] = ()) -> int:
     """The step count of a group: of its optimizer, or, if that counts none, of another in the chain."""
     found = [inner.get("state", {}).get("common_step"), saved.get(STEP)]
     if rule in _UNCOUNTED:

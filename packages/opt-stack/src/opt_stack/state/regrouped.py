@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from opt_checkpoint.state import former_names
 from opt_distributed.saving import MAIN, STEP
 from opt_kernels.params import RULE
+from opt_paramgroups import ParamGroup
 from opt_paramgroups.vocabulary import is_regrouped
-from opt_stack.rules.entries import HYPER_KEYS, NOT_LOADED, RULE_RECORDS, Group, Pair
+from opt_stack.rules.entries import HYPER_KEYS, NOT_LOADED, RULE_RECORDS, Group, Pair, ParamGroups
+from opt_stack.state import AnyState
 from opt_stack.state.described import Description
 from opt_stack.wording import listed
 
@@ -43,7 +45,7 @@ def is_same(group: Group, saved: Group) -> bool:
     return all(saved.get(key, group.get(key)) == group.get(key) for key in _IDENTITY)
 
 
-def continued(group: Group, saved: Group) -> dict[str, Any]:
+def continued(group: Group, saved: Group) -> ParamGroup:
     """Return the numbers with which `group` continues from a saved group that had other factors or another rule.
 
     Rates keep the fraction of their peak that the schedule had reached.
@@ -58,7 +60,7 @@ def continued(group: Group, saved: Group) -> dict[str, Any]:
     return numbers
 
 
-def renamed(saved: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
+def renamed(saved: ParamGroups, groups: ParamGroups) -> list[Group]:
     """Return saved groups under their present names."""
     present = {group["name"] for group in groups}
     by_keys = {_keys_of(name): name for name in present}
@@ -79,7 +81,7 @@ def _keys_of(name: str) -> tuple[bool, int, tuple[str, ...]]:
     return of_keys != name, name.count(" and "), tuple(sorted(re.split(" and |, ", of_keys)))
 
 
-def regroup(saved: Sequence[Group], groups: Sequence[Group], names: Sequence[Sequence[str]]) -> Regrouped:
+def regroup(saved: ParamGroups, groups: ParamGroups, names: Sequence[Sequence[str]]) -> Regrouped:
     """Return saved groups with moved parameters in their present groups. Groups without names stay as they are.
 
     `names` are those of the parameters of each of `groups`.
@@ -119,8 +121,8 @@ def regroup(saved: Sequence[Group], groups: Sequence[Group], names: Sequence[Seq
 
 
 def regroup_described(
-    saved: Mapping[str, Any],
-    groups: Sequence[Group],
+    saved: AnyState,
+    groups: ParamGroups,
     described: Description,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return saved groups without the parameters that earlier releases put into other groups, and their names.
@@ -131,7 +133,7 @@ def regroup_described(
     names = list(saved.get("names", ()))
     source = {name: number for number, own in enumerate(names) for name in own}
     moved: list[str] = []
-    added: list[tuple[dict[str, Any], list[str]]] = []
+    added: list[tuple[ParamGroup, list[str]]] = []
     for group, of_group, present in zip(groups, described.groups, described.names_on_all_ranks, strict=True):
         moved_here = []
         num_saved = 0
@@ -156,7 +158,7 @@ def regroup_described(
 
 
 def match_saved(
-    loaded: Mapping[str, Any], groups: Sequence[Group], names: Sequence[Sequence[str]]
+    loaded: AnyState, groups: ParamGroups, names: Sequence[Sequence[str]]
 ) -> tuple[dict[str, Any], list[Pair], dict[tuple[str, str], list[str]]]:
     """Match the saved groups with `groups` by the names of their parameters. Converted checkpoints have no groups.
 
@@ -173,7 +175,7 @@ def match_saved(
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
     then: dict[str, Group] = {}  # the saved group of each parameter
     kept: list[list[str]] = []
-    without: list[dict[str, Any]] = []
+    without: list[ParamGroup] = []
     for group, own in zip(loaded["groups"].get("groups", ()), saved_names, strict=True):
         present = [current.get(name, name) for name in own]
         then |= dict.fromkeys(present, group)

@@ -17,7 +17,7 @@ from opt_checkpoint import (
     apply_saved_groups,
     groups_to_saved,
 )
-from opt_checkpoint.state import EMPTY, Conflict, ModelAxes, Replica, from_megatron, place_
+from opt_checkpoint.state import Conflict, ModelAxes, Replica, from_megatron, place_
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded, WeightAverages
@@ -29,11 +29,13 @@ from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import (
+    Group,
     Pair,
     check_choices,
     check_loaded_numbers,
     warn_of_other_choices,
 )
+from opt_stack.state import AnyState
 from opt_stack.state.described import (
     Described,
     Description,
@@ -91,7 +93,7 @@ class ShardedStates(torch.optim.Optimizer):
 
     def sharded_state_dict(
         self,
-        model_sharded_state_dict: Mapping[str, Any],
+        model_sharded_state_dict: AnyState,
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
@@ -137,7 +139,7 @@ class ShardedStates(torch.optim.Optimizer):
         return agreed(self._everyone, lambda: to_megatron_state(state, chain, groups, steps))
 
     def _sharded(
-        self, model_sharded_state_dict: Mapping[str, Any], *, always_main: Collection[int] = ()
+        self, model_sharded_state_dict: AnyState, *, always_main: Collection[int] = ()
     ) -> tuple[ScopedState, Description]:
         """Return the sharded state in the types of opt-checkpoint, and its description. Collective.
 
@@ -152,10 +154,7 @@ class ShardedStates(torch.optim.Optimizer):
         self._check_parts(groups)
         names = [[own.name for own in of_group] for of_group in groups]
         saved = list(self._saved_pieces(groups))
-        own_rows = {}
-        for own, at, ref in saved:
-            if part := rows_of_part(ref.piece, own.sharded):
-                own_rows[at] = part
+        own_rows = {at: part for own, at, ref in saved if (part := rows_of_part(ref.piece, own.sharded))}
         names_on_all_ranks: list[dict[str, None]] = [{} for _ in names]  # sets in order
         rows: dict[str, dict[int, tuple[Segment, ...]]] = defaultdict(dict)
         for names_of_rank, rows_of_rank in self._everyone.gather_objects((names, own_rows)):
@@ -192,15 +191,13 @@ class ShardedStates(torch.optim.Optimizer):
     def _copied_values(self) -> tuple[Any, ...]:
         """Return the numbers that differ if the copies in a sharded state are no longer those of the optimizer."""
         steps = [ref.piece.step for ref in self._held.values()]
-        numbers = []
-        for group in self.param_groups:
-            kept = {key: value for key, value in group.items() if key not in _RUN_ENTRIES}
-            numbers.append(copy.deepcopy({k: v.tolist() if isinstance(v, Tensor) else v for k, v in kept.items()}))
-        return self.stepper.num_begun, steps, numbers, self.stepper.scaler.state_dict()
+        numbers = [
+            {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k not in _RUN_ENTRIES}
+            for group in self.param_groups
+        ]
+        return self.stepper.num_begun, steps, copy.deepcopy(numbers), self.stepper.scaler.state_dict()
 
-    def _load_sharded(
-        self, loaded: Mapping[str, Any], *, on_conflict: Conflict = "error", override: Mapping[str, Any] = EMPTY
-    ) -> None:
+    def _load_sharded(self, loaded: AnyState, *, on_conflict: Conflict, override: Group) -> None:
         """Set the optimizer from the result of `opt_checkpoint.load`. Collective.
 
         Raises:
@@ -244,7 +241,7 @@ class ShardedStates(torch.optim.Optimizer):
             take_loaded_(*ref, values)
         self._load_verdicts(loaded, scale)
 
-    def _load_verdicts(self, state_dict: Mapping[str, Any], scale: dict[str, Any]) -> None:
+    def _load_verdicts(self, state_dict: AnyState, scale: dict[str, Any]) -> None:
         """Load what verdicts of later steps depend on. Without saved values, spikes are found anew.
 
         Losses that were noted before belong to a step that is not taken.
@@ -335,7 +332,7 @@ def axes_of(roles: Roles) -> ModelAxes:
     )
 
 
-def saved_scale(state_dict: Mapping[str, Any], stepper: Stepper) -> dict[str, Any]:
+def saved_scale(state_dict: AnyState, stepper: Stepper) -> dict[str, Any]:
     """Return the saved loss scale, after loading it into a copy of that of `stepper`, and the saved spikes into others.
 
     Raises ValueError if that fails.

@@ -1,7 +1,7 @@
 """State dicts of an optimizer: torch's form of one rank's state, and a sharded form that loads on any layout."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +14,9 @@ from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
 from opt_distributed.saving import PieceState, check_state, load_state_, read_state, restart_
 from opt_kernels.params import HELD, RULE
-from opt_paramgroups import ParamId, dtensor_layout
-from opt_stack.rules.entries import NOT_LOADED, Group, warn_of_other_choices
+from opt_paramgroups import ParamGroup, ParamId, dtensor_layout
+from opt_stack.rules.entries import NOT_LOADED, Group, ParamGroups, warn_of_other_choices
+from opt_stack.state import AnyState
 from opt_stack.state.megatron_state import (
     SPIKES,
     check_mains,
@@ -38,7 +39,7 @@ def param_name(id: ParamId) -> str:
     return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
 
 
-def find_values(state_dict: Mapping[str, Any], params: Params) -> dict[ParamId, Tensor]:
+def find_values(state_dict: AnyState, params: Params) -> dict[ParamId, Tensor]:
     """Return the value of each parameter in `state_dict`; for a DTensor, this rank's part.
 
     Raises:
@@ -125,10 +126,10 @@ class StateDicts(ShardedStates):
 
     def load_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: AnyState,
         *,
         on_conflict: Conflict = "error",
-        override: Mapping[str, Any] = EMPTY,
+        override: Group = EMPTY,
         main_values: Literal["saved", "parameters"] = "saved",
     ) -> None:
         """Load `state_dict`. All of it is validated before anything changes; fp32 state stays fp32.
@@ -178,16 +179,15 @@ class StateDicts(ShardedStates):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _from_megatron(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    def _from_megatron(self, loaded: AnyState) -> dict[str, Any]:
         """Return what Megatron-Core's `load` returned in the form of `opt_checkpoint.load`. Collective."""
         described = self._described
         names = () if described is None else described.names_on_all_ranks
         state = agreed(self._everyone, lambda: from_megatron_state(loaded, self.param_groups, names))
 
         def compare() -> list[Compared]:
-            weights = {}
-            for _, at, (_, piece) in () if described is None else described.saved:
-                weights[at] = local(piece.param).detach().reshape(-1)[piece.of_param]
+            saved = () if described is None else described.saved
+            weights = {at: local(piece.param).detach().reshape(-1)[piece.of_param] for _, at, (_, piece) in saved}
             return compare_mains(state["state"], weights)
 
         if has_distributed_form(loaded):
@@ -216,7 +216,7 @@ class StateDicts(ShardedStates):
             return self._everyone
         return Alone()
 
-    def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
+    def _load_local(self, state_dict: AnyState, *, needs_mains: bool) -> None:
         matched, scale = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
         groups, by_id, moved = matched
         restarted = {name for name, has_same_rule in moved.items() if not has_same_rule}
@@ -231,19 +231,19 @@ class StateDicts(ShardedStates):
             set_group_(group, saved)
         self._load_verdicts(state_dict, scale)
 
-    def _matched(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> tuple[Matched, dict[str, Any]]:
+    def _matched(self, state_dict: AnyState, *, needs_mains: bool) -> tuple[Matched, dict[str, Any]]:
         """Return the groups and states of `state_dict`, in the order of this optimizer, and its loss scale.
 
         Raises ValueError if any of it cannot be loaded; writes nothing.
         """
         check_form(state_dict, layout_id=self._layout_id)
         matched = match(state_dict, self.param_groups)
+        needs_main = needs_mains and "version" in state_dict
         pairs = list(zip(self.param_groups, matched.groups, strict=True))
         self._check_groups(pairs, pairs)
         for id, (unit, piece) in self._held.items():
             if matched.moved.get(param_name(id), True):
-                state = matched.states.get(id, {})
-                check_state(unit, piece, state, needs_main=needs_mains and "version" in state_dict)
+                check_state(unit, piece, matched.states.get(id, {}), needs_main=needs_main)
         return matched, saved_scale(state_dict, self.stepper)
 
 
@@ -269,7 +269,7 @@ class _RankLocalGroup(dict[str, Any]):
         return OrderedDict, (list(self.items()),)
 
 
-def packed_groups(groups: Sequence[Group], *, rank_local: bool = False) -> list[dict[str, Any]]:
+def packed_groups(groups: ParamGroups, *, rank_local: bool) -> list[ParamGroup]:
     """Return groups as torch saves them: `params` are indices over all groups, `param_names` the names at these.
 
     `param_ids` is None: torch's flattened form needs every key of a group, but nothing reads this one.
@@ -308,7 +308,7 @@ def _layouts(state_dict: Group) -> list[str]:
     return list(map(str, layouts))
 
 
-def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
+def match(state_dict: Group, groups: ParamGroups) -> Matched:
     """Return the saved group of each of `groups`, and the saved state of each parameter.
 
     Groups are matched by name if saved groups have names, else by position; parameters in the same way inside a group.
@@ -358,7 +358,7 @@ def match(state_dict: Group, groups: Sequence[Group]) -> Matched:
     return Matched(saved, found, moved)
 
 
-def set_group_(group: dict[str, Any], saved: Group) -> None:
+def set_group_(group: ParamGroup, saved: Group) -> None:
     """Copy a saved group's hyper-parameters to `group`, but not `NOT_LOADED`. Tensors are written in place."""
     for key, value in saved.items():
         if key in HELD or key in NOT_LOADED:

@@ -32,10 +32,9 @@ from opt_kernels.params import Writes, has_foreign_write, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import ParamId, is_dtensor
-from opt_stack.rules.entries import Group
+from opt_stack.rules.entries import ParamGroups
 from opt_stack.wording import and_more
 
-Groups = Sequence[Group]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -46,20 +45,20 @@ class LoadedWeights:
     def __init__(
         self,
         pieces: Sequence[OwnedPiece],
-        groups: Groups,
+        groups: ParamGroups,
         chunks: Iterable[nn.Module],
         *,
-        averaged: Sequence[OwnedPiece] = (),  # those of which other weights are kept in the state
-        copied: Collection[ParamId] = (),  # parameters of which other ranks hold copies
+        averaged: Sequence[OwnedPiece],  # those of which other weights are kept in the state
+        copied: Collection[ParamId],  # parameters of which other ranks hold copies
     ):
         """Notes from now on every load of the modules of `chunks`, and the parameters that they have."""
         self._copied = [piece for piece in pieces if piece.main.is_copy]
         self._averaged = averaged
-        self._ids: dict[nn.Parameter, ParamId] = {}  # of all parameters of the optimizer
-        for group in groups:
-            self._ids |= zip(group["params"], group["param_ids"], strict=True)
+        self._ids: dict[nn.Parameter, ParamId] = {  # of all parameters of the optimizer
+            param: id for group in groups for param, id in zip(group["params"], group["param_ids"], strict=True)
+        }
         has_copies = {piece.param for piece in (*self._copied, *averaged)}
-        self._compared = [param for param, id in self._ids.items() if param in has_copies or id in copied]
+        self._compared = {param: id for param, id in self._ids.items() if param in has_copies or id in copied}
         self._watch_writes()
         self._needs_check = False  # whether others wrote weights since the last check that found them equal
         self._has_state = False  # whether state was loaded since the last check
@@ -74,11 +73,9 @@ class LoadedWeights:
 
     def _watch_writes(self) -> None:
         """Count the writes to the present tensors of the parameters from now on."""
-        self._id_of: dict[Tensor, ParamId] = {}  # of the tensors of parameters that are compared after a write
-        for param in self._compared:
-            self._id_of |= dict.fromkeys(_counted(param), self._ids[param])
-        compared = set(self._compared)
-        others = [param for param in self._ids if param not in compared]
+        # Of the tensors of parameters that are compared after a write.
+        self._id_of = {tensor: id for param, id in self._compared.items() for tensor in _counted(param)}
+        others = [param for param in self._ids if param not in self._compared]
         self._writes = Writes(list(self._id_of))
         self._uncompared = Writes([tensor for param in others for tensor in _counted(param)])
 
@@ -86,7 +83,7 @@ class LoadedWeights:
         """Note that other code moved these parameters, and so may have written them."""
         self._find_writes()
         self._needs_check = True
-        self._note_written({id for id in map(self._ids.__getitem__, self._compared) if id in ids})
+        self._note_written(set(ids).intersection(self._compared.values()))
         self._watch_writes()
 
     def note_module_load(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -225,7 +222,7 @@ class OptimizerStateGuard(Refusal):
         self._wrapped = [ref(chunk) for chunk in wrapped]
         self._roles = roles
 
-    def find(self, groups: Groups) -> UnusableGradientError | None:
+    def find(self, groups: ParamGroups) -> UnusableGradientError | None:
         loaded = self._loaded()
         if loaded is None:
             return None
@@ -275,7 +272,7 @@ class Evaluation:
         self._shown = Writes([])  # to the weights for evaluation
         self._rates = RisingRates()
 
-    def note_rates(self, groups: Groups) -> None:
+    def note_rates(self, groups: ParamGroups) -> None:
         """Warn if the learning rate of a schedule-free rule has risen, see `RisingRates`."""
         numbered = enumerate(groups)  # that of a rank without parameters has no rule
         self._rates.note((number, group) for number, group in numbered if group.get("optimizer") == "schedule_free")
@@ -313,7 +310,7 @@ class Evaluation:
 
     @torch.no_grad()
     @without_autocast()
-    def begin_(self, groups: Groups, complete: Callable[[], None], *, was_loaded: bool = False) -> None:
+    def begin_(self, groups: ParamGroups, complete: Callable[[], None], *, was_loaded: bool = False) -> None:
         """Write the evaluation weights to the parameters of all ranks. Collective.
 
         `complete` waits for gathers of parameters. With `was_loaded`, a load has set only the main values of each
@@ -365,8 +362,8 @@ def _copies(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {param: local(param).detach().clone() for param in params}
 
 
-def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups) -> Tensor:
-    def evaluate(groups: Groups, value: Tensor) -> Tensor:
+def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: ParamGroups) -> Tensor:
+    def evaluate(groups: ParamGroups, value: Tensor) -> Tensor:
         hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
         states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
         return formula.evaluated(value.float(), states, hyper)
