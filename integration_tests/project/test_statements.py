@@ -9,7 +9,7 @@ FOLDERS = ("packages", "integration_tests", "kernels", "examples")
 
 
 LARGE = 60  # nodes of the syntax tree
-STILL_LARGE = {"opt-checkpoint": 15, "opt-distributed": 1, "opt-kernels": 12, "opt-stack": 8}
+STILL_LARGE = {"opt-checkpoint": 15, "opt-distributed": 1, "opt-kernels": 12, "opt-stack": 7}
 """By package, the statements of its sources that have more nodes: these numbers only shrink."""
 
 

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers import (
     DistributedDataParallel,
+    Metas,
+    Params,
     WorldSizes,
     broadcast_replicas_,
     check_replicas,
@@ -20,17 +22,15 @@ from opt_distributed.buffers import (
 )
 from opt_distributed.comm import Given, agreed, find_roles
 from opt_distributed.comm import device as devices
-from opt_distributed.pieces import FullySharded
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules import Needs
 from opt_paramgroups import (
-    ParamId,
-    ParamMeta,
+    ParamGroup,
     get_param_groups,
 )
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_paramgroups.vocabulary import is_vector
-from opt_stack.building.parts import build_parts, build_stepper, model_part
+from opt_stack.building.parts import build_parts, build_stepper, holds_parts, model_part
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.diagnosis.tensor_stats import TensorSums
 from opt_stack.optimizer import Optimizer
@@ -47,10 +47,9 @@ from opt_stack.planning.ranks import (
     tp_modes,
 )
 from opt_stack.records import write_group_map, write_plan
-from opt_stack.rules.entries import complete_groups, make_rules, warn_of_unread_fields
+from opt_stack.rules.entries import ParamGroups, complete_groups, make_rules, warn_of_unread_fields
 from opt_stack.rules.registry import Registry, with_matrix_rule
 from opt_stack.state.live import SharedCopies
-from opt_stack.unreduced_grads import UnreducedGrads
 
 logger = logging.getLogger("opt_stack")
 
@@ -140,7 +139,7 @@ get_megatron_optimizer = get_optimizer  # Megatron-Core's name
 def get_optimizer_based_on_param_groups(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
-    param_groups: Sequence[Mapping[str, Any]],
+    param_groups: ParamGroups,
     *,
     pg_collection: Given = None,
     mesh: DeviceMesh | None = None,
@@ -178,7 +177,7 @@ def get_optimizer_based_on_param_groups(
         has_given_groups=not all(isinstance(group, Mapping) and "param_ids" in group for group in param_groups),
     )
 
-    def described() -> tuple[Model, list[dict[str, Any]]]:
+    def described() -> tuple[Model, list[ParamGroup]]:
         model = read_model(request)
         return model, complete_groups(param_groups, request.config, model.params, model.metas)
 
@@ -187,7 +186,7 @@ def get_optimizer_based_on_param_groups(
     return _build(request, model, groups, part=part)
 
 
-def read_groups(request: Request, *, dumps_groups: bool = False) -> tuple[Model, list[dict[str, Any]]]:
+def read_groups(request: Request, *, dumps_groups: bool = False) -> tuple[Model, list[ParamGroup]]:
     """Return what is known of the model, and the groups of the parameters of all ranks, which must have the same
     configuration. Collective. `dumps_groups` is as for `check_same_config`. Raises ConfigError on every rank.
     """
@@ -254,9 +253,7 @@ def make_request(
     return Request(config=config, chunks=tuple(chunks), registry=registry, roles=roles, **options)
 
 
-def make_design(
-    request: Request, model: Model, given_groups: Sequence[Mapping[str, Any]], sizes: WorldSizes | None = None
-) -> Design:
+def make_design(request: Request, model: Model, given_groups: ParamGroups, sizes: WorldSizes | None = None) -> Design:
     """Complete the groups, plan the step and run the checks that need no other rank. Builds nothing.
 
     `sizes` are those of another world that is planned for; None: this one.
@@ -280,7 +277,7 @@ def make_design(
 def _build(
     request: Request,
     model: Model,
-    given_groups: Sequence[Mapping[str, Any]],
+    given_groups: ParamGroups,
     *,
     part: str = "",
     kind: type[Optimizer] = Optimizer,
@@ -300,46 +297,31 @@ def _build(
     check_replicas(params, metas, roles)
     check_untrained(request.chunks, roles, broadcast=request.broadcast_params)
     _log_design(design)
-    plan = design.plan
     groups = design.groups.groups
     parts = agreed(everyone, lambda: build_parts(design, facts[common_device]))
     # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
     groups = groups or [{"params": [], "param_ids": [], "name": "stub"}]
-    wrapped = list(model.wrapped.values())
-    copies = SharedCopies(
-        params=params,
-        metas=metas,
-        roles=roles,
-        wrapped=wrapped,
-        held=parts.held,
-        scaler=parts.scaler,
-        loaded=parts.loaded,
-    )
+    copies = SharedCopies(model=model, roles=roles, held=parts.held, scaler=parts.scaler, loaded=parts.loaded)
     names = [str(group.get("name", at)) for at, group in enumerate(groups)]
     make_sums = partial(
         TensorSums, parts.units, parts.families, names, order=list(params), roles=roles, device=parts.device
     )
     recorder = Recorder(config, roles, devices.device_of(parts.device).is_asynchronous, make_sums)
     stepper = build_stepper(design, parts, groups, copies, recorder)
-    if wrapped:
-        share_launch_order(wrapped)
+    if model.wrapped:
+        share_launch_order(list(model.wrapped.values()))
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
-    layout_id = plan.layout_id(everyone.rank if is_laid_out else roles.dense.dp.rank)
+    layout_id = design.plan.layout_id(everyone.rank if is_laid_out else roles.dense.dp.rank)
     of_model = model_part(metas, roles)
     return kind(
-        plan=plan,
-        parts=parts,
-        stepper=stepper,
+        design,
+        parts,
+        stepper,
         groups=groups,
         layout_id=", ".join(filter(None, (part, layout_id, of_model.text))),
-        rank_local=of_model.has_namesakes or any(everyone.gather_objects(parts.holds_parts)),
-        roles=roles,
+        rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(design))),
         copies=copies,
         recorder=recorder,
-        wrapped=wrapped,
-        fully_sharded=FullySharded(request.chunks),
-        unreduced_grads=UnreducedGrads(stepper, max_norm=config.clip_grad) if everyone.size > 1 else None,
-        frozen=[named for chunk in request.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
 
 
@@ -360,7 +342,7 @@ def _log_design(design: Design) -> None:
     agreed(everyone, lambda: write_plan(config.config_logger_dir, design.plan) if writes else None)
 
 
-def warn_of_vocabulary(plan: Plan, params: Mapping[ParamId, nn.Parameter], metas: Mapping[ParamId, ParamMeta]) -> None:
+def warn_of_vocabulary(plan: Plan, params: Params, metas: Metas) -> None:
     """Log a warning for each embedding, output layer and stack of vectors that the caller's groups give to a matrix
     rule, of which `get_optimizer` would not update it."""
     for unit in plan.units:
@@ -382,7 +364,7 @@ def warn_of_vocabulary(plan: Plan, params: Mapping[ParamId, nn.Parameter], metas
             )  # fmt: skip
 
 
-def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:
+def warn_of_guesses(plan: Plan, metas: Metas) -> None:
     """Log a warning for each parameter that is treated as an embedding or output layer by its name or shape only."""
     rules = [unit.rule.name for unit in plan.units if unit.rule.needs is Needs.MATRICES]
     if not rules and plan.config.decoupled_lr is None:

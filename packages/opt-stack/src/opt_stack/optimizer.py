@@ -2,29 +2,31 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
-from opt_distributed.buffers import AwaitedGroup, DistributedDataParallel, stored_params
-from opt_distributed.comm import Roles, agreed
+from opt_distributed.buffers import AwaitedGroup, stored_params
+from opt_distributed.comm import agreed
 from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import reset_state_
 from opt_distributed.step import Stepper, StepResult
-from opt_paramgroups import ParamId
+from opt_paramgroups import ParamGroup, ParamId
 from opt_stack.building.parts import Parts
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import ClippedGrads, GradientStatistics, InBackward, LossScaleUse
-from opt_stack.planning.plan import Plan
+from opt_stack.planning.design import Design
+from opt_stack.rules.entries import ParamGroups
 from opt_stack.state.live import LiveState, PieceRef, SharedCopies, StateOffload
 from opt_stack.state.state_dicts import find_values
 from opt_stack.torch_scaler import check_scaler
 from opt_stack.unreduced_grads import UnreducedGrads
+from opt_stack.wording import and_more
 
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
@@ -39,53 +41,50 @@ class Optimizer(GradientStatistics):
 
     def __init__(
         self,
-        *,
-        plan: Plan,
+        design: Design,
         parts: Parts,
         stepper: Stepper,
-        groups: Sequence[Mapping[str, Any]],
+        *,
+        groups: ParamGroups,
         layout_id: str,
         rank_local: bool,  # whether any rank holds a part of the state that other ranks do not
-        roles: Roles,
         copies: SharedCopies,
         recorder: Recorder,
-        frozen: Sequence[tuple[str, nn.Parameter]],  # parameters without gradients, in no group
-        wrapped: Sequence[DistributedDataParallel],  # chunks whose gradients accumulate in buffers
-        fully_sharded: FullySharded,
-        unreduced_grads: UnreducedGrads | None,  # of plain chunks on several ranks
     ):
-        self.plan = plan
+        chunks = design.request.chunks
+        self.plan = design.plan
         self.stepper = stepper
         self._layout_id = layout_id
         self._rank_local = rank_local
-        self.roles = roles  # the process groups it was built for
-        self._everyone = roles.everyone
+        self.roles = design.request.roles  # the process groups it was built for
+        self._everyone = self.roles.everyone
         self._copies = copies
-        self._frozen = frozen
-        self.wrapped = tuple(wrapped)
-        self.fully_sharded = fully_sharded
+        # Parameters without gradients, in no group.
+        self._frozen = [named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad]
+        self.wrapped = tuple(design.model.wrapped.values())  # chunks whose gradients accumulate in buffers
+        self.fully_sharded = FullySharded(chunks)
         self._built = False
         self._loss_scale = LossScaleUse()
         self.in_backward: InBackward | None = None  # updates parameters before `step` (`release_gradients`)
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
-        overlapping = [chunk.param_sync for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
+        overlapping = [chunk.param_sync for chunk in self.wrapped if chunk.ddp_config.overlap_param_gather]
         super().__init__(
             [AwaitedGroup(group, overlapping) if overlapping else dict(group) for group in groups],
             # torch's OneCycleLR reads the hyper-parameters that every group has.
             defaults={key: groups[0][key] for key in _HYPER if all(key in group for group in groups)},
         )
         self._built = True
-        for chunk in wrapped:
+        for chunk in self.wrapped:
             chunk.add_optimizer(self, self._ids)
         self._held = parts.held
         self.recorder = recorder
-        self._unreduced_grads = unreduced_grads
+        self._unreduced_grads: UnreducedGrads | None = None  # of plain chunks on several ranks
+        if self._everyone.size > 1:
+            self._unreduced_grads = UnreducedGrads(stepper, max_norm=self.config.clip_grad)
         self._clipped = ClippedGrads()
         self.evaluation = parts.evaluation
         self.loaded_weights = parts.loaded
-        sources = [source for family in parts.families for source in family.sources]
-        graphs = self.config.optimizer_cuda_graph
-        self.offload = StateOffload(parts.units, parts.device, sources, parts.loaded, has_graphs=graphs)
+        self.offload = StateOffload(stepper, parts.loaded, has_graphs=self.config.optimizer_cuda_graph)
         by_param: dict[Tensor, PieceRef] = {held.piece.param: held for held in self._held.values()}
         check = partial(self.offload.check_restored, "optimizer.state")
         self._live = LiveState(by_param, check, self.loaded_weights.note_state_load)
@@ -260,7 +259,7 @@ class Optimizer(GradientStatistics):
         with self.loaded_weights.writing_without_step():
             self.evaluation.begin_(self.param_groups, self.complete_params)
 
-    def _groups_of_step(self) -> Sequence[dict[str, Any]]:
+    def _groups_of_step(self) -> list[ParamGroup]:
         """Return the groups for the next step, after what must come before its first exchange."""
         if self._unreduced_grads is not None:
             self._unreduced_grads.check()
@@ -283,9 +282,9 @@ class Optimizer(GradientStatistics):
     def _warn_of_unfrozen(self) -> None:
         unfrozen = [name for name, param in self._frozen if param.requires_grad]
         if unfrozen:
-            self._frozen = ()
+            self._frozen = []
             warnings.warn(
-                f"{unfrozen[0]!r} (and {len(unfrozen) - 1} more) was frozen when the optimizer was built, so it "
+                f"{and_more(unfrozen)} was frozen when the optimizer was built, so it "
                 "is not trained; unfreeze parameters before wrapping the model and building the optimizer",
                 stacklevel=4,
             )
@@ -391,7 +390,7 @@ class Optimizer(GradientStatistics):
         """
         self.offload.restore_()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Raise ValueError: the layout of parameters over ranks is fixed when the optimizer is built."""
         if getattr(self, "_built", False):
             raise ValueError(

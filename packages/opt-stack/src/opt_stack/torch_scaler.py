@@ -17,8 +17,7 @@ def check_scaler(scaler: object, stepper: Stepper, num_ranks: int) -> None:
     """
     if not isinstance(scaler, GradScaler) or type(scaler).unscale_ is not GradScaler.unscale_:
         return
-    sources = [source for family in stepper.families for source in family.sources]
-    if num_ranks == 1 or all(_is_equal_on(source, num_ranks) for source in sources):
+    if num_ranks == 1 or all(_is_equal_on(source, num_ranks) for source in stepper.sources):
         return
     raise ConfigError(
         f"torch.amp.GradScaler with {num_ranks} ranks: it would skip step() on the rank that overflows only, because "

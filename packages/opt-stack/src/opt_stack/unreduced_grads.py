@@ -26,10 +26,12 @@ class UnreducedGrads:
     def __init__(self, stepper: Stepper, *, max_norm: float):
         """`max_norm` is that of the configuration, for the message."""
         self._max_norm = max_norm
-        self._params: dict[ParamId, nn.Parameter] = {}
-        for source in (source for family in stepper.families for source in family.sources):
-            if isinstance(source, BufferedGrads) and source.axes.num_replicas > 1:  # torch counts no writes of DTensors
-                self._params.update(source.params)
+        self._params = {
+            id: param
+            for source in stepper.sources
+            if isinstance(source, BufferedGrads) and source.axes.num_replicas > 1  # torch counts no writes of DTensors
+            for id, param in source.params.items()
+        }
         self.num_expected = 0  # writes of each gradient since backward that are right
         self._versions: dict[ParamId, tuple[int, int]] = {}  # identity and version of each gradient after backward
         self._is_queued = False
@@ -63,7 +65,12 @@ class UnreducedGrads:
 
     def check(self) -> None:
         """Warn, at the start of a step, if gradients were written since the last backward pass."""
-        written = [at for at, (identity, version) in self._versions.items() if self._is_written(at, identity, version)]
+        written = []
+        for at, (identity, version) in self._versions.items():
+            grad = self._params[at].grad
+            # The tensor that backward left, written more often than expected.
+            if grad is not None and id(grad) == identity and grad._version - version > self.num_expected:
+                written.append(at)
         self._num_iterations += bool(self._versions)
         self.forget()
         if written or self._num_iterations == NUM_ITERATIONS:
@@ -80,8 +87,3 @@ class UnreducedGrads:
                 "all ranks",
                 stacklevel=caller_level(),
             )
-
-    def _is_written(self, at: ParamId, identity: int, version: int) -> bool:
-        """Return whether the gradient is the tensor that backward left, and was written more often than expected."""
-        grad = self._params[at].grad
-        return grad is not None and id(grad) == identity and grad._version - version > self.num_expected

@@ -24,7 +24,7 @@ from opt_paramgroups import ParamId
 class CutRows:
     """Parameters of a unit whose rows span the same ranks, which all have the same ids in this order."""
 
-    rows: Mapping[ParamId, SpannedRows]
+    rows: dict[ParamId, SpannedRows]
     comms: tuple[Comm, ...]  # one for each axis that rows span
 
     def split(self, sums: Tensor) -> dict[ParamId, Tensor]:

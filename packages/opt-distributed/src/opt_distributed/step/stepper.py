@@ -105,15 +105,15 @@ class Stepper:
         self.num_begun = 0  # steps since construction, for errors
         self._empty_slots = empty_slots
         self.last: Outcome | None = None  # of the last step; None before the first, and after one that an error refused
-        self._sources = [source for family in families for source in family.sources]
+        self.sources = [source for family in families for source in family.sources]
         self._guards = guards
         self._at_start = tuple(at_start)
         self._before: Outcome | None = None
-        self._accelerator = devices.device_of(device)
-        self._flags = HostNumbers(self._accelerator)
+        self.accelerator = devices.device_of(device)
+        self._flags = HostNumbers(self.accelerator)
         self._prepared: Prepared | None = None
         self._watch = watch
-        self._captured = CapturedStep(self.units, self._sources, scaler=scaler, device=device) if graphs else None
+        self._captured = CapturedStep(self.units, self.sources, scaler=scaler, device=device) if graphs else None
         warn_of_deleted()
 
     @property
@@ -147,7 +147,7 @@ class Stepper:
                 prepared = self._decide(ready, flags)
                 # An accelerator skips updates by the verdict. If this rank refuses its groups, the guards have replaced
                 # them, so that it can join collectives.
-                may_update = self._accelerator.is_asynchronous or self._read().success
+                may_update = self.accelerator.is_asynchronous or self._read().success
                 self._finish_(prepared, self._guards.groups, success=may_update)
             else:
                 groups = self._guards.groups
@@ -219,7 +219,7 @@ class Stepper:
         self.num_begun += 1
         self._guards.begin(groups)
         with self.spans("optimizer-copy-to-main-grad"):
-            for source in self._sources:
+            for source in self.sources:
                 try:
                     source.reduce_()
                 except UnusableGradientError as error:  # this rank joins the other reductions all the same
@@ -247,7 +247,7 @@ class Stepper:
         with self.spans("optimizer-unscale-and-check-inf"):
             verdict = self._judge(ready, self._flags.write_([*flags, *host_flags(self.families)]))
         self._note(verdict, flags)
-        if self._accelerator.is_asynchronous:
+        if self.accelerator.is_asynchronous:
             self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
         else:
             report = self._read()
@@ -278,7 +278,7 @@ class Stepper:
         inverse = prepared.verdict.inv_scale
         with self._watched(prepared.ready, groups, inverse, prepared.max_norm, skipped=not success):
             if success:
-                with self._accelerator.joining_side_stream():
+                with self.accelerator.joining_side_stream():
                     self._update_(prepared, groups, then=self._publish)
 
     def _update_(self, prepared: Prepared, groups: Groups, *, then: Callable[[Unit], None] | None = None) -> None:
@@ -287,13 +287,13 @@ class Stepper:
         with self.spans("optimizer-clip-main-grad"):
             scales: Sequence[float | Tensor] = verdict.scales(max_norm, self.limits.clips)
         skip: Tensor | None = verdict.skip
-        if not self._accelerator.is_asynchronous:
+        if not self.accelerator.is_asynchronous:
             scales = [float(scale) for scale in scales]
             skip = None
         on_host = None  # once for all units
         if any(unit.host is not None and unit.host.computes_on_host for unit in self.units):
             numbers = [torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in (verdict.skip, *scales)]
-            on_host = devices.HostCopy(torch.stack(numbers), self._accelerator)
+            on_host = devices.HostCopy(torch.stack(numbers), self.accelerator)
         updates = [Update(unit_grads, groups, scales, skip, on_host) for unit_grads in ready]
         each = list(zip(self.units, updates, strict=True))
         # Sums over ranks of what hooks read of parameters that are cut; without such hooks nothing is sent.
@@ -375,9 +375,9 @@ class Stepper:
 
     def _note(self, verdict: Verdict, flags: list[float]) -> None:
         # Without other ranks, only this one's flags can be an error, which `step` reads.
-        is_unread = self._accelerator.is_asynchronous and (self._has_others or any(flags))
+        is_unread = self.accelerator.is_asynchronous and (self._has_others or any(flags))
         outcome = Outcome(
-            verdict, self._guards.agreed, self.num_begun, self._accelerator, owner=self, is_unread=is_unread
+            verdict, self._guards.agreed, self.num_begun, self.accelerator, owner=self, is_unread=is_unread
         )
         self.last = self._before = outcome
 
@@ -394,7 +394,7 @@ class Stepper:
         try:
             return outcome.read()
         except Exception as error:
-            if self._watch is not None and outcome is self.last and not self._accelerator.is_asynchronous:
+            if self._watch is not None and outcome is self.last and not self.accelerator.is_asynchronous:
                 self._watch.on_refusal(outcome.step, error, self._guards.refusals())
             raise
         finally:

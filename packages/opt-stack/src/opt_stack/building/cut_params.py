@@ -1,7 +1,6 @@
 """Norms of parameters, and rows of gradients, that hooks sum over ranks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 
 from opt_distributed.buffers import PRE_SHARDED, BufferPlan
@@ -26,20 +25,19 @@ def cut_params(unit: UnitPlan, design: Design) -> tuple[Sequence[CutParams], Seq
         meta = design.model.metas[id]
         if rule.sums_norms and (comms := (*_cuts(buffer, id, design, 0), *_tensor_cuts(buffer, id, design, 0))):
             before = norms.get(_key(comms), CutParams((), comms))
-            norms[_key(comms)] = replace(before, ids=(*before.ids, id))
+            norms[_key(comms)] = CutParams((*before.ids, id), before.comms)
         if rule.centralizes and len(meta.shape) > 1 and meta.numel:
             dims = len(meta.shape) - 1 if rule.needs is Needs.MATRICES else 1
             peers = _tensor_cuts(buffer, id, design, dims)
             if comms := (*_cuts(buffer, id, design, dims), *peers):
-                rows = SpannedRows(
+                cut = spans.setdefault(_key(comms), CutRows({}, comms))
+                cut.rows[id] = SpannedRows(
                     num=prod(meta.local_shape[:dims]),
                     dims=dims,
                     local_numel=prod(meta.local_shape[dims:]),
                     # The shape of `meta` is that of one tensor-parallel part.
                     whole_numel=prod(meta.shape[dims:]) * prod(comm.size for comm in peers),
                 )
-                earlier = spans.get(_key(comms), CutRows({}, comms))
-                spans[_key(comms)] = replace(earlier, rows={**earlier.rows, id: rows})
     return tuple(norms.values()), tuple(spans.values())
 
 

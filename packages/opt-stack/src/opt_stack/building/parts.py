@@ -1,7 +1,7 @@
 """`build_parts` allocates what steps work on; `build_stepper` makes the step of it, with its guards."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from opt_config import ConfigError
 from opt_distributed.buffers import Metas, copied_ids
-from opt_distributed.comm import GraphError, Roles, group_of
+from opt_distributed.comm import GraphError, Roles, from_all_replicas, group_of
 from opt_distributed.comm import device as devices
 from opt_distributed.layout import Computes
 from opt_distributed.pieces import PeerSums
@@ -37,7 +37,7 @@ from opt_paramgroups import ParamId
 from opt_stack.building.units import build_sources, build_units, part_name
 from opt_stack.planning.checks import SEPARATE_NORMS
 from opt_stack.planning.design import Design
-from opt_stack.rules.entries import Group
+from opt_stack.rules.entries import ParamGroups
 from opt_stack.state.live import PieceRef, SharedCopies
 from opt_stack.state.weights import Evaluation, LoadedWeights, OptimizerStateGuard
 
@@ -59,7 +59,6 @@ class Parts:
     held: Mapping[ParamId, PieceRef]  # the pieces of this rank
     evaluation: Evaluation
     loaded: LoadedWeights
-    holds_parts: bool  # whether this rank holds plain state tensors that other ranks of the model do not hold
 
 
 @torch.inference_mode(False)  # steps outside of inference mode must be able to write what is made here, too
@@ -68,13 +67,19 @@ def build_parts(design: Design, device: torch.device) -> Parts:
     plan = design.plan
     roles = design.request.roles
     config = design.request.config
+    queue = devices.device_of(device)
     if config.optimizer_cuda_graph:
-        _check_graphs(design, device)
+        if problem := next(_graph_problems(design, on_gpu=device.type == "cuda"), None):
+            raise ConfigError(f"{_GRAPH} with {problem}")
+        try:
+            queue.graph()
+        except GraphError as error:
+            raise ConfigError(f"{_GRAPH}: {error}") from error
     if config.barrier_with_L1_time and config.timers is None:
         raise ConfigError("barrier_with_L1_time=True has no effect without timers; set timers, or leave it at False")
     sources = build_sources(design, device)
     slots = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms)))  # equal on all ranks
-    units = tuple(build_units(design, device, sources, slots))
+    units = tuple(build_units(design, queue, sources, slots))
     for param in design.model.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
@@ -83,8 +88,7 @@ def build_parts(design: Design, device: torch.device) -> Parts:
         of_family = [sources.of_buffers[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
         families.append(Family(sources=of_family, axes=axes))
     held = {piece.id: PieceRef(unit, piece) for unit in units for piece in unit.pieces}
-    finds_spikes = math.isfinite(config.skip_sigma)
-    spikes = Spikes(config.skip_sigma, config.skip_window, device) if finds_spikes else None
+    spikes = Spikes(config.skip_sigma, config.skip_window, device) if math.isfinite(config.skip_sigma) else None
     evaluation = Evaluation(units)
     loaded = LoadedWeights(
         [piece for _, piece in held.values()],
@@ -104,11 +108,10 @@ def build_parts(design: Design, device: torch.device) -> Parts:
         held=held,
         evaluation=evaluation,
         loaded=loaded,
-        holds_parts=holds_parts(design),
     )
 
 
-def build_stepper(design: Design, parts: Parts, groups: Sequence[Group], copies: SharedCopies, watch: Watch) -> Stepper:
+def build_stepper(design: Design, parts: Parts, groups: ParamGroups, copies: SharedCopies, watch: Watch) -> Stepper:
     """Build the stepper of `parts`, with its guards in the order in which their errors are raised. Collective.
 
     `groups` are those that the optimizer will have. Raises GraphError if the device has no graphs.
@@ -163,17 +166,8 @@ def build_stepper(design: Design, parts: Parts, groups: Sequence[Group], copies:
     )
 
 
-def _check_graphs(design: Design, device: torch.device) -> None:
-    """Raise ConfigError if the device, a rule or a group does not support the capture of a step."""
-    if problem := next(_graph_problems(design, on_gpu=device.type == "cuda"), None):
-        raise ConfigError(f"{_GRAPH} with {problem}")
-    try:
-        devices.device_of(device).graph()
-    except GraphError as error:
-        raise ConfigError(f"{_GRAPH}: {error}") from error
-
-
 def _graph_problems(design: Design, *, on_gpu: bool) -> Iterator[str]:
+    """Yield why a rule or a group does not support the capture of a step."""
     plan = design.plan
     roles = design.request.roles
     for unit in plan.units:
@@ -213,7 +207,7 @@ def holds_parts(design: Design) -> bool:
     if any(buffer.layout.num_shards > 1 for buffer in design.plan.buffers):
         return True
     for unit in design.plan.units:
-        axes = design.request.roles.expert if unit.is_expert else design.request.roles.dense
+        axes = design.axes_of(unit)
         if any(part_name(design.model.metas[id], axes) for id in unit.ids):
             return True
         # State of whole matrices may be distributed over the ranks that store their parts.
@@ -237,16 +231,13 @@ def model_part(metas: Metas, roles: Roles) -> ModelPart:
     for axes, kind in ((roles.dense, "dense"), (roles.expert, "experts")):
         is_expert = kind == "experts"
         own = [meta for meta in metas.values() if meta.is_expert == is_expert and not meta.is_dtensor]
-        of_shards = axes.dp.gather_objects(roles.everyone.rank)
-        of_instances = axes.inter.gather_objects(min(of_shards))
-        first = min(of_instances)
+        first = min(from_all_replicas(axes, roles.everyone.rank))
         among_peers = min(axes.tp.gather_objects(first))
         if not any(meta.tensor_parallel for meta in own):
             first = among_peers
         is_first = first == roles.everyone.rank
         reported = [str(meta.id) for meta in own if is_first]
-        part = first if own else -1
-        per_rank = roles.everyone.gather_objects((part, reported))
+        per_rank = roles.everyone.gather_objects((first if own else -1, reported))
         parts = sorted({rank for rank, _ in per_rank} - {-1})
         names = [name for _, of_rank in per_rank for name in of_rank]
         has_namesakes |= len(set(names)) < len(names)

@@ -45,7 +45,7 @@ from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.building.cut_params import cut_params
 from opt_stack.planning.design import Design, is_megatron_wrapper
 from opt_stack.planning.matrices import PlacedMatrix, place_matrices
-from opt_stack.planning.plan import Plan, UnitPlan
+from opt_stack.planning.plan import UnitPlan
 
 logger = logging.getLogger("opt_stack")
 PART_NUMEL = 1 << 24
@@ -176,30 +176,33 @@ def _reduced_by(wrapper: TorchWrapper, num_trainable: int) -> set[int]:
 # --- units ------------------------------------------------------------------------------------------------------------
 
 
-def build_units(design: Design, device: torch.device, sources: Sources, slots: Sequence[str]) -> Iterator[Unit]:
+def build_units(design: Design, queue: devices.Device, sources: Sources, slots: Sequence[str]) -> Iterator[Unit]:
     """Build the units, in the order of the step.
 
     Units on the device come first, so that it works while the host, which has to wait for the verdict, updates its own.
     """
     plan = design.plan
-    roles = design.request.roles
     placement = design.request.config.placement
     sides = [(unit, side) for side in ((False, True) if plan.hosted else (False,)) for unit in plan.units]
-    last = {buffer.name: _last_unit(buffer, sides, plan) for buffer in plan.buffers}
+    last: dict[str, int] = {}  # the number of the last unit that writes to each buffer; the same on all ranks
+    for number, (planned, on_host) in enumerate(sides):
+        for buffer, _ in planned.placed(plan.buffers):
+            if not on_host or any(plan.hosted.get(buffer.name, ())):
+                last[buffer.name] = number
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
     cut = {unit.name: cut_params(unit, design) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
-    queue = devices.device_of(device)
     for number, (planned, on_host) in enumerate(sides):
         away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
         computes_there = isinstance(placement, OnHost) and placement.compute == "host"
-        placed = {id: PlacedMatrix(planned.splits.get(id, NOT_SPLIT)) for id in planned.ids}
-        if planned.compute:
-            tensor_parallel = (roles.expert if planned.is_expert else roles.dense).tp
-            splits = {id: at.spec for id, at in placed.items()}
-            model = design.model
-            copies = away if computes_there else None
-            placed = place_matrices(planned.compute, splits, model.params, model.metas, tensor_parallel, copies=copies)
-        written = [name for name, at in last.items() if at == number]
+        placed = place_matrices(
+            planned.compute,
+            {id: planned.splits.get(id, NOT_SPLIT) for id in planned.ids},
+            design.model.params,
+            design.model.metas,
+            design.axes_of(planned).tp,
+            copies=away if computes_there else None,
+        )
+        written = [buffer.name for buffer in plan.buffers if last[buffer.name] == number]
         completes: list[Publisher] = [sources.fp8.get(name) or sources.of_buffers[name].place for name in written]
         completes.sort(key=lambda source: isinstance(source, QuantizedSource))  # the others may send early
         norms, rows = cut.get(planned.name, ((), ()))
@@ -219,18 +222,6 @@ def build_units(design: Design, device: torch.device, sources: Sources, slots: S
             yield from _host_parts(unit, placement, away)
         else:
             yield replace(unit, host=Streamed(unit.pieces, away, placement))
-
-
-def _last_unit(buffer: BufferPlan, sides: Sequence[tuple[UnitPlan, bool]], plan: Plan) -> int:
-    """Return the number of the last unit that writes to a buffer; the same on all ranks."""
-    ids = {param.id for param in buffer.params}
-    has_hosted = any(plan.hosted.get(buffer.name, ()))
-    writers = [
-        number
-        for number, (unit, on_host) in enumerate(sides)
-        if not ids.isdisjoint(unit.ids) and (has_hosted or not on_host)
-    ]
-    return writers[-1]
 
 
 def _host_parts(unit: Unit, placement: OnHost, device: devices.Device) -> Iterator[Unit]:
@@ -281,7 +272,7 @@ def _pieces(
             else:
                 main = _main(unit.numbers[buffer.dtype], stored, id, of_param, away)
             with main.device.on_host() if isinstance(main, HostMain) else nullcontext():
-                value = main.on_host.value() if isinstance(main, HostMain) else main.value()
+                value = main.updated.value()
                 state = init_state(rule, value, id=id, matrix=at.spec, stage=at.stage)
             is_whole = of_param == slice(0, stored.numel())
             if keeps_norm and is_whole and stored.numel() and not stored.any():

@@ -11,20 +11,15 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.state import checksums
-from opt_distributed.buffers import (
-    DistributedDataParallel,
-    Metas,
-    Params,
-    ReplicaError,
-    check_replicas,
-    compare_copies,
-)
+from opt_distributed.buffers import ReplicaError, check_replicas, compare_copies
 from opt_distributed.comm import Roles, agree
 from opt_distributed.comm import device as devices
-from opt_distributed.pieces import OwnedPiece, Source
+from opt_distributed.pieces import OwnedPiece
 from opt_distributed.saving import PieceState, check_state, load_state_, read_state
-from opt_distributed.step import Scaler, Unit, Written
+from opt_distributed.step import Scaler, Stepper, Unit, Written
 from opt_paramgroups import ParamId, is_dtensor
+from opt_stack.planning.design import Model
+from opt_stack.state import AnyState
 from opt_stack.state.weights import LoadedWeights
 
 
@@ -54,7 +49,7 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
             return {}  # as with torch's defaultdict; another rank holds the state
         return ParamState(read_state(*self._held[param]), partial(self.__setitem__, param))
 
-    def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> None:
+    def __setitem__(self, param: Tensor, saved: AnyState) -> None:
         self._check()
         unit, piece = self._held[param]
         check_state(unit, piece, saved)
@@ -86,7 +81,7 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
 class ParamState(PieceState):
     """The state of one parameter. Assigning a tensor writes it to the optimizer."""
 
-    def __init__(self, values: Mapping[str, Tensor], write: Callable[[Mapping[str, Any]], None] | None = None):
+    def __init__(self, values: Mapping[str, Tensor], write: Callable[[AnyState], None] | None = None):
         super().__init__(values)
         self._write = write  # None if a trainer constructed a copy of this type, with moved tensors
 
@@ -105,9 +100,7 @@ class StateOffload:
     compute stream later waits for the copies, so freed memory is not overwritten too early.
     """
 
-    units: Sequence[Unit]
-    device: torch.device
-    sources: Sequence[Source]
+    stepper: Stepper
     loaded: LoadedWeights
     has_graphs: bool  # whether captured steps hold the addresses of parameters
     _away: list[list[Tensor]] | None = None  # while the state is on the host: the tensors of each allocation
@@ -122,17 +115,17 @@ class StateOffload:
             )
         self._follow()
         if reads:
-            for unit in self.units:
+            for unit in self.stepper.units:
                 unit.settle()
 
     def _follow(self, *, frees: bool = False) -> None:
         """Let units write parameters where these are now, if they are on their device again; with `frees`, keep no
         memory that they have left. Local. A step with parameters elsewhere is refused by its guard."""
-        places = [source.place for source in self.sources if source.place.moved() is not None]
+        places = [source.place for source in self.stepper.sources if source.place.moved() is not None]
         if not places or self.has_graphs:
             return
         moved = {id for place in places for id in place.follow_(frees=frees)}
-        for piece in (piece for unit in self.units for piece in unit.pieces):
+        for piece in (piece for unit in self.stepper.units for piece in unit.pieces):
             if piece.id in moved and is_dtensor(piece.param):
                 piece.follow_()
         if moved:
@@ -146,15 +139,13 @@ class StateOffload:
         If host memory runs out, nothing has moved.
         """
         if self._away is None:
-            device = devices.device_of(self.device)
+            device = self.stepper.accelerator
             self._follow(frees=device.is_asynchronous)
             memories: dict[int, list[Tensor]] = {}
             for tensor in self._tensors(device) if device.is_asynchronous else ():
                 memories.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
             allocations = list(memories.values())
-            sources = [_whole(tensors) for tensors in allocations]
-            targets = [device.host_empty(len(source), torch.uint8, pinned=True) for source in sources]
-            self._move(allocations, sources, targets)
+            self._move(allocations, lambda num_bytes: device.host_empty(num_bytes, torch.uint8, pinned=True))
             self._away = allocations
 
     @torch.no_grad()
@@ -164,14 +155,16 @@ class StateOffload:
         If device memory runs out, the state is still on the host, and the call may be repeated.
         """
         if self._away is not None:
-            sources = [_whole(tensors) for tensors in self._away]
-            targets = [torch.empty(len(source), dtype=torch.uint8, device=self.device) for source in sources]
-            self._move(self._away, sources, targets)
+            device = self.stepper.device
+            self._move(self._away, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device))
             self._away = None
             self._follow()
 
-    def _move(self, memories: Sequence[list[Tensor]], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        device = devices.device_of(self.device)
+    def _move(self, memories: Sequence[list[Tensor]], empty: Callable[[int], Tensor]) -> None:
+        """Move allocations to memory that `empty` returns for a number of bytes; all of it is there before a copy."""
+        sources = [_whole(tensors) for tensors in memories]
+        targets = [empty(len(source)) for source in sources]
+        device = self.stepper.accelerator
         current = device.current_stream()
         side = device.side_stream()
         side.wait_event(current.record_event())
@@ -188,13 +181,11 @@ class StateOffload:
 
     def _tensors(self, device: devices.Device) -> Iterator[Tensor]:
         """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
-        pieces = [piece for unit in self.units if unit.host is None for piece in unit.pieces]
-        params = set()  # memory of parameters
-        for piece in pieces:
-            target = piece.main.target
-            # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
-            if all(tensor is not target for tensor in piece.main.kept.values()):
-                params.add(target.untyped_storage().data_ptr())
+        pieces = [piece for unit in self.stepper.units if unit.host is None for piece in unit.pieces]
+        # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
+        mains = [piece.main for piece in pieces]
+        targets = [main.target for main in mains if all(tensor is not main.target for tensor in main.kept.values())]
+        params = {target.untyped_storage().data_ptr() for target in targets}  # memory of parameters
         for piece in pieces:
             for tensor in (*piece.state.values(), *piece.main.kept.values()):
                 storage = tensor.untyped_storage()
@@ -216,10 +207,8 @@ LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or befo
 class SharedCopies:
     """The copies of weights, state and loss scale that several ranks hold."""
 
-    params: Params
-    metas: Metas
+    model: Model
     roles: Roles
-    wrapped: Sequence[DistributedDataParallel]
     held: Mapping[ParamId, PieceRef]
     scaler: Scaler
     loaded: LoadedWeights
@@ -254,10 +243,10 @@ class SharedCopies:
 
     def _compare_weights(self, only: Collection[ParamId] | None = None) -> None:
         """Compare all weights, or those of `only` some parameters, the same on all ranks. Collective."""
-        for chunk in self.wrapped:
+        for chunk in self.model.wrapped.values():
             chunk.finish_param_sync()
         try:
-            check_replicas(self.params, self.metas, self.roles, only=only)
+            check_replicas(self.model.params, self.model.metas, self.roles, only=only)
         except ValueError as error:  # on a rank whose replicas are equal, the error is another rank's
             raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
 
@@ -266,7 +255,7 @@ class SharedCopies:
         self._compare_weights()
         for unit, _ in self.held.values():
             unit.settle()
-        found = compare_copies(_sums_of_states(self.held), self.params, self.metas, self.roles)
+        found = compare_copies(_sums_of_states(self.held), self.model.params, self.model.metas, self.roles)
         everyone = self.roles.everyone
         try:
             agree(everyone, None if found is None else ValueError(f"optimizer state: {found}; {LOAD_ALIKE}"))
