@@ -124,8 +124,7 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     rank = options.rank
     if rank is not None and not 0 <= rank < options.world:
         raise ConfigError(f"--rank {rank}: a world of {options.world} has ranks 0 to {options.world - 1}")
-    sizes = WorldSizes(dense=options.world, expert=options.world)
-    design = make_design(request, model, groups, sizes)
+    design = make_design(request, model, groups, WorldSizes(dense=options.world, expert=options.world))
     plan = design.plan
     check_ranks(design, [check_effects])
     warn_of_guesses(plan, model.metas)

@@ -8,7 +8,7 @@ refused.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from weakref import ref
 
@@ -18,14 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from opt_config import ConfigError, NoScale, changed_fields
 from opt_distributed.buffers import StorageError
-from opt_distributed.pieces import OwnedPiece, ParamGrads, Ready, Update, check_dense, check_unfused
-from opt_distributed.step import StepResult, Unit
+from opt_distributed.pieces import ParamGrads, Ready, Update, check_dense, check_unfused
+from opt_distributed.step import StepResult
 from opt_kernels.backends import grad_stats
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_stack.optimizer import Optimizer
-
-ReadGrads = Callable[[], Sequence[Tensor | None]]
 
 
 def release_gradients(optimizer: Optimizer) -> "GradientRelease":
@@ -56,10 +54,11 @@ class GradientRelease:
         self._device = optimizer.stepper.device
         self._last_norms: Tensor | None = None  # (slots,) float64, of the last iteration that `step()` ended
         self._restart()
-        self._parts: dict[Tensor, tuple[Unit, OwnedPiece, ReadGrads]] = {}
-        for unit in optimizer.stepper.units:
-            for piece in unit.pieces:
-                self._parts[piece.param] = (unit, piece, piece.source.reader([(piece.id, piece.of_param)]))
+        self._parts = {
+            piece.param: (unit, piece, piece.source.reader([(piece.id, piece.of_param)]))
+            for unit in optimizer.stepper.units
+            for piece in unit.pieces
+        }
         self._stored: dict[Tensor, Any] = {param: (param.dtype, param.device) for param in self._parts}
         kept = ref(self)
 

@@ -146,8 +146,7 @@ class GradientStatistics(StateDicts):
             ValueError: `norm_type` is not above 0.
         """
         if norm_type != 2.0:
-            ready = self.stepper.prepared(f"for a {norm_type}-norm")
-            return ready.norm(norm_type, everyone=self.stepper.everyone)
+            return self.stepper.prepared(f"for a {norm_type}-norm").norm(norm_type, everyone=self.stepper.everyone)
         return self.stepper.grad_norm if self.in_backward is None else self.grad_norms_by_group.get("", 0.0)
 
     def clip_grad_norm(self, clip_grad: float) -> float:

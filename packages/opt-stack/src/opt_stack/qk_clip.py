@@ -136,10 +136,11 @@ class QKClip:
         self.threshold = threshold
         self.alpha = alpha
         self._roles: Roles = optimizer.roles
-        self._names: dict[int, str] = {}  # by identity of the parameter: a tensor compares its elements
-        for group in optimizer.param_groups:
-            for param_id, param in zip(group["param_ids"], group["params"], strict=True):
-                self._names[id(param)] = str(param_id)
+        self._names = {  # by identity of the parameter: a tensor compares its elements
+            id(param): str(param_id)
+            for group in optimizer.param_groups
+            for param_id, param in zip(group["param_ids"], group["params"], strict=True)
+        }
         everyone = self._roles.everyone
         problem = agreed(everyone, lambda: next(self._problems(), ""))
         agree(everyone, ConfigError(f"QKClip: {problem}") if problem else None)

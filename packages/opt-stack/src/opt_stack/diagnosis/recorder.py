@@ -162,8 +162,7 @@ class Recorder:
         is_due = self._is_due(step)
         self._is_recording = is_due or skipped or (self._is_late and self._has_skipped)
         if self._is_recording:
-            spectrum = self.spectrum and is_due
-            self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=spectrum)
+            self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=self.spectrum and is_due)
 
     def after(self, outcome: Outcome, groups: Sequence[Mapping[str, Any]], *, max_norm: float) -> None:
         copy = None
@@ -179,8 +178,7 @@ class Recorder:
 
     def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """Name the ranks at fault, with their guard. Collective. On a single rank the error itself names the cause."""
-        per_rank = by_rank(self._roles, found[:1])
-        at_fault = {rank: guards for rank, guards in per_rank.items() if guards}
+        at_fault = {rank: guards for rank, guards in by_rank(self._roles, found[:1]).items() if guards}
         text = str(error)  # such as groups that differ: no rank is at fault
         if at_fault:
             guards, *_ = at_fault.values()
@@ -230,8 +228,8 @@ class Recorder:
         norms = stats.grad_norms if stats is not None else {}
         largest = f"; the largest is that of {max(norms, key=norms.__getitem__)!r}" if norms else ""
         if reason == ABOVE_LIMIT:
-            limit = config.grad_norm_skip_threshold
-            return reason, f"the gradient norm {norm:.4g} is above grad_norm_skip_threshold={limit:g}{largest}"
+            limit = f"grad_norm_skip_threshold={config.grad_norm_skip_threshold:g}"
+            return reason, f"the gradient norm {norm:.4g} is above {limit}{largest}"
         spread = f"{config.skip_sigma:g} deviations (skip_sigma) above the mean of the last {config.skip_window} steps"
         if reason == SPIKE:
             return reason, f"the gradient norm {norm:.4g} is a spike above {report.bounds[0]:.4g}, {spread}{largest}"

@@ -201,10 +201,10 @@ class TensorSums:
         self._row_of = {piece.id: index_of[row] for piece, (row, *_) in zip(self._pieces, local, strict=True)}
         holders = Counter(name for name, _ in found)
         # Of the whole model: name, group and size.
-        self.params: list[tuple[str, str, int]] = []
-        for (name, holder), (group, numel) in found.items():
-            shown = name if holders[name] == 1 else f"{name} (rank {holder})"
-            self.params.append((shown, group, numel))
+        self.params = [
+            (name if holders[name] == 1 else f"{name} (rank {holder})", group, numel)
+            for (name, holder), (group, numel) in found.items()
+        ]
 
     def watch_forward(self, model: nn.Module | None) -> None:
         """Find the first module of a model that overflows in the forward passes before each step."""
@@ -304,9 +304,10 @@ class TensorSums:
         inverse, first, next_updates, num_counts, *numbers = copy.wait().tolist()
         report = outcome.resolve()
         rest = iter(numbers)
-        rank_norms: dict[int, float | None] = {}
-        for rank, square in zip(self.replicas_of, rest, strict=False):
-            rank_norms[rank] = math.sqrt(square) * inverse if square != UNKNOWN else None
+        rank_norms = {
+            rank: math.sqrt(square) * inverse if square != UNKNOWN else None
+            for rank, square in zip(self.replicas_of, rest, strict=False)
+        }
         params: dict[str, TensorStats] = {}
         rows_of: dict[str, list[Sequence[float]]] = {}
         for name, group, numel in self.params:

@@ -214,10 +214,9 @@ def _joined(first: Run, second: Run) -> History:
     last = first[-1]
     start = second[0]
     before = [stats for stats in first if stats.updates < start.updates]
-    if start.updates == 0 and last.params.keys() == start.params.keys():
-        moved = unexplained(History([last, start]))
-        if (moved < WRITTEN).all():
-            before = list(first)
+    has_same_params = last.params.keys() == start.params.keys()
+    if start.updates == 0 and has_same_params and (unexplained(History([last, start])) < WRITTEN).all():
+        before = [*first]
     return History([*before, *second], start if before else None)
 
 

@@ -25,7 +25,7 @@ from opt_distributed.comm import Axes, Comm, members
 from opt_kernels.hooks import CentralizeGradient, Hook, HookedUpdate, bare, hooks_of, shape_problem
 from opt_kernels.params import MainFormat
 from opt_kernels.rules import ElementwiseRule, Needs
-from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups import ParamMeta
 from opt_stack.planning.design import Design, has_main_grads, is_megatron_wrapper
 from opt_stack.planning.plan import UnitPlan
 from opt_stack.wording import and_more
@@ -35,7 +35,8 @@ SEPARATE_NORMS = ("mtp",)
 SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 """Fields that the configurations of the optimizer and of a wrapper both have."""
 
-Check = Callable[[Design], Iterator[str]]
+Reasons = Iterator[str]  # of a refusal
+Check = Callable[[Design], Reasons]
 
 
 def refuse(design: Design, checks: Iterable[Check]) -> None:
@@ -48,7 +49,7 @@ def refuse(design: Design, checks: Iterable[Check]) -> None:
 # --- parameters and groups --------------------------------------------------------------------------------------------
 
 
-def _check_values(design: Design) -> Iterator[str]:
+def _check_values(design: Design) -> Reasons:
     """Refuse parameters without values."""
     for chunk in design.request.chunks:
         for name, param in nn.Module.named_parameters(chunk):
@@ -59,7 +60,7 @@ def _check_values(design: Design) -> Iterator[str]:
                 )
 
 
-def _check_params(design: Design) -> Iterator[str]:
+def _check_params(design: Design) -> Reasons:
     """Refuse parameters of dtypes that the configuration does not name, in fp8 without `fp8_recipe` or with a rule
     that has evaluation weights, and in norm groups that Megatron-Core does not have."""
     config = design.request.config
@@ -93,7 +94,7 @@ def _check_params(design: Design) -> Iterator[str]:
             )
 
 
-def _check_groups(design: Design) -> Iterator[str]:
+def _check_groups(design: Design) -> Reasons:
     """Refuse a group's `clip_grad` that is a number, and a narrow dtype of a moment that rules keep in fp32 or lack.
 
     Refuses hooks that need all updates where the device has two runs at a time.
@@ -131,7 +132,7 @@ def _check_groups(design: Design) -> Iterator[str]:
             yield f"{state}_dtype={dtype}: {problem}; leave it at torch.float32, or use optimizer='adam'"
 
 
-def _check_averages(design: Design) -> Iterator[str]:
+def _check_averages(design: Design) -> Reasons:
     """Refuse averages beside those of a rule, of parameters in fp8, and look-aheads of main values in scaled fp16."""
     config = design.request.config
     given = next((f"{name}={number}" for name, number in config.averaged.items()), "")
@@ -153,14 +154,13 @@ def _check_averages(design: Design) -> Iterator[str]:
             )
 
 
-def _check_memory(design: Design) -> Iterator[str]:
+def _check_memory(design: Design) -> Reasons:
     """Refuse parameters that share memory with another one (StorageError).
 
     If ranks own shards, parameters move into buffers, so that they must not share memory with any tensor of the model.
     """
-    params: dict[ParamId, nn.Parameter] = {}
-    for group in design.groups.groups:
-        params |= zip(group["param_ids"], group["params"], strict=True)
+    groups = design.groups.groups
+    params = {id: p for group in groups for id, p in zip(group["param_ids"], group["params"], strict=True)}
     request = design.request
     moved = () if isinstance(request.config.sharding, Replicated) else request.chunks
     check_apart(params, (named for chunk in moved for named in not_trained(chunk)))
@@ -170,7 +170,7 @@ def _check_memory(design: Design) -> Iterator[str]:
 # --- wrapped chunks ---------------------------------------------------------------------------------------------------
 
 
-def _check_chunks(design: Design) -> Iterator[str]:
+def _check_chunks(design: Design) -> Reasons:
     """Refuse wrappers of another chunk, or with another value of a shared field than the optimizer's configuration;
     plain modules where a wrapper is needed; overlaps that the model does not support."""
     config = design.request.config
@@ -211,7 +211,7 @@ def _check_chunks(design: Design) -> Iterator[str]:
             )
 
 
-def check_same_groups(design: Design) -> Iterator[str]:
+def check_same_groups(design: Design) -> Reasons:
     """Refuse wrappers that reduce over other groups than the optimizer's: their sum would pass for the mean."""
     for index, chunk in design.model.wrapped.items():
         for name in ("dense", "expert"):
@@ -239,7 +239,7 @@ def _in_words(axes: Axes) -> str:
     return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank}{listed})"
 
 
-def _check_wrapper(design: Design, index: int, chunk: DistributedDataParallel) -> Iterator[str]:
+def _check_wrapper(design: Design, index: int, chunk: DistributedDataParallel) -> Reasons:
     config = design.request.config
     wrapper = f"model chunk {index} was wrapped with"
     if any(id.chunk != index for id in chunk.metas):
@@ -273,7 +273,7 @@ def _check_wrapper(design: Design, index: int, chunk: DistributedDataParallel) -
             )
 
 
-def _check_megatron_wrapper(design: Design, index: int, chunk: nn.Module) -> Iterator[str]:
+def _check_megatron_wrapper(design: Design, index: int, chunk: nn.Module) -> Reasons:
     """Refuse chunks in different wrappers, and sharded state: Megatron-Core's wrapper has its own layout of shards."""
     config = design.request.config
     wrapper = f"model chunk {index} is in Megatron-Core's DistributedDataParallel"
@@ -295,7 +295,7 @@ def _check_megatron_wrapper(design: Design, index: int, chunk: nn.Module) -> Ite
         yield f"optimizer_cuda_graph=True: {wrapper}, whose gradients may be bound to other memory; set it to False"
 
 
-def _check_buffers(design: Design) -> Iterator[str]:
+def _check_buffers(design: Design) -> Reasons:
     """Refuse shards of a wrapper that may cut blocks of state which share one scale, also on one rank, since the same
     wrapper on more ranks would; and a buffer that is reused to gather parameters and holds others' gradients.
     """
@@ -303,8 +303,7 @@ def _check_buffers(design: Design) -> Iterator[str]:
     for buffer in design.wrapped_buffers:
         for id in buffer.params:
             if id in groups.rule_of:
-                rule = groups.rules[groups.rule_of[id]]
-                specs = rule.state_specs if buffer.plan.kind.cuts else ()
+                specs = groups.rules[groups.rule_of[id]].state_specs if buffer.plan.kind.cuts else ()
                 for spec in specs:
                     if spec.block and CODED_MULTIPLE % spec.block:
                         multiple = lcm(CODED_MULTIPLE, spec.block)
@@ -324,7 +323,7 @@ def _check_buffers(design: Design) -> Iterator[str]:
 # --- rules and layouts ------------------------------------------------------------------------------------------------
 
 
-def _check_units(design: Design) -> Iterator[str]:
+def _check_units(design: Design) -> Reasons:
     """Refuse matrix rules on matrices that ranks cut or on other parameters, and hooks whose layout they cannot see."""
     sharding = design.request.config.sharding
     for unit in design.plan.units:

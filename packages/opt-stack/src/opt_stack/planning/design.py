@@ -3,7 +3,7 @@
 Request ─ read_model ─▶ Model ─ make_groups ─▶ Groups ─ make_plan ─▶ Plan ─ checks ─▶ Design ─▶ memory
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm, prod
@@ -35,7 +35,7 @@ from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.planning.matrices import plan_compute, split_rows
 from opt_stack.planning.plan import Hosted, Plan, UnitPlan
-from opt_stack.rules.entries import Group
+from opt_stack.rules.entries import ParamGroups
 from opt_stack.rules.registry import Registry
 from opt_stack.rules.torch_rule import torch_host_rule
 
@@ -81,13 +81,13 @@ class Model:
 class Groups:
     """The complete parameter groups: every number that a rule reads, and a record of the rule's choices and hooks."""
 
-    groups: Sequence[Group]
+    groups: ParamGroups
     rules: Mapping[str, Rule]  # with their hooks, by the groups' `optimizer`
     index_of: Mapping[ParamId, int]  # the group of each parameter
     rule_of: Mapping[ParamId, str]  # the name of the rule of each parameter
 
     @classmethod
-    def of(cls, groups: Sequence[Group], rules: Mapping[str, Rule]) -> "Groups":
+    def of(cls, groups: ParamGroups, rules: Mapping[str, Rule]) -> "Groups":
         """Index groups by their parameters."""
         index_of = {id: index for index, group in enumerate(groups) for id in group["param_ids"]}
         rule_of = {id: groups[index]["optimizer"] for id, index in index_of.items()}
@@ -210,8 +210,11 @@ def _plan_units(
         if id in rule_of:
             is_later = first is not None and id.chunk != first
             found.setdefault((is_later, meta.is_expert, rule_of[id]), []).append(id)
-    has_tensor_parallel = max(sizes.dense_tp, sizes.expert_tp) > 1
-    shard_of = dict(_shards_of_whole(buffers)) if has_tensor_parallel else {}
+    shard_of: dict[ParamId, int] = {}  # of each parameter that is assigned whole to one
+    for buffer in buffers if max(sizes.dense_tp, sizes.expert_tp) > 1 else ():
+        if buffer.kind.is_sharded and not buffer.kind.cuts:
+            for shard in range(buffer.layout.num_shards):
+                shard_of.update((piece.id, shard) for _, piece in buffer.layout.owned(shard))
     averages = WeightAverages(config) if config.averaged else NO_AVERAGES
     for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
         rule = groups.rules[name]
@@ -234,14 +237,6 @@ def _plan_units(
         yield unit
 
 
-def _shards_of_whole(buffers: Iterable[BufferPlan]) -> Iterator[tuple[ParamId, int]]:
-    """Yield the shard of each parameter that is assigned whole to one."""
-    for buffer in buffers:
-        if buffer.kind.is_sharded and not buffer.kind.cuts:
-            for shard in range(buffer.layout.num_shards):
-                yield from ((piece.id, shard) for _, piece in buffer.layout.owned(shard))
-
-
 def _with_matrices(
     unit: UnitPlan,
     config: OptimizerConfig,
@@ -257,8 +252,7 @@ def _with_matrices(
     splits = split_rows(metas, split_qkv=split_qkv)
     compute = plan_compute(rule, metas, tensor_parallel=tensor_parallel, team_of=shard_of, splits=splits)
     whole_qkv = len(split_rows(metas, split_qkv=True)) - len(splits) if is_soap else 0
-    has_qkv = any(meta.qkv_split_shapes for meta in metas)
-    finds_no_qkv = split_qkv and not unit.is_expert and not has_qkv
+    finds_no_qkv = split_qkv and not unit.is_expert and not any(meta.qkv_split_shapes for meta in metas)
     return replace(unit, splits=splits, compute=compute, whole_qkv=whole_qkv, finds_no_qkv=finds_no_qkv)
 
 

@@ -28,6 +28,8 @@ connections for each peer, and an all-to-all of a thousand ranks may fail: https
 NODE_RANKS = 8
 """Successive ranks of an axis that are likely to be connected closely."""
 
+Splits = Mapping[ParamId, MatrixSpec]  # of parameters whose rows are several matrices
+
 
 class CutAxis(NamedTuple):
     """An axis of ranks over which a matrix is cut, or one of two hops along it."""
@@ -79,7 +81,7 @@ def plan_compute(
     *,
     tensor_parallel: int,  # ranks that hold the parts of a matrix that is marked as tensor parallel
     team_of: Mapping[ParamId, int],  # the shard that a parameter is in: only its ranks compute together
-    splits: Mapping[ParamId, MatrixSpec],  # of parameters with rows that are matrices of their own
+    splits: Splits,  # of parameters with rows that are matrices of their own
 ) -> tuple[ComputePlan, ...]:
     """Plan which ranks compute the parameters of a matrix rule. Parameters that are whole on their ranks are left out.
 
@@ -167,8 +169,7 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
         if cut not in kept:
             ordered += _hops(cut) if has_equal_parts else [cut]
     axes = tuple(cut.axis for cut in ordered)
-    dims = tuple(cut.dim for cut in ordered)
-    matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=dims)
+    matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=tuple(cut.dim for cut in ordered))
     in_effect = mode if any(cut.axis.is_tensor_parallel for cut in sides) else None
     return _Arranged(axes, len(kept), computes, team, in_effect), matrix
 
@@ -209,20 +210,21 @@ def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, 
 def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: SplitMatrix) -> None:
     """Raise unless every block that the rule treats as one matrix contains whole groups of rows."""
     sizes = tuple(axis.size for axis in arranged.axes)
-    words = f"qkv_split_shapes={meta.qkv_split_shapes}: query groups"
-    if meta.head_rows:
-        words = f"head_rows={meta.head_rows}: heads"
-    elif meta.split_sizes:
-        words = f"split_sizes={meta.split_sizes}: matrices"
-    elif meta.split_rows:
-        words = f"split_rows={meta.split_rows}: groups"
+    kinds = {
+        "head_rows": "heads",
+        "split_sizes": "matrices",
+        "split_rows": "groups",
+        "qkv_split_shapes": "query groups",
+    }
+    name = next(name for name in kinds if getattr(meta, name))
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
         local_rows = block.shape[-2]
         if local_rows % rows or block.offset[-2] % rows:
             raise ConfigError(
-                f"{meta.id}: {words} of {rows} rows are cut: {local_rows} of {matrix.shape[-2]} rows are on one rank; "
-                "give each rank whole groups, or set muon_tp_mode='duplicated'"
+                f"{meta.id}: {name}={getattr(meta, name)}: {kinds[name]} of {rows} rows are cut: {local_rows} of "
+                f"{matrix.shape[-2]} rows are on one rank; give each rank whole groups, or set "
+                "muon_tp_mode='duplicated'"
             )
 
 
@@ -251,7 +253,7 @@ class PlacedMatrix(NamedTuple):
 
 def place_matrices(
     compute: Iterable[ComputePlan],
-    splits: Mapping[ParamId, MatrixSpec],  # of every parameter of the unit
+    splits: Splits,  # of every parameter of the unit
     params: Params,
     metas: Metas,
     tensor_parallel_comm: Comm,
@@ -311,7 +313,7 @@ def _placed(
     comms: tuple[Comm, ...],
     matrices: list[SplitMatrix],
     metas: Metas,
-    splits: Mapping[ParamId, MatrixSpec],
+    splits: Splits,
     group: TensorParallel | None,
 ) -> dict[ParamId, PlacedMatrix]:
     """Place the matrices of one plan that are cut over one grid of ranks."""

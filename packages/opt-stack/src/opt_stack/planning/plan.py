@@ -20,7 +20,7 @@ from opt_kernels.quantized import FP8, RECIPES
 from opt_kernels.rules import Rule, init_state
 from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
-from opt_stack.planning.matrices import ComputePlan
+from opt_stack.planning.matrices import ComputePlan, Splits
 from opt_stack.wording import listed
 
 Hosted = tuple[frozenset[ParamId], ...]
@@ -37,7 +37,7 @@ class UnitPlan:
     ids: frozenset[ParamId]
     numbers: Mapping[torch.dtype, MainFormat]  # how main values are kept, by parameter dtype
     compute: tuple[ComputePlan, ...] = ()  # for matrices that are cut over ranks
-    splits: Mapping[ParamId, MatrixSpec] = field(default_factory=dict)  # of parameters whose rows are several matrices
+    splits: Splits = field(default_factory=dict)
     whole_qkv: int = 0  # number of fused q, k and v parameters that the rule updates as one matrix each
     finds_no_qkv: bool = False  # whether it would split fused q, k and v, but the model has none that are known
     host_rule: Rule | None = None  # updates the pieces that live on the host; None: `rule` does
@@ -70,10 +70,8 @@ class Plan:
     def state_bytes(self, rank: int = 0, *, on_host: bool | None = None) -> int:
         """Return the bytes of main values and state on data-parallel rank `rank`: on the host (True), on the device
         (False), or on both (None)."""
-        total = 0
-        for side in (False, True) if on_host is None else (on_host,):
-            total += sum(unit_bytes(self, unit, rank=rank, on_host=side) for unit in self.units)
-        return total
+        sides = (False, True) if on_host is None else (on_host,)
+        return sum(unit_bytes(self, unit, rank=rank, on_host=side) for side in sides for unit in self.units)
 
     def fingerprint(self, *, experts: bool) -> str:
         """Return a hash that is equal on ranks with the same layouts, rules and parameters: of experts, or dense."""
@@ -90,10 +88,8 @@ class Plan:
 
     def layout_id(self, rank: int) -> str:
         """Return an id of this rank's pieces. A rank-local `state_dict` loads only where the id is the same."""
-        layouts = []
-        for buffer in self.buffers:
-            if buffer.layout.num_shards > 1 or buffer.kind is PRE_SHARDED:
-                layouts.append(buffer.layout.fingerprint())
+        cut = [buffer.layout for buffer in self.buffers if buffer.layout.num_shards > 1 or buffer.kind is PRE_SHARDED]
+        layouts = [layout.fingerprint() for layout in cut]
         if not layouts:
             return "replicated"
         digest = sha256("|".join(sorted(layouts)).encode()).hexdigest()
@@ -186,8 +182,7 @@ def staging_bytes(plan: Plan, rank: int) -> int:
 def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
     """Return the bytes of a buffer's parameters, without padding; for fp8, of codes and scales."""
     if buffer.dtype is not FP8:
-        numel = sum(param.numel for param in buffer.params)
-        return numel * buffer.dtype.itemsize
+        return sum(param.numel for param in buffer.params) * buffer.dtype.itemsize
     assert plan.config.fp8_recipe is not None
     recipe = RECIPES[plan.config.fp8_recipe]
     return sum(recipe.num_bytes(param.shape) for param in buffer.params)
@@ -294,8 +289,7 @@ def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_team
     whole = 0
     slowest_team = 0
     for layout in layouts:
-        owners = {matrix.owner for matrix in layout.matrices}
-        num_owners += len(owners)
+        num_owners += len({matrix.owner for matrix in layout.matrices})
         whole += sum(_products(matrix, 1) for matrix in layout.matrices)
         of_team = sum(_products(matrix, layout.num_ranks) for matrix in layout.matrices)
         slowest_team = max(slowest_team, of_team)
@@ -322,9 +316,7 @@ def _products(matrix: SplitMatrix, num_parts: int) -> int:
 def unit_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines on units: rule, dtypes, state, hooks."""
     for unit in plan.units:
-        numel = 0
-        for buffer in plan.buffers:
-            numel += sum(param.numel for param in buffer.params if param.id in unit.ids)
+        numel = sum(param.numel for buffer in plan.buffers for param in buffer.params if param.id in unit.ids)
         yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
         for dtype, numbers in sorted(unit.numbers.items(), key=str):
             yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
@@ -337,10 +329,8 @@ def unit_lines(plan: Plan) -> Iterator[str]:
             yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
         if unit.finds_no_qkv:
             yield "  no fused q, k and v found to split: set qkv_split_shapes of these parameters, if there are any"
-        num_teams = 1
-        for buffer in plan.buffers:
-            if buffer.kind.is_sharded and not buffer.kind.cuts and buffer.is_expert is unit.is_expert:
-                num_teams = max(num_teams, buffer.layout.num_shards)
+        of_whole = [buffer for buffer in plan.buffers if buffer.kind.is_sharded and not buffer.kind.cuts]
+        num_teams = max((b.layout.num_shards for b in of_whole if b.is_expert is unit.is_expert), default=1)
         for line in compute_lines(unit.compute, num_teams=num_teams):
             yield f"  {line}"
 

@@ -40,6 +40,7 @@ _DECAY = ("wd_mult", "start_wd", "end_wd")
 _KEEP = "{**opt_paramgroups.get_standard_config_overrides(config), **yours}"
 
 DescribedParams = dict[str, dict[str, str]]  # hyper-parameters and attributes as text, by name
+Refusals = Generator[Any, Any, None]
 RankCheck = Callable[[Design], Generator[Any, Any, Any]]
 """Yields facts of this rank, picklable, and is sent those of all ranks, a list. May raise ConfigError before it
 yields them: then every rank raises."""
@@ -71,9 +72,7 @@ def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
     compared = [field for field in fields(OptimizerConfig) if field.name not in MAY_DIFFER]
     values = {field.name: getattr(request.config, field.name) for field in compared}
     values |= {"dump_param_to_param_group_map": dumps_groups, "broadcast_params": request.broadcast_params}
-    defaults = dict.fromkeys(values, "False")
-    for field in compared:
-        defaults[field.name] = repr(field.default)
+    defaults = dict.fromkeys(values, "False") | {field.name: repr(field.default) for field in compared}
     texts = {name: without_addresses(repr(value)) for name, value in values.items()}
     # Only fields that do not have their default travel.
     differing = {name: text for name, text in texts.items() if text != defaults[name]}
@@ -100,8 +99,7 @@ def _by_value(per_rank: Sequence[str | None]) -> dict[str, list[int]]:
 
 def _union(per_rank: Sequence[Iterable[str]]) -> list[str]:
     """Return the names that any rank reports, without repetitions."""
-    names = chain.from_iterable(per_rank)
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(chain.from_iterable(per_rank)))
 
 
 def _some(ranks: list[int]) -> str:
@@ -109,7 +107,7 @@ def _some(ranks: list[int]) -> str:
     return f"{ranks[:MAX_RANKS_SHOWN]} and {others} more" if others > 0 else str(ranks)
 
 
-def check_effects(design: Design) -> Generator[Any, Any, None]:
+def check_effects(design: Design) -> Refusals:
     """Refuse each setting without effect on the parameters of all ranks.
 
     A model may mix dtypes and layouts: one parameter that feels the setting is enough.
@@ -140,7 +138,7 @@ def check_effects(design: Design) -> Generator[Any, Any, None]:
         raise ConfigError.of("OptimizerConfig", problems)
 
 
-def _patterns(design: Design) -> Generator[Any, Any, None]:
+def _patterns(design: Design) -> Refusals:
     """Refuse patterns of local fp32 accumulation that match no parameter of any chunk on any rank."""
     found: dict[str, bool] = {}
     for chunk in design.model.wrapped.values():
@@ -156,7 +154,7 @@ def _patterns(design: Design) -> Generator[Any, Any, None]:
             )
 
 
-def _fp8(design: Design) -> Generator[Any, Any, None]:
+def _fp8(design: Design) -> Refusals:
     """Refuse another recipe than `fp8_recipe`; options of fp8 if no parameter on any rank is stored in it."""
     recipe = design.request.config.fp8_recipe
     is_any_stored = False
@@ -201,15 +199,14 @@ def common_device(design: Design) -> Generator[Any, Any, torch.device]:
     return own or torch.device(next(iter(kinds), "cpu"))
 
 
-def _trained(design: Design) -> Generator[Any, Any, None]:
+def _trained(design: Design) -> Refusals:
     """Refuse a model without trainable parameters."""
     per_rank = yield len(design.groups.rule_of)
-    num_trained = sum(per_rank)
-    if num_trained == 0:
+    if not any(per_rank):
         yield "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"
 
 
-def _rules(design: Design) -> Generator[Any, Any, None]:
+def _rules(design: Design) -> Refusals:
     """Refuse different rules under one name, because parts of a matrix would diverge."""
     own = {unit.name: rule_text(unit.rule) for unit in design.plan.units}
     per_rank = yield own
@@ -217,17 +214,15 @@ def _rules(design: Design) -> Generator[Any, Any, None]:
         ranks = _by_value([of_rank.get(name) for of_rank in per_rank])
         if len(ranks) < 2:
             continue
-        texts = list(ranks)  # shown from the argument that differs
-        columns = (len(set(chars)) for chars in zip(*texts))
-        num_shared = sum(1 for _ in takewhile(lambda num: num == 1, columns))
-        shared = texts[0][:num_shared]
+        columns = takewhile(lambda chars: len(set(chars)) == 1, zip(*ranks))
+        shared = "".join(chars[0] for chars in columns)  # shown from the argument that differs
         start = max(shared.rfind(before) + len(before) for before in (", ", "("))
         end = start + SHOWN
         rules = ", ".join(f"{text[start:end]}... on ranks {_some(at)}" for text, at in ranks.items())
         yield f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
 
 
-def _decay(design: Design) -> Generator[Any, Any, None]:
+def _decay(design: Design) -> Refusals:
     """Refuse overrides that leave out the standard ones which apply `decoupled_lr`. Warn, on rank 0, of biases and
     vectors that have weight decay for the same reason.
 
@@ -275,13 +270,12 @@ def _newly_decayed(design: Design, given: Mapping[ParamKey, Group]) -> Iterator[
 def tp_modes(design: Design) -> Generator[Any, Any, Mapping[str, str]]:
     """Return `muon_tp_mode` by rule where it has an effect on a matrix of any rank. Warn, on rank 0, of
     blocks that are updated as separate matrices."""
-    own: dict[str, str] = {}
-    for unit in design.plan.units:
-        for plan in unit.compute:
-            if plan.tp_mode is not None:
-                rule, *_ = unit.name.split("/")
-                own[rule] = plan.tp_mode.value
-    per_rank = yield own
+    per_rank = yield {
+        unit.name.partition("/")[0]: plan.tp_mode.value
+        for unit in design.plan.units
+        for plan in unit.compute
+        if plan.tp_mode is not None
+    }
     modes: dict[str, str] = {}
     for of_rank in per_rank:
         modes |= of_rank
@@ -323,7 +317,11 @@ def check_peers(design: Design) -> None:
 def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
     """Return how the dense parameters or the experts of this rank's peers differ. Collective."""
     problems = []
-    local = dict(_described_params(design, experts=experts))
+    local: DescribedParams = {}
+    numbers: DescribedParams = {}
+    for name, of_group, roles in _described_params(design, experts=experts):
+        local[name] = of_group | roles
+        numbers[name] = of_group
     plan = design.plan.fingerprint(experts=experts)
     digest = sha256(f"{plan}{local}".encode()).hexdigest()
     digests = from_all_replicas(axes, digest)
@@ -333,7 +331,7 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
         replies = from_all_replicas(axes, (local, order))
         first, first_order = replies[0]
         other, other_order = replies[others[0]]
-        difference = _difference(first, other, rank=others[0])
+        difference = _difference(first, other, first.keys() | other.keys(), rank=others[0])
         difference = difference or _first_out_of_order(first_order, other_order, rank=others[0])
         family = "expert " * experts
         problems.append(
@@ -341,18 +339,9 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
             f"equal on all ranks that share parameters{difference}"
         )
     # Tensor-parallel ranks compare the hyper-parameters of the parameters of which both hold a part.
-    keys = set[str]()
-    for group in design.groups.groups:
-        keys.update(group)
-    numbers: DescribedParams = {}
-    for name, texts in local.items():
-        numbers[name] = {key: text for key, text in texts.items() if key in keys}
-    per_rank = axes.tp.gather_objects(numbers)
+    first, *_ = per_rank = axes.tp.gather_objects(numbers)
     for rank, of_rank in enumerate(per_rank):
-        both = per_rank[0].keys() & of_rank.keys()
-        first = {name: per_rank[0][name] for name in both}
-        other = {name: of_rank[name] for name in both}
-        if difference := _difference(first, other, rank=rank):
+        if difference := _difference(first, of_rank, first.keys() & of_rank.keys(), rank=rank):
             problems.append(
                 "tensor-parallel ranks have different hyper-parameters for one parameter"
                 f"{difference}; pass the same overrides and groups on all ranks"
@@ -360,20 +349,19 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
     return problems
 
 
-def _described_params(design: Design, *, experts: bool) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each parameter by name with its hyper-parameters and attributes as text."""
+def _described_params(design: Design, *, experts: bool) -> Iterator[tuple[str, dict[str, str], dict[str, str]]]:
+    """Yield each parameter by name with its hyper-parameters and its attributes as text."""
     ids = {id for unit in design.plan.units if unit.is_expert == experts for id in unit.ids}
     known = [field.name for field in fields(ParamMeta) if field.name not in _RANK_FIELDS]
     for group in design.groups.groups:
         numbers = {}
         for key, value in sorted(group.items()):
             if key not in _NOT_COMPARED and _is_plain(value):
-                plain = value.tolist() if isinstance(value, Tensor) else value
-                numbers[key] = repr(plain)
+                numbers[key] = repr(value.tolist() if isinstance(value, Tensor) else value)
         for id in sorted(ids.intersection(group["param_ids"])):
             meta = design.model.metas[id]
             roles = {name: repr(getattr(meta, name)) for name in known}
-            yield str(id), numbers | roles
+            yield str(id), numbers, roles
 
 
 def _is_plain(value: Any) -> bool:
@@ -383,8 +371,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | Tensor)
 
 
-def _difference(first: DescribedParams, other: DescribedParams, *, rank: int) -> str:
-    for name in sorted({*first, *other}):
+def _difference(first: DescribedParams, other: DescribedParams, names: Iterable[str], *, rank: int) -> str:
+    for name in sorted(names):
         if name not in first:
             return f"; {name} is trained on rank {rank} only"
         if name not in other:
