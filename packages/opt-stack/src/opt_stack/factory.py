@@ -194,8 +194,8 @@ def read_groups(request: Request, *, dumps_groups: bool = False) -> tuple[Model,
     everyone = request.roles.everyone
 
     def described() -> tuple[ConfigOverrides, Model]:
-        read = with_matrix_rule(config, request.overrides, request.registry, by_name=request.by_name)
-        return read, read_model(request)
+        overrides = with_matrix_rule(config, request.overrides, request.registry, by_name=request.by_name)
+        return overrides, read_model(request)
 
     read, model = agreed(everyone, described)
     check_same_config(request, dumps_groups=dumps_groups)

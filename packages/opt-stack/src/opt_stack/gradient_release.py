@@ -62,7 +62,7 @@ class GradientRelease:
         self._stored: dict[Tensor, Any] = {param: (param.dtype, param.device) for param in self._parts}
         kept = ref(self)
 
-        def hook(param: Tensor) -> None:  # runs when the gradient is complete
+        def hook(param: nn.Parameter) -> None:  # runs when the gradient is complete
             if (release := kept()) is not None:
                 release.update_(param)
 
@@ -129,7 +129,7 @@ class GradientRelease:
 
     @torch.no_grad()
     @without_autocast()
-    def update_(self, param: Tensor) -> None:
+    def update_(self, param: nn.Parameter) -> None:
         """Update a parameter by its gradient, and free the gradient.
 
         Raises:

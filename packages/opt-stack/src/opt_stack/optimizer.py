@@ -16,7 +16,7 @@ from opt_distributed.comm import agreed
 from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import reset_state_
 from opt_distributed.step import Stepper, StepResult
-from opt_paramgroups import ParamGroup, ParamId
+from opt_paramgroups import ParamGroup
 from opt_stack.building.parts import Parts
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import ClippedGrads, GradientStatistics, InBackward, LossScaleUse
@@ -66,7 +66,7 @@ class Optimizer(GradientStatistics):
         self._built = False
         self._loss_scale = LossScaleUse()
         self.in_backward: InBackward | None = None  # updates parameters before `step` (`release_gradients`)
-        self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
+        self._ids = [id for group in groups for id in group["param_ids"]]
         overlapping = [chunk.param_sync for chunk in self.wrapped if chunk.ddp_config.overlap_param_gather]
         super().__init__(
             [AwaitedGroup(group, overlapping) if overlapping else dict(group) for group in groups],

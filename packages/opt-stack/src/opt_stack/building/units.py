@@ -67,22 +67,18 @@ def build_sources(design: Design, device: torch.device) -> Sources:
     reducing = [chunk for chunk in design.request.chunks if model.shards_reduced or is_megatron_wrapper(chunk)]
     reduced = {id(param) for chunk in reducing for param in chunk.parameters()}
     averaged = _averaged_by_torch(design)
-    wrapped = {buffer.plan.name: buffer for buffer in design.wrapped_buffers}
-    of_buffers: dict[str, Source] = {}
+    of_buffers: dict[str, Source] = {buffer.plan.name: buffer for buffer in design.wrapped_buffers}
     plain = []
     fp8 = {}
     for buffer in design.plan.buffers:
-        if buffer.name in wrapped:
-            source: Source = wrapped[buffer.name]
-        else:
-            source = _source(buffer, design, device, reduced, averaged)
+        if buffer.name not in of_buffers:
+            of_buffers[buffer.name] = source = _source(buffer, design, device, reduced, averaged)
             plain.append(source)
-        of_buffers[buffer.name] = source
         if buffer.dtype is FP8:
-            found = {shape.id: quantized(model.params[shape.id]) for shape in buffer.params}
-            codes = {id: tensor for id, tensor in found.items() if tensor is not None}
+            stored = ((shape.id, quantized(model.params[shape.id])) for shape in buffer.params)
+            codes = {id: tensor for id, tensor in stored if tensor is not None}
             sharing = design.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone()
-            fp8[buffer.name] = QuantizedSource(source, codes, sharing)
+            fp8[buffer.name] = QuantizedSource(of_buffers[buffer.name], codes, sharing)
     peer_sums = PeerSums(plain, model.metas, design.request.roles, qk_layernorm=model.qk_layernorm)
     return Sources(of_buffers, fp8, peer_sums)
 
@@ -184,7 +180,7 @@ def build_units(design: Design, queue: devices.Device, sources: Sources, slots: 
     plan = design.plan
     placement = design.request.config.placement
     sides = [(unit, side) for side in ((False, True) if plan.hosted else (False,)) for unit in plan.units]
-    last: dict[str, int] = {}  # the number of the last unit that writes to each buffer; the same on all ranks
+    last = {}  # the number of the last unit that writes to each buffer; the same on all ranks
     for number, (planned, on_host) in enumerate(sides):
         for buffer, _ in planned.placed(plan.buffers):
             if not on_host or any(plan.hosted.get(buffer.name, ())):

@@ -308,7 +308,7 @@ class TensorSums:
             rank: math.sqrt(square) * inverse if square != UNKNOWN else None
             for rank, square in zip(self.replicas_of, rest, strict=False)
         }
-        params: dict[str, TensorStats] = {}
+        params = {}
         rows_of: dict[str, list[Sequence[float]]] = {}
         for name, group, numel in self.params:
             row = [*islice(rest, NUM_COLUMNS), numel]

@@ -163,9 +163,15 @@ def _get_param_groups_and_buffers(
     """
     config = layer_wise(config, rules)
     overrides, metas = _routed(config, config_overrides, rules, model_chunks, offset=model_chunk_offset)
-    gather = world().gather_objects
     return get_param_groups_and_buffers(
-        model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=gather, metas=metas
+        model_chunks,
+        model_chunk_offset,
+        config,
+        overrides,
+        filter_fn,
+        buffer_name,
+        gather=world().gather_objects,
+        metas=metas,
     )
 
 

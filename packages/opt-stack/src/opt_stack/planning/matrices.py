@@ -115,8 +115,8 @@ def _cuts(meta: ParamMeta, tensor_parallel: int) -> list[_Cut]:
         if not meta.tensor_parallel or meta.partition_dim is None or tensor_parallel == 1:
             return []
         return [_Cut(CutAxis(TENSOR_PARALLEL, tensor_parallel, None), meta.partition_dim)]
-    first: list[_Cut] = []
-    last: list[_Cut] = []
+    first = []
+    last = []
     for number, placed in enumerate(meta.placements):
         if placed.shard_dim is not None and placed.size > 1:
             cut = _Cut(CutAxis(placed.axis, placed.size, number), placed.shard_dim)
@@ -273,7 +273,7 @@ def place_matrices(
     for plan in compute:
         by_comms: dict[tuple[Comm, ...], list[SplitMatrix]] = {}  # one entry, unless meshes share axis names
         for matrix in plan.layout.matrices:
-            along: list[Comm] = []
+            along = []
             for axis in plan.axes:
                 comm = tensor_parallel_comm
                 if axis.of_mesh is not None:

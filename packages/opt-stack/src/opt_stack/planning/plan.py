@@ -140,8 +140,8 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     that one rank computes for its peers counts as equal shares."""
     total = 0
     rule = unit.rule_of(on_host=on_host)
-    whole_shapes: dict[ParamId, tuple[int, ...]] = {}  # of matrices that one rank computes for its peers
-    num_owners: dict[ParamId, int] = {}  # ranks that share the state of such a matrix
+    whole_shapes = {}  # of matrices that one rank computes for its peers
+    num_owners = {}  # ranks that share the state of such a matrix
     for compute in unit.compute:
         layout = compute.layout
         for matrix in layout.matrices if layout.computes is Computes.OWNER else ():
@@ -264,10 +264,8 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
             num_runs = max(load.num_runs for load in loads)
             numel = max(load.numel for load in loads)
             mebibytes = numel * 4 / 2**20  # gathered in fp32
-            total = sum(load.mean for load in loads)
-            mean = total / max(num_teams, len(loads))
-            longest = max(load.slowest * load.mean for load in loads)
-            slowest = longest / mean
+            mean = sum(load.mean for load in loads) / max(num_teams, len(loads))
+            slowest = max(load.slowest * load.mean for load in loads) / mean
             yield (
                 f"  in {num_runs} run{'s' * (num_runs > 1)}, an owner holds at most {mebibytes:,.1f} MiB; "
                 f"the slowest works {slowest:.2f} times the mean"
@@ -291,8 +289,7 @@ def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_team
     for layout in layouts:
         num_owners += len({matrix.owner for matrix in layout.matrices})
         whole += sum(_products(matrix, 1) for matrix in layout.matrices)
-        of_team = sum(_products(matrix, layout.num_ranks) for matrix in layout.matrices)
-        slowest_team = max(slowest_team, of_team)
+        slowest_team = max(slowest_team, sum(_products(matrix, layout.num_ranks) for matrix in layout.matrices))
     if num_owners < num_ranks:
         yield (
             f"  fewer owners than ranks ({num_owners} of {num_ranks}): slowest rank {slowest:.1f} times the mean; "

@@ -191,8 +191,7 @@ def common_device(design: Design) -> Generator[Any, Any, torch.device]:
     """Refuse models on different kinds of device. Return this rank's; without tensors, one of the others' kind."""
     own = design.model.device
     per_rank = yield own
-    kind_of = [None if device is None else device.type for device in per_rank]
-    kinds = _by_value(kind_of)
+    kinds = _by_value([None if device is None else device.type for device in per_rank])
     if len(kinds) > 1:
         ranks = "; ".join(f"{kind} on ranks {at}" for kind, at in kinds.items())
         yield f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind"
@@ -360,8 +359,7 @@ def _described_params(design: Design, *, experts: bool) -> Iterator[tuple[str, d
                 numbers[key] = repr(value.tolist() if isinstance(value, Tensor) else value)
         for id in sorted(ids.intersection(group["param_ids"])):
             meta = design.model.metas[id]
-            roles = {name: repr(getattr(meta, name)) for name in known}
-            yield str(id), numbers, roles
+            yield str(id), numbers, {name: repr(getattr(meta, name)) for name in known}
 
 
 def _is_plain(value: Any) -> bool:

@@ -110,8 +110,13 @@ def formula_entry(formula: Formula) -> RuleEntry:
         return rule
 
     summary = formula.description.splitlines()[0].rstrip(".")
-    reads_fields = bool(entries_of_rule(_DEFAULTS, formula.name))
-    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=reads_fields)
+    return RuleEntry(
+        name=formula.name,
+        summary=summary,
+        make=make,
+        hyper=hyper,
+        reads_fields=bool(entries_of_rule(_DEFAULTS, formula.name)),
+    )
 
 
 def _options(formula: Formula, config: OptimizerConfig) -> Mapping[str, Any]:

@@ -126,15 +126,16 @@ class TorchRule:
                 continue
             mains = [_main(work) for work in works]
             of_group = {name: getattr(hyper, name) for name in GROUP_NUMBERS}
-            numbers: dict[str, Any] = {"lr": float(hyper.lr), "weight_decay": float(hyper.weight_decay), **of_group}
+            numbers = {"lr": float(hyper.lr), "weight_decay": float(hyper.weight_decay), **of_group}
             numbers |= hyper.own
             optimizer = self.cls(mains, **{name: numbers[name] for name in self.numbers}, **self.options)
-            if self.counts_in_group and int(hyper.step) > 1:
-                optimizer.param_groups[0][STEP] = int(hyper.step) - 1
+            taken = int(hyper.step) - 1  # steps
+            if self.counts_in_group and taken > 0:
+                optimizer.param_groups[0][STEP] = taken
             for main, work in zip(mains, works, strict=True):
                 main.grad = work.grad.to(main.dtype) * grad_scale
-                if (taken := int(hyper.step) - 1) > 0:
-                    state: dict[str, Any] = dict(work.state)
+                if taken > 0:
+                    state = dict(work.state)
                     if self.step_type is not None and issubclass(self.step_type, Tensor):
                         device = self._scalar_device(main)
                         state[STEP] = torch.tensor(float(taken), dtype=torch.float32, device=device)
@@ -278,7 +279,7 @@ def torch_host_rule(rule: Rule, config: OptimizerConfig) -> TorchRule:
             "also runs on the host"
         )
     assert isinstance(rule, ElementwiseRule)
-    chosen: dict[str, Any] = dict(rule.formula.constants)
+    chosen = dict(rule.formula.constants)
     options: dict[str, Any] = {"maximize": rule.maximize, "fused": True}
     step_type: type[Any] | None = None
     if rule.name == "sgd":

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from torch import nn
-
 from opt_checkpoint import (
     KEEP_VARS_HINT,
     ShardedBase,
@@ -59,7 +57,7 @@ def describe_params(model_sharded_state_dict: AnyState, groups: ParamGroups) -> 
     Raises:
         ValueError: a parameter is not in the model's sharded state.
     """
-    params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
+    params = [param for group in groups for param in group["params"]]
     found = get_param_id_to_sharded_param_map(dict(model_sharded_state_dict), params)
     missing = [index for index in range(len(params)) if index not in found]
     if missing:

@@ -126,7 +126,7 @@ def to_megatron_state(
     of_distributed = [number for link in chain if link.form == "distributed" for number in link.groups]
     distributed = {name for number in of_distributed for name in names[number]}  # parameters
     flat = flatten_state({"state": described})
-    stored: dict[int, dict[int, Any]] = {}
+    stored = {}
     boxes = []
     for number, (path, shard) in enumerate(flat.tensors.items()):
         key = shard.key
@@ -241,7 +241,7 @@ def _their_groups(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the groups that Megatron-Core saved in the form of this package, and step counts by parameter."""
     steps: dict[str, int] = {}
-    groups: dict[int, ParamGroup] = {}
+    groups = {}
     for link, inner in zip(chain, inners, strict=True):
         for number in link.groups:
             group = param_groups[number]
@@ -251,8 +251,7 @@ def _their_groups(
             kept = {key: saved[key] for key in saved if key in group and key not in (*HELD, "name", "default_config")}
             groups[number] = {**kept, CHOICES: choices}
             if of_group := names[number]:
-                step = _common_step(inner, saved, rule=group[RULE], chain=inners)
-                steps |= dict.fromkeys(of_group, step)
+                steps |= dict.fromkeys(of_group, _common_step(inner, saved, rule=group[RULE], chain=inners))
     in_order = [groups[number] for number in range(len(param_groups))]
     return {"groups": in_order, "names": list(map(list, names))}, steps
 

@@ -93,7 +93,7 @@ def regroup(saved: ParamGroups, groups: ParamGroups, names: Sequence[Sequence[st
     for group in saved:
         source |= dict.fromkeys(group["param_names"], group)
         index |= zip(group["param_names"], group["params"], strict=True)
-    target: dict[str, Group] = {}  # the present group of each parameter that was in another one
+    target = {}  # the present group of each parameter that was in another one
     for group, own in zip(groups, names, strict=True):
         for name, id, param in zip(own, group["param_ids"], group["params"], strict=True):
             before = source.get(name, group)["name"]
@@ -133,7 +133,7 @@ def regroup_described(
     names = list(saved.get("names", ()))
     source = {name: number for number, own in enumerate(names) for name in own}
     moved: list[str] = []
-    added: list[tuple[ParamGroup, list[str]]] = []
+    added = []
     for group, of_group, present in zip(groups, described.groups, described.names_on_all_ranks, strict=True):
         moved_here = []
         num_saved = 0
@@ -174,8 +174,8 @@ def match_saved(
     current = {former: name for name, former in former_names(wanted, known.__contains__).items()}
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
     then: dict[str, Group] = {}  # the saved group of each parameter
-    kept: list[list[str]] = []
-    without: list[ParamGroup] = []
+    kept = []
+    without = []
     for group, own in zip(loaded["groups"].get("groups", ()), saved_names, strict=True):
         present = [current.get(name, name) for name in own]
         then |= dict.fromkeys(present, group)

@@ -133,8 +133,7 @@ class ShardedStates(torch.optim.Optimizer):
         distributed = {number for link in chain if link.form == "distributed" for number in link.groups}
         state, described = self._sharded(own_types, always_main=distributed)
         steps: dict[str, int] = {}
-        own_steps = {saved.at: saved.ref.piece.step for saved in described.saved}
-        for of_rank in self._everyone.gather_objects(own_steps):
+        for of_rank in self._everyone.gather_objects({at: ref.piece.step for _, at, ref in described.saved}):
             steps |= of_rank
         return agreed(self._everyone, lambda: to_megatron_state(state, chain, groups, steps))
 
@@ -291,7 +290,7 @@ class ShardedStates(torch.optim.Optimizer):
         Raises:
             ValueError: on every rank, if two tensor-parallel ranks would save their parts as the same tensor.
         """
-        parts: dict[str, str] = {}  # the part of this rank, by key
+        parts = {}  # the part of this rank, by key
         for own in (own for of_group in described for own in of_group):
             sharded = own.sharded
             is_whole = isinstance(sharded, ShardedTensor) and sharded.local_shape == sharded.global_shape

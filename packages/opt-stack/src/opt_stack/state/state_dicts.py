@@ -212,9 +212,7 @@ class StateDicts(ShardedStates):
     def _load_peers(self) -> Comm:
         """The ranks that set main values together, because these are published, or a world of one."""
         is_shared = self._rank_local or self.plan.config.fp8_recipe is not None
-        if is_shared:
-            return self._everyone
-        return Alone()
+        return self._everyone if is_shared else Alone()
 
     def _load_local(self, state_dict: AnyState, *, needs_mains: bool) -> None:
         matched, scale = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
@@ -279,8 +277,8 @@ def packed_groups(groups: ParamGroups, *, rank_local: bool) -> list[ParamGroup]:
     for group in groups:
         names = [param_name(id) for id in group["param_ids"]]
         kept = {key: group[key] for key in group if key not in HELD}
-        indices = list(range(start, start + len(names)))
-        of_group = {**kept, "param_ids": None, "params": indices, "param_names": names}
+        indices = range(start, start + len(names))
+        of_group = {**kept, "param_ids": None, "params": [*indices], "param_names": names}
         packed.append(_RankLocalGroup(of_group) if rank_local else of_group)
         start += len(names)
     return packed
@@ -330,7 +328,7 @@ def match(state_dict: Group, groups: ParamGroups) -> Matched:
             raise ValueError(f"state_dict has no group {missing[0]!r}; it has {', '.join(map(repr, by_name))}")
         saved = [by_name[group["name"]] for group in groups]
     is_complete = "version" in state_dict and state and any("replicated" in text for text in _layouts(state_dict))
-    found: dict[ParamId, Group] = {}
+    found = {}
     for ours, theirs, names in zip(groups, saved, names_of, strict=True):
         group = f"group {ours['name']!r}"
         num_params = len(ours["params"])

@@ -63,7 +63,7 @@ class LoadedWeights:
         self._needs_check = False  # whether others wrote weights since the last check that found them equal
         self._has_state = False  # whether state was loaded since the last check
         self._written = NOTHING_WRITTEN  # by others since the last step that was made
-        self._modules: list[tuple[ref[nn.Module], Mapping[str, nn.Parameter]]] = []  # and those of their parameters
+        self._modules = []  # and those of their parameters
         for module in dict.fromkeys(below for chunk in chunks for below in chunk.modules()):
             params = {name: param for name, param in module._parameters.items() if param in self._ids}
             if params:
@@ -261,8 +261,8 @@ class Evaluation:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._shows_averages = any(unit.averages.specs for unit in units)
-        self._formulas: dict[str, Formula] = {}  # of units whose rules evaluate other weights than they train
-        self.rules: set[str] = set()  # the names of these rules
+        self._formulas = {}  # of units whose rules evaluate other weights than they train
+        self.rules = set()  # the names of these rules
         for unit in units:
             rule = bare(unit.rule)
             if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
