@@ -129,17 +129,14 @@ def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
     names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
     placements = []
     for axis, size, placement in zip(names, mesh.shape, dtensor.placements, strict=True):
-        cuts_last = hasattr(placement, "split_factor")
-        placements.append(MeshPlacement(axis, size, _shard_dim(placement), cuts_last))
+        if placement.is_partial():
+            raise ConfigError(
+                f"a parameter has the placement {placement}; allowed are Shard and Replicate; redistribute it first"
+            )
+        # is_shard() is False for strided shards since 2.13
+        shard_dim = None if placement.is_replicate() else int(placement.dim)
+        placements.append(MeshPlacement(axis, size, shard_dim, hasattr(placement, "split_factor")))
     return DTensorLayout(tuple(dtensor.to_local().shape), tuple(placements))
-
-
-def _shard_dim(placement: Any) -> int | None:
-    if placement.is_partial():
-        raise ConfigError(
-            f"a parameter has the placement {placement}; allowed are Shard and Replicate; redistribute it first"
-        )
-    return None if placement.is_replicate() else int(placement.dim)  # is_shard() is False for strided shards since 2.13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

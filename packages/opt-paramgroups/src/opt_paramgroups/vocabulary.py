@@ -142,27 +142,19 @@ def fused_qkv_rows(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
         for name, param in root.named_parameters():
             if not name.endswith(_FUSED_QKV) or param.dim() != 2:
                 continue
-            rows = _rows_of_config(_config_around(root, name))
+            rows = _qkv_rows_around(root, name)
             if rows and param.shape[0] % sum(rows) == 0:
                 found[id(param)] = rows
     return found
 
 
-def _config_around(root: nn.Module, name: str) -> Any:
-    """The transformer configuration of the innermost module that contains a parameter; None without one."""
-    path = name.rpartition(".")[0]
-    while True:
-        config = getattr(root.get_submodule(path), "config", None)
+def _qkv_rows_around(root: nn.Module, name: str) -> tuple[int, ...]:
+    """The rows by the transformer configuration of the innermost module that contains a parameter; () without one."""
+    while name:
+        name = name.rpartition(".")[0]
+        config: Any = getattr(root.get_submodule(name), "config", None)
         if all(getattr(config, field, None) for field in ("num_attention_heads", "num_query_groups", "kv_channels")):
-            return config
-        if not path:
-            return None
-        path = path.rpartition(".")[0]
-
-
-def _rows_of_config(config: Any) -> tuple[int, ...]:
-    if config is None:
-        return ()
-    of_queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
-    gate = (of_queries,) if getattr(config, "attention_output_gate", False) else ()
-    return (of_queries, *gate, config.kv_channels, config.kv_channels)
+            of_queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
+            gate = (of_queries,) if getattr(config, "attention_output_gate", False) else ()
+            return (of_queries, *gate, config.kv_channels, config.kv_channels)
+    return ()
