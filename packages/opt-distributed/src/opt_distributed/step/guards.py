@@ -87,23 +87,21 @@ class Guards:
         usable = self._usable_grads
         for guard in self.agreed:
             before = usable.found
-            flags.append(self._flags_of(guard))
-            has_refused = any(flags[-1]) or usable.found is not before
+            try:
+                of_guard = list(guard.flags(self.groups))
+                if len(of_guard) != guard.num_flags:
+                    name = type(guard).__name__
+                    raise GuardError(f"{name} has {len(of_guard)} flags, but num_flags={guard.num_flags}")
+            except Exception as error:
+                self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
+                of_guard = [0.0] * guard.num_flags
+            flags.append(of_guard)
+            has_refused = any(of_guard) or usable.found is not before
             if has_refused and guard in (self.same_params, self.usable_groups):
                 self.groups = self._built
         # Known only now: a guard that failed is one of its errors.
         flags[self.agreed.index(usable)] = [float(usable.found is not None)]
         return [flag for of_guard in flags for flag in of_guard]
-
-    def _flags_of(self, guard: Guard) -> list[float]:
-        try:
-            flags = list(guard.flags(self.groups))
-            if len(flags) != guard.num_flags:
-                raise GuardError(f"{type(guard).__name__} has {len(flags)} flags, but num_flags={guard.num_flags}")
-        except Exception as error:
-            self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
-            return [0.0] * guard.num_flags
-        return flags
 
     def refusals(self) -> list[str]:
         """Name the guards of this rank that refused the step, with their errors."""

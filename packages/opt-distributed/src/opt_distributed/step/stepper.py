@@ -204,7 +204,8 @@ class Stepper:
     # --- a step, part by part ---------------------------------------------------------------------------------------
 
     def _begin(self, groups: Groups) -> tuple[list[Ready], list[float]]:
-        """Reduce and read the gradients, for each unit, and ask the guards for their flags.
+        """Reduce and read the gradients, for each unit, and ask the guards for their flags. All ranks refuse a step for
+        which one cannot read them.
 
         Raises the errors of the step before, if nobody has read them.
         """
@@ -226,18 +227,16 @@ class Stepper:
                     self._guards.refuse(error)
             if self.peer_sums is not None:
                 self.peer_sums.add_()
-        ready = [self._ready(unit) for unit in self.units]
+        ready = []
+        for unit in self.units:
+            try:
+                ready.append(unit.ready(self._guards.refuse))
+            except Exception as error:  # of any kind, because the other ranks wait
+                self._guards.refuse(error.with_traceback(None))  # its frames may keep parameters alive
+                ready.append(Ready([], []))
         if self._captured is not None:
             self._guards.refuse(self._captured.lacking(ready))
         return ready, self._guards.flags()
-
-    def _ready(self, unit: Unit) -> Ready:
-        """The gradients of a unit; none, and a refusal by all ranks, if they cannot be read."""
-        try:
-            return unit.ready(self._guards.refuse)
-        except Exception as error:  # of any kind, because the other ranks wait
-            self._guards.refuse(error.with_traceback(None))  # its frames may keep parameters alive
-            return Ready([], [])
 
     def _decide(self, ready: Sequence[Ready], flags: list[float]) -> Prepared:
         """Everything up to the verdict, and the next loss scale. Collective.
@@ -404,11 +403,12 @@ class Stepper:
     def result(self) -> StepResult:
         """Return the result of the last step, or of gradients that are prepared, without waiting."""
         outcome = self._outcome()
-        return StepResult.later(lambda: self._values(outcome))
 
-    def _values(self, outcome: Outcome) -> tuple[bool, float, int | None]:
-        report = self._read(outcome)
-        return report.success, report.norms[0], report.num_zeros if self.limits.count_zeros else None
+        def values() -> tuple[bool, float, int | None]:
+            report = self._read(outcome)
+            return report.success, report.norms[0], report.num_zeros if self.limits.count_zeros else None
+
+        return StepResult.later(values)
 
     def warn_of_unread(self, when: str) -> None:
         """Warn once if an error refused the last step and nobody has read it; the next step still raises it."""
