@@ -12,8 +12,7 @@ from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.reduced import Part, sum_over_peers_
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
 from opt_distributed.comm.groups import ProcessGroups, groups_of_collection
-from opt_distributed.comm.roles import Mark, Roles, marks_of, peers_of
-from opt_paramgroups import ParamMeta
+from opt_distributed.comm.roles import Roles, marks_of, peers_of
 
 __all__ = ["ROUTER_BIAS_UPDATE_RATE", "finalize_model_grads", "unfinalized"]
 
@@ -136,7 +135,12 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
             for groups in (roles, chunk.roles):
                 marks = marks_of(meta, groups, qk_layernorm=chunk.qk_layernorm, num_chunks=num_chunks)
                 if marks:
-                    return _incomplete(meta, marks[0], num_chunks)
+                    return UnusableGradientError(
+                        f"the gradient of {str(meta.id)!r} is not complete, because it is marked {marks[0].attr}: its "
+                        "copies would diverge; call opt_stack.finalize_model_grads(model_chunks) with all "
+                        f"{num_chunks} chunks between backward and the step (or chunk.mark_finalized(), if other code "
+                        f"has summed it over the group {marks[0].role})"
+                    )
         if chunk.calculate_per_token_loss and not chunk.is_scaled:
             return UnusableGradientError(
                 "gradients are sums over tokens (calculate_per_token_loss=True), but were not divided by their number; "
@@ -144,14 +148,6 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
                 "chunk.scale_gradients(1.0), if the losses were divided)"
             )
     return None
-
-
-def _incomplete(meta: ParamMeta, mark: Mark, num_chunks: int) -> UnusableGradientError:
-    return UnusableGradientError(
-        f"the gradient of {str(meta.id)!r} is not complete, because it is marked {mark.attr}: its copies would "
-        f"diverge; call opt_stack.finalize_model_grads(model_chunks) with all {num_chunks} chunks between backward and "
-        f"the step (or chunk.mark_finalized(), if other code has summed it over the group {mark.role})"
-    )
 
 
 def _check_peers(chunks: Sequence[DistributedDataParallel], peers: Mapping[str, Comm], *, qk_layernorm: bool) -> None:

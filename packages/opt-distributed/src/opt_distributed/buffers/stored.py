@@ -317,14 +317,9 @@ def _parts(tensor: Any) -> Iterator[Tensor]:
         yield tensor.detach()
 
 
-def _bits(part: Tensor) -> Tensor:
-    """The values in a dtype whose bits are compared."""
-    value = part.resolve_conj().resolve_neg()
-    return torch.view_as_real(value) if value.is_complex() else value
-
-
 def _broadcast_(part: Tensor, comm: Comm) -> None:
-    value = _bits(part).contiguous()
+    value = part.resolve_conj().resolve_neg()
+    value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
     comm.broadcast_(value.view(-1).view(torch.uint8))  # in bytes: no backend sends every dtype
     if comm.rank != 0:
         received = torch.view_as_complex(value) if part.is_complex() else value
