@@ -32,7 +32,6 @@ class Publisher(Protocol):
 
     def publish_(self) -> None:
         """Make the updated values visible on every rank that holds the parameters, or start to."""
-        ...
 
 
 class Place(Publisher, Protocol):
@@ -40,14 +39,12 @@ class Place(Publisher, Protocol):
 
     def moved(self) -> ParamId | None:
         """A parameter on this rank that is no longer in that memory; None if all are."""
-        ...
 
     def follow_(self, *, frees: bool = False) -> Collection[ParamId]:
         """Accept parameters that other code has moved away, and back to their device. Return them; local.
 
         With `frees`, those that are elsewhere are followed, too, as far as that frees the memory that they have left.
         """
-        ...
 
 
 class Source(Protocol):
@@ -59,28 +56,23 @@ class Source(Protocol):
     @property
     def params(self) -> Params:
         """The parameters."""
-        ...
 
     @property
     def grad_scale(self) -> float:
         """The factor that turns reduced gradients into means: 1 / replicas if the reduction sums."""
-        ...
 
     @property
     def place(self) -> Place:
         """Where the parameters are."""
-        ...
 
     def reduce_(self) -> None:
         """Complete the reduction of this step's gradients over the data-parallel ranks."""
-        ...
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         """Create the reader of the gradients of these runs; called when a unit is built.
 
         A gradient has the shape of the parameter if the run is all of it, else it is flat.
         """
-        ...
 
 
 class OwnMemory(Moved):

@@ -26,23 +26,19 @@ class Guard(Protocol):
     @property
     def num_flags(self) -> int:
         """The number of flags, equal on every rank."""
-        ...
 
     def flags(self, groups: Groups) -> Sequence[float]:
         """This rank's flags, once a step, after gradients were reduced, given the groups of the step. If it raises,
         every rank refuses the step."""
-        ...
 
     def is_wrong(self, sums: Tensor) -> Tensor:
         """(1,) bool on the device: nothing may be written, given the sums of the flags, (num_flags,) float64."""
-        ...
 
     def error(self, sums: Sequence[float]) -> Exception | None:
         """The error to raise on this rank if `is_wrong`, given the same sums.
 
         None withdraws the refusal, on a CPU: the step is made. On an accelerator its update has been skipped by then.
         """
-        ...
 
 
 class Refusal(ABC):

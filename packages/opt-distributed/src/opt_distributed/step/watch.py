@@ -42,14 +42,11 @@ class Watch(Protocol):
     def before(self, step: int, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
         """Gradients are reduced, and nothing is updated yet. `step` counts from 1; `inverse` is 1 / loss scale;
         `skipped`: the host knows that no update follows."""
-        ...
 
     def after(self, outcome: Outcome, groups: Groups, *, max_norm: float) -> None:
         """The step was made, or skipped. `max_norm` is the norm to which gradients are clipped."""
-        ...
 
     def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """A guard has refused the step, with `error`; `found` names the guards of this rank that did, with their
         errors. Not called on an accelerator, where no rank is named. May communicate: every rank calls it. The
         recorder of opt-stack (`diagnosis.recorder`) gathers the names there."""
-        ...

@@ -37,11 +37,9 @@ class Replicas(Protocol):
 
     def written(self) -> Written:
         """Return what other code wrote on this rank since its last step."""
-        ...
 
     def compare(self, written: Written) -> None:
         """Raise ValueError, on every rank, if ranks hold different copies of what any of them passes. Collective."""
-        ...
 
 
 class WrittenReplicas:
