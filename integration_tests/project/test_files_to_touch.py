@@ -40,18 +40,18 @@ KIND = """    from opt_config import FlatShards
         return LayoutKind(name="forward order", plan=forward_layout, is_sharded=True, cuts=True)
 """
 LAST_KIND = "    return FLAT\n"
-WIRES = "    return SumEverywhere("
+WIRES = "    return PlainSum("
 WIRE = """
-from opt_distributed.buffers.wires import SumEverywhere
+from opt_distributed.buffers.wires import PlainSum
 
 NUM_USED = []
 
-class Counted(SumEverywhere):
+class Counted(PlainSum):
     def stages(self, full, shard):
         NUM_USED.append(1)
         yield from super().stages(full, shard)
 """
-SENT = "    from opt_distributed.buffers.counted import Counted\n\n    return Counted(axes.dp, axes.inter)\n"
+SENT = "    from opt_distributed.buffers.counted import Counted\n\n    return Counted(axes, to_shards=False)\n"
 FIELD = "    grad_norm_skip_threshold: float = math.inf\n"
 MAX = "max_norm=config.clip_grad"
 # For each addition its files, the text that is replaced (none: a new file), and the new text.

@@ -16,7 +16,7 @@ from opt_distributed.buffers.main_grad import (
     bind_main_grad,
 )
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
+from opt_distributed.buffers.wires import InFlight, PlainSum, Wire, to_owners
 from opt_distributed.comm.collectives import Op, Pending
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.roles import Axes
@@ -237,7 +237,7 @@ class GradBucket:
         what = f"gradient reduction {iteration} of {self.name}"
         axes = self.reduction.axes
         if self.memory.reduces_everywhere:
-            wire: Wire = SumEverywhere(axes.dp, axes.inter)
+            wire: Wire = PlainSum(axes, to_shards=False)
         else:
             wire = to_owners(self.reduction.wire, self.memory.layout.buckets[self.index], axes.dp)
         stages = wire.stages(full, self.result)

@@ -37,38 +37,28 @@ class Wire(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _PlainSum:
-    """Fields of the sums in the gradients' dtype: within an optimizer instance, then over the instances."""
+class PlainSum:
+    """A sum in the gradients' dtype: within an optimizer instance, then over the others.
 
-    comm: Comm
-    across: Comm  # the other instances; a world of one if there are none
+    Every rank has the whole sum; or, `to_shards`, its shard, which is reduce-scattered before it is all-reduced.
+    """
+
+    axes: Axes
+    to_shards: bool
 
     @property
     def is_staged(self) -> bool:
         """Only with several instances."""
-        return self.across.size > 1
-
-
-@dataclass(frozen=True, slots=True)
-class SumEverywhere(_PlainSum):
-    """An all-reduce in one optimizer instance, then over the others: every rank has the whole sum."""
+        return self.axes.inter.size > 1
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
-        """Write `full`."""
-        yield self.comm.all_reduce_(full, async_op=True)
+        """Write `full`; or `shard`, with the rest of `full` undefined."""
+        if self.to_shards:
+            yield self.axes.dp.reduce_scatter_(shard, full, async_op=True)
+        else:
+            yield self.axes.dp.all_reduce_(full, async_op=True)
         if self.is_staged:
-            yield self.across.all_reduce_(full, async_op=True)
-
-
-@dataclass(frozen=True, slots=True)
-class SumToShards(_PlainSum):
-    """A reduce-scatter in one instance of the optimizer, then an all-reduce of the shard over the other instances."""
-
-    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
-        """Write `shard`. Leaves the rest of `full` undefined."""
-        yield self.comm.reduce_scatter_(shard, full, async_op=True)
-        if self.is_staged:
-            yield self.across.all_reduce_(shard, async_op=True)
+            yield self.axes.inter.all_reduce_(shard if self.to_shards else full, async_op=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +183,4 @@ def wire_of(config: DistributedDataParallelConfig, axes: Axes, *, num_shards: in
     """Return the wire of a buffer."""
     if config.reduce_scatter_with_fp32_accumulation:
         return SumInFp32(axes.dp)
-    if num_shards > 1:
-        return SumToShards(axes.dp, axes.inter)
-    return SumEverywhere(axes.dp, axes.inter)
+    return PlainSum(axes, num_shards > 1)
