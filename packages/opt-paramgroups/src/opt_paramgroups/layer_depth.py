@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from opt_config import ConfigError
 
@@ -50,16 +50,13 @@ def depths_by_name(names: Iterable[str]) -> dict[str, int | None]:
     for place in places.values():
         if place is not None:
             by_tower[place.tower].append(place)
-    towers = {}
+    in_stages: dict[_Place, int | None] = {}
     for tower, of_tower in by_tower.items():
         if any(place.layer is not None for place in of_tower):
-            towers[tower] = _Stages(tower, of_tower)
-    depths: dict[str, int | None] = {}
+            in_stages |= _depths_in_stages(tower, of_tower)
+    depths = {}
     for name, place in places.items():
-        if place is None or place.tower not in towers:
-            depths[name] = _depth_without_stages(name)
-        else:
-            depths[name] = towers[place.tower].depth(place)
+        depths[name] = in_stages[place] if place in in_stages else _depth_without_stages(name)
     return depths
 
 
@@ -84,40 +81,37 @@ def _place(name: str) -> _Place | None:
     return _Place(name[: found.start()], stage, None if layer is None else int(layer[1]))
 
 
-class _Stages:
-    """The stages of one tower."""
+def _depths_in_stages(tower: str, places: Sequence[_Place]) -> dict[_Place, int | None]:
+    """The depths of the places of one tower; None after the last layer.
 
-    def __init__(self, tower: str, places: Sequence[_Place]) -> None:
-        """Raise ConfigError if a stage or a layer is missing before others."""
-        layers: dict[int, set[int]] = defaultdict(set)
-        for place in places:
-            layers[place.stage] |= set() if place.layer is None else {place.layer}
-        numbers = sorted(layers)
-        self._sizes = [len(layers[stage]) for stage in numbers]
-        in_no_layer = [p for p in places if p.stage == 0 and p.layer is None and not p.is_before]
-        self._ends_with_other = bool(in_no_layer and layers[0])
-        missing = sorted(set(range(numbers[-1])) - {*numbers})
-        if missing:
-            self._refuse(tower, f"stage {missing[0]}")
-        for stage in numbers:
-            missing = sorted(set(range(max(layers[stage], default=0))) - layers[stage])
-            if missing:
-                self._refuse(tower, f"layer {missing[0]} of stage {stage}")
-
-    def _refuse(self, tower: str, missing: str) -> NoReturn:
+    Raises ConfigError if a stage or a layer is missing before others.
+    """
+    layers: dict[int, set[int]] = defaultdict(set)
+    for place in places:
+        layers[place.stage] |= set() if place.layer is None else {place.layer}
+    numbers = sorted(layers)
+    missing = [f"stage {stage}" for stage in range(numbers[-1]) if stage not in layers]
+    for stage in numbers:
+        before = range(max(layers[stage], default=0))
+        missing += [f"layer {layer} of stage {stage}" for layer in before if layer not in layers[stage]]
+    if missing:
         of_tower = f" of {tower!r}" if tower else ""
         raise ConfigError(
-            f"get_layer_decay_overrides: {missing}{of_tower} is not in the model chunks, so that the layers before the "
-            "others cannot be counted; pass depth_of=, which maps the name of a parameter to its depth"
+            f"get_layer_decay_overrides: {missing[0]}{of_tower} is not in the model chunks, so that the layers before "
+            "the others cannot be counted; pass depth_of=, which maps the name of a parameter to its depth"
         )
-
-    def depth(self, place: _Place) -> int | None:
-        """Return the depth of a parameter in a stage; None after the last layer."""
-        before = sum(self._sizes[: place.stage])
+    sizes = [len(layers[stage]) for stage in numbers]
+    in_no_layer = [place for place in places if place.stage == 0 and place.layer is None and not place.is_before]
+    ends_with_other = bool(in_no_layer and layers[0])
+    depths: dict[_Place, int | None] = {}
+    for place in places:
+        first = sum(sizes[: place.stage])
         if place.layer is not None:
-            return before + place.layer + 1
-        if self._ends_with_other and not place.is_before:
-            return before + self._sizes[place.stage]
-        if before == sum(self._sizes):
-            return None
-        return before + 1 if before else 0
+            depths[place] = first + place.layer + 1
+        elif ends_with_other and not place.is_before:
+            depths[place] = first + sizes[place.stage]
+        elif first == sum(sizes):
+            depths[place] = None
+        else:
+            depths[place] = first + 1 if first else 0
+    return depths
