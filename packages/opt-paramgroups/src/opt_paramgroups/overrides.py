@@ -212,7 +212,17 @@ def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = Tr
     and parameters marked `_no_weight_decay`. False: Megatron-Core's overrides, which know only 1-D parameters,
     `*.bias`, and norms called `q_layernorm` and `k_layernorm`.
     """
-    overrides: Overrides = {_undecayed(config, by_name=by_name): {"wd_mult": 0.0}}
+    kept = None
+    if config.apply_wd_to_qk_layernorm:
+        kept = _QK_NORM if by_name else _QK_NORM_OF_MEGATRON
+
+    def is_undecayed(param: Parameter, name: str) -> bool:
+        is_one_dim = is_vector(param, name) if by_name else param.dim() == 1 or name.endswith(".bias")
+        return is_one_dim and not (kept and kept.search(name))
+
+    label = "bias or vector, no QK norm" if kept else "bias or vector"
+    undecayed = ParamKey(with_name_predicate=ParamWithNamePredicate(label, is_undecayed))
+    overrides: Overrides = {undecayed: {"wd_mult": 0.0}}
     if config.decoupled_lr is not None:
         decoupled = {"max_lr": config.decoupled_lr, "is_decoupled_lr": True}
         if config.decoupled_min_lr is not None:
@@ -314,17 +324,3 @@ _QK_NORM_OF_MEGATRON = re.compile(r"[qk]_layernorm\.")
 def is_qk_norm(param: Tensor, name: str) -> bool:
     """Return whether a parameter belongs to a norm of queries or keys, such as `q_layernorm.weight`, `k_norm.bias`."""
     return is_vector(param, name) and bool(_QK_NORM.search(name))
-
-
-def _undecayed(config: OptimizerConfig, *, by_name: bool) -> ParamKey:
-    """The key of parameters without weight decay."""
-    kept = None
-    if config.apply_wd_to_qk_layernorm:
-        kept = _QK_NORM if by_name else _QK_NORM_OF_MEGATRON
-
-    def is_undecayed(param: Parameter, name: str) -> bool:
-        is_one_dim = is_vector(param, name) if by_name else param.dim() == 1 or name.endswith(".bias")
-        return is_one_dim and not (kept and kept.search(name))
-
-    label = "bias or vector, no QK norm" if kept else "bias or vector"
-    return ParamKey(with_name_predicate=ParamWithNamePredicate(label, is_undecayed))
