@@ -272,10 +272,12 @@ class PieceRun:
             states = [{name: state[name] for name in state if name not in averages} for state in states]
         matrices = [piece.matrix for piece in pieces]
         firsts = tuple([first_number(piece.param) + piece.of_param.start for piece in pieces])
-        self._columns = Works((), mains=None, states=states, matrices=matrices, firsts=firsts)  # without gradients
-        self._columns.mains = _column([tensors.main for tensors in columns])
-        self._columns.outs = _column([tensors.out for tensors in columns])
-        self._columns.remainders = _column([tensors.remainder for tensors in columns])
+        mains = _column([tensors.main for tensors in columns])
+        outs = _column([tensors.out for tensors in columns])
+        remainders = _column([tensors.remainder for tensors in columns])
+        self._columns = Works(  # without gradients
+            (), mains=mains, outs=outs, remainders=remainders, states=states, matrices=matrices, firsts=firsts
+        )
 
     def works(self, grads: Sequence[Tensor]) -> Works:
         """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
