@@ -52,6 +52,11 @@ class Axes:
         """Ranks over whose gradients the mean is taken."""
         return self.dp.size * self.inter.size
 
+    @property
+    def comms(self) -> tuple[Comm, ...]:
+        """All of these groups."""
+        return self.dp, self.inter, self.tp
+
 
 def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
     """Gather the values of all replicas, in the same order on every rank, instance by instance."""
@@ -78,7 +83,7 @@ class Roles:
     @property
     def comms(self) -> list[Comm]:
         """The groups over which parameters are distributed."""
-        return [comm for axes in (self.dense, self.expert) for comm in (axes.dp, axes.inter, axes.tp)]
+        return [*self.dense.comms, *self.expert.comms]
 
     @property
     def totals(self) -> Comm:

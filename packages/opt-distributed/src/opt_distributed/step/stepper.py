@@ -366,8 +366,7 @@ class Stepper:
     def telling(self, step: int) -> AbstractContextManager[None]:
         """Tell ranks that wait for this one in `step`, a number, of an error that is raised inside. One that every rank
         raises does no harm: then nobody waits."""
-        axes = [family.axes for family in self.families]
-        comms = [comm for of_family in axes for comm in (of_family.dp, of_family.inter, of_family.tp)]
+        comms = [comm for family in self.families for comm in family.axes.comms]
         return telling((self.everyone, self.instances, *comms), f"step {step}")
 
     # --- its outcome ------------------------------------------------------------------------------------------------
