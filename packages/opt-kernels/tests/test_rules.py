@@ -149,11 +149,14 @@ def test_type_checkers_see_the_same_signatures(module):
     parsed = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text())
     stubs = {node.name: node for node in parsed.body if isinstance(node, ast.ClassDef)}
     (names,) = (node.value for node in parsed.body if isinstance(node, ast.Assign))
-    common = [(field.target.id, field.annotation) for field in stubs.pop("Common").body]
+    shared: dict[str, list] = {}  # the options of a TypedDict, its own before those of its base
+    for node in [node for node in stubs.values() if node.keywords]:
+        own = [(field.target.id, field.annotation) for field in stubs.pop(node.name).body]
+        shared[node.name] = own + shared.get(ast.unparse(node.bases[0]), [])
     assert sorted(ast.literal_eval(names)) == sorted(stubs) == sorted(module.__all__)
     for name, stub in stubs.items():
         arguments = next(node for node in stub.body if isinstance(node, ast.FunctionDef)).args
-        assert ast.unparse(arguments.kwarg.annotation) == "Unpack[Common]", name
+        common = shared[ast.unparse(arguments.kwarg.annotation).removeprefix("Unpack[").removesuffix("]")]
         positional = arguments.args[1:]
         required = [ast.Constant(...)] * (len(positional) - len(arguments.defaults))
         given = [*positional, *arguments.kwonlyargs]

@@ -29,6 +29,18 @@ class Common(TypedDict, total=False):
     capturable: bool
     hooks: GivenHooks
 
+# Options that Muon and its relatives share, before the common ones.
+class MuonOptions(Common, total=False):
+    extra_scale_factor: float
+    custom_coefficients: Sequence[tuple[float, float, float]]
+    fp32_matmul_prec: str
+    use_syrk: bool
+    weight_decay_method: str
+    pre_norm: str
+    post_norm: str
+    nuclear_scale: bool
+    momentum_buffer_dtype: torch.dtype
+
 class NAMO(_NAMO):
     def __init__(
         self,
@@ -43,16 +55,7 @@ class NAMO(_NAMO):
         scale_mode: str | None = "spectral",
         num_ns_steps: int = 5,
         coefficient_type: str | None = "quintic",
-        extra_scale_factor: float = 1.0,
-        custom_coefficients: Sequence[tuple[float, float, float]] = (),
-        fp32_matmul_prec: str = "medium",
-        use_syrk: bool = True,
-        weight_decay_method: str = "decoupled",
-        pre_norm: str = "none",
-        post_norm: str = "none",
-        nuclear_scale: bool = False,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        **common: Unpack[Common],
+        **options: Unpack[MuonOptions],
     ) -> None: ...
 
 class SOAP(_SOAP):
@@ -91,16 +94,7 @@ class AdaptiveMuon(_AdaptiveMuon):
         scale_mode: str | None = "spectral",
         num_ns_steps: int = 5,
         coefficient_type: str | None = "quintic",
-        extra_scale_factor: float = 1.0,
-        custom_coefficients: Sequence[tuple[float, float, float]] = (),
-        fp32_matmul_prec: str = "medium",
-        use_syrk: bool = True,
-        weight_decay_method: str = "decoupled",
-        pre_norm: str = "none",
-        post_norm: str = "none",
-        nuclear_scale: bool = False,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        **common: Unpack[Common],
+        **options: Unpack[MuonOptions],
     ) -> None: ...
 
 class Muon(_Muon):
@@ -120,16 +114,7 @@ class Muon(_Muon):
         *,
         scale_mode: str | None = None,
         coefficient_type: str | None = None,
-        extra_scale_factor: float = 1.0,
-        custom_coefficients: Sequence[tuple[float, float, float]] = (),
-        fp32_matmul_prec: str = "medium",
-        use_syrk: bool = True,
-        weight_decay_method: str = "decoupled",
-        pre_norm: str = "none",
-        post_norm: str = "none",
-        nuclear_scale: bool = False,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        **common: Unpack[Common],
+        **options: Unpack[MuonOptions],
     ) -> None: ...
 
 class MuonH(_MuonH):
@@ -149,16 +134,7 @@ class MuonH(_MuonH):
         *,
         scale_mode: str | None = None,
         coefficient_type: str | None = None,
-        extra_scale_factor: float = 1.0,
-        custom_coefficients: Sequence[tuple[float, float, float]] = (),
-        fp32_matmul_prec: str = "medium",
-        use_syrk: bool = True,
-        weight_decay_method: str = "decoupled",
-        pre_norm: str = "none",
-        post_norm: str = "none",
-        nuclear_scale: bool = False,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        **common: Unpack[Common],
+        **options: Unpack[MuonOptions],
     ) -> None: ...
 
 class Muown(_Muown):
@@ -196,16 +172,7 @@ class NorMuon(_NorMuon):
         scale_mode: str | None = "match_rms_adamw",
         num_ns_steps: int = 5,
         coefficient_type: str | None = "quintic",
-        extra_scale_factor: float = 1.0,
-        custom_coefficients: Sequence[tuple[float, float, float]] = (),
-        fp32_matmul_prec: str = "medium",
-        use_syrk: bool = True,
-        weight_decay_method: str = "decoupled",
-        pre_norm: str = "none",
-        post_norm: str = "none",
-        nuclear_scale: bool = False,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        **common: Unpack[Common],
+        **options: Unpack[MuonOptions],
     ) -> None: ...
 
 class SOAPMuon(_SOAPMuon):
@@ -250,14 +217,5 @@ class Scion(_Scion):
         *,
         scale_mode: str | None = "unit_rms_norm",
         coefficient_type: str | None = "quintic",
-        extra_scale_factor: float = 1.0,
-        custom_coefficients: Sequence[tuple[float, float, float]] = (),
-        fp32_matmul_prec: str = "medium",
-        use_syrk: bool = True,
-        weight_decay_method: str = "decoupled",
-        pre_norm: str = "none",
-        post_norm: str = "none",
-        nuclear_scale: bool = False,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        **common: Unpack[Common],
+        **options: Unpack[MuonOptions],
     ) -> None: ...
