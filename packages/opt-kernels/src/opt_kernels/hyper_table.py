@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opt_kernels.works import HYPER_FIELDS, is_number
 
-Group = Mapping[str, Any]
+Groups = Sequence[Mapping[str, Any]]
 
 
 class HyperTable:
@@ -48,7 +48,7 @@ class HyperTable:
         self._table = torch.empty(0, dtype=torch.float64, device=device)
         self._numbers: list[float] | None = None  # contents of the table
 
-    def refresh_(self, groups: Sequence[Group]) -> None:
+    def refresh_(self, groups: Groups) -> None:
         """Write the current numbers of the groups to the device if they changed, without synchronizing the host.
 
         Device tensors are read directly, and their addresses are frozen."""
@@ -63,11 +63,11 @@ class HyperTable:
             self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64, device="cpu")))
             self._numbers = numbers
 
-    def is_behind(self, groups: Sequence[Group]) -> bool:
+    def is_behind(self, groups: Groups) -> bool:
         """Whether the groups have other numbers than `refresh_` wrote last. Nothing is read from the device."""
         return _host_numbers(self._entries(groups)) != self._numbers
 
-    def _entries(self, groups: Sequence[Group]) -> list["_Entry"]:
+    def _entries(self, groups: Groups) -> list["_Entry"]:
         entries = []
         for number, group in enumerate(groups):
             for name in filter(group.__contains__, self._names):

@@ -22,6 +22,8 @@ __all__ = [
 
 NumberValue = float | tuple[float, ...]
 Constant = bool | float | str
+Constants = Mapping[str, Constant]
+"""Values of choices, by name."""
 
 
 class NamedChoice(StrEnum):
@@ -254,13 +256,19 @@ HYPER_FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in 
 """Entries of a parameter group that are fields of `Hyper`. Rules read others from `Hyper.own`."""
 
 
+States = dict[str, Tensor]
+"""The states of a parameter, by name."""
+AllReduce = Callable[[Tensor], Tensor]
+"""Returns the sum of a tensor over a group of ranks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
     """The tensor-parallel group of a matrix as callables, so that rules do not depend on process groups."""
 
     rank: int
     size: int
-    all_reduce: Callable[[Tensor], Tensor]  # sum over the group; returns the sum
+    all_reduce: AllReduce
     all_gather: Callable[[Tensor, int], Tensor]  # concatenate over the group along a dim
 
 

@@ -4,16 +4,16 @@ A call of a sweep processes whole columns and creates no object per tensor, beca
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs import StateCodec, narrow, scale_name
+from opt_kernels.codecs import Codecs, narrow, scale_name
 from opt_kernels.works import Batch, Work, Works
 
 
@@ -207,10 +207,14 @@ class Item(NamedTuple):
     tensors: list[Tensor | None]  # in the order of `names_of_columns`; a remainder is in the column of the main
 
 
+Parts: TypeAlias = list[tuple[int, Works]]
+"""Works with the same kinds of tensors, each with their row of the hyper-parameter table."""
+
+
 class Columns(NamedTuple):
     """The tensors of a call, and their addresses. What `key` identifies is derived once from its `items`."""
 
-    parts: list[tuple[int, Works]]  # works with the same kinds of tensors, and their row of the hyper-parameter table
+    parts: Parts
     grads: list[Tensor]
     others: list[Tensor]  # of each part: mains or remainders, outs, states, scales
     grads_at: tuple[int, ...]  # addresses
@@ -220,7 +224,7 @@ class Columns(NamedTuple):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*self.grads, *self.others)
 
-    def key(self, codecs: Mapping[str, StateCodec]) -> Hashable:
+    def key(self, codecs: Codecs) -> Hashable:
         """Identifies the kinds of all tensors, and the places of all except the gradients, which move."""
         kinds = []
         for row, works in self.parts:
@@ -228,7 +232,7 @@ class Columns(NamedTuple):
             kinds.append((row, len(works), has_none, works.firsts))
         return self.others_at, tuple(kinds), tuple(codecs.items())
 
-    def items(self, codecs: Mapping[str, StateCodec]) -> list[Item]:
+    def items(self, codecs: Codecs) -> list[Item]:
         """All works."""
         _, _, *names = names_of_columns(codecs)
         found = []
@@ -240,7 +244,7 @@ class Columns(NamedTuple):
         return found
 
 
-def parts_of(batches: Sequence[Batch]) -> list[tuple[int, Works]]:
+def parts_of(batches: Sequence[Batch]) -> Parts:
     """The works as columns, by their row of the hyper-parameter table and by whether they have a main and an out."""
     return [(row, works) for row, batch in enumerate(batches) for works in uniform(batch.works)]
 
@@ -277,7 +281,7 @@ def in_order(batches: Sequence[Batch], codes: Sequence[str] = ()) -> list[Batch]
     return [Batch(hyper, [run_of(work, codes) for work in works]) for hyper, works in batches]
 
 
-def columns_of(parts: list[tuple[int, Works]], codecs: Mapping[str, StateCodec]) -> Columns:
+def columns_of(parts: Parts, codecs: Codecs) -> Columns:
     """The tensors and addresses of a call. Raises LayoutError for works without a main that miss one of its halves."""
     grads: list[Tensor] = []
     others: list[Tensor] = []
@@ -299,12 +303,12 @@ def columns_of(parts: list[tuple[int, Works]], codecs: Mapping[str, StateCodec])
     return Columns(parts, grads, others, grads_at, others_at)
 
 
-def names_of_columns(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
+def names_of_columns(codecs: Codecs) -> dict[str, int]:
     """Names of the columns except the gradient, and the number of parameter elements per entry of each."""
     return dict.fromkeys(("main", "out", *codecs), 1) | block_scales(codecs)
 
 
-def block_scales(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
+def block_scales(codecs: Codecs) -> dict[str, int]:
     """Names of the states that hold block scales, and the number of elements per scale."""
     return {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
 
@@ -329,7 +333,7 @@ def are_in_order(items: Sequence[Item], num_states: int) -> bool:
     return True
 
 
-def check_item(item: Item, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
+def check_item(item: Item, codecs: Codecs, device: torch.device) -> None:
     """Raise LayoutError unless a sweep on `device` can update contiguous tensors of a work."""
     anchor_of(item.work)  # raises for a work without one
     grad = item.work.grad

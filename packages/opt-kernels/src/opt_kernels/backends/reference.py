@@ -4,7 +4,7 @@ Slow, on any device, in any float dtype.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from opt_kernels.backends.elements import (
     skipped,
     write_main_,
 )
-from opt_kernels.codecs import Plain, StateCodec, narrow, scale_name, without_outliers
+from opt_kernels.codecs import Codecs, Plain, narrow, scale_name, without_outliers
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Work
 
@@ -64,7 +64,7 @@ def check_norm_type(norm_type: float) -> None:
 def update_(
     batches: Sequence[Batch],  # state: those of the formula, and their "_scale" if the codec has scales
     formula: Formula,
-    codecs: Mapping[str, StateCodec],  # of the states, in the formula's order
+    codecs: Codecs,  # of the states, in the formula's order
     *,
     stochastic_rounding: bool = False,  # a bfloat16 main is rounded stochastically
     grad_scale: float | Tensor = 1.0,
@@ -84,7 +84,7 @@ def update_(
             write_(run, main, values, codecs, step=hyper.step, stochastic_rounding=stochastic_rounding)
 
 
-def decoded(run: Work, codecs: Mapping[str, StateCodec], *, in_place: bool = False) -> dict[str, Tensor]:
+def decoded(run: Work, codecs: Codecs, *, in_place: bool = False) -> dict[str, Tensor]:
     """The states of a run in its compute dtype: new tensors, or `in_place` the states that are stored in this dtype."""
     dtype = compute_dtype(run)
     values = {}
@@ -102,7 +102,7 @@ def write_(
     run: Work,
     main: Tensor,
     values: Sequence[Tensor],  # of the states, in the order of `codecs`
-    codecs: Mapping[str, StateCodec],
+    codecs: Codecs,
     *,
     step: float | Tensor,
     stochastic_rounding: bool,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opt_kernels.backends import elements, reference
 from opt_kernels.backends.reference import GradStats, check_norm_type, decoded, write_
-from opt_kernels.codecs import Plain, StateCodec
+from opt_kernels.codecs import Codecs, Plain
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.sgd import SGD
@@ -38,7 +38,7 @@ Update = Callable[[Sequence[Tensor], Sequence[Tensor], Mapping[str, Sequence[Ten
 def update_(
     batches: Sequence[Batch],
     formula: Formula,
-    codecs: Mapping[str, StateCodec],
+    codecs: Codecs,
     *,
     stochastic_rounding: bool = False,
     grad_scale: float | Tensor = 1.0,
@@ -77,7 +77,7 @@ def update_(
             write_(piece, main, updated, codecs, step=hyper.step, stochastic_rounding=stochastic_rounding)
 
 
-def _is_direct(run: Work, codecs: Mapping[str, StateCodec]) -> bool:
+def _is_direct(run: Work, codecs: Codecs) -> bool:
     """Whether a fused optimizer can update the tensors of a run themselves: all are in the compute dtype, and no out is
     to be written."""
     dtype = elements.compute_dtype(run)
@@ -88,7 +88,7 @@ def _is_direct(run: Work, codecs: Mapping[str, StateCodec]) -> bool:
     return all(isinstance(codec, Plain) and codec.dtype is dtype for codec in codecs.values())
 
 
-def _pieces(run: Work, codecs: Mapping[str, StateCodec]) -> Iterator[Work]:
+def _pieces(run: Work, codecs: Codecs) -> Iterator[Work]:
     """The run in flat pieces."""
     if run.grad.dim() == 1 and run.grad.numel() <= PIECE_NUMEL:
         yield run

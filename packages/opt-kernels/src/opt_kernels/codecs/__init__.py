@@ -4,6 +4,7 @@ from opt_kernels.codecs.codec import (
     BLOCK,
     TINY,
     CodecError,
+    Codecs,
     Plain,
     Scaled,
     StateCodec,
@@ -21,6 +22,6 @@ from opt_kernels.codecs.codec import (
 from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [
-    "BLOCK", "TINY", "CodecError", "Plain", "Scaled", "StateCodec", "codec_for", "codecs_of", "init_state", "join",
-    "rows_of", "scale_name", "scheme_of", "split_", "stalls", "state_specs", "stochastic", "without_outliers",
+    "BLOCK", "TINY", "CodecError", "Codecs", "Plain", "Scaled", "StateCodec", "codec_for", "codecs_of", "init_state",
+    "join", "rows_of", "scale_name", "scheme_of", "split_", "stalls", "state_specs", "stochastic", "without_outliers",
 ]  # fmt: skip

@@ -15,13 +15,13 @@ an element to zero (`without_outliers`); its weight is updated as with states in
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from opt_kernels.codecs import narrow
-from opt_kernels.works import StateKind, StateSpec
+from opt_kernels.works import StateKind, States, StateSpec
 
 BLOCK = 128  # elements that share a scale: 1/32 byte of scale per element
 TINY = torch.finfo(torch.float32).tiny  # smallest normal number: division by a smaller scale would overflow
@@ -63,6 +63,10 @@ class StateCodec:
         raise NotImplementedError
 
 
+Codecs: TypeAlias = Mapping[str, StateCodec]
+"""The codecs of states, by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain(StateCodec):
     """The values themselves, rounded to nearest even in `dtype`; no scales. Only bfloat16 can be `stochastic`."""
@@ -88,7 +92,7 @@ class BlockCodec(StateCodec):
     block with a value that is not finite decodes as NaN.
     """
 
-    block: ClassVar[int] = BLOCK
+    block = BLOCK
 
     @property
     def outlier(self) -> float:
@@ -255,9 +259,9 @@ def stochastic(codec: StateCodec) -> StateCodec:
     return replace(codec, stochastic=True)
 
 
-def codecs_of(rule: object) -> Mapping[str, StateCodec]:
+def codecs_of(rule: object) -> Codecs:
     """The codecs of a rule; empty for a rule that stores its states as they are."""
-    codecs: Mapping[str, StateCodec] = getattr(rule, "codecs", {})
+    codecs: Codecs = getattr(rule, "codecs", {})
     return codecs
 
 
@@ -266,7 +270,7 @@ def scale_name(name: str) -> str:
     return f"{name}_scale"
 
 
-def state_specs(codecs: Mapping[str, StateCodec]) -> tuple[StateSpec, ...]:
+def state_specs(codecs: Codecs) -> tuple[StateSpec, ...]:
     """The specs of states stored by `codecs`: the codes, under the name of the state, and their scales."""
     specs = []
     for name, codec in codecs.items():
@@ -276,7 +280,7 @@ def state_specs(codecs: Mapping[str, StateCodec]) -> tuple[StateSpec, ...]:
     return tuple(specs)
 
 
-def init_state(codecs: Mapping[str, StateCodec], main: Tensor) -> dict[str, Tensor]:
+def init_state(codecs: Codecs, main: Tensor) -> States:
     """The states of one parameter, all zero, in the layout and on the device of `main`."""
     state = {}
     for name, codec in codecs.items():

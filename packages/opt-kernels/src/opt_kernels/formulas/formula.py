@@ -31,12 +31,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.formulas.syntax import FormulaError, body_of, for_host, for_torch, parameters_of, scalar_expressions
+from opt_kernels.formulas.syntax import (
+    Body,
+    FormulaError,
+    Function,
+    body_of,
+    for_host,
+    for_torch,
+    parameters_of,
+    scalar_expressions,
+)
 from opt_kernels.formulas.translate import body_and_results, check, check_scalars
 from opt_kernels.works import (
     HYPER_FIELDS,
     Choice,
     Constant,
+    Constants,
     Hyper,
     Number,
     NumberError,
@@ -72,13 +82,13 @@ class Formula:
     title: str = ""  # name of its drop-in class; empty: `name`
     states: tuple[State, ...]  # once built, only those that the choices keep
     scalars: Callable[..., Mapping[str, float]]
-    update: Callable[..., Any]
+    update: Function
     numbers: tuple[Number, ...] = ()  # lr and weight_decay are added if they are not declared
     choices: tuple[Choice, ...] = ()
     constants: tuple[tuple[str, Constant], ...] = ()  # values of choices; once built, of all of them
     # For rules with separate weights for evaluation: functions from the trained weights to these, and back. They take
     # p and the states and numbers that their keywords name.
-    evaluation: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    evaluation: tuple[Function, Function] | None = None
     declared: tuple[State, ...] = ()  # all states, once built
 
     def __post_init__(self) -> None:
@@ -123,7 +133,7 @@ class Formula:
             if not isinstance(name, str) or not name.isidentifier():
                 raise FormulaError(f"formula {self.name!r} has the name {name!r}; use letters, digits and underscores")
 
-    def _check_names(self, chosen: Mapping[str, Constant]) -> None:
+    def _check_names(self, chosen: Constants) -> None:
         """Raise FormulaError for names that do not match: of parameters, of what is declared, and of what is read."""
         positional, named = parameters_of(self.update)
         states = _names(self.declared)
@@ -212,7 +222,7 @@ class Formula:
         """The results of the update that are kept: the main, then the states."""
         return ("p", *_names(self.states))
 
-    def body_and_results(self) -> tuple[list[ast.stmt], list[ast.expr]]:
+    def body_and_results(self) -> tuple[Body, list[ast.expr]]:
         """Return the statements of the update, and the expressions of its results that are kept."""
         return body_and_results(self.update, self.result_names, dict(self.constants))
 
@@ -355,7 +365,7 @@ def _completed(numbers: tuple[Number, ...]) -> tuple[Number, ...]:
 
 
 @cache
-def _digest(*functions: Callable[..., Any]) -> str:
+def _digest(*functions: Function) -> str:
     text = ""
     for function in functions:
         try:

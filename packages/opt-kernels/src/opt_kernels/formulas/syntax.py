@@ -9,7 +9,7 @@ import ast
 import builtins
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache
 from threading import Lock
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.formulas import functions
-from opt_kernels.works import Constant
+from opt_kernels.works import Constant, Constants
 
 FUNCTIONS = (
     "fma",
@@ -41,6 +41,9 @@ OF_SCALARS = ("q_pochhammer", "floor")  # scalars only
 
 _FUNCTIONS = {name: getattr(functions, name) for name in FUNCTIONS}
 _parsing = Lock()
+Body = list[ast.stmt]
+Function = Callable[..., Any]
+"""The `scalars` or `update` of a formula, or a helper that they call."""
 
 
 class FormulaError(ValueError):
@@ -48,7 +51,7 @@ class FormulaError(ValueError):
 
 
 @cache
-def parameters_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def parameters_of(function: Function) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the positional and of the keyword-only parameters. Raises FormulaError for anything but a function."""
     if not inspect.isfunction(function):
         raise FormulaError(f"{function!r} is not a function; define it with `def` in a file")
@@ -60,14 +63,14 @@ def parameters_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[
     return tuple(positional), tuple(named)
 
 
-def parsed(source: str) -> list[ast.stmt]:
+def parsed(source: str) -> Body:
     """The statements of `source`. One thread parses at a time: the parser of CPython 3.11 counts the depth of its calls
     once for all threads, and raises SystemError if that changed meanwhile (gh-106905)."""
     with _parsing:
         return ast.parse(source).body
 
 
-def source_of(function: Callable[..., Any]) -> list[ast.stmt]:
+def source_of(function: Function) -> Body:
     """The statements of a function as written, without its docstring. Raises FormulaError if it has no source."""
     parameters_of(function)
     name = function.__qualname__
@@ -93,7 +96,7 @@ def source_of(function: Callable[..., Any]) -> list[ast.stmt]:
 
 
 @cache
-def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
+def body_of(function: Function) -> tuple[ast.stmt, ...]:
     """The statements of a function, with calls of helper functions expanded and module constants as literals.
 
     Raises FormulaError if it has no source, for a call of anything else than helpers and the functions of
@@ -111,24 +114,24 @@ class _Expansion(ast.NodeTransformer):
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Function,
         taken: set[str],  # names of variables of the formula
         local: dict[str, ast.expr],  # the values of the variables of `function`
-        callers: tuple[Callable[..., Any], ...] = (),
+        callers: tuple[Function, ...] = (),
     ) -> None:
         self.function = function
         self.taken = taken
         self.local = local
         self.callers = callers
         # Assignments before the current statement; None in branches, where every value is part of the expression.
-        self.before: list[ast.stmt] | None = None
+        self.before: Body | None = None
         if shadowing := local.keys() & {*FUNCTIONS}:
             raise FormulaError(
                 f"{function.__qualname__} has a variable {min(shadowing)!r}, which is the name of a function; rename it"
             )
 
-    def statements(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        result: list[ast.stmt] = []
+    def statements(self, body: Sequence[ast.stmt]) -> Body:
+        result: Body = []
         for statement in body:
             if isinstance(statement, ast.If):
                 test = self.visit(statement.test)
@@ -239,7 +242,7 @@ def as_assignment(statement: ast.stmt) -> ast.stmt:
 
 
 @cache
-def scalar_expressions(function: Callable[..., Any]) -> tuple[tuple[ast.stmt, ...], tuple[tuple[str, ast.expr], ...]]:
+def scalar_expressions(function: Function) -> tuple[tuple[ast.stmt, ...], tuple[tuple[str, ast.expr], ...]]:
     """The assignments of `scalars`, and the expressions of its scalars. Raises FormulaError for any other form."""
     *statements, last = body_of(function) or (ast.Pass(),)
     if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
@@ -255,9 +258,9 @@ def scalar_expressions(function: Callable[..., Any]) -> tuple[tuple[ast.stmt, ..
     return tuple(statements), tuple(found.items())
 
 
-def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, Constant]) -> list[ast.stmt]:
+def folded(body: Sequence[ast.stmt], constants: Constants) -> Body:
     """The statements that run with these constants, up to the return. Branches on constants alone are resolved."""
-    result: list[ast.stmt] = []
+    result: Body = []
     for statement in body:
         if not isinstance(statement, ast.If):
             result.append(statement)
@@ -272,7 +275,7 @@ def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, 
     return result
 
 
-def decided(test: ast.expr, constants: Mapping[str, Constant]) -> ast.expr | bool:
+def decided(test: ast.expr, constants: Constants) -> ast.expr | bool:
     """A condition simplified by constants: True or False, or the part that remains."""
     if is_constant(test, constants):
         return bool(evaluated(test, constants))
@@ -287,8 +290,8 @@ def decided(test: ast.expr, constants: Mapping[str, Constant]) -> ast.expr | boo
 
 
 def function_of(
-    body: Sequence[ast.stmt], positional: Sequence[str], named: Sequence[str], *, like: Callable[..., Any], **names: Any
-) -> Callable[..., Any]:
+    body: Sequence[ast.stmt], positional: Sequence[str], named: Sequence[str], *, like: Function, **names: Any
+) -> Function:
     """A function of these statements and parameters, with the name and the module's docstring of another one. It may
     call the functions of formulas and `names`."""
     parameters = [*positional, "*", *named] if named else positional
@@ -310,12 +313,12 @@ def is_square_or_cube(exponent: ast.expr) -> bool:
     return isinstance(exponent, ast.Constant) and exponent.value in (2, 3)
 
 
-def is_constant(node: ast.expr, constants: Mapping[str, Constant]) -> bool:
+def is_constant(node: ast.expr, constants: Constants) -> bool:
     """Whether all names in an expression are constants or called functions."""
     return read(node) <= constants.keys()
 
 
-def evaluated(node: ast.expr, constants: Mapping[str, Constant]) -> Constant:
+def evaluated(node: ast.expr, constants: Constants) -> Constant:
     """The value of a constant expression."""
     code = compile(ast.Expression(node), "<formula>", "eval")
     try:
@@ -342,19 +345,19 @@ def read(*nodes: ast.AST) -> set[str]:
 
 
 @cache
-def for_torch(update: Callable[..., Any], constants: tuple[str, ...]) -> Callable[..., Any]:
+def for_torch(update: Function, constants: tuple[str, ...]) -> Function:
     """`update` with each quotient and power rounded once. `constants` are the names that are numbers, not tensors."""
     rounds = _ForTorch(constants)
     return _compiled(update, [rounds.visit(deepcopy(statement)) for statement in body_of(update)])
 
 
 @cache
-def for_host(scalars: Callable[..., Any]) -> Callable[..., Any]:
+def for_host(scalars: Function) -> Function:
     """`scalars` with the module constants that sweeps were compiled with."""
     return _compiled(scalars, list(body_of(scalars)))
 
 
-def _compiled(function: Callable[..., Any], body: list[ast.stmt]) -> Callable[..., Any]:
+def _compiled(function: Function, body: Body) -> Function:
     """A function with this body; `function` itself if it has the same."""
     if [*map(ast.dump, body)] == [*map(ast.dump, source_of(function))]:
         return function

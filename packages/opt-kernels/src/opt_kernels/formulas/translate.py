@@ -1,13 +1,12 @@
 """Translation of formulas to the source of a compiled language, which a `Dialect` describes."""
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
 from math import isfinite
-from typing import Any
 
 from opt_kernels.formulas import syntax
-from opt_kernels.works import Constant
+from opt_kernels.works import Constants
 
 COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 TINY = 2.0**-149  # the smallest positive float32
@@ -31,7 +30,7 @@ class Dialect:
     CHOICE = "{} {} {}"  # by a condition, of two values
     ASSIGNMENT = "{} {}"  # of a name and its value
 
-    def __init__(self, constants: Mapping[str, Constant]) -> None:
+    def __init__(self, constants: Constants) -> None:
         self.constants = constants
 
     def name(self, name: str) -> str:
@@ -142,8 +141,8 @@ class Dialect:
 
 
 def body_and_results(
-    update: Callable[..., Any], names: Sequence[str], constants: Mapping[str, Constant]
-) -> tuple[list[ast.stmt], list[ast.expr]]:
+    update: syntax.Function, names: Sequence[str], constants: Constants
+) -> tuple[syntax.Body, list[ast.expr]]:
     """The statements of an update, and the expressions of its results in `names`: the new main and states."""
     *body, last = syntax.folded(syntax.body_of(update), constants) or [ast.Pass()]
     results: list[ast.expr] = []
@@ -173,9 +172,7 @@ def elements_among(body: Sequence[ast.stmt], elements: Collection[str]) -> set[s
         found -= scalars
 
 
-def check(
-    update: Callable[..., Any], names: Sequence[str], scalars: frozenset[str], constants: Mapping[str, Constant]
-) -> None:
+def check(update: syntax.Function, names: Sequence[str], scalars: frozenset[str], constants: Constants) -> None:
     """Raise FormulaError for an update that cannot be translated, or reads an undefined name."""
     body, results = body_and_results(update, names, constants)
     dialect = Check(constants, {*names, "g", *scalars, *constants}, update.__qualname__, scalars)
@@ -184,7 +181,7 @@ def check(
         dialect.expression(result)
 
 
-def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]) -> None:
+def check_scalars(scalars: syntax.Function, constants: Constants) -> None:
     """Raise FormulaError for scalars that cannot be translated, or read an undefined name."""
     body, values = syntax.scalar_expressions(scalars)
     known = frozenset(syntax.parameters_of(scalars)[1])
@@ -198,9 +195,7 @@ def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]
 class Check(Dialect):
     """A dialect without output: a formula that it accepts can be translated to every other dialect."""
 
-    def __init__(
-        self, constants: Mapping[str, Constant], known: Collection[str], function: str, scalars: frozenset[str]
-    ) -> None:
+    def __init__(self, constants: Constants, known: Collection[str], function: str, scalars: frozenset[str]) -> None:
         super().__init__(constants)
         self.known = {*known}  # names that have a value, whichever branches ran
         self.function = function

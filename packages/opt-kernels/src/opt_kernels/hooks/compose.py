@@ -17,7 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.syntax import body_of, function_of, parameters_of, parsed, scalar_expressions
+from opt_kernels.formulas.syntax import Body, body_of, function_of, parameters_of, parsed, scalar_expressions
 from opt_kernels.hooks.values import CautiousDecay, CoupledDecay, Hook, HookError, LrDecoupledDecay
 from opt_kernels.works import Hyper
 
@@ -77,7 +77,7 @@ def hyper_of(formula: Formula) -> Hyper:
     return Hyper(lr=0.0, betas=betas) if isinstance(betas, tuple) else Hyper(lr=0.0)
 
 
-def _flat(body: Iterable[ast.stmt | list[ast.stmt]]) -> list[ast.stmt]:
+def _flat(body: Iterable[ast.stmt | Body]) -> Body:
     return [s for statement in body for s in (statement if isinstance(statement, list) else [statement])]
 
 
@@ -87,7 +87,7 @@ class _Returns(ast.NodeTransformer):
     def __init__(self, kept: str) -> None:
         self.kept = kept
 
-    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+    def visit_Return(self, node: ast.Return) -> Body:
         assert node.value is not None
         step, *states = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
         results = ", ".join([f"{self.kept} + hook_step", *map(ast.unparse, states)])

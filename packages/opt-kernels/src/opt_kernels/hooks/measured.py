@@ -9,7 +9,7 @@ takes 4 bytes per element (8 for float64 weights). It is zeroed, read and writte
 and by the last sweep: 20 bytes per element, plus the traffic of reading the weights for their norm.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import tensors_of, version
 from opt_kernels.backends.elements import anchor_of, compute_dtype, read_main
-from opt_kernels.codecs import StateCodec
+from opt_kernels.codecs import Codecs
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import sign, where
 from opt_kernels.hooks.sums import (
@@ -41,7 +41,7 @@ from opt_kernels.hooks.values import (
     RowFloor,
 )
 from opt_kernels.rules.base import Needs, Rule, init_state
-from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work
+from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, States, StateSpec, Work
 
 ALIGNED = 64  # each direction begins at a multiple of this many elements
 
@@ -91,7 +91,7 @@ class HookedUpdate:
         return self.rule.needs
 
     @property
-    def codecs(self) -> Mapping[str, StateCodec]:
+    def codecs(self) -> Codecs:
         return self.rule.codecs
 
     @property
@@ -113,7 +113,7 @@ class HookedUpdate:
         """Whether the rule rounds stochastically."""
         return bool(getattr(self.rule, "stochastic_rounding", False))
 
-    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
+    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> States:
         return init_state(self.rule, main, matrix)
 
     @property

@@ -37,14 +37,14 @@ class Hook:
 class CoupledDecay(Hook):
     """L2 regularisation: g <- g + wd p before the rule, instead of the rule's own decay."""
 
-    decays: ClassVar[bool] = True
+    decays = True
 
 
 @dataclass(frozen=True, slots=True)
 class CautiousDecay(Hook):
     """Cautious weight decay (Chen et al. 2025, arXiv 2510.12402): p <- p - lr wd 1(u p >= 0) p - lr u."""
 
-    decays: ClassVar[bool] = True
+    decays = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LrDecoupledDecay(Hook):
     """
 
     max_lr: float
-    decays: ClassVar[bool] = True
+    decays = True
 
     def __post_init__(self) -> None:
         _check_positive(self, "max_lr", self.max_lr)
@@ -70,8 +70,8 @@ class CautiousUpdate(Hook):
     CentralizeGradient.
     """
 
-    is_elementwise: ClassVar[bool] = False
-    sums: ClassVar[tuple[str, ...]] = ("kept",)
+    is_elementwise = False
+    sums = ("kept",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class ClipUpdateRms(Hook):
     """
 
     threshold: float = 1.0
-    is_elementwise: ClassVar[bool] = False
-    sums: ClassVar[tuple[str, ...]] = ("u_squares",)
+    is_elementwise = False
+    sums = ("u_squares",)
 
     def __post_init__(self) -> None:
         _check_positive(self, "threshold", self.threshold)
@@ -98,8 +98,8 @@ class RelativeUpdate(Hook):
     norms, of the direction without weight decay. As in its implementations the factor is 1 where either norm is 0.
     """
 
-    is_elementwise: ClassVar[bool] = False
-    sums: ClassVar[tuple[str, ...]] = ("u_squares", "p_squares")
+    is_elementwise = False
+    sums = ("u_squares", "p_squares")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ class RowFloor(Hook):
     """
 
     ratio: float = 0.3825
-    is_elementwise: ClassVar[bool] = False
-    needs_rows: ClassVar[bool] = True
-    needs_matrices: ClassVar[bool] = True
+    is_elementwise = False
+    needs_rows = True
+    needs_matrices = True
 
     def __post_init__(self) -> None:
         _check_positive(self, "ratio", self.ratio)
@@ -135,10 +135,10 @@ class Hyperball(Hook):
     """
 
     radius: float | None = None
-    decays: ClassVar[bool] = True
-    is_elementwise: ClassVar[bool] = False
-    sums: ClassVar[tuple[str, ...]] = ("u_squares", "p_squares", "products")
-    needs_matrices: ClassVar[bool] = True
+    decays = True
+    is_elementwise = False
+    sums = ("u_squares", "p_squares", "products")
+    needs_matrices = True
 
     def __post_init__(self) -> None:
         if self.radius is not None:
@@ -155,9 +155,9 @@ class RadialBrake(Hook):
     """
 
     outward: float = 0.5  # the share that stays
-    is_elementwise: ClassVar[bool] = False
-    needs_matrices: ClassVar[bool] = True
-    sums: ClassVar[tuple[str, ...]] = ("p_squares", "products")
+    is_elementwise = False
+    needs_matrices = True
+    sums = ("p_squares", "products")
 
     def __post_init__(self) -> None:
         if not (isinstance(self.outward, int | float) and 0 <= self.outward <= 1):
@@ -173,9 +173,9 @@ class RadiusPin(Hook):
     - d p, with p before the step. Weights of zeros move by u.
     """
 
-    is_elementwise: ClassVar[bool] = False
-    needs_matrices: ClassVar[bool] = True
-    sums: ClassVar[tuple[str, ...]] = ("u_squares", "p_squares", "products")
+    is_elementwise = False
+    needs_matrices = True
+    sums = ("u_squares", "p_squares", "products")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +187,8 @@ class CentralizeGradient(Hook):
     rounding from that of one process; the drop-in optimizers refuse such DTensors.
     """
 
-    is_elementwise: ClassVar[bool] = False
-    needs_rows: ClassVar[bool] = True
+    is_elementwise = False
+    needs_rows = True
 
 
 Hooks = tuple[Hook, ...]

@@ -36,13 +36,15 @@ from opt_kernels.matrices.coefficients import (
 from opt_kernels.matrices.muon import EPS, Inputs, PostNorm, PreNorm
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import MatmulPrecision, fp32_products
-from opt_kernels.works import NamedChoice
+from opt_kernels.works import AllReduce, NamedChoice
 
 __all__ = [
     "EPS", "MatmulPrecision", "Orthogonalization", "TpMode", "cut", "newton_schulz", "reference_newton_schulz",
 ]  # fmt: skip
 
 
+Product = Callable[..., Tensor]
+"""A version of `matrices.syrk.symmetric_product`."""
 AOL_RANGE = 0.8  # largest singular value after the rescaling: below 0.884, where aol's first polynomial turns negative
 
 
@@ -52,8 +54,8 @@ def reference_newton_schulz(
     segments: Sequence[Schedule],  # the steps; where they are cut makes no difference to the formula
     dtype: torch.dtype = torch.float64,  # of the iteration
     eps: float = EPS,
-    product: Callable[..., Tensor] = dense_product,
-    all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
+    product: Product = dense_product,
+    all_reduce: AllReduce | None = None,  # sums over the ranks that hold the other columns of x
     rescale_rows: bool = False,  # see `row_scales`
 ) -> Tensor:
     """Approximate the polar factor UVᵀ of x = USVᵀ: every singular value s becomes p(s / ‖x‖_F).
@@ -144,8 +146,8 @@ def newton_schulz(
     segments: Sequence[Schedule],  # the steps, divided by `cut`
     dtype: torch.dtype = torch.float32,  # of the iteration
     eps: float = EPS,
-    product: Callable[..., Tensor] | None = None,  # None: the symmetric one that suits the device
-    all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
+    product: Product | None = None,  # None: the symmetric one that suits the device
+    all_reduce: AllReduce | None = None,  # sums over the ranks that hold the other columns of x
     normalised: bool = False,  # x is over its norm already
     rescale_rows: bool = False,
 ) -> Tensor:
@@ -187,7 +189,7 @@ class _Factor(NamedTuple):
     rest: Tensor  # (batch, m, m), symmetric
 
 
-def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: AllReduce | None) -> Tensor:
     """x divided by its Frobenius norm, a new tensor of `dtype`.
 
     The norm is computed in at least fp32, because a narrow sum of squares stops growing after a few thousand terms.
@@ -205,7 +207,7 @@ def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callab
     return torch.div(x, norm.clamp_min(eps), out=torch.empty_like(x, dtype=dtype))
 
 
-def _norm(x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _norm(x: Tensor, all_reduce: AllReduce | None) -> Tensor:
     """The Frobenius norm of every whole matrix, (batch, 1, 1); infinite in fp32 above 1.8e19: squares overflow."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     if all_reduce is None:
@@ -213,7 +215,7 @@ def _norm(x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
     return all_reduce(norm.square()).sqrt()
 
 
-def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor], *, is_start: bool) -> _Factor:
+def _factor(gram: Tensor, segment: Schedule, product: Product, *, is_start: bool) -> _Factor:
     """The product of a segment's steps, from the Gram matrix R before the first of them.
 
     Each step is qI + Y, and sets R <- (qI + Y) R (qI + Y). All of these are polynomials of one matrix, so they commute,
@@ -230,7 +232,7 @@ def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor], *, 
     return factor
 
 
-def _step(gram: Tensor, step: Coefficients, product: Callable[..., Tensor], *, around_one: bool) -> _Factor:
+def _step(gram: Tensor, step: Coefficients, product: Product, *, around_one: bool) -> _Factor:
     """aI + bR + cR² as qI + Y. The product R² is not computed if c is zero.
 
     Before the first step the eigenvalues of R are far below 1, and q = a. Later they are close to 1, where the terms
@@ -251,7 +253,7 @@ def _step(gram: Tensor, step: Coefficients, product: Callable[..., Tensor], *, a
     return _Factor(identity, product(shifted, shifted, alpha=c, added=shifted, beta=slope))
 
 
-def _times(left: _Factor, right: _Factor, product: Callable[..., Tensor]) -> _Factor:
+def _times(left: _Factor, right: _Factor, product: Product) -> _Factor:
     """(qI + Y)(rI + Z) = qr I + (rY + qZ + YZ)."""
     rest = product(left.rest, right.rest, added=left.rest, beta=right.identity)
     rest.add_(right.rest, alpha=left.identity)

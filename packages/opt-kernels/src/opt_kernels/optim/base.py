@@ -18,14 +18,14 @@ from opt_kernels.codecs import codecs_of
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim import groups
 from opt_kernels.optim.checked import check_param, for_dtype, rounds_stochastically, spans_of
-from opt_kernels.optim.groups import ParamGroup, params_with_groups
+from opt_kernels.optim.groups import Options, ParamGroup, params_with_groups
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
-from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
+from opt_kernels.optim.param_rows import Member, Rows, Sweep, SweepBatches, only_makes_state, params_of, scaling_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
 from opt_kernels.params import HELD, HOOKS, MAIN, NEUTRAL, SCHEDULED, GroupEntries, MainFormat, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, Number, check_numbers, is_on_device
+from opt_kernels.works import Hyper, MatrixSpec, Number, check_numbers, is_on_device
 
 logger = logging.getLogger(__name__)
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
@@ -137,7 +137,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self._entries is not None:
             self._entries.accept(len(self.param_groups) - 1, added)
 
-    def _check_numbers(self, values: Mapping[str, Any]) -> None:
+    def _check_numbers(self, values: Options) -> None:
         """Raise NumberError, a ValueError, for a number that is not allowed. Other entries are ignored."""
         check_numbers(self.declared, values)
 
@@ -399,7 +399,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self._on_device is not None and self._on_device.is_capturing:
             self._captured_at = addresses([param.grad for param in params])
 
-    def _batches(self) -> dict[Sweep, list[Batch]]:
+    def _batches(self) -> SweepBatches:
         """The works of this step by rule and device, in batches by parameter group and step."""
         rows = self._current_rows()
         if rows is None:

@@ -15,7 +15,7 @@ from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import AveragedOptimizer, FormulaOptimizer
 from opt_kernels.optim.matrices import MatrixOptimizer, options_of
 from opt_kernels.rules.base import WholeMatrices
-from opt_kernels.works import Choice, Constant, Number, unknown
+from opt_kernels.works import Choice, Constants, Number, unknown
 
 # Numbers of the elementwise rule of parameters that are not matrices.
 OF_OTHERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
@@ -44,7 +44,7 @@ def drop_in(
     formula: Formula,
     name: str | None = None,
     *,
-    choices: Mapping[str, Constant] = ...,
+    choices: Constants = ...,
     base: type[FormulaOptimizer] | None = None,
     **defaults: Any,
 ) -> type[FormulaOptimizer]: ...
@@ -59,7 +59,7 @@ def drop_in(
     # Of the class. None: the title of the formula, or that of the rule's class and "Optimizer".
     name: str | None = None,
     *,
-    choices: Mapping[str, Constant] = MappingProxyType({}),  # choices that are fixed, not arguments
+    choices: Constants = MappingProxyType({}),  # choices that are fixed, not arguments
     base: type[FormulaOptimizer] | None = None,  # None: chosen by the formula
     **defaults: Any,  # of numbers and choices, where they differ from the formula's or the rule's
 ) -> type[FormulaOptimizer] | type[MatrixOptimizer]:

@@ -20,14 +20,14 @@ from opt_kernels.formulas.functions import power, q_pochhammer
 from opt_kernels.hooks import check_unread
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
-from opt_kernels.optim.groups import ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
-from opt_kernels.optim.param_rows import Member, Sweep
+from opt_kernels.optim.groups import Options, ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
+from opt_kernels.optim.param_rows import Member, SweepBatches
 from opt_kernels.optim.state import STEP
 from opt_kernels.params import HOOKS, MAIN, REMAINDER, Main
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import SGD as sgd_rule
 from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise, init_state
-from opt_kernels.works import NOT_SPLIT, Batch
+from opt_kernels.works import NOT_SPLIT
 
 MU_PRODUCT = "mu_product"
 MOMENTUM = "momentum_buffer"
@@ -37,7 +37,7 @@ FLAGS = ("foreach", "capturable", "differentiable", "fused")  # arguments of tor
 class FormulaOptimizer(RuleOptimizer):
     """An optimizer whose rule is a formula. `drop_in` generates the classes, and `__signature__` their arguments."""
 
-    fixed: ClassVar[tuple[str, ...]] = ("maximize",)
+    fixed = ("maximize",)
     formula: ClassVar[Formula]
     __signature__: ClassVar[Signature]
 
@@ -56,7 +56,7 @@ class FormulaOptimizer(RuleOptimizer):
         flags = {name: values[name] for name in FLAGS if name in values}
         super().__init__(values["params"], rule, defaults, flags=flags, **common)
 
-    def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
+    def rule_with(self, values: Options) -> ElementwiseRule:
         """Return the rule for these arguments."""
         numbers = {number.name for number in self.formula.numbers}
         others = {"params", "mains", "max_norm", "hooks", *FLAGS, *numbers}
@@ -91,7 +91,7 @@ class MomentumOptimizer(FormulaOptimizer):
     rule: ElementwiseRule
     _have_momentum: tuple[bool, ...] = ()  # whether each group had momentum in the last step
 
-    def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
+    def rule_with(self, values: Options) -> ElementwiseRule:
         rule = super().rule_with(values)
         buffered = values["momentum"] != 0
         checked = sgd_rule(momentum_buffer=buffered, nesterov=values["nesterov"], dampening=values["dampening"])
@@ -103,7 +103,7 @@ class MomentumOptimizer(FormulaOptimizer):
         formula = self.rule.formula.with_constants(has_momentum=has_buffer)
         return for_dtype(replace(self.rule, formula=formula), param)
 
-    def _batches(self) -> dict[Sweep, list[Batch]]:
+    def _batches(self) -> SweepBatches:
         have_momentum = tuple(bool(group["momentum"]) for group in self.param_groups)
         if have_momentum != self._have_momentum:
             self._rows = None
@@ -236,7 +236,7 @@ class AveragedOptimizer(FormulaOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_trained": self._trained, "_shown": [], "_rates": RisingRates()}
 
-    def _batches(self) -> dict[Sweep, list[Batch]]:
+    def _batches(self) -> SweepBatches:
         if self.formula.name == "schedule_free":
             self._rates.note(enumerate(self.param_groups))
         return super()._batches()

@@ -30,6 +30,8 @@ from opt_kernels.rules.base import Rule
 from opt_kernels.works import Number
 
 ParamGroup = dict[str, Any]
+Options = Mapping[str, Any]
+"""Numbers and options of an optimizer, or entries of a group, by name."""
 
 # Entries that schedulers, trainers, loggers and `opt_paramgroups` keep in groups. Optimizers ignore them.
 _OF_OTHERS = frozenset(
@@ -86,7 +88,7 @@ def bound_arguments(of: type, signature: Signature, *args: Any, **options: Any) 
     return dict(bound.arguments)
 
 
-def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
+def check_keys(group: Options, known: Collection[str]) -> None:
     """Raise ValueError for a key of a new group that neither the optimizer nor any known scheduler reads."""
     check_flags({name: value for name, value in group.items() if name in NEUTRAL and name not in known})
     for name, value in group.items():
@@ -125,7 +127,7 @@ def check_apart(params: Sequence[Tensor]) -> None:
         )
 
 
-def check_fixed(group: Mapping[str, Any], defaults: Mapping[str, Any], fixed: Sequence[str]) -> None:
+def check_fixed(group: Options, defaults: Options, fixed: Sequence[str]) -> None:
     """Raise ValueError if `group` changes an option that must be equal in all groups."""
     for name in fixed:
         is_neutral = name in NEUTRAL and group.get(name) is None
@@ -197,9 +199,7 @@ def _check_equal(saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
     return saved
 
 
-def loaded_groups(
-    groups: Sequence[ParamGroup], saved: Sequence[ParamGroup], defaults: Mapping[str, Any]
-) -> list[ParamGroup]:
+def loaded_groups(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup], defaults: Options) -> list[ParamGroup]:
     """`saved` with the parameters, names and hooks of `groups`, and with `defaults` for missing entries.
 
     Raises StateDictError if the number of groups or parameters differs, and for options of torch.optim that are not
@@ -293,7 +293,7 @@ def record_hooks_(groups: Iterable[ParamGroup], of_all: GivenHooks) -> None:
             group[HOOKS] = hooks
 
 
-def warn_of_other_hooks(groups: Iterable[ParamGroup], saved: Iterable[Mapping[str, Any]], of_all: GivenHooks) -> None:
+def warn_of_other_hooks(groups: Iterable[ParamGroup], saved: Iterable[ParamGroup], of_all: GivenHooks) -> None:
     """Log a warning for each group that was saved with other hooks: training continues differently. `of_all` are the
     hooks of groups without their own."""
     for number, (group, of_saved) in enumerate(zip(groups, saved)):

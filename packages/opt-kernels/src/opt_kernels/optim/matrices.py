@@ -17,7 +17,7 @@ from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.access import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
-from opt_kernels.optim.groups import ParamGroup, bound_arguments
+from opt_kernels.optim.groups import Options, ParamGroup, bound_arguments
 from opt_kernels.params import frozen
 from opt_kernels.rules.base import Needs, Rule, build_rule, elementwise, init_state, keeps_parts
 from opt_kernels.works import MatrixSpec, NamedChoice, Number, Work
@@ -93,7 +93,7 @@ def former_groups_of(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return matrices, rest
 
 
-def warn_of_suspects(groups: Iterable[Mapping[str, Any]]) -> None:
+def warn_of_suspects(groups: Iterable[ParamGroup]) -> None:
     """Warn of matrices named like embeddings or output layers, and of vectors with weight decay that their names or
     marks deny, in groups without `use_matrix_rule`."""
     suspects: list[str] = []
@@ -154,11 +154,11 @@ class MatrixOptimizer(RuleOptimizer):
     position; `mains`, `max_norm` and `backend` are as in `AdamW`.
     """
 
-    numbers: ClassVar[Mapping[str, Any]]  # hyper-parameters, which may differ between groups
-    options: ClassVar[Mapping[str, Any]]  # options of the rule, equal in all groups
+    numbers: ClassVar[Options]  # hyper-parameters, which may differ between groups
+    options: ClassVar[Options]  # options of the rule, equal in all groups
     rule_class: ClassVar[type[Rule]]  # a dataclass
     default_hooks: ClassVar[GivenHooks] = ()
-    structural: ClassVar[tuple[str, ...]] = ("use_matrix_rule", "split_rows", "num_heads", "split_sizes")
+    structural = ("use_matrix_rule", "split_rows", "num_heads", "split_sizes")
     __signature__: ClassVar[Signature]
     _former: tuple[list[Tensor], ...] = ()  # `former_groups_of` the model, if it was given
 
@@ -198,7 +198,7 @@ class MatrixOptimizer(RuleOptimizer):
         return (self.rule,) if self.scalar_rule is None else (self.rule, self.scalar_rule)
 
     @classmethod
-    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
+    def rule_with(cls, given: Options) -> Rule:
         """Return the rule for these numbers and options, given by their names as arguments."""
         options = {name: given[name] for name in cls.options}
         if "backend" in {field.name for field in fields(cast(Any, cls.rule_class))}:
@@ -323,8 +323,8 @@ class MatrixOptimizer(RuleOptimizer):
         }
 
 
-_UNSPLIT: Mapping[str, Any] = {"split_rows": (), "num_heads": 1, "split_sizes": ()}
-_OF_ALL: Mapping[str, Any] = {
+_UNSPLIT: Options = {"split_rows": (), "num_heads": 1, "split_sizes": ()}
+_OF_ALL: Options = {
     "scalar_optimizer": None,
     "scalar_options": None,
     "mains": "param",
@@ -347,14 +347,14 @@ def options_of(rule: type, *names: str) -> dict[str, Any]:
     return defaults
 
 
-def _signature(numbers: Mapping[str, Any], options: Mapping[str, Any]) -> Signature:
+def _signature(numbers: Options, options: Options) -> Signature:
     positional = [Parameter("params", Parameter.POSITIONAL_OR_KEYWORD)]
     positional += [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in numbers.items()]
     by_name = [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in options.items()]
     return Signature([*positional, *by_name])
 
 
-def _split_of(given: Mapping[str, Any], *, rows: int) -> MatrixSpec:
+def _split_of(given: Options, *, rows: int) -> MatrixSpec:
     """How the rows are split into matrices. Raises MatrixError if heads or sizes do not fit the number of rows."""
     match given:
         case {"num_heads": heads}:
@@ -368,7 +368,7 @@ def _split_of(given: Mapping[str, Any], *, rows: int) -> MatrixSpec:
     return MatrixSpec(split_rows=tuple(given.get("split_rows", ())))
 
 
-def _scalar_rule(name: str | None, options: Mapping[str, Any], backend: str | None) -> Rule | None:
+def _scalar_rule(name: str | None, options: Options, backend: str | None) -> Rule | None:
     match name:
         case None:
             if options:

@@ -1,13 +1,12 @@
 """Drop-in optimizers of matrix rules: Muon, MuonH, Scion, Muown; AdaptiveMuon, NorMuon, NAMO; SOAP and SOAPMuon."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from opt_kernels.hooks import GivenHooks, Hyperball
-from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.optim.groups import Options, ParamGroup
 from opt_kernels.optim.matrices import MatrixOptimizer, options_of
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Needs, Rule, build_rule
@@ -21,7 +20,7 @@ KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
 
 
 # Options that Muon and AdaptiveMuon share, at the rule's defaults.
-MUON_OPTIONS: Mapping[str, Any] = options_of(
+MUON_OPTIONS: Options = options_of(
     MuonRule,
     "extra_scale_factor",
     "custom_coefficients",
@@ -57,7 +56,7 @@ class Muon(MatrixOptimizer):
     """
 
     fixed = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-    numbers: ClassVar[Mapping[str, Any]] = {
+    numbers: ClassVar[Options] = {
         "lr": 1e-3,
         "weight_decay": 0.1,
         "momentum": 0.95,
@@ -69,10 +68,10 @@ class Muon(MatrixOptimizer):
         "betas": (0.9, 0.999),
         "scalar_eps": 1e-8,
     }
-    options: ClassVar[Mapping[str, Any]] = {"scale_mode": None, "coefficient_type": None, **MUON_OPTIONS}
+    options: ClassVar[Options] = {"scale_mode": None, "coefficient_type": None, **MUON_OPTIONS}
 
     @classmethod
-    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
+    def rule_with(cls, given: Options) -> Rule:
         options = {name: given[name] for name in (*MUON_OPTIONS, "nesterov", "eps", "backend")}
         options["num_ns_steps"] = given["ns_steps"]
         scale = given["scale_mode"]
@@ -108,7 +107,7 @@ class MuonH(Muon):
     `nuclear_scale` is refused.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = {**Muon.numbers, "weight_decay": 0.0}
+    numbers: ClassVar[Options] = {**Muon.numbers, "weight_decay": 0.0}
     default_hooks: ClassVar[GivenHooks] = {"muon": (Hyperball(),)}
 
 
@@ -120,8 +119,8 @@ class Scion(Muon):
     are not matrices have a weight decay of 1 too, unless they set their own.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = {**Muon.numbers, "weight_decay": 1.0, "nesterov": False}
-    options: ClassVar[Mapping[str, Any]] = {
+    numbers: ClassVar[Options] = {**Muon.numbers, "weight_decay": 1.0, "nesterov": False}
+    options: ClassVar[Options] = {
         **Muon.options,
         "scale_mode": "unit_rms_norm",
         "coefficient_type": "quintic",
@@ -140,12 +139,12 @@ class AdaptiveMuon(MatrixOptimizer):
     """
 
     fixed = ("nesterov",)
-    numbers: ClassVar[Mapping[str, Any]] = _NUMBERS
-    options: ClassVar[Mapping[str, Any]] = {"moment2_method": "adamuon", "lines": "rows", **_MUON}
+    numbers = _NUMBERS
+    options: ClassVar[Options] = {"moment2_method": "adamuon", "lines": "rows", **_MUON}
     method: ClassVar[str | None] = None  # None: an argument
 
     @classmethod
-    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
+    def rule_with(cls, given: Options) -> Rule:
         muon = build_rule(MuonRule, {name: given[name] for name in (*_MUON, "nesterov", "backend")})
         method = cls.method or given["moment2_method"]
         lines = Lines(given.get("lines", Lines.ROWS))
@@ -158,16 +157,16 @@ class NorMuon(AdaptiveMuon):
     AdamW's lr and weight decay are suitable.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = {**_NUMBERS, "weight_decay": 0.1}
-    options: ClassVar[Mapping[str, Any]] = {"lines": "rows", **_MUON, "scale_mode": "match_rms_adamw"}
-    method: ClassVar[str | None] = "normuon"
+    numbers: ClassVar[Options] = {**_NUMBERS, "weight_decay": 0.1}
+    options: ClassVar[Options] = {"lines": "rows", **_MUON, "scale_mode": "match_rms_adamw"}
+    method = "normuon"
 
 
 class NAMO(AdaptiveMuon):
     """NAMO (arXiv 2602.17080): Muon with one adaptive scale per matrix; `AdaptiveMuon` with "namo"."""
 
-    options: ClassVar[Mapping[str, Any]] = _MUON
-    method: ClassVar[str | None] = "namo"
+    options = _MUON
+    method = "namo"
 
 
 class Muown(MatrixOptimizer):
@@ -179,10 +178,10 @@ class Muown(MatrixOptimizer):
     ValueError for an option that is not allowed.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = {
+    numbers: ClassVar[Options] = {
         "lr": 3e-4, "momentum": 0.95, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8,
     }  # fmt: skip
-    options: ClassVar[Mapping[str, Any]] = options_of(MuownRule)
+    options = options_of(MuownRule)
     rule_class = MuownRule
 
 
@@ -196,8 +195,8 @@ class SOAP(MatrixOptimizer):
     for an option that is not allowed.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = {"lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-    options: ClassVar[Mapping[str, Any]] = options_of(SOAPRule)
+    numbers: ClassVar[Options] = {"lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    options = options_of(SOAPRule)
     rule_class = SOAPRule
 
 
@@ -210,8 +209,8 @@ class SOAPMuon(MatrixOptimizer):
     ValueError for an option that is not allowed.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = {
+    numbers: ClassVar[Options] = {
         "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.95,
     }  # fmt: skip
-    options: ClassVar[Mapping[str, Any]] = options_of(SOAPMuonRule)
+    options = options_of(SOAPMuonRule)
     rule_class = SOAPMuonRule

@@ -5,7 +5,7 @@ Steps are counted on the device. The loss scale, the overflow flag and the gradi
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from opt_kernels.backends import tables
 from opt_kernels.dtensor import local
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.hyper_table import HyperTable
+from opt_kernels.params import Groups
 from opt_kernels.rules.base import Rule
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class GroupsOnDevice:
         """Mark all tables as outdated: groups may have changed since the last step."""
         self._fresh.clear()
 
-    def of(self, device: torch.device, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def of(self, device: torch.device, groups: Groups) -> list[dict[str, Any]]:
         """The groups with their numbers on `device`."""
         if device not in self._tables:
             upload = partial(tables.to_device, device=device)
@@ -66,7 +67,7 @@ class GroupsOnDevice:
         """Whether a step was captured."""
         return self._captured is not None
 
-    def upload(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def upload(self, groups: Groups) -> None:
         """Write the numbers of the groups. Raises CaptureError if something that a captured step froze has changed."""
         self._was_behind = False
         for table in self._tables.values():
@@ -77,7 +78,7 @@ class GroupsOnDevice:
                 "tensor in another place, or a number that switches a part of the formula off at 0; capture it again"
             )
 
-    def notice_stale_numbers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def notice_stale_numbers(self, groups: Groups) -> None:
         """Warn once if numbers that had changed at the last call are still not uploaded: the replay in between used the
         old ones."""
         if self._captured is None or self._warned:

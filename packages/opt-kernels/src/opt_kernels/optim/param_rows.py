@@ -15,10 +15,10 @@ from torch import Tensor
 from opt_kernels.backends.dispatch import grad_stats
 from opt_kernels.dtensor import Span, are_dtensors, local
 from opt_kernels.optim.state import STEP
-from opt_kernels.params import MAIN, REMAINDER, Count, FollowingMains
+from opt_kernels.params import MAIN, REMAINDER, Count, FollowingMains, Groups
 from opt_kernels.params.writes import Mark
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, Works
+from opt_kernels.works import Batch, Hyper, MatrixSpec, States, Works
 
 _GRAD = attrgetter("grad")
 _LAYOUT = attrgetter("layout")
@@ -32,13 +32,16 @@ class Sweep(NamedTuple):
     device: torch.device
 
 
+SweepBatches = dict[Sweep, list[Batch]]
+
+
 class Member(NamedTuple):
     """One parameter that has a gradient."""
 
     position: int  # among all parameters
     group: int
     param: Tensor
-    state: dict[str, Tensor]
+    state: States
     rule: Rule
     matrix: MatrixSpec
     spans: tuple[Span, ...]  # of the local elements, by their numbers among those of all parameters
@@ -114,8 +117,8 @@ class Rows:
 
     def __init__(
         self,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[Tensor, dict[str, Tensor]],
+        groups: Groups,
+        state: Mapping[Tensor, States],
         member_of: Callable[[int, int, Tensor, int], Member],  # arguments: position, group, parameter, first
         *,
         steps_on_device: bool = False,
@@ -151,7 +154,7 @@ class Rows:
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]
 
-    def hold(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+    def hold(self, groups: Groups, state: Mapping[Tensor, States]) -> bool:
         """Whether the rows are up to date: the same parameters have gradients, and the same objects are their states
         and step counts."""
         self._grads = list(map(_GRAD, self._params))
@@ -164,9 +167,9 @@ class Rows:
         steps = list(map(dict.get, self._of_members, repeat(STEP)))
         return _same(steps, self._steps) and all(row.holds() for row in self._rows)
 
-    def batches(self, hyper: Callable[[int, Sweep, int | Tensor], Hyper]) -> dict[Sweep, list[Batch]]:
+    def batches(self, hyper: Callable[[int, Sweep, int | Tensor], Hyper]) -> SweepBatches:
         """The works of this step by sweep. `hyper` maps group, sweep and step to a `Hyper`."""
-        found: dict[Sweep, list[Batch]] = {}
+        found: SweepBatches = {}
         grads = self._grads or list(map(_GRAD, self._params))
         self._grads = []
         for row in self._rows:
@@ -184,7 +187,7 @@ class Rows:
         self.mains.end_update_()
 
 
-def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+def params_of(groups: Groups) -> list[Tensor]:
     """All parameters, in order."""
     return list(chain.from_iterable(map(_PARAMS, groups)))
 
@@ -252,7 +255,7 @@ def scaling_of(
     return coefficient * scale, is_bad if skip is None else skip | is_bad, norm
 
 
-def only_makes_state(groups: Sequence[Mapping[str, Any]]) -> bool:
+def only_makes_state(groups: Groups) -> bool:
     """Whether all gradients and learning rates are zero in this first step. `torch.distributed.checkpoint` runs such a
     step to create state that it can save or load into. It must not count as a step."""
     if any(float(group["lr"]) for group in groups):

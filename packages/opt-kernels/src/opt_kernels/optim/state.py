@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import block_scales, flat
-from opt_kernels.codecs import StateCodec, scale_name
+from opt_kernels.codecs import Codecs, scale_name
 from opt_kernels.dtensor import distributed_like, local, local_like
 from opt_kernels.params import MAIN, REMAINDER, Main, MainFormat, init_kept
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.base import init_state as state_of_rule
-from opt_kernels.works import MatrixSpec
+from opt_kernels.works import MatrixSpec, States
 
 _MAIN_FORMATS = {format.value: format for format in (MainFormat.PARAM, MainFormat.FP32_COPY, MainFormat.REMAINDER)}
 
@@ -46,7 +46,7 @@ class StateDictError(ValueError):
     """A state_dict that does not fit the optimizer that loads it."""
 
 
-def init_state(rule: Rule, mains: MainFormat, param: Tensor, matrix: MatrixSpec, *, of: str) -> dict[str, Tensor]:
+def init_state(rule: Rule, mains: MainFormat, param: Tensor, matrix: MatrixSpec, *, of: str) -> States:
     """The complete state of `param` before the first step; of a DTensor, that of its local shard."""
     shard = local(param).detach()
     with torch.inference_mode(False), torch.no_grad():  # a step outside of inference mode must be able to write it, too
@@ -54,7 +54,7 @@ def init_state(rule: Rule, mains: MainFormat, param: Tensor, matrix: MatrixSpec,
         return {STEP: step} | state_of_rule(rule, shard, matrix, of=of) | init_main(mains, shard)
 
 
-def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def saved_state(codecs: Codecs, param: Tensor, state: Mapping[str, Tensor]) -> States:
     """`state` in torch's form: decoded, with a remainder joined to a `main`, and as DTensors if `param` is one."""
     shard = local(param).detach()
     # Aliases, so that callers do not depend on the tensors in which the optimizer stores its states.
@@ -106,7 +106,7 @@ class Saved:
             )
 
     @torch.no_grad()
-    def load_(self) -> dict[str, Tensor]:
+    def load_(self) -> States:
         """The state in the form that this optimizer stores. Every state keeps its dtype, unlike in torch.
 
         A saved `main` is written, rounded, to `param`; without one the main starts from `param`. Raises the same errors
@@ -128,7 +128,7 @@ class Saved:
             Main(shard, state).set_(self._fitting(MAIN, shard))
         return state
 
-    def _kept(self, like: Tensor) -> dict[str, Tensor]:
+    def _kept(self, like: Tensor) -> States:
         """The states that must have been saved: all of the rule except block scales, which follow from the values."""
         kept = state_of_rule(self.rule, like, self.matrix)
         for name in block_scales(self.rule.codecs):

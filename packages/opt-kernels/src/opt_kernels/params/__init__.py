@@ -17,6 +17,7 @@ from opt_kernels.params.entries import (
     WEIGHT_DECAY,
     Group,
     GroupEntries,
+    Groups,
     check_rate,
     frozen,
     read_hyper,
@@ -38,7 +39,7 @@ from opt_kernels.params.writes import FollowingMains, Writes, follow_write_, has
 
 __all__ = [
     "CHOICES", "FIXED", "FP16", "HELD", "HOOKS", "MAIN", "NEUTRAL", "REMAINDER", "RULE", "SCHEDULED", "WEIGHT_DECAY",
-    "CodedMain", "Count", "FollowingMains", "Group", "GroupEntries", "Main", "MainColumns", "MainFormat",
+    "CodedMain", "Count", "FollowingMains", "Group", "GroupEntries", "Groups", "Main", "MainColumns", "MainFormat",
     "Writes", "check_rate", "encode_again_", "follow_write_", "frozen", "has_foreign_write", "init_kept", "make_main",
     "overlapping", "read_hyper", "values_of",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from opt_kernels.works import HYPER_FIELDS, Hyper, as_float
 
 Group = Mapping[str, Any]
+Groups = Sequence[Group]
 HELD = ("params", "param_ids", "param_names")  # list the parameters of the group: too long to be compared
 RULE = "optimizer"  # names the rule; groups of torch's optimizers have none
 HOOKS = "hooks"  # a group's own hooks; in a state_dict, a record of them
@@ -53,7 +54,7 @@ class GroupEntries:
         watched = {name: frozen(value) for name, value in group.items() if self._is_watched(index, name)}
         self._accepted[index] = list(group), watched
 
-    def changes(self, groups: Sequence[Group]) -> list[Change]:
+    def changes(self, groups: Groups) -> list[Change]:
         """Return the groups that changed since they were accepted, or were never accepted."""
         found = []
         for index, group in enumerate(groups):

@@ -3,19 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import compute_dtype
-from opt_kernels.codecs import Plain, StateCodec
+from opt_kernels.codecs import Codecs, Plain
 from opt_kernels.matrices import access
 from opt_kernels.matrices.muon import Decay, Inputs
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, NamedChoice, StateKind, StateSpec, Task, Work
+from opt_kernels.works import Batch, Hyper, NamedChoice, StateKind, States, StateSpec, Task, Work
 
 SECOND_MOMENT = "moment2_buffer"
 SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"
@@ -72,7 +71,7 @@ class AdaptiveMuonRule(MatrixRule):
     second_moment: SecondMoment = SecondMoment.ADAMUON
     lines: Lines = Lines.ROWS
 
-    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
+    capturable = True  # a step reads no device tensor on the host
 
     def __post_init__(self) -> None:
         if self.second_moment is not SecondMoment.NORMUON and self.lines is not Lines.ROWS:
@@ -113,7 +112,7 @@ class AdaptiveMuonRule(MatrixRule):
         return self.muon.tp_mode
 
     @property
-    def codecs(self) -> dict[str, StateCodec]:
+    def codecs(self) -> Codecs:
         """The codecs of the states, by name."""
         return self.muon.codecs | {spec.name: Plain() for spec in self._second_specs}
 
@@ -134,7 +133,7 @@ class AdaptiveMuonRule(MatrixRule):
             return rows, cols
         return (rows,) if self.lines is Lines.ROWS else (cols,)
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+    def init_state(self, main: Tensor) -> States:
         access.check_shape(main.shape)
         name = self._line_state(*main.shape[-2:])
         [spec] = [spec for spec in self._second_specs if spec.name == name]

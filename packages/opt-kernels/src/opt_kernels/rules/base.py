@@ -17,7 +17,7 @@ from torch import Tensor
 from opt_kernels import codecs as codec
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import read_main, skipped
-from opt_kernels.codecs import StateCodec, codec_for, stalls, state_specs, stochastic
+from opt_kernels.codecs import Codecs, StateCodec, codec_for, stalls, state_specs, stochastic
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, State, number_of
 from opt_kernels.formulas.lion import LION
@@ -41,6 +41,7 @@ from opt_kernels.works import (
     MatrixSpec,
     NamedChoice,
     Number,
+    States,
     StateSpec,
     Task,
     Work,
@@ -72,11 +73,11 @@ class Rule(Protocol):
     def state_specs(self) -> tuple[StateSpec, ...]: ...
 
     @property
-    def codecs(self) -> Mapping[str, StateCodec]:
+    def codecs(self) -> Codecs:
         """The codecs of the states, by name. A state without a codec is stored unchanged."""
         ...
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+    def init_state(self, main: Tensor) -> States:
         """Return the state before the first step of a parameter or run of elements, in the shape and device of `main`.
 
         With states that depend on how rows are split (`StateSpec.by_part`), it takes a `MatrixSpec`, too.
@@ -166,7 +167,7 @@ class RuleStateError(ValueError):
     """A state of a parameter that differs from what its rule declares."""
 
 
-def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec, *, of: str = "") -> dict[str, Tensor]:
+def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec, *, of: str = "") -> States:
     """`rule.init_state`, by part if the state of the rule depends on the split. Raises the error of `check_states`."""
     with torch.inference_mode(False), torch.no_grad():  # a step outside of inference mode must be able to write it, too
         states = cast(Any, rule).init_state(main, matrix) if keeps_parts(rule) else rule.init_state(main)
@@ -229,11 +230,11 @@ class WholeMatrices(MatrixRule):
     tp_mode = None  # it needs whole matrices
 
     @property
-    def codecs(self) -> dict[str, StateCodec]:
+    def codecs(self) -> Codecs:
         """Return no codecs: states are stored unencoded."""
         return {}
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+    def init_state(self, main: Tensor) -> States:
         """Return zeros in the shapes of `state_specs`. Raises MatrixError for a parameter that is not a matrix."""
         check_shape(main.shape)
         states = {}
@@ -299,7 +300,7 @@ class ElementwiseRule:
     stochastic_rounding: bool = False  # round bfloat16 mains stochastically, unbiased on average
     backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
     hooks: tuple[Hashable, ...] = ()  # hooks that were composed into the formula, see `opt_kernels.hooks`
-    codecs: Mapping[str, StateCodec] = field(init=False, repr=False, compare=False)
+    codecs: Codecs = field(init=False, repr=False, compare=False)
     """The codecs of the states, by name."""
 
     def __post_init__(self) -> None:
@@ -316,7 +317,7 @@ class ElementwiseRule:
             codecs[state.name] = codec_for(state.name, dtype, signed=state.signed)
         object.__setattr__(self, "codecs", codecs)
 
-    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
+    capturable = True  # a step reads no device tensor on the host
 
     @property
     def name(self) -> str:
@@ -342,7 +343,7 @@ class ElementwiseRule:
         """Raise NumberError for a number of a group that is not allowed."""
         self.formula.check_numbers(values)
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+    def init_state(self, main: Tensor) -> States:
         return codec.init_state(self.codecs, main)
 
     def in_float64(self) -> "ElementwiseRule":

@@ -14,7 +14,7 @@ from opt_kernels.matrices import access
 from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.base import WholeMatrices
-from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, StateKind, StateSpec, Task
+from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, StateKind, States, StateSpec, Task
 
 LEFT = "L"
 RIGHT = "R"
@@ -133,7 +133,7 @@ class EigenbasisRule(WholeMatrices):
         of_sides = [spec for spec in self.state_specs if spec.by_part and spec.name.endswith(self.sides(shape))]
         return {spec.name: spec.shape_for(shape) or () for spec in of_sides}
 
-    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
+    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> States:
         """Zero moments and factors, identity bases and the first eigenvalues, of each matrix of a stack and each part.
 
         Raises MatrixError for a parameter that is not a matrix.
@@ -148,7 +148,7 @@ class EigenbasisRule(WholeMatrices):
             state[name] = value.squeeze(len(batch))
         return state
 
-    def _fresh(self, part: access.Part, batch: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def _fresh(self, part: access.Part, batch: Sequence[int], device: torch.device) -> States:
         """(*batch, num_matrices, *shape) of one part."""
         state = {}
         for name, shape in self.shapes(part.shape).items():

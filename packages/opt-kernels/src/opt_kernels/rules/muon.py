@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import compute_dtype
-from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
+from opt_kernels.codecs import Codecs, codec_for, init_state, state_specs
 from opt_kernels.matrices.access import cut_of_parts, join, split, whole_size
 from opt_kernels.matrices.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.muon import (
@@ -27,7 +26,7 @@ from opt_kernels.matrices.muon import (
 )
 from opt_kernels.matrices.orthogonalization import EPS, MatmulPrecision, Orthogonalization, TpMode
 from opt_kernels.rules.base import Needs
-from opt_kernels.works import Batch, StateSpec, Task, Work
+from opt_kernels.works import Batch, States, StateSpec, Task, Work
 
 
 # Without slots: a rule that also inherits from another one with slots could not be built.
@@ -101,7 +100,7 @@ class MuonRule(NewtonSchulzRule):
     post_norm: PostNorm = PostNorm.NONE
     nuclear_scale: bool = False
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
-    codecs: dict[str, StateCodec] = field(init=False, repr=False, compare=False)
+    codecs: Codecs = field(init=False, repr=False, compare=False)
     """The codecs of the states, by name."""
 
     def __post_init__(self) -> None:
@@ -115,7 +114,7 @@ class MuonRule(NewtonSchulzRule):
             )
         NewtonSchulzRule.__post_init__(self)
 
-    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
+    capturable = True  # a step reads no device tensor on the host
 
     name = "muon"
     needs = Needs.MATRICES
@@ -124,7 +123,7 @@ class MuonRule(NewtonSchulzRule):
     def state_specs(self) -> tuple[StateSpec, ...]:
         return state_specs(self.codecs)
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+    def init_state(self, main: Tensor) -> States:
         return init_state(self.codecs, main)
 
     def update_(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,9 +48,9 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
     """
 
     name = "muown"
-    reads_weights: ClassVar[bool] = True
-    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
-    numbers: ClassVar[tuple[Number, ...]] = (
+    reads_weights = True
+    capturable = True  # a step reads no device tensor on the host
+    numbers = (
         Number("momentum", 0.95),
         Number("betas", (0.9, 0.95)),
         Number("eps", 1e-8),

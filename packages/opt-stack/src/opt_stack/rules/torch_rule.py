@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
-from opt_kernels.codecs import StateCodec, join, split_
+from opt_kernels.codecs import Codecs, join, split_
 from opt_kernels.hooks import hooks_of
 from opt_kernels.rules import ElementwiseRule, Needs, Rule
 from opt_kernels.works import Batch, StateKind, StateSpec, Work
@@ -86,8 +86,8 @@ class TorchRule:
     step_type: type[Any] | None  # type of the step count in the state of the class; None: it has no step count
     counts_in_group: bool = False  # whether it counts its steps in param_groups[0]["step"]
     hyper_names: tuple[str, ...] = ()  # of `numbers`, those that are in `Hyper.own`
-    needs: ClassVar[Needs] = Needs.ELEMENTS  # shards are refused
-    codecs: ClassVar[Mapping[str, StateCodec]] = MappingProxyType({})
+    needs = Needs.ELEMENTS  # shards are refused
+    codecs: ClassVar[Codecs] = MappingProxyType({})
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         """Return zeros as placeholders. They are not read: the class makes its state in its first step.

@@ -7,14 +7,14 @@ an array between the two loops.
 """
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.syntax import assigned, decided, read
+from opt_kernels.formulas.syntax import Body, assigned, decided, read
 from opt_kernels.formulas.translate import Dialect, each
-from opt_kernels.works import Constant
+from opt_kernels.works import Constants
 
 
 class Cpp(Dialect):
@@ -48,13 +48,13 @@ const GRAD *__restrict grad = run.grad;
 class SplitFormula(NamedTuple):
     """A formula in two parts. `roots` are assigned at the end of the first, under names that no formula can have."""
 
-    before: list[ast.stmt]
-    roots: list[ast.stmt]
-    after: list[ast.stmt]
+    before: Body
+    roots: Body
+    after: Body
     results: list[ast.expr]  # of the whole formula, in terms of the roots
 
 
-def copies(body: Sequence[ast.stmt], constants: Mapping[str, Constant]) -> dict[str, str]:
+def copies(body: Sequence[ast.stmt], constants: Constants) -> dict[str, str]:
     """Map each name that equals another one after `body` to the first name that has this value."""
     same: dict[str, str] = {}
     for statement in body:
@@ -68,7 +68,7 @@ def copies(body: Sequence[ast.stmt], constants: Mapping[str, Constant]) -> dict[
     return same
 
 
-def _chosen(value: ast.expr, constants: Mapping[str, Constant]) -> ast.expr:
+def _chosen(value: ast.expr, constants: Constants) -> ast.expr:
     """`value`, or the branch of it that constants choose."""
     if not isinstance(value, ast.IfExp):
         return value
@@ -98,7 +98,7 @@ class _Hoist(ast.NodeTransformer):
     """Replaces roots by names, to which `roots` assigns them."""
 
     def __init__(self) -> None:
-        self.roots: list[ast.stmt] = []
+        self.roots: Body = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if not _is_root(node) or any(map(_has_root, node.args)):
@@ -117,10 +117,10 @@ def _has_root(node: ast.AST) -> bool:
     return any(map(_is_root, ast.walk(node)))
 
 
-def _moved_down(body: Sequence[ast.stmt], needed: set[str]) -> tuple[list[ast.stmt], list[ast.stmt]]:
+def _moved_down(body: Sequence[ast.stmt], needed: set[str]) -> tuple[Body, Body]:
     """The statements that compute the names `needed`, and those that may run after these."""
-    kept: list[ast.stmt] = []
-    moved: list[ast.stmt] = []
+    kept: Body = []
+    moved: Body = []
     written: set[str] = set()
     for statement in reversed(body):
         targets = {*assigned([statement])}

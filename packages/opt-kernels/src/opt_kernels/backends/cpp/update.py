@@ -18,7 +18,7 @@ from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.translate import has_codes, source_of
 from opt_kernels.backends.tables import DeviceTables
-from opt_kernels.codecs import Plain, StateCodec, scale_name, scheme_of
+from opt_kernels.codecs import Codecs, Plain, StateCodec, scale_name, scheme_of
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -119,7 +119,7 @@ def _known_sweeps() -> DeviceTables[list[_Sweep] | None]:
 def update_(
     batches: Sequence[Batch],
     formula: Formula,
-    codecs: Mapping[str, StateCodec],
+    codecs: Codecs,
     *,
     stochastic_rounding: bool = False,
     grad_scale: float | Tensor = 1.0,
@@ -184,12 +184,12 @@ def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]
     return (grad_scale, step & 0xFFFF, step >> 16, *formula.scalars_of(hyper).values())
 
 
-def _sweeps_of(columns: elements.Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
+def _sweeps_of(columns: elements.Columns, codecs: Codecs) -> list[_Sweep] | None:
     """The sweeps of a call. None if some tensor is not in row-major order."""
     return _known_sweeps().get(columns.key(codecs), lambda: _sweeps(columns, codecs), of=columns.tensors)
 
 
-def _sweeps(columns: elements.Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
+def _sweeps(columns: elements.Columns, codecs: Codecs) -> list[_Sweep] | None:
     items = columns.items(codecs)
     if not elements.are_in_order(items, len(codecs)):
         return None
@@ -199,9 +199,7 @@ def _sweeps(columns: elements.Columns, codecs: Mapping[str, StateCodec]) -> list
     return [_sweep(formats, numbers, items, codecs) for formats, numbers in by_formats.items()]
 
 
-def _sweep(
-    formats: Formats, numbers: list[int], items: Sequence[elements.Item], codecs: Mapping[str, StateCodec]
-) -> _Sweep:
+def _sweep(formats: Formats, numbers: list[int], items: Sequence[elements.Item], codecs: Codecs) -> _Sweep:
     types = formats.codec_types(codecs.values())
     chosen = [items[i] for i in numbers]
     for item in chosen if types is not None else ():

@@ -13,7 +13,7 @@ builds and copies nothing. The look-up is most of the host's work in a step: it 
 object per tensor.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from opt_kernels.backends.elements import (
     Columns,
     Item,
     LayoutError,
+    Parts,
     are_in_order,
     check_item,
     columns_of,
@@ -33,8 +34,8 @@ from opt_kernels.backends.elements import (
 )
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, triton_dtype, value_dtype
-from opt_kernels.codecs import StateCodec
-from opt_kernels.works import Batch, Works
+from opt_kernels.codecs import Codecs
+from opt_kernels.works import Batch
 
 LINE = 8  # int64 per 64-byte memory line; a record takes one line, or two
 TRAILING = 3  # elements, row, first: after the addresses
@@ -180,7 +181,7 @@ def _constants(formats: LaunchFormats) -> dict[str, Any]:
     }
 
 
-def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> Launches:
+def sweeps(batches: Sequence[Batch], codecs: Codecs) -> Launches:
     """One launch for every combination of dtypes among the works. Empty works are left out.
 
     Columns: main or remainder, out, the states, then the scales of the states that have scales. Raises LayoutError if
@@ -193,8 +194,8 @@ def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> Launch
 
 
 def cut_sweeps(
-    parts: list[tuple[int, Works]],  # with their rows of the scalar block
-    codecs: Mapping[str, StateCodec],
+    parts: Parts,  # with their rows of the scalar block
+    codecs: Codecs,
     cutting: Cutting | None = None,  # None: every work is one run
 ) -> Launches | None:
     """Like `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
@@ -215,9 +216,7 @@ def known_calls(device: torch.device) -> DeviceTables[_KnownCall]:
     return DeviceTables(device, capacity=CALLS)
 
 
-def _parts(
-    columns: Columns, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
-) -> list[_Part] | None:
+def _parts(columns: Columns, codecs: Codecs, cutting: Cutting | None, device: torch.device) -> list[_Part] | None:
     """The works by format, with their records on the device. None if some cannot be swept without a copy."""
     items = columns.items(codecs)
     if not are_in_order(items, len(codecs)):
@@ -237,7 +236,7 @@ def _parts(
     return parts
 
 
-def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
+def _addresses(item: Item, piece: Cut, codecs: Codecs) -> list[int]:
     """Address of the first element of the run in each column."""
     addresses = []
     for tensor, elements in zip(item.tensors, names_of_columns(codecs).values()):
@@ -245,7 +244,7 @@ def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list
     return addresses
 
 
-def _formats(item: Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
+def _formats(item: Item, cuts: Sequence[Cut], codecs: Codecs) -> LaunchFormats:
     """The formats common to all runs of a work. Block scales are read one at a time, so they need no alignment."""
     num_states = len(codecs)
     main, out, *states = item.tensors
@@ -267,7 +266,7 @@ def _part(
     formats: LaunchFormats,
     cuts: Sequence[Cut],
     items: Sequence[Item],
-    codecs: Mapping[str, StateCodec],
+    codecs: Codecs,
     tags: Sequence[int],  # of the cuts; empty: records have none
 ) -> _Part:
     device = items[cuts[0].work].work.grad.device
@@ -288,9 +287,7 @@ def _part(
     return _Part(formats, tuple(cuts), to_device(records, device), chunk, work_of_chunk, bytes_to_chunk)
 
 
-def _launches(
-    known: _KnownCall, columns: Columns, codecs: Mapping[str, StateCodec], cutting: Cutting | None
-) -> Launches | None:
+def _launches(known: _KnownCall, columns: Columns, codecs: Codecs, cutting: Cutting | None) -> Launches | None:
     """The launches of all parts, with the current addresses of gradients."""
     aligned = None
     if reduce(or_, columns.grads_at) % ALIGNMENT:

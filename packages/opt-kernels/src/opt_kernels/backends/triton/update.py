@@ -19,7 +19,7 @@ from opt_kernels.backends.triton.formats import LaunchFormats, triton_dtype
 from opt_kernels.backends.triton.launches import cut_sweeps, launch_options, sweeps
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import CHANGING, Row, numbers_on
-from opt_kernels.codecs import StateCodec
+from opt_kernels.codecs import Codecs, StateCodec
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.syntax import FormulaError, read, scalar_expressions
 from opt_kernels.formulas.translate import Dialect, each, elements_among
@@ -66,7 +66,7 @@ class _Triton(Dialect):
     NEGATION = "({} == 0)"
     CHOICE = "tl.where({}, {}, {})"
     ASSIGNMENT = "x_{} = {}"
-    CALLS: ClassVar[Mapping[str, str]] = CALLS
+    CALLS = CALLS
 
     def literal(self, value: float) -> str:
         return repr(value)
@@ -275,7 +275,7 @@ def _indented(lines: Sequence[str]) -> list[str]:
 def update_(
     batches: Sequence[Batch],
     formula: Formula,
-    codecs: Mapping[str, StateCodec],
+    codecs: Codecs,
     *,
     stochastic_rounding: bool = False,
     grad_scale: float | Tensor = 1.0,
@@ -317,7 +317,7 @@ def _options(
     return state_options(formats, dict(codecs)) | {"STOCHASTIC_ROUNDING": rounds}
 
 
-def state_options(formats: LaunchFormats, codecs: Mapping[str, StateCodec]) -> dict[str, Any]:
+def state_options(formats: LaunchFormats, codecs: Codecs) -> dict[str, Any]:
     """The arguments of a sweep that describe its states."""
     options: dict[str, Any] = {}
     lane = 2 + len(codecs)  # after main, out and the states: the scales of those that have any

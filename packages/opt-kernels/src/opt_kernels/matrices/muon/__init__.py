@@ -13,7 +13,7 @@ from torch import Tensor
 from opt_kernels.backends.elements import read_main
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices import access
-from opt_kernels.works import Batch, NamedChoice, Task, Work
+from opt_kernels.works import AllReduce, Batch, NamedChoice, Task, Work
 
 MOMENTUM = "momentum_buffer"
 EPS = 1e-15  # as in Megatron-Core; far below any gradient, so that clipping cannot push a momentum under it
@@ -81,7 +81,7 @@ class Inputs(NamedTuple):
 
     dtype: torch.dtype
     normalised: bool  # each matrix, or each of its split parts, is divided by its Frobenius norm
-    all_reduce: Callable[[Tensor], Tensor] | None = None  # sums squares over the ranks that hold the other parts
+    all_reduce: AllReduce | None = None  # sums squares over the ranks that hold the other parts
     eps: float = EPS  # smallest norm that a matrix is divided by
 
 
