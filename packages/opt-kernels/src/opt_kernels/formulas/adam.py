@@ -75,11 +75,8 @@ def update(
     return p, exp_avg, exp_avg_sq, second
 
 
-STATES = (
-    State("exp_avg", beta="beta1"),
-    State("exp_avg_sq", signed=False, beta="beta2"),
-    State("max_exp_avg_sq", signed=False, when="amsgrad"),
-)
+MOMENTS = (State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2"))
+STATES = (*MOMENTS, State("max_exp_avg_sq", signed=False, when="amsgrad"))
 NUMBERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
 ORDER = Choice("order", "torch", ("torch", "te"), recorded=False)
 

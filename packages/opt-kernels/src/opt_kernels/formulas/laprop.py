@@ -9,7 +9,8 @@ With g the scaled gradient and t the step (from 1):
 The paper's mu and nu are b1 and b2; exp_avg and exp_avg_sq are m and n.
 """
 
-from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.adam import MOMENTS
+from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import fma, power, sqrt
 from opt_kernels.works import Number
 
@@ -38,7 +39,7 @@ NUMBERS = (Number("lr", 4e-4), Number("betas", (0.9, 0.999)), Number("eps", 1e-1
 LAPROP = Formula(
     name="laprop",
     title="LaProp",
-    states=(State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2")),
+    states=MOMENTS,
     numbers=NUMBERS,
     scalars=scalars,
     update=update,

@@ -19,6 +19,7 @@ variant (`is_approx=False`) takes g' at the previous weights with the data of th
 first, write that gradient to the state `previous_grad`.
 """
 
+from opt_kernels.formulas.adam import MOMENTS
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, power, sqrt
 from opt_kernels.works import Number
@@ -46,7 +47,6 @@ def update(
     return p * decay - step_size * exp_avg / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq, g
 
 
-STATES = (State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2"), State("previous_grad"))
 NUMBERS = (
     Number("lr", 3e-3),
     Number("betas", (0.95, 0.99)),
@@ -55,4 +55,11 @@ NUMBERS = (
     Number("gamma", 0.025, low=0.0),
 )
 
-MARS = Formula(name="mars", title="MARSAdamW", states=STATES, numbers=NUMBERS, scalars=scalars, update=update)
+MARS = Formula(
+    name="mars",
+    title="MARSAdamW",
+    states=(*MOMENTS, State("previous_grad")),
+    numbers=NUMBERS,
+    scalars=scalars,
+    update=update,
+)

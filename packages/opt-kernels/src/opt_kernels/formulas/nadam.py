@@ -11,7 +11,8 @@ With g the scaled gradient, t the step (from 1), and M(t) the product of mu(1) t
 exp_avg and exp_avg_sq are m and v. M(t) is computed from t; torch keeps it as a state.
 """
 
-from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.adam import MOMENTS
+from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import exp, fma, log, power, q_pochhammer, sqrt
 from opt_kernels.works import Choice, Number
 
@@ -71,7 +72,7 @@ NUMBERS = (
 NADAM = Formula(
     name="nadam",
     title="NAdam",
-    states=(State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2")),
+    states=MOMENTS,
     numbers=NUMBERS,
     choices=(Choice("decoupled_weight_decay", False),),
     scalars=scalars,

@@ -11,9 +11,10 @@ With g the scaled gradient, t the step (from 1), r = 2 / (1 - b2) - 1 and r(t) =
 exp_avg and exp_avg_sq are m and v.
 """
 
-from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.adam import MOMENTS, NUMBERS
+from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import fma, maximum, power, sqrt, where
-from opt_kernels.works import Choice, Number
+from opt_kernels.works import Choice
 
 
 def scalars(*, lr, weight_decay, beta1, beta2, eps, step):
@@ -64,12 +65,10 @@ def update(
     return p - direction, exp_avg, exp_avg_sq
 
 
-NUMBERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
-
 RADAM = Formula(
     name="radam",
     title="RAdam",
-    states=(State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2")),
+    states=MOMENTS,
     numbers=NUMBERS,
     choices=(Choice("decoupled_weight_decay", False),),
     scalars=scalars,
