@@ -21,17 +21,17 @@ from opt_kernels.backends.triton.update import kernels_of, state_options, update
 from opt_kernels.codecs import Plain, codec_for, split_
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import number_of
-from opt_kernels.matrices import Decay
 from opt_kernels.matrices.coefficients import Coefficients
-from opt_kernels.matrices.muon import Inputs, MuonStep
-from opt_kernels.matrices.muon import muon_ as muon_in_torch
+from opt_kernels.matrices.muon import Inputs
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.orthogonal_basis import cholesky, householder
 from opt_kernels.matrices.orthogonalization import newton_schulz
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.matrices.syrk.triton import halved_product
 from opt_kernels.optim import AdamW, Muon
-from opt_kernels.works import Batch, Hyper, Work, Works
+from opt_kernels.rules import MuonRule
+from opt_kernels.rules.base import in_phases_
+from opt_kernels.works import Batch, Hyper, Task, Work, Works
 
 SIMPLE = (Coefficients(3.4445, -4.7750, 2.0315),) * 5
 
@@ -294,12 +294,24 @@ def in_columns(works: list[Work]) -> Works:
 MUON_BYTES = 14 + 4 + 12  # momentum and its copy, normalisation, update with a bf16 weight
 
 
+class AroundProducts(MuonRule):
+    """Muon without products: only the work around them is measured."""
+
+    def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
+        return inputs
+
+    def scales(self, work: Work) -> tuple[float, ...]:
+        return (0.2,)
+
+    def _inputs(self, work: Work) -> Inputs:
+        return Inputs(torch.float16, True)
+
+
 def muon_sweeps(stage: Stage) -> Iterator[Measure]:
     """Compare Muon's elementwise parts with a copy and with torch's operations, and a whole step with torch's Muon."""
     bandwidth = copy_bandwidth(stage)
     side = 4096 if not stage.rehearsal else 32
     count = max(1, stage.numel // 4 // side**2)
-    codec = codec_for("momentum_buffer", torch.float32, signed=True)
     works = [
         Work(
             grad=torch.randn(side, side, device=stage.device),
@@ -310,18 +322,11 @@ def muon_sweeps(stage: Stage) -> Iterator[Measure]:
         for _ in range(count)
     ]
     batches = [Batch(Hyper(lr=1e-4, weight_decay=0.1, momentum=0.95), works)]
-    step = MuonStep(
-        transform=lambda tasks, matrices, normalised: matrices,  # no products: only the work around them is measured
-        inputs=lambda of: Inputs(torch.float16, True),
-        factors=lambda of: (0.2,),
-        nesterov=True,
-        decay=Decay.DECOUPLED,
-        codec=codec,
-    )
-    ours = seconds(stage, partial(muon_kernels.muon_, batches, step))
+    rule = AroundProducts(nesterov=True)
+    ours = seconds(stage, partial(muon_kernels.in_phases_, batches, rule))
     share = MUON_BYTES * count * side**2 / ours / bandwidth
     yield Measure(name="muon around the products, share of copy bandwidth", value=share, unit="1", goal=0.9)
-    peer = seconds(stage, partial(muon_in_torch, batches, step))
+    peer = seconds(stage, partial(in_phases_, batches, rule))
     yield Measure(name="muon around the products, torch's operations / ours", value=peer / ours, unit="1")
     yield from muon_step(stage, side)
 

@@ -36,7 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
 
 
 def module_of(op: str, backend: str | None, tensors: Sequence[torch.Tensor]) -> str:
-    function = {"grad_stats": "grad_stats", "syrk": "symmetric_product"}.get(op, f"{op}_")
+    function = {"grad_stats": "grad_stats", "muon": "in_phases_", "syrk": "symmetric_product"}.get(op, f"{op}_")
     return version(op, function, backend=backend, tensors=tensors).__module__.removeprefix("opt_kernels.")
 
 
@@ -54,7 +54,7 @@ def test_the_device_decides_and_an_explicit_choice_wins(
 
 def test_a_gpu_without_triton_is_warned_of_once(installed: Installed, caplog: pytest.LogCaptureFixture) -> None:
     installed(Backend.TRITON, False)
-    assert [module_of(op, None, GPU) for op in ("update", "muon")] == ["backends.torch_native", "matrices.muon"]
+    assert [module_of(op, None, GPU) for op in ("update", "muon")] == ["backends.torch_native", "rules.base"]
     [message] = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert "steps on GPUs run on torch's operations" in message
 

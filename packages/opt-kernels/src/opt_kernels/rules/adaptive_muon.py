@@ -7,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.dispatch import tensors_of, version
 from opt_kernels.backends.elements import compute_dtype
 from opt_kernels.codecs import Codecs, Plain
 from opt_kernels.matrices import access
-from opt_kernels.matrices.muon import Decay, Inputs
+from opt_kernels.matrices.muon import Decay, Inputs, MuonStep
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
@@ -152,13 +153,18 @@ class AdaptiveMuonRule(MatrixRule):
     ) -> None:
         if self.sums_gradients:
             batches = [Batch(hyper, [_with_squares(work, grad_scale) for work in works]) for hyper, works in batches]
-        step = self.muon.step._replace(transform=partial(self._directions, skip=skip))
+        in_phases_ = version("muon", "in_phases_", backend=self.backend, tensors=tensors_of(batches))
+        in_phases_(batches, self, grad_scale=grad_scale, skip=skip)
+
+    def step(self, skip: Tensor | None) -> MuonStep:
+        """Muon's step with these directions."""
+        step = self.muon.step(skip)._replace(transform=partial(self._directions, skip=skip))
         if self.second_moment is SecondMoment.ADAMUON:
             step = step._replace(adapt_=partial(self._divide_, skip=skip))
         if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO):
             # Inputs of the orthogonalisation that keep their norm and dtype.
             step = step._replace(inputs=lambda work: Inputs(compute_dtype(work), False))
-        self.muon.perform_(batches, step, grad_scale=grad_scale, skip=skip)
+        return step
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """Update the momentum, as Muon does."""

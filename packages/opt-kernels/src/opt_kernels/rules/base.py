@@ -209,6 +209,22 @@ def keeps_parts(rule: Rule) -> bool:
     return any(spec.by_part for spec in rule.state_specs)
 
 
+def in_phases_(
+    batches: Sequence[Batch], rule: MatrixRule, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
+) -> None:
+    """Update all works by the three phases of `rule`: one matrix at a time in the first and the last, so that it stays
+    in the cache, and stacks of one layout in the second."""
+    for tasks in stacks(batches):
+        if reads_weights(rule):
+            for index, (hyper, work) in enumerate(tasks):
+                tasks[index] = Task(hyper, replace(work, state={**work.state, WEIGHTS: read_main(work)}))
+        inputs = scaled_grads(tasks, grad_scale)
+        for grad, task in zip(inputs, tasks):
+            rule.prepare_(task, grad, skip)
+        for update, task in zip(rule.transform_(tasks, inputs, skip), tasks):
+            rule.apply_(task, update, skip)
+
+
 class WholeMatrices(MatrixRule):
     """A rule that transforms gradients of whole matrices directly. The host reads the step and the skip flag, unless
     it is `capturable`.
@@ -255,15 +271,7 @@ class WholeMatrices(MatrixRule):
                 check(work)
                 wide = work.main is not None and work.main.dtype is torch.float64
                 check_states(self, work.state, work.grad.shape, work.matrix, wide=wide)
-            for tasks in stacks([Batch(hyper, works)]):
-                if reads_weights(self):
-                    for index, (_, work) in enumerate(tasks):
-                        tasks[index] = Task(hyper, replace(work, state={**work.state, WEIGHTS: read_main(work)}))
-                inputs = scaled_grads(tasks, grad_scale)
-                for grad, task in zip(inputs, tasks):
-                    self.prepare_(task, grad, skip)
-                for update, task in zip(self.transform_(tasks, inputs, skip), tasks):
-                    self.apply_(task, update, skip)
+            in_phases_([Batch(hyper, works)], self, grad_scale=grad_scale, skip=skip)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Update in place: p <- p - lr wd p - lr update."""

@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
-from opt_kernels.backends.elements import compute_dtype
+from opt_kernels.backends.elements import compute_dtype, read_main
 from opt_kernels.codecs import Codecs, codec_for, init_state, state_specs
-from opt_kernels.matrices.access import cut_of_parts, join, split, whole_size
+from opt_kernels.matrices.access import (
+    cut_of_parts,
+    join,
+    read_state,
+    split,
+    weight_for,
+    whole_size,
+    write_main_,
+    write_state_,
+)
 from opt_kernels.matrices.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.muon import (
     MOMENTUM,
@@ -20,9 +29,9 @@ from opt_kernels.matrices.muon import (
     PostNorm,
     PreNorm,
     ScaleMode,
-    accumulate_,
-    descend_,
+    decay_of,
     scale_factor,
+    scale_parts_,
 )
 from opt_kernels.matrices.orthogonalization import EPS, MatmulPrecision, Orthogonalization, TpMode
 from opt_kernels.rules.base import Needs
@@ -129,24 +138,30 @@ class MuonRule(NewtonSchulzRule):
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        self.perform_(batches, self.step, grad_scale=grad_scale, skip=skip)
+        in_phases_ = version("muon", "in_phases_", backend=self.backend, tensors=tensors_of(batches))
+        in_phases_(batches, self, grad_scale=grad_scale, skip=skip)
 
-    @property
-    def step(self) -> MuonStep:
+    def step(self, skip: Tensor | None) -> MuonStep:
         """The step of this rule, of which other rules replace parts."""
         codec = self.codecs[MOMENTUM]
         return MuonStep(self.directions, self._inputs, self.scales, self.nesterov, self.weight_decay_method, codec)
 
-    def perform_(
-        self, batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor, skip: Tensor | None
-    ) -> None:
-        """Perform `step` on the backend of this rule."""
-        muon_ = version("muon", "muon_", backend=self.backend, tensors=tensors_of(batches))
-        muon_(batches, step, grad_scale=grad_scale, skip=skip)
-
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """Update the momentum, and turn `grad` into u."""
-        accumulate_(task, grad, self.step, skip)
+        hyper, work = task
+        if self.weight_decay_method is Decay.L2:
+            grad.add_(decay_of(read_main(work), hyper.weight_decay))
+        codec = self.codecs[MOMENTUM]
+        stored = work.state[MOMENTUM]
+        in_place = skip is None and stored.dtype is grad.dtype
+        momentum = stored if in_place else read_state(work, MOMENTUM, codec)
+        momentum.lerp_(grad, weight_for(momentum, 1.0 - hyper.momentum))
+        if not in_place:
+            write_state_(work, MOMENTUM, codec, momentum, skip)
+        if self.nesterov:
+            grad.lerp_(momentum, weight_for(grad, hyper.momentum))
+        else:
+            grad.copy_(momentum)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """O without its scale."""
@@ -159,7 +174,13 @@ class MuonRule(NewtonSchulzRule):
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Scale the direction, and update the weights along it."""
-        descend_(task, update, self.step, skip)
+        hyper, work = task
+        scale_parts_(work, update, self.scales(work))
+        main = read_main(work, copy=skip is not None)
+        if self.weight_decay_method is not Decay.L2:
+            rate = hyper.lr if self.weight_decay_method is Decay.DECOUPLED else 1.0
+            main.mul_(1.0 - rate * hyper.weight_decay)
+        write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
 
     def _inputs(self, work: Work) -> Inputs:
         return self.orthogonalization.inputs(compute_dtype(work), work.grad.device, cut_of_parts(work))

@@ -1,7 +1,4 @@
-"""The elementwise parts of Muon's step, before and after the orthogonalisation of whole matrices, and its scales.
-
-Here as torch operations, one matrix at a time so that it stays in the cache; `triton` has the version for GPUs.
-"""
+"""The options and scales of Muon, and what a step consists of; `triton` performs it on GPUs."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -10,10 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import read_main
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices import access
-from opt_kernels.works import AllReduce, Batch, NamedChoice, Task, Work
+from opt_kernels.works import AllReduce, NamedChoice, Task, Work
 
 MOMENTUM = "momentum_buffer"
 EPS = 1e-15  # as in Megatron-Core; far below any gradient, so that clipping cannot push a momentum under it
@@ -94,7 +89,7 @@ Factors = Callable[[Work], tuple[float, ...]]
 
 
 class MuonStep(NamedTuple):
-    """What a step of Muon consists of. `muon_` of each backend performs it."""
+    """What a step of Muon consists of, for the sweeps of `triton`."""
 
     transform: Transform
     inputs: Callable[[Work], Inputs]  # of `transform`; a backend may pass matrices that are not normalised instead
@@ -110,57 +105,6 @@ def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:
     if isinstance(weight_decay, Tensor):
         return torch.where(weight_decay == 0, 0.0, weight_decay * main)
     return weight_decay * main if weight_decay else torch.zeros_like(main)
-
-
-def muon_(
-    batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-) -> None:
-    """Write `main`, `out`, `remainder` and the state `momentum_buffer` of every work; nothing if `skip` is set.
-
-        g <- grad_scale g          (g <- g + wd p with L2)
-        m <- m + (1 - mu)(g - m)
-        u <- g + mu (m - g)        with nesterov, else m
-        O <- adapt(transform(u))
-        p <- p - lr wd p - lr s e O    (p <- p - wd p - lr s e O with independent decay)
-
-    `transform` receives stacks of works of one layout, in the compute dtype and not normalised; `step.inputs` is
-    ignored.
-    """
-    for tasks in access.stacks(batches):
-        matrices = access.scaled_grads(tasks, grad_scale)
-        for grad, task in zip(matrices, tasks):
-            accumulate_(task, grad, step, skip)
-        for update, task in zip(step.transform(tasks, matrices, False), tasks):
-            if step.adapt_ is not None:
-                step.adapt_(task, update)
-            descend_(task, update, step, skip)
-
-
-def accumulate_(task: Task, grad: Tensor, step: MuonStep, skip: Tensor | None) -> None:
-    """Update the momentum, and turn `grad` (*shape), scaled and in the compute dtype, into u in place."""
-    hyper, work = task
-    if step.decay is Decay.L2:
-        grad.add_(decay_of(read_main(work), hyper.weight_decay))
-    stored = work.state[MOMENTUM]
-    in_place = skip is None and stored.dtype is grad.dtype
-    momentum = stored if in_place else access.read_state(work, MOMENTUM, step.codec)
-    momentum.lerp_(grad, access.weight_for(momentum, 1.0 - hyper.momentum))
-    if not in_place:
-        access.write_state_(work, MOMENTUM, step.codec, momentum, skip)
-    if step.nesterov:
-        grad.lerp_(momentum, access.weight_for(grad, hyper.momentum))
-    else:
-        grad.copy_(momentum)
-
-
-def descend_(task: Task, update: Tensor, step: MuonStep, skip: Tensor | None) -> None:
-    """p <- p - (decay) - lr s e `update` (*shape), unless the step is skipped. Overwrites `update`."""
-    hyper, work = task
-    scale_parts_(work, update, step.factors(work))
-    main = read_main(work, copy=skip is not None)
-    if step.decay is not Decay.L2:
-        main.mul_(1.0 - (hyper.lr if step.decay is Decay.DECOUPLED else 1.0) * hyper.weight_decay)
-    access.write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
 
 
 def scale_parts_(work: Work, update: Tensor, factors: tuple[float, ...]) -> None:

@@ -214,15 +214,17 @@ def descent_sweep(
                          MAIN, OUT, DECAY, REMAINDER, BLOCK, False)  # fmt: skip
 
 
-def muon_(
-    batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
+def in_phases_(
+    batches: Sequence[Batch], rule: Any, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
 ) -> None:
-    """Same as `matrices.muon.muon_`, on the device of the tensors, without synchronizing; CUDA graphs may capture it.
+    """Same as `rules.base.in_phases_` for a rule with `MuonStep`s, on the device of the tensors, without synchronizing;
+    CUDA graphs may capture it.
 
     There is one momentum launch per combination of dtypes, and one update launch per stack. `transform` receives
     matrices in the format that `step.inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a
     matrix that is not contiguous, and FrozenHyperError for host numbers in a capture.
     """
+    step: MuonStep = rule.step(skip)
     batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
     blocks: dict[torch.device, Tensor] = {}
