@@ -31,8 +31,9 @@ ROW_NUMEL = 1 << 12
 SMALLEST_SAFE = 1e-24
 LARGEST_SAFE = 1e36
 
+Tensors = Sequence[Tensor]
 # Updates mains and states, by name, from gradients: lists of tensors of one dtype.
-Update = Callable[[Sequence[Tensor], Sequence[Tensor], Mapping[str, Sequence[Tensor]]], None]
+Update = Callable[[Tensors, Tensors, Mapping[str, Tensors]], None]
 
 
 def update_(
@@ -111,7 +112,7 @@ def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Update:
     """An update that runs the formula."""
     names = [state.name for state in formula.states]
 
-    def update(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
+    def update(mains: Tensors, grads: Tensors, states: Mapping[str, Tensors]) -> None:
         for columns in zip(mains, grads, *(states[name] for name in names), strict=True):
             parts = [torch.split(column.view(-1), FORMULA_NUMEL) for column in columns]
             for main, grad, *of_states in zip(*parts):
@@ -140,7 +141,7 @@ def _fused(formula: Formula, hyper: Hyper) -> Update | None:
         numbers |= {"beta1": float(beta1), "beta2": float(beta2), "eps": float(hyper.eps)}
         amsgrad = bool(constants["amsgrad"])
 
-        def adam(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
+        def adam(mains: Tensors, grads: Tensors, states: Mapping[str, Tensors]) -> None:
             step = torch.full((), float(hyper.step), dtype=torch.float32, device=mains[0].device)
             moments = [list(states.get(name, ())) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
             tensors = (list(mains), list(grads), *moments, [step] * len(mains))
@@ -155,7 +156,7 @@ def _fused(formula: Formula, hyper: Hyper) -> Update | None:
         nesterov = bool(constants["nesterov"]) and has_momentum
         is_first = int(hyper.step) == 1
 
-        def sgd(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
+        def sgd(mains: Tensors, grads: Tensors, states: Mapping[str, Tensors]) -> None:
             tensors = (list(mains), list(grads), list(states.get("momentum_buffer", ())))
             torch._fused_sgd_(*tensors, nesterov=nesterov, maximize=False, is_first_step=is_first, **numbers)
 
@@ -164,7 +165,7 @@ def _fused(formula: Formula, hyper: Hyper) -> Update | None:
 
 
 @torch.no_grad()
-def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
+def grad_stats(grads: Tensors, *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
     """Same as `reference.grad_stats`, with a relative error of the sum of squares of 2e-6.
 
     If the sum of squares is finite, all elements are finite. Single elements are therefore checked only if the sum is

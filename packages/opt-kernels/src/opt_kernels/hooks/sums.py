@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import flat, in_memory_order
+from opt_kernels.backends.elements import anchor_of, flat, in_memory_order
 from opt_kernels.codecs import narrow
 from opt_kernels.hooks import values
 from opt_kernels.works import Hyper, Work
@@ -62,8 +62,7 @@ def columns(sums: Tensor) -> Sums:
 
 def _main(work: Work, piece: slice) -> Tensor:
     """Elements of the main in its order of memory, joined from its remainder if need be."""
-    anchor = work.main if work.main is not None else work.out
-    assert anchor is not None
+    anchor = anchor_of(work)
     p = flat(anchor, anchor, "main")[piece]
     return p if work.remainder is None else narrow.join(p, flat(work.remainder, anchor, "remainder")[piece])
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from opt_kernels.backends.elements import block_scales, flat
 from opt_kernels.codecs import Codecs, scale_name
 from opt_kernels.dtensor import distributed_like, local, local_like
-from opt_kernels.params import MAIN, REMAINDER, Main, MainFormat, init_kept
+from opt_kernels.params import MAIN, REMAINDER, Main, MainFormat, init_kept, values_of
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.base import init_state as state_of_rule
 from opt_kernels.works import MatrixSpec, States
@@ -62,10 +62,7 @@ def saved_state(codecs: Codecs, param: Tensor, state: Mapping[str, Tensor]) -> S
     saved[STEP] = state[STEP].clone()  # a view of the tensor in which steps are counted
     for name, codec in codecs.items():
         if codec.block:
-            scales = saved.pop(scale_name(name))
-            values = torch.empty_like(shard, dtype=torch.float32)
-            codec.decode_(flat(values, shard, name), flat(state[name], shard, name), scales)
-            saved[name] = values
+            saved[name] = values_of(codec, state[name], saved.pop(scale_name(name)))
     if REMAINDER in state:
         saved[MAIN] = Main(shard, state).value()
     return {name: tensor if name == STEP else distributed_like(tensor, param) for name, tensor in saved.items()}

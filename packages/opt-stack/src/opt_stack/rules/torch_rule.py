@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
-from opt_kernels.codecs import Codecs, join, split_
+from opt_kernels.backends import read_main
+from opt_kernels.codecs import Codecs, split_
 from opt_kernels.hooks import hooks_of
 from opt_kernels.rules import ElementwiseRule, Needs, Rule
 from opt_kernels.works import Batch, StateKind, StateSpec, Work
@@ -124,7 +125,7 @@ class TorchRule:
         for hyper, works in batches:
             if not works:
                 continue
-            mains = [_main(work) for work in works]
+            mains = [read_main(work) if work.main is None else work.main.detach() for work in works]
             of_group = {name: getattr(hyper, name) for name in GROUP_NUMBERS}
             numbers = {"lr": float(hyper.lr), "weight_decay": float(hyper.weight_decay), **of_group}
             numbers |= hyper.own
@@ -169,15 +170,6 @@ class TorchRule:
         """Return the device of scalar state: the host, as in torch, unless the class is capturable or fused."""
         on_device = self.options.get("capturable") or self.options.get("fused")
         return main.device if on_device else torch.device("cpu")
-
-
-def _main(work: Work) -> Tensor:
-    """Return the main values as a detached tensor, in the work's memory unless joined from a remainder."""
-    if work.main is not None:
-        return work.main.detach()
-    assert work.out is not None
-    assert work.remainder is not None
-    return join(work.out.detach(), work.remainder)
 
 
 # --- the state of a class ---------------------------------------------------------------------------------------------
