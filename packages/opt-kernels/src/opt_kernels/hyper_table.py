@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.works import HYPER_FIELDS, is_number
+from opt_kernels.works import HYPER_FIELDS, Scalar, is_number
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -75,12 +75,12 @@ class HyperTable:
                 entries.append(_Entry(number, name, value, self._parts(name, value)))
         return entries
 
-    def _parts(self, name: str, value: Any) -> tuple[float | Tensor, ...]:
+    def _parts(self, name: str, value: Any) -> tuple[Scalar, ...]:
         """The numbers of an entry, including device tensors; none if the entry is frozen."""
         values = value if isinstance(value, tuple | list) else (value,)
         if not all(map(is_number, values)):
             return ()
-        parts: list[float | Tensor] = []
+        parts: list[Scalar] = []
         for number in values:
             is_tensor = isinstance(number, Tensor)
             if is_tensor and number.device == self._device:
@@ -109,7 +109,7 @@ class _Entry(NamedTuple):
     group: int
     name: str
     value: Any
-    parts: tuple[float | Tensor, ...]  # its numbers; empty if it is frozen
+    parts: tuple[Scalar, ...]  # its numbers; empty if it is frozen
 
     @property
     def is_row(self) -> bool:

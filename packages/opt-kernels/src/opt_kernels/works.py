@@ -21,6 +21,8 @@ __all__ = [
 ]  # fmt: skip
 
 NumberValue = float | tuple[float, ...]
+Scalar = float | Tensor
+"""A number of the host, or a 0-d tensor that the host need not read."""
 Constant = bool | float | str
 Constants = Mapping[str, Constant]
 """Values of choices, by name."""
@@ -241,14 +243,14 @@ class Hyper:
     so that the host need not read them.
     """
 
-    lr: float | Tensor
-    weight_decay: float | Tensor = 0.0
+    lr: Scalar
+    weight_decay: Scalar = 0.0
     step: int | Tensor = 1  # counts from 1
-    betas: tuple[float | Tensor, ...] = (0.9, 0.999)
-    eps: float | Tensor = 1e-8
-    momentum: float | Tensor = 0.9
-    ema_decay: float | Tensor = 0.0  # read by averages of weights, after the rule
-    ema_nesterov_beta: float | Tensor = 0.0
+    betas: tuple[Scalar, ...] = (0.9, 0.999)
+    eps: Scalar = 1e-8
+    momentum: Scalar = 0.9
+    ema_decay: Scalar = 0.0  # read by averages of weights, after the rule
+    ema_nesterov_beta: Scalar = 0.0
     own: Mapping[str, Any] = field(default_factory=dict)
 
 

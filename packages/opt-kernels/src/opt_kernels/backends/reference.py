@@ -21,7 +21,7 @@ from opt_kernels.backends.elements import (
 )
 from opt_kernels.codecs import Codecs, Plain, narrow, scale_name, without_outliers
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.works import Batch, Work
+from opt_kernels.works import Batch, Scalar, Work
 
 
 class GradStats(NamedTuple):
@@ -67,7 +67,7 @@ def update_(
     codecs: Codecs,  # of the states, in the formula's order
     *,
     stochastic_rounding: bool = False,  # a bfloat16 main is rounded stochastically
-    grad_scale: float | Tensor = 1.0,
+    grad_scale: Scalar = 1.0,
     skip: Tensor | None = None,
 ) -> None:
     """Update `main` (or `out` and `remainder`), `out` and the states of every work.
@@ -104,7 +104,7 @@ def write_(
     values: Sequence[Tensor],  # of the states, in the order of `codecs`
     codecs: Codecs,
     *,
-    step: float | Tensor,
+    step: Scalar,
     stochastic_rounding: bool,
 ) -> None:
     """Write the main and the states of a flat run in their storage formats; zeros for outliers."""

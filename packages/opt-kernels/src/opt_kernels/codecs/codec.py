@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import narrow
-from opt_kernels.works import StateKind, States, StateSpec
+from opt_kernels.works import Scalar, StateKind, States, StateSpec
 
 BLOCK = 128  # elements that share a scale: 1/32 byte of scale per element
 TINY = torch.finfo(torch.float32).tiny  # smallest normal number: division by a smaller scale would overflow
@@ -239,7 +239,7 @@ def scheme_of(codec: StateCodec) -> str:
     return _SCHEMES.get(codec.dtype, "") if type(codec) in (Scaled, Companded, Root) else ""
 
 
-def stalls(codec: StateCodec, beta: float | Tensor | str) -> bool:
+def stalls(codec: StateCodec, beta: Scalar | str) -> bool:
     """Whether an average x <- x + (1 - beta) (y - x), rounded to nearest, may stop more than 5 % from a constant y.
 
     It stops where its change is below half a unit: up to half_unit beta / (1 - beta) of its value from y. Updates

@@ -51,6 +51,7 @@ from opt_kernels.works import (
     Number,
     NumberError,
     NumberValue,
+    Scalar,
     check_numbers,
     unknown,
 )
@@ -381,7 +382,7 @@ def _with_constants(formula: Formula, constants: tuple[tuple[str, Constant], ...
     return replace(formula, constants=tuple({**dict(formula.constants), **dict(constants)}.items()))
 
 
-def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor | str:
+def number_of(hyper: Hyper, name: str, formula: Formula) -> Scalar | str:
     """The value of `name`: a choice of the formula, an entry of `hyper.own`, a field of `hyper` or one of its betas.
 
     A number that is missing in `hyper.own` has its default.
@@ -392,7 +393,7 @@ def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor | str
     if name in hyper.own:
         return _number(hyper.own[name])
     if name in ("lr", "weight_decay", "step", "eps", "momentum"):
-        value: float | Tensor = getattr(hyper, name)
+        value: Scalar = getattr(hyper, name)
         return value
     if name.startswith("beta") and name[4:].isdigit():
         if int(name[4:]) > len(hyper.betas):
@@ -403,5 +404,5 @@ def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor | str
     return default
 
 
-def _number(value: Any) -> float | Tensor:
+def _number(value: Any) -> Scalar:
     return value if isinstance(value, Tensor) else float(value)

@@ -11,11 +11,13 @@ from opt_kernels.works import Constants
 COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 TINY = 2.0**-149  # the smallest positive float32
 HUGE = (2 - 2**-23) * 2.0**127  # the largest float32
+Lines = list[str]
+"""Lines of source."""
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
-def each(pattern: str, items: Iterable[object]) -> list[str]:
-    """Lines of source, or parts of them: `pattern` with each item in place of `#`."""
+def each(pattern: str, items: Iterable[object]) -> Lines:
+    """Lines, or parts of them: `pattern` with each item in place of `#`."""
     return [pattern.replace("#", str(item)) for item in items]
 
 
@@ -42,7 +44,7 @@ class Dialect:
     def call(self, function: str, arguments: list[str]) -> str:
         return ""
 
-    def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
+    def branch(self, condition: str, yes: Lines, no: Lines) -> Lines:
         return []
 
     def assignment(self, name: str, value: str) -> str:
@@ -116,9 +118,9 @@ class Dialect:
             "parentheses to combine them, as in (a > 0) & (b > 0)"
         )
 
-    def statements(self, body: Sequence[ast.stmt]) -> list[str]:
+    def statements(self, body: Sequence[ast.stmt]) -> Lines:
         """Assignments and branches as lines of source."""
-        lines: list[str] = []
+        lines: Lines = []
         for statement in syntax.folded(list(body), self.constants):
             match statement:
                 case ast.Assign([ast.Name(name)], value):
@@ -134,7 +136,7 @@ class Dialect:
                     )
         return lines
 
-    def conditional(self, statement: ast.If) -> list[str]:
+    def conditional(self, statement: ast.If) -> Lines:
         """A branch as lines of source."""
         condition = self.condition(statement.test)
         return self.branch(condition, self.statements(statement.body), self.statements(statement.orelse))
@@ -233,7 +235,7 @@ class Check(Dialect):
             )
         return ""
 
-    def conditional(self, statement: ast.If) -> list[str]:
+    def conditional(self, statement: ast.If) -> Lines:
         """Check both branches. Afterwards the names are known that both assign."""
         self._check_branch(statement.test)
         self.condition(statement.test)

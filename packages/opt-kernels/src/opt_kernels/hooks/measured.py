@@ -41,7 +41,7 @@ from opt_kernels.hooks.values import (
     RowFloor,
 )
 from opt_kernels.rules.base import Needs, Rule, init_state
-from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, States, StateSpec, Work
+from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, Scalar, States, StateSpec, Work
 
 ALIGNED = 64  # each direction begins at a multiple of this many elements
 
@@ -68,7 +68,7 @@ class Begun(NamedTuple):
 
     batches: Sequence[Batch]  # the caller's
     directions: Sequence[Batch]  # inputs of the bare rule, with `grad_scale`
-    grad_scale: float | Tensor
+    grad_scale: Scalar
     updates: Sequence[Sequence[Tensor]]  # by batch: u of each work, once the rule has run; empty without a buffer
 
 
@@ -141,9 +141,7 @@ class HookedUpdate:
         """The factor of gradients: a rule that maximizes negates them."""
         return -1.0 if getattr(self.rule, "maximize", False) else 1.0
 
-    def update_(
-        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
         begun = self.begin(batches, grad_scale=grad_scale)
         self.rule.update_(begun.directions, grad_scale=begun.grad_scale, skip=skip)
         self.finish_(begun, self.sums(begun), skip=skip)
@@ -152,7 +150,7 @@ class HookedUpdate:
         self,
         batches: Sequence[Batch],
         *,
-        grad_scale: float | Tensor = 1.0,
+        grad_scale: Scalar = 1.0,
         row_means: Sequence[RowMeans | None] = (),  # of all works; None: its rows are whole; (): all are
     ) -> Begun:
         """The inputs of the bare rule, with weights of zero, that make it write directions. Modifies nothing."""
@@ -174,7 +172,7 @@ class HookedUpdate:
             updates.append(buffers)
         return Begun(batches, directions, 1.0 if changes else grad_scale, updates)
 
-    def _gradient(self, work: Work, scale: float | Tensor, decay: float | Tensor, means: RowMeans | None) -> Tensor:
+    def _gradient(self, work: Work, scale: Scalar, decay: Scalar, means: RowMeans | None) -> Tensor:
         """scale * grad + decay * p, minus the mean of each row if it centralizes: a new tensor in the compute dtype.
 
         A row is one index of the first dim; in a stack of matrices, one index of all dims except the last.
@@ -234,7 +232,7 @@ class HookedUpdate:
         """Apply RowFloor. CautiousUpdate multiplies updates later, by a factor that follows from the sums."""
         for floor in (hook for hook in self.hooks if isinstance(hook, RowFloor)):
             mask = tuple(hook for hook in self.hooks if isinstance(hook, CautiousUpdate))
-            ratios: list[float | Tensor] = [floor.ratio] * len(works)
+            ratios: list[Scalar] = [floor.ratio] * len(works)
             if mask:
                 _, factors = moves_of(mask, sums, Hyper(lr=1.0), couples=False)
                 ratios = list((floor.ratio / factors).unbind())
@@ -263,7 +261,7 @@ class HookedUpdate:
         return moves
 
 
-def _as(value: float | Tensor, number: float) -> float | Tensor:
+def _as(value: Scalar, number: float) -> Scalar:
     """`number` on the device of `value`, because a captured step refuses host numbers."""
     return torch.full_like(value, number) if isinstance(value, Tensor) else number
 

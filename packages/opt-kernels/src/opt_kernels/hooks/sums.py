@@ -13,7 +13,7 @@ from torch import Tensor
 from opt_kernels.backends.elements import anchor_of, flat, in_memory_order
 from opt_kernels.codecs import narrow
 from opt_kernels.hooks import values
-from opt_kernels.works import Hyper, Work
+from opt_kernels.works import Hyper, Scalar, Work
 
 ROW = 1 << 12  # elements summed in float32 before float64 takes over, so that rounding does not grow with the parameter
 PIECE_NUMEL = 1 << 22  # elements per temporary
@@ -118,7 +118,7 @@ def _squares_of_moved(sums: Tensor, keep: float | Tensor, rate: Tensor) -> Tenso
     return squares.clamp_min(0.0)
 
 
-def share_that_decays(hooks: values.Hooks, hyper: Hyper, *, couples: bool) -> float | Tensor:
+def share_that_decays(hooks: values.Hooks, hyper: Hyper, *, couples: bool) -> Scalar:
     """d in p <- p - d p, for elements that are not masked."""
     decay = next((hook for hook in hooks if hook.decays), None)
     if isinstance(decay, values.CoupledDecay) or (decay is None and couples):
@@ -146,7 +146,7 @@ def _factors(hook: values.Hook, sums: Tensor, before: Tensor) -> Tensor:
 LEAST_NORM = 1e-8  # of rows
 
 
-def raise_rows_(update: Tensor, main: Tensor, ratio: float | Tensor) -> None:
+def raise_rows_(update: Tensor, main: Tensor, ratio: Scalar) -> None:
     """Scale up the rows of `update` (rows, ...) whose norm is below `ratio` times that of the row of `main`."""
     if update.dim() > 1 and update.numel():
         dims = tuple(range(1, update.dim()))
@@ -192,7 +192,7 @@ def add_row_sums_(sums: Tensor, grad: Tensor, rows: SpannedRows, *, first: int) 
         sums[at] += part.sum(tuple(range(dims, part.dim())), dtype=torch.float64).view(-1)
 
 
-def subtract_row_means_(grad: Tensor, of: RowMeans, *, scale: float | Tensor) -> None:
+def subtract_row_means_(grad: Tensor, of: RowMeans, *, scale: Scalar) -> None:
     """Subtract `scale` times the row mean from each element of `grad`, which was scaled already."""
     means = (of.means * scale).to(grad.dtype)
     for at, part, dims in _parts(grad, of.rows, of.first):

@@ -16,7 +16,7 @@ from torch import Tensor
 from opt_kernels.backends import elements
 from opt_kernels.backends.elements import compute_dtype, flat
 from opt_kernels.codecs import StateCodec, scale_name, without_outliers
-from opt_kernels.works import Batch, MatrixSpec, Task, TensorParallel, Work
+from opt_kernels.works import Batch, MatrixSpec, Scalar, Task, TensorParallel, Work
 
 # Elements of a stack: enough that small matrices share calls. On a CPU a stack must fit in the cache: a matrix of
 # 512 x 2048 is faster alone than in a larger stack.
@@ -165,7 +165,7 @@ def join(parts: Sequence[Tensor], spec: MatrixSpec, shape: Sequence[int]) -> Ten
     return torch.cat(grouped, dim=2).reshape(shape)
 
 
-def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
+def scaled_grads(tasks: Sequence[Task], grad_scale: Scalar) -> Tensor:
     """The gradients of works of one shape times `grad_scale`, a new (len(tasks), *shape) in the compute dtype."""
     first = tasks[0].work
     shape = (len(tasks), *first.grad.shape)
@@ -178,7 +178,7 @@ def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
     return out.mul_(grad_scale)
 
 
-def weight_for(x: Tensor, number: float | Tensor) -> float | Tensor:
+def weight_for(x: Tensor, number: Scalar) -> Scalar:
     """`number` as a weight for `x.lerp_`: a tensor in the dtype of `x`."""
     if isinstance(number, Tensor):
         return number.to(x.dtype)

@@ -36,7 +36,7 @@ from opt_kernels.matrices.coefficients import (
 from opt_kernels.matrices.muon import EPS, Inputs, PostNorm, PreNorm
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import MatmulPrecision, fp32_products
-from opt_kernels.works import AllReduce, NamedChoice
+from opt_kernels.works import AllReduce, NamedChoice, Scalar
 
 __all__ = [
     "EPS", "MatmulPrecision", "Orthogonalization", "TpMode", "cut", "newton_schulz", "reference_newton_schulz",
@@ -368,7 +368,7 @@ class Orthogonalization:
             done = done * products.to(done.dtype)
         return done
 
-    def _smaller_side(self, x: Tensor, cut: Cut | None) -> float | Tensor:
+    def _smaller_side(self, x: Tensor, cut: Cut | None) -> Scalar:
         """The smaller of the rows and columns of whole matrices. Ranks may have parts of unequal size."""
         if cut is None:
             return float(min(x.shape[-2:]))

@@ -18,7 +18,7 @@ from opt_kernels.optim.state import STEP
 from opt_kernels.params import MAIN, REMAINDER, Count, FollowingMains, Groups
 from opt_kernels.params.writes import Mark
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, States, Works
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Scalar, States, Works
 
 _GRAD = attrgetter("grad")
 _LAYOUT = attrgetter("layout")
@@ -219,7 +219,7 @@ _DEVICE = attrgetter("device")
 
 def scaling_of(
     params: Sequence[Tensor], *, found_inf: Tensor | None, loss_scale: Tensor | None, max_norm: float | None
-) -> tuple[float | Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Scalar, Tensor | None, Tensor | None]:
     """The factor of the gradients, whether the step is skipped, and their norm, which follow from `GradScaler` and
     clipping, without synchronizing the host.
 
@@ -231,7 +231,7 @@ def scaling_of(
     skip = None
     if found_inf is not None:
         skip = found_inf.reshape(()) != 0
-    scale: float | Tensor = 1.0
+    scale: Scalar = 1.0
     if loss_scale is not None:
         scale = loss_scale.reshape(()).double().reciprocal()
     if max_norm is None:

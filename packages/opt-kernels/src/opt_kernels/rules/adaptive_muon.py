@@ -15,7 +15,7 @@ from opt_kernels.matrices.muon import Decay, Inputs, MuonStep
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, NamedChoice, StateKind, States, StateSpec, Task, Work
+from opt_kernels.works import Batch, Hyper, NamedChoice, Scalar, StateKind, States, StateSpec, Task, Work
 
 SECOND_MOMENT = "moment2_buffer"
 SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"
@@ -148,9 +148,7 @@ class AdaptiveMuonRule(MatrixRule):
         of_cols = rows < cols if self.lines is Lines.LONGER else self.lines is Lines.COLS
         return SECOND_MOMENT_OF_COLS if of_cols else SECOND_MOMENT
 
-    def update_(
-        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
         if self.sums_gradients:
             batches = [Batch(hyper, [_with_squares(work, grad_scale) for work in works]) for hyper, works in batches]
         in_phases_ = version("muon", "in_phases_", backend=self.backend, tensors=tensors_of(batches))
@@ -255,7 +253,7 @@ def _divide_lines_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> 
     update.mul_(factor[..., None, None])
 
 
-def _with_squares(work: Work, grad_scale: float | Tensor) -> Work:
+def _with_squares(work: Work, grad_scale: Scalar) -> Work:
     """The work with ‖g‖² of its local matrices as `GRAD_SQUARES`. Raises MatrixError for a part whose size does not
     follow from that of the whole."""
     if work.matrix.part is not None:

@@ -41,6 +41,7 @@ from opt_kernels.works import (
     MatrixSpec,
     NamedChoice,
     Number,
+    Scalar,
     States,
     StateSpec,
     Task,
@@ -88,7 +89,7 @@ class Rule(Protocol):
         self,
         batches: Sequence[Batch],
         *,
-        grad_scale: float | Tensor = 1.0,  # factor of every gradient: 1 / loss scale, times the clip coefficient
+        grad_scale: Scalar = 1.0,  # factor of every gradient: 1 / loss scale, times the clip coefficient
         skip: Tensor | None = None,  # 0-d; if it is not zero, nothing is written
     ) -> None:
         """Write `main`, `out`, `remainder` and `state` of every work. `grad` is only read."""
@@ -210,7 +211,7 @@ def keeps_parts(rule: Rule) -> bool:
 
 
 def in_phases_(
-    batches: Sequence[Batch], rule: MatrixRule, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
+    batches: Sequence[Batch], rule: MatrixRule, *, grad_scale: Scalar = 1.0, skip: Tensor | None = None
 ) -> None:
     """Update all works by the three phases of `rule`: one matrix at a time in the first and the last, so that it stays
     in the cache, and stacks of one layout in the second."""
@@ -259,9 +260,7 @@ class WholeMatrices(MatrixRule):
             states[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=main.device)
         return states
 
-    def update_(
-        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
         if not self.capturable:
             if skipped(skip):
                 return
@@ -371,9 +370,7 @@ class ElementwiseRule:
         ]
         return self.formula.with_constants(**dict.fromkeys(off, False))
 
-    def update_(
-        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
         scale = -grad_scale if self.maximize else grad_scale
         by_sweep: dict[tuple[Formula, tuple[StateCodec, ...]], list[Batch]] = {}

@@ -35,7 +35,7 @@ from opt_kernels.matrices.muon import (
 )
 from opt_kernels.matrices.orthogonalization import EPS, MatmulPrecision, Orthogonalization, TpMode
 from opt_kernels.rules.base import Needs
-from opt_kernels.works import Batch, States, StateSpec, Task, Work
+from opt_kernels.works import Batch, Scalar, States, StateSpec, Task, Work
 
 
 # Without slots: a rule that also inherits from another one with slots could not be built.
@@ -135,9 +135,7 @@ class MuonRule(NewtonSchulzRule):
     def init_state(self, main: Tensor) -> States:
         return init_state(self.codecs, main)
 
-    def update_(
-        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
         in_phases_ = version("muon", "in_phases_", backend=self.backend, tensors=tensors_of(batches))
         in_phases_(batches, self, grad_scale=grad_scale, skip=skip)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.syntax import Body, assigned, decided, read
-from opt_kernels.formulas.translate import Dialect, each
+from opt_kernels.formulas.translate import Dialect, Lines, each
 from opt_kernels.works import Constants
 
 
@@ -32,7 +32,7 @@ class Cpp(Dialect):
     def call(self, function: str, arguments: list[str]) -> str:
         return f"f_{function}({', '.join(arguments)})"
 
-    def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
+    def branch(self, condition: str, yes: Lines, no: Lines) -> Lines:
         otherwise = ["} else {", *no] if no else []
         return [f"if ({condition}) {{", *yes, *otherwise, "}"]
 
@@ -137,7 +137,7 @@ def _moved_down(body: Sequence[ast.stmt], needed: set[str]) -> tuple[Body, Body]
 ARGUMENTS = "const Run &run, const Row &row, const Noises &noise, Chunk &chunk, int64_t begin, int64_t n"
 
 
-def coded_span(formula: Formula) -> list[str]:
+def coded_span(formula: Formula) -> Lines:
     """`update_span` and its stages."""
     plan = _ChunkPlan(formula)
     states = range(len(plan.states))
@@ -215,7 +215,7 @@ for (int64_t k = 0; k < n; k++) {
 const int64_t i = begin + k, j = at + k;"""
 
 
-def _chunk(plan: _ChunkPlan) -> list[str]:
+def _chunk(plan: _ChunkPlan) -> Lines:
     """The struct `Chunk`: decoded or encoded states with their largest values, and what the first part leaves."""
     states = range(len(plan.states))
     lines = each("alignas(64) float values#[CHUNK];", states)
@@ -225,7 +225,7 @@ def _chunk(plan: _ChunkPlan) -> list[str]:
     return ["struct Chunk {", *lines, "};"]
 
 
-def _before(plan: _ChunkPlan) -> list[str]:
+def _before(plan: _ChunkPlan) -> Lines:
     """The function `before`: the first part on a group, which is `begin` elements into the chunk's run."""
     if not plan.cut.roots:
         return []
@@ -254,7 +254,7 @@ def _before(plan: _ChunkPlan) -> list[str]:
     return [*lines, "}", *each(STORE_LARGEST, plan.early), "chunk.largest_root[at / GROUP] = largest_root;", "}"]
 
 
-def _after(plan: _ChunkPlan) -> list[str]:
+def _after(plan: _ChunkPlan) -> Lines:
     """The function `after`: the rest, with `EXACT` divisions by scalars where these are extreme."""
     dialect = _After(plan)
     inputs = [] if plan.cut.roots else ["g", *plan.states]
@@ -298,7 +298,7 @@ class _After(Cpp):
         return super().expression(node)
 
 
-def _loaded(plan: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> list[str]:
+def _loaded(plan: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> Lines:
     """Declarations of inputs of the formula, and of what its first part has left in the chunk."""
     sources = {"p": "read_main(main, out, i)", "g": "read(grad[i]) * row.grad_scale"}
     sources |= {name: f"chunk.values{i}[j]" for i, name in enumerate(plan.states)}
@@ -313,19 +313,19 @@ def _loaded(plan: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> lis
     return [f"float x_{name} = {value};" for name, value in values]
 
 
-def locals_of(body: Sequence[ast.stmt], declared: set[str]) -> list[str]:
+def locals_of(body: Sequence[ast.stmt], declared: set[str]) -> Lines:
     """Declarations of the variables of `body` that are not in `declared`."""
     return each("float x_# = 0.0f;", [name for name in assigned(body) if name not in declared])
 
 
-def _results(plan: _ChunkPlan, dialect: Cpp, chosen: Sequence[int]) -> list[str]:
+def _results(plan: _ChunkPlan, dialect: Cpp, chosen: Sequence[int]) -> Lines:
     """Writes the new states of these numbers, as they will be encoded."""
     values = [f"const float new{i} = Codec{i}::kept({dialect.expression(plan.results[i])});" for i in chosen]
     stores = each("chunk.values#[j] = new#;", chosen)
     return [*values, *stores, *each("largest# = at_least(largest#, magnitude(new#));", chosen)]
 
 
-def _without_outliers(states: range) -> list[str]:
+def _without_outliers(states: range) -> Lines:
     """The function `drop_outliers`: resets all states of elements of which one would spoil its group."""
     is_outlier = " || ".join(each("(Codec#::SHARES && magnitude(chunk.values#[j]) >= OUTLIER)", states))
     return [
@@ -361,7 +361,7 @@ if (begin < end) update_chunk(run, row, noise, chunk, begin, 1, end - begin, mod
 }"""
 
 
-def _span(plan: _ChunkPlan, states: range) -> list[str]:
+def _span(plan: _ChunkPlan, states: range) -> Lines:
     """The functions `update_chunk`, which takes a chunk through all stages, and `update_span`."""
     before = "before(run, row, noise, chunk, at, n, k);" if plan.cut.roots else ""
     is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if plan.cut.roots else ""

@@ -5,7 +5,7 @@ from string import Template
 
 from opt_kernels.backends.cpp.chunks import POINTERS, Cpp, coded_span, locals_of
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.translate import each
+from opt_kernels.formulas.translate import Lines, each
 
 
 def has_codes(codecs: Sequence[str]) -> bool:
@@ -24,7 +24,7 @@ def source_of(formula: Formula, codecs: Sequence[str]) -> str:
     return "\n".join((row, *aliases, _run(states), *span, SWEEP))
 
 
-def _update(formula: Formula) -> list[str]:
+def _update(formula: Formula) -> Lines:
     """The function `update`: the formula on one element."""
     body, results = formula.body_and_results()
     dialect = Cpp(dict(formula.constants))

@@ -20,7 +20,7 @@ from opt_kernels.backends.cpp.translate import has_codes, source_of
 from opt_kernels.backends.tables import DeviceTables
 from opt_kernels.codecs import Codecs, Plain, StateCodec, scale_name, scheme_of
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.works import Batch, Hyper, Work
+from opt_kernels.works import Batch, Hyper, Scalar, Work
 
 C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
 UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
@@ -122,7 +122,7 @@ def update_(
     codecs: Codecs,
     *,
     stochastic_rounding: bool = False,
-    grad_scale: float | Tensor = 1.0,
+    grad_scale: Scalar = 1.0,
     skip: Tensor | None = None,
 ) -> None:
     """Same as `reference.update_`, except for the last bits. Works whose sweep cannot be compiled use torch, too.

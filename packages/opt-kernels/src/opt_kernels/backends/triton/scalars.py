@@ -17,7 +17,7 @@ from torch import Tensor
 from opt_kernels.backends import tables
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton import jit, tl
-from opt_kernels.works import Hyper
+from opt_kernels.works import Hyper, Scalar
 
 WIDTH: tl.constexpr = tl.constexpr(8)
 PROCEED: tl.constexpr = tl.constexpr(0)  # 0 if the step is skipped, else 1
@@ -90,7 +90,7 @@ def q_pochhammer(a: tl.tensor, q: tl.tensor, count: tl.tensor) -> tl.tensor:
 def scalar_block(
     hypers: Sequence[Hyper],
     *,
-    grad_scale: float | Tensor,
+    grad_scale: Scalar,
     skip: Tensor | None,  # 0-d
     device: torch.device,
 ) -> Tensor:

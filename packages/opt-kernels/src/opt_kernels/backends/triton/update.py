@@ -22,8 +22,8 @@ from opt_kernels.backends.triton.scalars import CHANGING, Row, numbers_on
 from opt_kernels.codecs import Codecs, StateCodec
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.syntax import FormulaError, read, scalar_expressions
-from opt_kernels.formulas.translate import Dialect, each, elements_among
-from opt_kernels.works import Batch
+from opt_kernels.formulas.translate import Dialect, Lines, each, elements_among
+from opt_kernels.works import Batch, Scalar
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
 
@@ -71,7 +71,7 @@ class _Triton(Dialect):
     def literal(self, value: float) -> str:
         return repr(value)
 
-    def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
+    def branch(self, condition: str, yes: Lines, no: Lines) -> Lines:
         otherwise = ["else:", *_indented(no)] if no else []
         return [f"if {condition}:", *_indented(yes), *otherwise]
 
@@ -142,7 +142,7 @@ def _own(formula: Formula) -> list[str]:
     return [name for name in formula.number_names if name not in (*CHANGING, *constants)]
 
 
-def _fill(formula: Formula, row_width: int) -> list[str]:
+def _fill(formula: Formula, row_width: int) -> Lines:
     """The kernel `fill`, which computes the scalar block, one program per row."""
     statements, scalars = scalar_expressions(formula.scalars)
     dialect = _Scalar(dict(formula.constants))
@@ -171,13 +171,13 @@ class _ScalarLoads:
     def __init__(self, scalars: Sequence[str]) -> None:
         self._lanes = {f"x_{name}": SCALARS_AT + i for i, name in enumerate(scalars)}  # of those not loaded yet
 
-    def before(self, lines: list[str]) -> list[str]:
+    def before(self, lines: Lines) -> Lines:
         words = set(re.findall(r"\w+", " ".join(lines)))
         first = [name for name in self._lanes if name in words]
         return [*(f"{name} = tl.load(row + {self._lanes.pop(name)})" for name in first), *lines]
 
 
-def _tile(formula: Formula) -> list[str]:
+def _tile(formula: Formula) -> Lines:
     """One tile: everything between reading a gradient and writing a weight, in registers."""
     statements, results = formula.body_and_results()
     dialect = _Element(dict(formula.constants))
@@ -226,7 +226,7 @@ def _tile(formula: Formula) -> list[str]:
     ]
 
 
-def _sweep(formula: Formula, row_width: int) -> list[str]:
+def _sweep(formula: Formula, row_width: int) -> Lines:
     """One program per chunk. It writes nothing if the scalar block says to skip the step."""
     states = range(len(formula.states))
     kept = "".join(each("STATE#, SCHEME#, ROUNDS#, ", states))
@@ -268,7 +268,7 @@ def _columns(formula: Formula) -> str:
     return "".join(each("codes#, scales#, ", range(len(formula.states))))
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def _indented(lines: Sequence[str]) -> Lines:
     return each("    #", lines)
 
 
@@ -278,7 +278,7 @@ def update_(
     codecs: Codecs,
     *,
     stochastic_rounding: bool = False,
-    grad_scale: float | Tensor = 1.0,
+    grad_scale: Scalar = 1.0,
     skip: Tensor | None = None,
 ) -> None:
     """Do what `reference.update_` does, on the device of the tensors, without synchronizing; may be captured.

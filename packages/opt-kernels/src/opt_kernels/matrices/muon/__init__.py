@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
-from opt_kernels.works import AllReduce, NamedChoice, Task, Work
+from opt_kernels.works import AllReduce, NamedChoice, Scalar, Task, Work
 
 MOMENTUM = "momentum_buffer"
 EPS = 1e-15  # as in Megatron-Core; far below any gradient, so that clipping cannot push a momentum under it
@@ -100,7 +100,7 @@ class MuonStep(NamedTuple):
     adapt_: Adapt | None = None
 
 
-def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:
+def decay_of(main: Tensor, weight_decay: Scalar) -> Tensor:
     """`weight_decay * main`, a new tensor. Without decay it is zero even for an infinite weight."""
     if isinstance(weight_decay, Tensor):
         return torch.where(weight_decay == 0, 0.0, weight_decay * main)
