@@ -21,6 +21,8 @@ __all__ = [
 ]  # fmt: skip
 
 NumberValue = float | tuple[float, ...]
+Skip = Tensor | None
+"""The flag of a skipped step: 0-d; nothing is written if it is not zero. None: the step is not skipped."""
 Scalar = float | Tensor
 """A number of the host, or a 0-d tensor that the host need not read."""
 Constant = bool | float | str

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import Codecs, narrow, scale_name
-from opt_kernels.works import Batch, Work, Works
+from opt_kernels.works import Batch, Skip, Work, Works
 
 
 class LayoutError(ValueError):
@@ -46,7 +46,7 @@ def anchor_of(work: Work) -> Tensor:
     return halves(work)[0] if work.main is None else work.main
 
 
-def skipped(skip: Tensor | None) -> bool:
+def skipped(skip: Skip) -> bool:
     """Whether the sweep must write nothing."""
     return skip is not None and bool(skip)
 

@@ -21,7 +21,7 @@ from opt_kernels.backends.elements import (
 )
 from opt_kernels.codecs import Codecs, Plain, narrow, scale_name, without_outliers
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.works import Batch, Scalar, Work
+from opt_kernels.works import Batch, Scalar, Skip, Work
 
 
 class GradStats(NamedTuple):
@@ -68,7 +68,7 @@ def update_(
     *,
     stochastic_rounding: bool = False,  # a bfloat16 main is rounded stochastically
     grad_scale: Scalar = 1.0,
-    skip: Tensor | None = None,
+    skip: Skip = None,
 ) -> None:
     """Update `main` (or `out` and `remainder`), `out` and the states of every work.
 

@@ -18,7 +18,7 @@ from opt_kernels.codecs import Codecs, Plain
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.sgd import SGD
-from opt_kernels.works import Batch, Hyper, Scalar, Work
+from opt_kernels.works import Batch, Hyper, Scalar, Skip, Work
 
 # Elements that are converted at a time: 512 KiB of float32, so that later passes read the cache. A multiple of every
 # codec's block.
@@ -43,7 +43,7 @@ def update_(
     *,
     stochastic_rounding: bool = False,
     grad_scale: Scalar = 1.0,
-    skip: Tensor | None = None,
+    skip: Skip = None,
 ) -> None:
     """Same as `reference.update_`, except for the last bits. Hyper-parameters are read on the host."""
     if elements.skipped(skip):

@@ -41,7 +41,7 @@ from opt_kernels.hooks.values import (
     RowFloor,
 )
 from opt_kernels.rules.base import Needs, Rule, init_state
-from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, Scalar, States, StateSpec, Work
+from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, Scalar, Skip, States, StateSpec, Work
 
 ALIGNED = 64  # each direction begins at a multiple of this many elements
 
@@ -141,7 +141,7 @@ class HookedUpdate:
         """The factor of gradients: a rule that maximizes negates them."""
         return -1.0 if getattr(self.rule, "maximize", False) else 1.0
 
-    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
         begun = self.begin(batches, grad_scale=grad_scale)
         self.rule.update_(begun.directions, grad_scale=begun.grad_scale, skip=skip)
         self.finish_(begun, self.sums(begun), skip=skip)
@@ -210,7 +210,7 @@ class HookedUpdate:
             columns(found).kept.copy_(torch.stack(kept))
         return found
 
-    def finish_(self, begun: Begun, sums: Tensor, *, skip: Tensor | None = None) -> None:
+    def finish_(self, begun: Begun, sums: Tensor, *, skip: Skip = None) -> None:
         """Update the weights. `sums` are the results of the method `sums`, over whole parameters."""
         if not self.is_measured:
             return

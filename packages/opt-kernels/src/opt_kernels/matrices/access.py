@@ -16,7 +16,7 @@ from torch import Tensor
 from opt_kernels.backends import elements
 from opt_kernels.backends.elements import compute_dtype, flat
 from opt_kernels.codecs import StateCodec, scale_name, without_outliers
-from opt_kernels.works import Batch, MatrixSpec, Scalar, Task, TensorParallel, Work
+from opt_kernels.works import Batch, MatrixSpec, Scalar, Skip, Task, TensorParallel, Work
 
 # Elements of a stack: enough that small matrices share calls. On a CPU a stack must fit in the cache: a matrix of
 # 512 x 2048 is faster alone than in a larger stack.
@@ -185,7 +185,7 @@ def weight_for(x: Tensor, number: Scalar) -> Scalar:
     return number
 
 
-def write_main_(work: Work, value: Tensor, skip: Tensor | None) -> None:
+def write_main_(work: Work, value: Tensor, skip: Skip) -> None:
     """Write `value`, in the compute dtype, to main and out, or split it into out and remainder. Not if `skip`."""
     if skip is None:
         elements.write_main_(work, value)
@@ -205,7 +205,7 @@ def read_state(work: Work, name: str, codec: StateCodec) -> Tensor:
     return values
 
 
-def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip: Tensor | None) -> None:
+def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip: Skip) -> None:
     """Write the state `name`, and its block scales if the codec has any; zeros for outliers. Not if `skip`."""
     [values] = without_outliers([codec], [values])
     like = work.state[name]
@@ -230,7 +230,7 @@ def _run(tensor: Tensor, codes: Tensor, codec: StateCodec) -> Tensor:
     return flat(tensor, codes, "a state")
 
 
-def assign_(targets: Iterable[Tensor], values: Iterable[Tensor], skip: Tensor | None) -> None:
+def assign_(targets: Iterable[Tensor], values: Iterable[Tensor], skip: Skip) -> None:
     """Copy each value to its target, or nothing if `skip` is not zero, which the host does not read."""
     for target, value in zip(targets, values):
         if value is target:

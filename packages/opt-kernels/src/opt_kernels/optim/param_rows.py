@@ -18,7 +18,7 @@ from opt_kernels.optim.state import STEP
 from opt_kernels.params import MAIN, REMAINDER, Count, FollowingMains, Groups
 from opt_kernels.params.writes import Mark
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, Scalar, States, Works
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Scalar, Skip, States, Works
 
 _GRAD = attrgetter("grad")
 _LAYOUT = attrgetter("layout")
@@ -180,7 +180,7 @@ class Rows:
             found.setdefault(row.sweep, []).append(Batch(numbers, row.works(of_row)))
         return found
 
-    def count(self, skip: Tensor | None) -> None:
+    def count(self, skip: Skip) -> None:
         """Count the step of each parameter, unless `skip` (0-d bool, on the device) is set."""
         for row in self._rows:
             row.count.advance(skip)

@@ -15,7 +15,7 @@ from opt_kernels.matrices.muon import Decay, Inputs, MuonStep
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, NamedChoice, Scalar, StateKind, States, StateSpec, Task, Work
+from opt_kernels.works import Batch, Hyper, NamedChoice, Scalar, Skip, StateKind, States, StateSpec, Task, Work
 
 SECOND_MOMENT = "moment2_buffer"
 SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"
@@ -148,13 +148,13 @@ class AdaptiveMuonRule(MatrixRule):
         of_cols = rows < cols if self.lines is Lines.LONGER else self.lines is Lines.COLS
         return SECOND_MOMENT_OF_COLS if of_cols else SECOND_MOMENT
 
-    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
         if self.sums_gradients:
             batches = [Batch(hyper, [_with_squares(work, grad_scale) for work in works]) for hyper, works in batches]
         in_phases_ = version("muon", "in_phases_", backend=self.backend, tensors=tensors_of(batches))
         in_phases_(batches, self, grad_scale=grad_scale, skip=skip)
 
-    def step(self, skip: Tensor | None) -> MuonStep:
+    def step(self, skip: Skip) -> MuonStep:
         """Muon's step with these directions."""
         step = self.muon.step(skip)._replace(transform=partial(self._directions, skip=skip))
         if self.second_moment is SecondMoment.ADAMUON:
@@ -164,11 +164,11 @@ class AdaptiveMuonRule(MatrixRule):
             step = step._replace(inputs=lambda work: Inputs(compute_dtype(work), False))
         return step
 
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+    def prepare_(self, task: Task, grad: Tensor, skip: Skip) -> None:
         """Update the momentum, as Muon does."""
         self.muon.prepare_(task, grad, skip)
 
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip) -> Tensor:
         """O, or U where it is one of the whole matrix; NAMO reads ‖g‖² from the state `GRAD_SQUARES`."""
         return self._directions(tasks, inputs, False, skip=skip)
 
@@ -177,13 +177,13 @@ class AdaptiveMuonRule(MatrixRule):
         returns_directions = self.second_moment is SecondMoment.ADAMUON
         return self.muon.update_dtype(dtype, device) if returns_directions else dtype
 
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+    def apply_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Divide O by its second moment (AdaMuon), then update the weights as Muon does."""
         if self.second_moment is SecondMoment.ADAMUON:
             self._divide_(task, update, skip=skip)
         self.muon.apply_(task, update, skip)
 
-    def _directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, *, skip: Tensor | None) -> Tensor:
+    def _directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, *, skip: Skip) -> Tensor:
         dtype = compute_dtype(tasks[0].work)
         size = access.whole_size(tasks[0].work)
         match self.second_moment:
@@ -209,13 +209,13 @@ class AdaptiveMuonRule(MatrixRule):
                 _divide_lines_(task.work, update, second.unsqueeze(dim), task.hyper)
         return updates
 
-    def _divide_(self, task: Task, update: Tensor, *, skip: Tensor | None) -> None:
+    def _divide_(self, task: Task, update: Tensor, *, skip: Skip) -> None:
         """Divide each element by its second moment."""
         second = _accumulated(task, SECOND_MOMENT, update.square(), skip)
         update.div_(second.sqrt_().add_(task.hyper.eps))
 
 
-def _accumulated(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:
+def _accumulated(task: Task, name: str, squares: Tensor, skip: Skip) -> Tensor:
     """Update the second moment `name` and return it: v + (1 - b2)(squares - v)."""
     hyper, work = task
     second = access.read_state(work, name, Plain())
@@ -265,7 +265,7 @@ def _with_squares(work: Work, grad_scale: Scalar) -> Work:
     return replace(work, state={**work.state, GRAD_SQUARES: squares})
 
 
-def _factor(task: Task, u: Tensor, skip: Tensor | None) -> Tensor:
+def _factor(task: Task, u: Tensor, skip: Skip) -> Tensor:
     """‖u‖ / (sqrt(v) + eps), 0-d, or one number per matrix of a stack. Updates v."""
     hyper, work = task
     of_whole = access.over_peers(work, work.state[GRAD_SQUARES]).to(compute_dtype(work))

@@ -42,6 +42,7 @@ from opt_kernels.works import (
     NamedChoice,
     Number,
     Scalar,
+    Skip,
     States,
     StateSpec,
     Task,
@@ -90,7 +91,7 @@ class Rule(Protocol):
         batches: Sequence[Batch],
         *,
         grad_scale: Scalar = 1.0,  # factor of every gradient: 1 / loss scale, times the clip coefficient
-        skip: Tensor | None = None,  # 0-d; if it is not zero, nothing is written
+        skip: Skip = None,  # 0-d; if it is not zero, nothing is written
     ) -> None:
         """Write `main`, `out`, `remainder` and `state` of every work. `grad` is only read."""
         ...
@@ -109,18 +110,18 @@ class MatrixRule(Rule, Protocol):
         """How it handles matrices that tensor parallelism shards. None: it needs them whole, gathered by the caller."""
         ...
 
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+    def prepare_(self, task: Task, grad: Tensor, skip: Skip) -> None:
         """Turn `grad` (*shape), scaled and in the compute dtype, into the input of `transform_`, in place."""
         ...
 
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip) -> Tensor:
         """Compute directions (len(tasks), *shape) of matrices of one layout and batch, from the results of `prepare_`.
 
         Writes the states of the tasks that are declared as `whole`.
         """
         ...
 
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+    def apply_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Update `main` along `update` (*shape), elementwise. May overwrite `update`."""
         ...
 
@@ -210,9 +211,7 @@ def keeps_parts(rule: Rule) -> bool:
     return any(spec.by_part for spec in rule.state_specs)
 
 
-def in_phases_(
-    batches: Sequence[Batch], rule: MatrixRule, *, grad_scale: Scalar = 1.0, skip: Tensor | None = None
-) -> None:
+def in_phases_(batches: Sequence[Batch], rule: MatrixRule, *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
     """Update all works by the three phases of `rule`: one matrix at a time in the first and the last, so that it stays
     in the cache, and stacks of one layout in the second."""
     for tasks in stacks(batches):
@@ -260,7 +259,7 @@ class WholeMatrices(MatrixRule):
             states[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=main.device)
         return states
 
-    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
         if not self.capturable:
             if skipped(skip):
                 return
@@ -272,14 +271,14 @@ class WholeMatrices(MatrixRule):
                 check_states(self, work.state, work.grad.shape, work.matrix, wide=wide)
             in_phases_([Batch(hyper, works)], self, grad_scale=grad_scale, skip=skip)
 
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+    def apply_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Update in place: p <- p - lr wd p - lr update."""
         hyper, work = task
         if not skipped(skip):
             main = read_main(work)
             write_main_(work, main - hyper.lr * (decay_of(main, hyper.weight_decay) + update), None)
 
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+    def prepare_(self, task: Task, grad: Tensor, skip: Skip) -> None:
         """Do nothing: `transform_` takes gradients directly."""
 
     def check_whole(self, work: Work) -> None:
@@ -370,7 +369,7 @@ class ElementwiseRule:
         ]
         return self.formula.with_constants(**dict.fromkeys(off, False))
 
-    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
         scale = -grad_scale if self.maximize else grad_scale
         by_sweep: dict[tuple[Formula, tuple[StateCodec, ...]], list[Batch]] = {}

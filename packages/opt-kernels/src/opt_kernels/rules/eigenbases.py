@@ -14,7 +14,7 @@ from opt_kernels.matrices import access
 from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.base import WholeMatrices
-from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, StateKind, States, StateSpec, Task
+from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, Skip, StateKind, States, StateSpec, Task
 
 LEFT = "L"
 RIGHT = "R"
@@ -162,7 +162,7 @@ class EigenbasisRule(WholeMatrices):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip) -> Tensor:
         """The updates for gradients. Writes the states; none if `skip`, where the updates are zeros."""
         hyper, work = tasks[0]
         self.check_whole(work)

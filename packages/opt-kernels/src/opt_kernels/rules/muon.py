@@ -35,7 +35,7 @@ from opt_kernels.matrices.muon import (
 )
 from opt_kernels.matrices.orthogonalization import EPS, MatmulPrecision, Orthogonalization, TpMode
 from opt_kernels.rules.base import Needs
-from opt_kernels.works import Batch, Scalar, States, StateSpec, Task, Work
+from opt_kernels.works import Batch, Scalar, Skip, States, StateSpec, Task, Work
 
 
 # Without slots: a rule that also inherits from another one with slots could not be built.
@@ -135,16 +135,16 @@ class MuonRule(NewtonSchulzRule):
     def init_state(self, main: Tensor) -> States:
         return init_state(self.codecs, main)
 
-    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
+    def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
         in_phases_ = version("muon", "in_phases_", backend=self.backend, tensors=tensors_of(batches))
         in_phases_(batches, self, grad_scale=grad_scale, skip=skip)
 
-    def step(self, skip: Tensor | None) -> MuonStep:
+    def step(self, skip: Skip) -> MuonStep:
         """The step of this rule, of which other rules replace parts."""
         codec = self.codecs[MOMENTUM]
         return MuonStep(self.directions, self._inputs, self.scales, self.nesterov, self.weight_decay_method, codec)
 
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+    def prepare_(self, task: Task, grad: Tensor, skip: Skip) -> None:
         """Update the momentum, and turn `grad` into u."""
         hyper, work = task
         if self.weight_decay_method is Decay.L2:
@@ -161,7 +161,7 @@ class MuonRule(NewtonSchulzRule):
         else:
             grad.copy_(momentum)
 
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip) -> Tensor:
         """O without its scale."""
         return self.directions(tasks, inputs, False)
 
@@ -170,7 +170,7 @@ class MuonRule(NewtonSchulzRule):
         is_scaled = self.nuclear_scale or self.post_norm is not PostNorm.NONE
         return dtype if is_scaled else self.orthogonalization.dtype_of_products(dtype, device)
 
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+    def apply_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Scale the direction, and update the weights along it."""
         hyper, work = task
         scale_parts_(work, update, self.scales(work))

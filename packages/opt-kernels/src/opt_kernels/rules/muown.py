@@ -10,7 +10,7 @@ from opt_kernels.matrices import access
 from opt_kernels.matrices.muon import MOMENTUM, scale_parts_
 from opt_kernels.rules.base import WEIGHTS, WholeMatrices
 from opt_kernels.rules.muon import NewtonSchulzRule
-from opt_kernels.works import Hyper, Number, StateKind, StateSpec, Task
+from opt_kernels.works import Hyper, Number, Skip, StateKind, StateSpec, Task
 
 LEAST = 1e-12  # length of a row: rows of zeros have no direction
 CHANGED = 2.0**-8
@@ -60,7 +60,7 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
         *(StateSpec(name=name, kind=StateKind.REDUCED, dims=(-1,), whole=True) for name in OF_ROWS),
     )
 
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip) -> Tensor:
         """The new weights (len(tasks), *shape), given gradients, and the weights in the state `WEIGHTS`."""
         hyper, work = tasks[0]
         self.check_whole(work)
@@ -93,7 +93,7 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
         moved: Tensor = magnitude / norm * direction
         return moved
 
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+    def apply_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Write the new weights."""
         access.write_main_(task.work, update, skip)
 

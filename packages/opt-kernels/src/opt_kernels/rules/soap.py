@@ -18,7 +18,7 @@ from opt_kernels.rules.eigenbases import (
     out_of_basis,
     reordered,
 )
-from opt_kernels.works import Hyper, Task
+from opt_kernels.works import Hyper, Skip, Task
 
 __all__ = ["Order", "Orthonormalization", "SOAPRule"]
 
@@ -113,7 +113,7 @@ class SOAPRule(EigenbasisRule):
             if self.order is Order.PAPER:
                 states.store_("exp_avg_sq", reordered(states.load("exp_avg_sq"), turned))
 
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+    def apply_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """p <- p - lr wd p - lr update, except in a first step that only computes the bases."""
         if self.order is not Order.PAPER or int(task.hyper.step) > 1:
             WholeMatrices.apply_(self, task, update, skip)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from opt_kernels.backends import elements, torch_native
 from opt_kernels.backends.cpp.compiler import Source, attempt
@@ -20,7 +19,7 @@ from opt_kernels.backends.cpp.translate import has_codes, source_of
 from opt_kernels.backends.tables import DeviceTables
 from opt_kernels.codecs import Codecs, Plain, StateCodec, scale_name, scheme_of
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.works import Batch, Hyper, Scalar, Work
+from opt_kernels.works import Batch, Hyper, Scalar, Skip, Work
 
 C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
 UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
@@ -123,7 +122,7 @@ def update_(
     *,
     stochastic_rounding: bool = False,
     grad_scale: Scalar = 1.0,
-    skip: Tensor | None = None,
+    skip: Skip = None,
 ) -> None:
     """Same as `reference.update_`, except for the last bits. Works whose sweep cannot be compiled use torch, too.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from opt_kernels.backends import tables
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton import jit, tl
-from opt_kernels.works import Hyper, Scalar
+from opt_kernels.works import Hyper, Scalar, Skip
 
 WIDTH: tl.constexpr = tl.constexpr(8)
 PROCEED: tl.constexpr = tl.constexpr(0)  # 0 if the step is skipped, else 1
@@ -91,7 +91,7 @@ def scalar_block(
     hypers: Sequence[Hyper],
     *,
     grad_scale: Scalar,
-    skip: Tensor | None,  # 0-d
+    skip: Skip,  # 0-d
     device: torch.device,
 ) -> Tensor:
     """Muon's block for `hypers`, (rows, 8) float32 on `device`, computed without synchronizing.

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 
 from opt_kernels.backends.elements import in_order, parts_of, rounds_stochastically
 from opt_kernels.backends.tables import launching_on
@@ -23,7 +22,7 @@ from opt_kernels.codecs import Codecs, StateCodec
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.syntax import FormulaError, read, scalar_expressions
 from opt_kernels.formulas.translate import Dialect, Lines, each, elements_among
-from opt_kernels.works import Batch, Scalar
+from opt_kernels.works import Batch, Scalar, Skip
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
 
@@ -279,7 +278,7 @@ def update_(
     *,
     stochastic_rounding: bool = False,
     grad_scale: Scalar = 1.0,
-    skip: Tensor | None = None,
+    skip: Skip = None,
 ) -> None:
     """Do what `reference.update_` does, on the device of the tensors, without synchronizing; may be captured.
 

@@ -29,7 +29,7 @@ from opt_kernels.matrices.muon.rounds import (
     swept,
     with_ordered_grads,
 )
-from opt_kernels.works import Batch, Scalar
+from opt_kernels.works import Batch, Scalar, Skip
 
 SUM_BLOCK = 1024  # chunks that are added at a time
 LANES: tl.constexpr = tl.constexpr(4)  # neighbours that one thread has in every layout
@@ -214,7 +214,7 @@ def descent_sweep(
                          MAIN, OUT, DECAY, REMAINDER, BLOCK, False)  # fmt: skip
 
 
-def in_phases_(batches: Sequence[Batch], rule: Any, *, grad_scale: Scalar = 1.0, skip: Tensor | None = None) -> None:
+def in_phases_(batches: Sequence[Batch], rule: Any, *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
     """Same as `rules.base.in_phases_` for a rule with `MuonStep`s, on the device of the tensors, without synchronizing;
     CUDA graphs may capture it.
 
