@@ -76,16 +76,18 @@ def update(
 
 
 MOMENTS = (State("exp_avg", beta="beta1"), State("exp_avg_sq", signed=False, beta="beta2"))
-STATES = (*MOMENTS, State("max_exp_avg_sq", signed=False, when="amsgrad"))
 NUMBERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
-ORDER = Choice("order", "torch", ("torch", "te"), recorded=False)
 
 ADAM = Formula(
     name="adam",
     title="Adam",
-    states=STATES,
+    states=(*MOMENTS, State("max_exp_avg_sq", signed=False, when="amsgrad")),
     numbers=NUMBERS,
-    choices=(Choice("amsgrad", False), Choice("decoupled_weight_decay", True), ORDER),
+    choices=(
+        Choice("amsgrad", False),
+        Choice("decoupled_weight_decay", True),
+        Choice("order", "torch", ("torch", "te"), recorded=False),
+    ),
     scalars=scalars,
     update=update,
 )

@@ -71,13 +71,12 @@ STATES = (
     State("exp_avg_sq", signed=False, beta="beta3"),
     State("previous_grad"),
 )
-NUMBERS = (Number("betas", (0.98, 0.92, 0.99)), Number("eps", 1e-8))
 
 ADAN = Formula(
     name="adan",
     title="Adan",
     states=STATES,
-    numbers=NUMBERS,
+    numbers=(Number("betas", (0.98, 0.92, 0.99)), Number("eps", 1e-8)),
     choices=(Choice("no_prox", False),),
     scalars=scalars,
     update=update,

@@ -61,11 +61,6 @@ def update(
     return p * decay - lr * direction, exp_avg, exp_avg_slow, exp_avg_sq
 
 
-STATES = (
-    State("exp_avg", beta="beta1"),
-    State("exp_avg_slow", beta="beta3"),
-    State("exp_avg_sq", signed=False, beta="beta2"),
-)
 NUMBERS = (
     Number("betas", (0.9, 0.999, 0.9999)),
     Number("eps", 1e-8),
@@ -75,4 +70,15 @@ NUMBERS = (
     Number("beta3_steps", 0, low=0),
 )
 
-ADEMAMIX = Formula(name="ademamix", title="AdEMAMix", states=STATES, numbers=NUMBERS, scalars=scalars, update=update)
+ADEMAMIX = Formula(
+    name="ademamix",
+    title="AdEMAMix",
+    states=(
+        State("exp_avg", beta="beta1"),
+        State("exp_avg_slow", beta="beta3"),
+        State("exp_avg_sq", signed=False, beta="beta2"),
+    ),
+    numbers=NUMBERS,
+    scalars=scalars,
+    update=update,
+)

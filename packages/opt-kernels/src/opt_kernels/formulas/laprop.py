@@ -34,13 +34,11 @@ def update(p, g, exp_avg, exp_avg_sq, *, decay, weight1, beta2, weight2, step_si
     return p * decay - step_size * exp_avg, exp_avg, exp_avg_sq
 
 
-NUMBERS = (Number("lr", 4e-4), Number("betas", (0.9, 0.999)), Number("eps", 1e-15))
-
 LAPROP = Formula(
     name="laprop",
     title="LaProp",
     states=MOMENTS,
-    numbers=NUMBERS,
+    numbers=(Number("lr", 4e-4), Number("betas", (0.9, 0.999)), Number("eps", 1e-15)),
     scalars=scalars,
     update=update,
 )

@@ -47,19 +47,17 @@ def update(
     return p * decay - step_size * exp_avg / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq, g
 
 
-NUMBERS = (
-    Number("lr", 3e-3),
-    Number("betas", (0.95, 0.99)),
-    Number("eps", 1e-8),
-    Number("weight_decay", 0.0),
-    Number("gamma", 0.025, low=0.0),
-)
-
 MARS = Formula(
     name="mars",
     title="MARSAdamW",
     states=(*MOMENTS, State("previous_grad")),
-    numbers=NUMBERS,
+    numbers=(
+        Number("lr", 3e-3),
+        Number("betas", (0.95, 0.99)),
+        Number("eps", 1e-8),
+        Number("weight_decay", 0.0),
+        Number("gamma", 0.025, low=0.0),
+    ),
     scalars=scalars,
     update=update,
 )

@@ -61,19 +61,17 @@ def update(
     return p - fma(step_size, exp_avg, grad_size * g) / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq
 
 
-NUMBERS = (
-    Number("lr", 2e-3),
-    Number("betas", (0.9, 0.999)),
-    Number("eps", 1e-8),
-    Number("weight_decay", 0.0),
-    Number("momentum_decay", 4e-3, low=0.0),
-)
-
 NADAM = Formula(
     name="nadam",
     title="NAdam",
     states=MOMENTS,
-    numbers=NUMBERS,
+    numbers=(
+        Number("lr", 2e-3),
+        Number("betas", (0.9, 0.999)),
+        Number("eps", 1e-8),
+        Number("weight_decay", 0.0),
+        Number("momentum_decay", 4e-3, low=0.0),
+    ),
     choices=(Choice("decoupled_weight_decay", False),),
     scalars=scalars,
     update=update,

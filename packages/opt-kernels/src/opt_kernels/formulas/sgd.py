@@ -34,15 +34,12 @@ def update(p, g, momentum_buffer, *, lr, weight_decay, momentum, weight, is_firs
     return p - lr * g, momentum_buffer
 
 
-NUMBERS = (Number("momentum", 0.0), Number("dampening", 0.0))
-CHOICES = (Choice("nesterov", False), Choice("has_momentum", True, off_at_zero="momentum"))
-
 SGD = Formula(
     name="sgd",
     title="SGD",
     states=(State("momentum_buffer", when="has_momentum", beta="momentum"),),
-    numbers=NUMBERS,
-    choices=CHOICES,
+    numbers=(Number("momentum", 0.0), Number("dampening", 0.0)),
+    choices=(Choice("nesterov", False), Choice("has_momentum", True, off_at_zero="momentum")),
     scalars=scalars,
     update=update,
 )
