@@ -99,7 +99,7 @@ class Number:
     def check(self, value: object) -> None:
         """Raise NumberError for a value that is not allowed."""
         is_row = isinstance(value, tuple | list)
-        values = tuple(value) if isinstance(value, tuple | list) else (value,)
+        values = value if isinstance(value, tuple | list) else (value,)
         count = len(self.default) if isinstance(self.default, tuple) else 1
         fits = is_row == isinstance(self.default, tuple) and len(values) == count
         if not fits or not all(map(self._allows, values)):

@@ -31,12 +31,14 @@ TRIED_STEPS = (1, 2, 3, 6, 100)  # a formula may branch on the step
 TRIED_SHAPES = {Needs.ELEMENTS: (256,), Needs.MATRICES: (8, 8)}
 
 
-# For a hook, those that it excludes, and why.
-_SPHERE = (Hyperball, (ClipUpdateRms, RelativeUpdate), "which sets the update's norm itself")
-_FLOOR = (RowFloor, (ClipUpdateRms, RelativeUpdate, Hyperball), "which changes the update's norm")
 _OF_PARTS = (Hyperball, RowFloor, CautiousDecay)
-_BRAKE = (RadialBrake, _OF_PARTS, "whose factors are those of whole matrices")
-_PIN = (RadiusPin, _OF_PARTS, "whose factors are those of whole matrices")
+# For a hook, those that it excludes, and why.
+_CONFLICTS = (
+    (Hyperball, (ClipUpdateRms, RelativeUpdate), "which sets the update's norm itself"),
+    (RowFloor, (ClipUpdateRms, RelativeUpdate, Hyperball), "which changes the update's norm"),
+    (RadialBrake, _OF_PARTS, "whose factors are those of whole matrices"),
+    (RadiusPin, _OF_PARTS, "whose factors are those of whole matrices"),
+)
 
 
 def checked(hooks: Sequence[Hook]) -> Hooks:
@@ -54,7 +56,7 @@ def checked(hooks: Sequence[Hook]) -> Hooks:
         raise HookError(
             f"hooks has {' and '.join(map(repr, decays))}: each replaces the weight decay; set only one of them"
         )
-    for kind, others, why in (_SPHERE, _FLOOR, _BRAKE, _PIN):
+    for kind, others, why in _CONFLICTS:
         conflicting = [hook for hook in hooks if isinstance(hook, others)]
         if conflicting and kind in kinds:
             raise HookError(f"hooks has {conflicting[0]!r} and {kind.__name__}, {why}; set only one of them")

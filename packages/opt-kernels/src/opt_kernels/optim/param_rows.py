@@ -214,9 +214,6 @@ def _check(grad: Tensor) -> None:
         )
 
 
-_DEVICE = attrgetter("device")
-
-
 def scaling_of(
     params: Sequence[Tensor], *, found_inf: Tensor | None, loss_scale: Tensor | None, max_norm: float | None
 ) -> tuple[Scalar, Tensor | None, Tensor | None]:

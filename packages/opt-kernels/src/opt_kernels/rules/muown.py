@@ -16,11 +16,7 @@ LEAST = 1e-12  # length of a row: rows of zeros have no direction
 CHANGED = 2.0**-8
 """The relative difference between the length of a row and its magnitude from which other code has written the row; at
 most half of it follows from the rounding of bfloat16 weights."""
-MAGNITUDE = "magnitude"
-DIRECTION_NORM = "direction_norm"
-MAGNITUDE_AVG = "magnitude_avg"
-MAGNITUDE_AVG_SQ = "magnitude_avg_sq"
-OF_ROWS = (MAGNITUDE, DIRECTION_NORM, MAGNITUDE_AVG, MAGNITUDE_AVG_SQ)  # one number for each row
+OF_ROWS = ("magnitude", "direction_norm", "magnitude_avg", "magnitude_avg_sq")  # states of one number for each row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
