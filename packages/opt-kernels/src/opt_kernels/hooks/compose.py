@@ -10,7 +10,6 @@ Elements that are not masked have the bits of the formula alone.
 """
 
 import ast
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -54,19 +53,19 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
     values = {**dict(scalars), "hook_scalar": ast.Name("hook_scalar", ast.Load())}
     positional, named = parameters_of(formula.update)
     before = list(parts.before)
-    body = list(body_of(formula.update))
+    body = deepcopy(list(body_of(formula.update)))
     added = ["hook_scalar"]
     if parts.kept is not None:
         values["hook_zero"] = ast.Constant(0.0)
         added.append("hook_zero")
         before += ["hook_p = p", "p = hook_zero"]
-        body = [_Returns(parts.kept).visit(deepcopy(statement)) for statement in body]
+        body = _Returns(parts.kept).visit(ast.Module(body, type_ignores=[])).body
     first = parsed(f"hook_scalar = {parts.scalar}\nweight_decay = 0.0")
     names: list[ast.expr | None] = [ast.Constant(name) for name in values]
     last = ast.Return(ast.Dict(names, list(values.values())))
     numbers = list(dict.fromkeys((*formula.number_names, "lr", "weight_decay")))
     scalars_with_hook = function_of([*first, *statements, last], [], numbers, like=formula.scalars)
-    steps = [*parsed("\n".join(before)), *_flat(body)]
+    steps = [*parsed("\n".join(before)), *body]
     update = function_of(steps, positional, [*named, *added], like=formula.update)
     return replace(formula, scalars=scalars_with_hook, update=update)
 
@@ -75,10 +74,6 @@ def hyper_of(formula: Formula) -> Hyper:
     """Numbers for trials of a formula: its defaults, with a momentum that is not 0."""
     betas = formula.defaults.get("betas")
     return Hyper(lr=0.0, betas=betas) if isinstance(betas, tuple) else Hyper(lr=0.0)
-
-
-def _flat(body: Iterable[ast.stmt | Body]) -> Body:
-    return [s for statement in body for s in (statement if isinstance(statement, list) else [statement])]
 
 
 class _Returns(ast.NodeTransformer):
