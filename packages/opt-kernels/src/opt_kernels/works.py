@@ -361,8 +361,15 @@ class Works(Sequence[Work]):
         remainder = None if self.remainders is None else self.remainders[index]
         matrix = NOT_SPLIT if self.matrices is None else self.matrices[index]
         first = 0 if self.firsts is None else self.firsts[index]
-        tensors: dict[str, Any] = {"main": main, "out": out, "remainder": remainder}
-        return Work(grad=self.grads[index], state=self.states[index], matrix=matrix, first=first, **tensors)
+        return Work(
+            grad=self.grads[index],
+            main=main,
+            state=self.states[index],
+            out=out,
+            remainder=remainder,
+            matrix=matrix,
+            first=first,
+        )
 
 
 class Batch(NamedTuple):

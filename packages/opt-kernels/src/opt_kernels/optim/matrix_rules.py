@@ -32,7 +32,14 @@ MUON_OPTIONS: Options = options_of(
     "post_norm",
     "nuclear_scale",
 )
-_NUMBERS = {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.01, "nesterov": False, "betas": (0.9, 0.95), "eps": 1e-8}
+_NUMBERS: Options = {
+    "lr": 3e-4,
+    "momentum": 0.95,
+    "weight_decay": 0.01,
+    "nesterov": False,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+}
 _MUON = {"scale_mode": "spectral", "num_ns_steps": 5, "coefficient_type": "quintic", **MUON_OPTIONS}
 
 

@@ -45,10 +45,9 @@ class Writes:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
         self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._placed = [tensor for tensor in tensors if _has_memory(tensor)]
         # In C where no tensor is special.
         are_counted = len(self._counted) == len(self.tensors)
-        are_placed = len(self._placed) == len(self.tensors)
+        are_placed = all(map(_has_memory, self.tensors))
         self._version: Callable[[Tensor], int] = _VERSION if are_counted else _version
         self._address = Tensor.data_ptr if are_placed else _address
         self._versions: list[int] = []

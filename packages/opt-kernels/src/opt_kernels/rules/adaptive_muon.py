@@ -115,7 +115,7 @@ class AdaptiveMuonRule(MatrixRule):
     @property
     def codecs(self) -> Codecs:
         """The codecs of the states, by name."""
-        return self.muon.codecs | {spec.name: Plain() for spec in self._second_specs}
+        return {**self.muon.codecs, **{spec.name: Plain() for spec in self._second_specs}}
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:

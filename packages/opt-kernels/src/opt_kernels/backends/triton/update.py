@@ -65,7 +65,7 @@ class _Triton(Dialect):
     NEGATION = "({} == 0)"
     CHOICE = "tl.where({}, {}, {})"
     ASSIGNMENT = "x_{} = {}"
-    CALLS = CALLS
+    CALLS: ClassVar[Mapping[str, str]] = CALLS
 
     def literal(self, value: float) -> str:
         return repr(value)
