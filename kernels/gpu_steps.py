@@ -303,7 +303,7 @@ class AroundProducts(MuonRule):
     def scales(self, work: Work) -> tuple[float, ...]:
         return (0.2,)
 
-    def _inputs(self, work: Work) -> Inputs:
+    def inputs(self, work: Work) -> Inputs:
         return Inputs(torch.float16, True)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from opt_kernels.backends.dispatch import tensors_of, version
 from opt_kernels.backends.elements import compute_dtype
 from opt_kernels.codecs import Codecs, Plain
 from opt_kernels.matrices import access
-from opt_kernels.matrices.muon import Decay, Inputs, MuonStep
+from opt_kernels.matrices.muon import Decay, Inputs
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
@@ -154,23 +153,9 @@ class AdaptiveMuonRule(MatrixRule):
         in_phases_ = version("muon", "in_phases_", backend=self.backend, tensors=tensors_of(batches))
         in_phases_(batches, self, grad_scale=grad_scale, skip=skip)
 
-    def step(self, skip: Skip) -> MuonStep:
-        """Muon's step with these directions."""
-        step = self.muon.step(skip)._replace(transform=partial(self._directions, skip=skip))
-        if self.second_moment is SecondMoment.ADAMUON:
-            step = step._replace(adapt_=partial(self._divide_, skip=skip))
-        if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO):
-            # Inputs of the orthogonalisation that keep their norm and dtype.
-            step = step._replace(inputs=lambda work: Inputs(compute_dtype(work), False))
-        return step
-
     def prepare_(self, task: Task, grad: Tensor, skip: Skip) -> None:
         """Update the momentum, as Muon does."""
         self.muon.prepare_(task, grad, skip)
-
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip) -> Tensor:
-        """O, or U where it is one of the whole matrix; NAMO reads ‖g‖² from the state `GRAD_SQUARES`."""
-        return self._directions(tasks, inputs, False, skip=skip)
 
     def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Return the dtype of Newton-Schulz, if `transform_` returns O."""
@@ -179,11 +164,17 @@ class AdaptiveMuonRule(MatrixRule):
 
     def apply_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Divide O by its second moment (AdaMuon), then update the weights as Muon does."""
-        if self.second_moment is SecondMoment.ADAMUON:
-            self._divide_(task, update, skip=skip)
+        self.adapt_(task, update, skip)
         self.muon.apply_(task, update, skip)
 
-    def _directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, *, skip: Skip) -> Tensor:
+    def inputs(self, work: Work) -> Inputs:
+        """The format in which `transform_` prefers the matrices of a work: where it reads them, with norm and dtype."""
+        if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO):
+            return Inputs(compute_dtype(work), False)
+        return self.muon.inputs(work)
+
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip, *, normalised: bool = False) -> Tensor:
+        """O, or U where it is one of the whole matrix; NAMO reads ‖g‖² from the state `GRAD_SQUARES`."""
         dtype = compute_dtype(tasks[0].work)
         size = access.whole_size(tasks[0].work)
         match self.second_moment:
@@ -194,7 +185,7 @@ class AdaptiveMuonRule(MatrixRule):
             case SecondMoment.ADAMUON_PAPER:
                 updates = self.muon.directions(tasks, inputs.sign(), False).to(dtype)
                 for update, task in zip(updates, tasks):
-                    self._divide_(task, update, skip=skip)
+                    self._divide_(task, update, skip)
                     norm = access.sum_of_squares(task.work, update).sqrt()
                     factor = min(size) ** 0.5 / norm.clamp_min(task.hyper.eps)
                     update.mul_(factor[..., None, None])
@@ -209,7 +200,12 @@ class AdaptiveMuonRule(MatrixRule):
                 _divide_lines_(task.work, update, second.unsqueeze(dim), task.hyper)
         return updates
 
-    def _divide_(self, task: Task, update: Tensor, *, skip: Skip) -> None:
+    def adapt_(self, task: Task, update: Tensor, skip: Skip) -> None:
+        """Divide O by its second moment, if that is not part of `transform_` (AdaMuon)."""
+        if self.second_moment is SecondMoment.ADAMUON:
+            self._divide_(task, update, skip)
+
+    def _divide_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Divide each element by its second moment."""
         second = _accumulated(task, SECOND_MOMENT, update.square(), skip)
         update.div_(second.sqrt_().add_(task.hyper.eps))

@@ -25,7 +25,6 @@ from opt_kernels.matrices.muon import (
     MOMENTUM,
     Decay,
     Inputs,
-    MuonStep,
     PostNorm,
     PreNorm,
     ScaleMode,
@@ -139,11 +138,6 @@ class MuonRule(NewtonSchulzRule):
         in_phases_ = version("muon", "in_phases_", backend=self.backend, tensors=tensors_of(batches))
         in_phases_(batches, self, grad_scale=grad_scale, skip=skip)
 
-    def step(self, skip: Skip) -> MuonStep:
-        """The step of this rule, of which other rules replace parts."""
-        codec = self.codecs[MOMENTUM]
-        return MuonStep(self.directions, self._inputs, self.scales, self.nesterov, self.weight_decay_method, codec)
-
     def prepare_(self, task: Task, grad: Tensor, skip: Skip) -> None:
         """Update the momentum, and turn `grad` into u."""
         hyper, work = task
@@ -161,9 +155,16 @@ class MuonRule(NewtonSchulzRule):
         else:
             grad.copy_(momentum)
 
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip) -> Tensor:
-        """O without its scale."""
-        return self.directions(tasks, inputs, False)
+    def inputs(self, work: Work) -> Inputs:
+        """The format in which `transform_` prefers the matrices of a work."""
+        return self.orthogonalization.inputs(compute_dtype(work), work.grad.device, cut_of_parts(work))
+
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip, *, normalised: bool = False) -> Tensor:
+        """O without its scale. `normalised`: as in `Inputs`."""
+        return self.directions(tasks, inputs, normalised)
+
+    def adapt_(self, task: Task, update: Tensor, skip: Skip) -> None:
+        """Do nothing: O is not changed before it is scaled."""
 
     def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         """Return the dtype of Newton-Schulz, which holds what `transform_` returns, unless that is scaled after it."""
@@ -179,6 +180,3 @@ class MuonRule(NewtonSchulzRule):
             rate = hyper.lr if self.weight_decay_method is Decay.DECOUPLED else 1.0
             main.mul_(1.0 - rate * hyper.weight_decay)
         write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
-
-    def _inputs(self, work: Work) -> Inputs:
-        return self.orthogonalization.inputs(compute_dtype(work), work.grad.device, cut_of_parts(work))

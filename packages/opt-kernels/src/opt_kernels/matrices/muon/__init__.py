@@ -1,14 +1,13 @@
-"""The options and scales of Muon, and what a step consists of; `triton` performs it on GPUs."""
+"""The options and scales of Muon; `triton` performs its steps on GPUs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs import StateCodec
-from opt_kernels.works import AllReduce, NamedChoice, Scalar, Task, Work
+from opt_kernels.works import AllReduce, NamedChoice, Scalar, Work
 
 MOMENTUM = "momentum_buffer"
 EPS = 1e-15  # as in Megatron-Core; far below any gradient, so that clipping cannot push a momentum under it
@@ -80,24 +79,8 @@ class Inputs(NamedTuple):
     eps: float = EPS  # smallest norm that a matrix is divided by
 
 
-# Returns directions from works of one layout, their matrices (len(tasks), *shape), and whether these are normalised.
-Transform = Callable[[Sequence[Task], Tensor, bool], Tensor]
-# Changes one direction (*shape) before it is scaled.
-Adapt = Callable[[Task, Tensor], None]
 # Returns s e of each split part of a work, or of the whole matrix.
 Factors = Callable[[Work], tuple[float, ...]]
-
-
-class MuonStep(NamedTuple):
-    """What a step of Muon consists of, for the sweeps of `triton`."""
-
-    transform: Transform
-    inputs: Callable[[Work], Inputs]  # of `transform`; a backend may pass matrices that are not normalised instead
-    factors: Factors
-    nesterov: bool
-    decay: Decay
-    codec: StateCodec  # of the momentum
-    adapt_: Adapt | None = None
 
 
 def decay_of(main: Tensor, weight_decay: Scalar) -> Tensor:

@@ -18,7 +18,7 @@ from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, r
 from opt_kernels.backends.triton.launches import Launches, launch_options
 from opt_kernels.backends.triton.quantize import GROUP, no_outlier, read_state, scheme, write_state
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Decay, MuonStep
+from opt_kernels.matrices.muon import MOMENTUM, Decay
 from opt_kernels.matrices.muon.rounds import (
     Round,
     Stack,
@@ -215,32 +215,34 @@ def descent_sweep(
 
 
 def in_phases_(batches: Sequence[Batch], rule: Any, *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
-    """Same as `rules.base.in_phases_` for a rule with `MuonStep`s, on the device of the tensors, without synchronizing;
-    CUDA graphs may capture it.
+    """Same as `rules.base.in_phases_` for `MuonRule` or `AdaptiveMuonRule`, on the device of the tensors, without
+    synchronizing; CUDA graphs may capture it.
 
-    There is one momentum launch per combination of dtypes, and one update launch per stack. `transform` receives
-    matrices in the format that `step.inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a
+    There is one momentum launch per combination of dtypes, and one update launch per stack. `transform_` receives
+    matrices in the format that `rule.inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a
     matrix that is not contiguous, and FrozenHyperError for host numbers in a capture.
     """
-    step: MuonStep = rule.step(skip)
+    muon = getattr(rule, "muon", rule)  # whose momentum and scales these are
+    codec = muon.codecs[MOMENTUM]
+    decay = muon.weight_decay_method
     batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
     blocks: dict[torch.device, Tensor] = {}
-    for round_ in rounds(batches, step.inputs, step.factors):
-        launches = swept(round_, hypers, step.codec)
+    for round_ in rounds(batches, rule.inputs, muon.scales):
+        launches = swept(round_, hypers, codec)
         device = launches[0].table.grads.device
         with launching_on(device):
             if device not in blocks:  # equal in all rounds
                 blocks[device] = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
             block = blocks[device]
-            u = _Inputs(round_, launches, step.codec)
-            u.accumulate_(block, nesterov=step.nesterov, decay=step.decay)
+            u = _Inputs(round_, launches, codec)
+            u.accumulate_(block, nesterov=muon.nesterov, decay=decay)
             for stack in round_.stacks:
-                directions = step.transform(stack.tasks, u.normalised(stack), round_.inputs.normalised)
-                if step.adapt_ is not None:
-                    for task, direction in zip(stack.tasks, directions):
-                        step.adapt_(task, direction)
-                u.descend_(stack, _aligned(directions), block, decay=step.decay)
+                normalised = round_.inputs.normalised
+                directions = rule.transform_(stack.tasks, u.normalised(stack), skip, normalised=normalised)
+                for task, direction in zip(stack.tasks, directions):
+                    rule.adapt_(task, direction, skip)
+                u.descend_(stack, _aligned(directions), block, decay=decay)
 
 
 class _Inputs:
