@@ -52,7 +52,6 @@ from opt_kernels.works import (
     NumberError,
     NumberValue,
     Scalar,
-    check_numbers,
     unknown,
 )
 
@@ -251,10 +250,6 @@ class Formula:
     def description(self) -> str:
         """The docstring of the module that defines the update."""
         return inspect.cleandoc(self.update.__globals__.get("__doc__") or self.name)
-
-    def check_numbers(self, values: Mapping[str, object]) -> None:
-        """Raise NumberError for a number in `values` that is not allowed. Other entries are ignored."""
-        check_numbers(self.numbers, values)
 
     @property
     def reads_weight_decay(self) -> bool:

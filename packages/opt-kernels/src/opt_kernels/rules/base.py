@@ -345,10 +345,6 @@ class ElementwiseRule:
         """The numbers that switch off a part of the formula if they are zero on the host."""
         return tuple(choice.off_at_zero for choice in self.formula.choices if choice.off_at_zero)
 
-    def check_numbers(self, values: Mapping[str, object]) -> None:
-        """Raise NumberError for a number of a group that is not allowed."""
-        self.formula.check_numbers(values)
-
     def init_state(self, main: Tensor) -> States:
         return codec.init_state(self.codecs, main)
 

@@ -9,6 +9,7 @@ import torch
 
 from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mean, foreign_value
 from opt_kernels.formulas import FORMULAS, Formula
+from opt_kernels.hooks import check_numbers
 from opt_kernels.matrices import Decay
 from opt_kernels.rules import (
     AdaptiveMuonRule,
@@ -106,7 +107,7 @@ def formula_entry(formula: Formula) -> RuleEntry:
                 named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
                 chosen[name] = named if isinstance(named, torch.dtype) else value
         rule = elementwise(formula, **chosen)
-        rule.check_numbers(options)  # fields are checked by the configuration
+        check_numbers(rule, options)  # fields are checked by the configuration
         return rule
 
     summary = formula.description.splitlines()[0].rstrip(".")
