@@ -289,7 +289,10 @@ class RuleOptimizer(torch.optim.Optimizer):
             if param in self.state:
                 codecs = codecs_of(self.rule_of(group, param))
                 packed["state"][index] = saved_state(codecs, param, self.state[param])
-        groups.record_hooks_(packed["param_groups"], self.hooks)
+        for group in packed["param_groups"]:
+            hooks = groups.recorded(group.pop(HOOKS, self.hooks))
+            if hooks:
+                group[HOOKS] = hooks
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

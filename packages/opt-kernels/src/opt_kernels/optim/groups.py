@@ -285,14 +285,6 @@ def recorded(given: GivenHooks) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def record_hooks_(groups: Iterable[ParamGroup], of_all: GivenHooks) -> None:
-    """Replace the hooks of groups, or `of_all` for a group without its own, by their text."""
-    for group in groups:
-        hooks = recorded(group.pop(HOOKS, of_all))
-        if hooks:
-            group[HOOKS] = hooks
-
-
 def warn_of_other_hooks(groups: Iterable[ParamGroup], saved: Iterable[ParamGroup], of_all: GivenHooks) -> None:
     """Log a warning for each group that was saved with other hooks: training continues differently. `of_all` are the
     hooks of groups without their own."""

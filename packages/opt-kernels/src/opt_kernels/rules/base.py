@@ -357,8 +357,6 @@ class ElementwiseRule:
     def formula_at(self, hyper: Hyper) -> Formula:
         """The formula for these numbers. States that it does not use keep their bits."""
         switches = [(choice.name, choice.off_at_zero) for choice in self.formula.choices if choice.off_at_zero]
-        if not switches:
-            return self.formula
         constants = dict(self.formula.constants)
         off = [
             name for name, number in switches if constants[name] and _is_zero(number_of(hyper, number, self.formula))

@@ -242,7 +242,10 @@ def in_phases_(batches: Sequence[Batch], rule: Any, *, grad_scale: Scalar = 1.0,
                 directions = rule.transform_(stack.tasks, u.normalised(stack), skip, normalised=normalised)
                 for task, direction in zip(stack.tasks, directions):
                     rule.adapt_(task, direction, skip)
-                u.descend_(stack, _aligned(directions), block, decay=decay)
+                directions = directions.contiguous()
+                if directions.data_ptr() % ALIGNMENT:  # a slice of a gathered matrix may begin anywhere
+                    directions = directions.clone()
+                u.descend_(stack, directions, block, decay=decay)
 
 
 class _Inputs:
@@ -326,10 +329,3 @@ class _Inputs:
 
 
 _OF_ALL = ("TAG", "WIDTH", "CHUNK", "BLOCK", "E", "num_warps", "enable_fp_fusion")
-
-
-def _aligned(directions: Tensor) -> Tensor:
-    """A contiguous tensor at an aligned address; a copy if needed, because a slice of a gathered matrix may begin
-    anywhere."""
-    directions = directions.contiguous()
-    return directions if directions.data_ptr() % ALIGNMENT == 0 else directions.clone()
