@@ -195,25 +195,24 @@ def _sweeps(columns: elements.Columns, codecs: Codecs) -> list[_Sweep] | None:
     by_formats: dict[Formats, list[int]] = {}
     for index, item in enumerate(items):
         by_formats.setdefault(Formats.of(item.work, codecs), []).append(index)
-    return [_sweep(formats, numbers, items, codecs) for formats, numbers in by_formats.items()]
-
-
-def _sweep(formats: Formats, numbers: list[int], items: Sequence[elements.Item], codecs: Codecs) -> _Sweep:
-    types = formats.codec_types(codecs.values())
-    chosen = [items[i] for i in numbers]
-    for item in chosen if types is not None else ():
-        elements.check_item(item, codecs, torch.device("cpu"))
-    addresses = []
-    for item in chosen:
-        addresses.append([0 if tensor is None else tensor.data_ptr() for tensor in item.tensors])
-    by_name = dict(zip(elements.names_of_columns(codecs), zip(*addresses)))
-    before = [by_name["main"], by_name["out"]]
-    after = []
-    for name in codecs:
-        after += [by_name[name], by_name.get(scale_name(name), (0,) * len(numbers))]
-    numels = tuple(item.work.grad.numel() for item in chosen)
-    after += [numels, tuple(item.row for item in chosen), tuple(item.work.first for item in chosen)]
-    return _Sweep(formats, types, numbers, _joined(before), _joined(after), sum(numels))
+    sweeps = []
+    for formats, numbers in by_formats.items():
+        types = formats.codec_types(codecs.values())
+        chosen = [items[i] for i in numbers]
+        for item in chosen if types is not None else ():
+            elements.check_item(item, codecs, torch.device("cpu"))
+        addresses = []
+        for item in chosen:
+            addresses.append([0 if tensor is None else tensor.data_ptr() for tensor in item.tensors])
+        by_name = dict(zip(elements.names_of_columns(codecs), zip(*addresses)))
+        before = [by_name["main"], by_name["out"]]
+        after = []
+        for name in codecs:
+            after += [by_name[name], by_name.get(scale_name(name), (0,) * len(numbers))]
+        numels = tuple(item.work.grad.numel() for item in chosen)
+        after += [numels, tuple(item.row for item in chosen), tuple(item.work.first for item in chosen)]
+        sweeps.append(_Sweep(formats, types, numbers, _joined(before), _joined(after), sum(numels)))
+    return sweeps
 
 
 def _joined(columns: Sequence[Sequence[int]]) -> bytes:

@@ -135,31 +135,27 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     """
     reference.check_norm_type(norm_type)
     with launching_on(grads[0].device if grads else torch.device("cpu")):
-        return _grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-
-
-def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float) -> GradStats:
-    tables = _tables(grads) if norm_type in (2.0, math.inf) else []
-    if tables is None:
-        grads = [grad.detach().contiguous() for grad in grads]  # these live until the sweep is launched
-        tables = _tables(grads)
-    if not tables:
-        return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-    device = grads[0].device
-    num_chunks = sum([len(records) for records, _ in tables])
-    sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
-    counts = torch.empty(num_chunks, 2, dtype=torch.int32, device=device)
-    maximum = math.isinf(norm_type)
-    start = 0
-    for records, options in tables:
-        into = (sums[start:], counts[start:]) if start else (sums, counts)
-        stats_sweep[(records.shape[0],)](records, *into, MAXIMUM=maximum, **options)
-        start += records.shape[0]
-    power = torch.empty((), dtype=torch.float64, device=device)
-    totals = torch.empty(2, dtype=torch.int64, device=device)
-    options = {"MAXIMUM": maximum, "BLOCK": SUM_BLOCK, "num_warps": 8, "enable_fp_fusion": True}
-    stats_total[(1,)](sums, counts, power, totals, num_chunks, **options)
-    return GradStats(power, totals[0], totals[1] if count_zeros else torch.zeros_like(totals[1]))
+        tables = _tables(grads) if norm_type in (2.0, math.inf) else []
+        if tables is None:
+            grads = [grad.detach().contiguous() for grad in grads]  # these live until the sweep is launched
+            tables = _tables(grads)
+        if not tables:
+            return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+        device = grads[0].device
+        num_chunks = sum([len(records) for records, _ in tables])
+        sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
+        counts = torch.empty(num_chunks, 2, dtype=torch.int32, device=device)
+        maximum = math.isinf(norm_type)
+        start = 0
+        for records, options in tables:
+            into = (sums[start:], counts[start:]) if start else (sums, counts)
+            stats_sweep[(records.shape[0],)](records, *into, MAXIMUM=maximum, **options)
+            start += records.shape[0]
+        power = torch.empty((), dtype=torch.float64, device=device)
+        totals = torch.empty(2, dtype=torch.int64, device=device)
+        options = {"MAXIMUM": maximum, "BLOCK": SUM_BLOCK, "num_warps": 8, "enable_fp_fusion": True}
+        stats_total[(1,)](sums, counts, power, totals, num_chunks, **options)
+        return GradStats(power, totals[0], totals[1] if count_zeros else torch.zeros_like(totals[1]))
 
 
 _Table = tuple[Tensor, dict[str, Any]]  # records, and options of the sweep

@@ -37,9 +37,24 @@ def symmetric_product(
     batch, m, k = left.shape
     out = left.new_empty(batch, m, m)
     packed = torch.empty(m * k // 2, dtype=torch.int32, device="cpu")
+    scalars = array("f", (alpha, beta))
+    blocks = m // COLS
+    tiles = sum(m // ROWS - block * (COLS // ROWS) for block in range(blocks))
+    added_row = 0 if added is None else added.stride(-2)
+    strides = (left.stride(-2), *right.stride()[-2:], added_row)
     for i in range(batch):
-        addend = None if added is None else added[i]
-        _multiply_(out[i], left[i], right[i], addend, (alpha, beta), packed)
+        given = (left[i], right[i], None if added is None else added[i], out[i], packed)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        for phase, total, least in ((PACK, blocks, 1), (MULTIPLY, tiles, LEAST_TILES)):
+            product = array("q", [phase, *addresses, m, k, *strides])  # `struct Product`
+            run(
+                library(SOURCE),
+                table=product.buffer_info()[0],
+                num_runs=1,
+                extra=scalars.buffer_info()[0],
+                total=total,
+                least=least,
+            )
     return out
 
 
@@ -62,24 +77,3 @@ def takes(left: Tensor, right: Tensor, added: Tensor | None) -> bool:
 def _is_supported() -> bool:
     compiled = attempt(SOURCE)
     return compiled is not None and bool(compiled.supported())
-
-
-def _multiply_(
-    out: Tensor, left: Tensor, right: Tensor, added: Tensor | None, factors: tuple[float, float], packed: Tensor
-) -> None:
-    m, k = left.shape
-    scalars = array("f", factors)
-    blocks = m // COLS
-    tiles = sum(m // ROWS - block * (COLS // ROWS) for block in range(blocks))
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (left, right, added, out, packed)]
-    strides = (left.stride(0), *right.stride(), 0 if added is None else added.stride(0))
-    for phase, total, least in ((PACK, blocks, 1), (MULTIPLY, tiles, LEAST_TILES)):
-        product = array("q", [phase, *addresses, m, k, *strides])  # `struct Product`
-        run(
-            library(SOURCE),
-            table=product.buffer_info()[0],
-            num_runs=1,
-            extra=scalars.buffer_info()[0],
-            total=total,
-            least=least,
-        )
