@@ -223,7 +223,15 @@ class HookedUpdate:
             of_batch = sums[start : start + len(works)]
             start += len(works)
             self._raise_rows_(works, updates, of_batch)
-            moves += self._moves(hyper, works, updates, of_batch)
+            if not self.sums_norms:
+                share = share_that_decays(self.hooks, hyper, couples=self.couples)
+                moved = [replace(work, grad=update) for work, update in zip(works, updates)]
+                moves.append(Batch(replace(hyper, weight_decay=share), moved))
+                continue
+            keep, rate = moves_of(self.hooks, of_batch, hyper, couples=self.couples)
+            for work, update, lr, share in zip(works, updates, rate.unbind(), (1 - keep).unbind()):
+                numbers = replace(hyper, lr=lr, weight_decay=share)  # its own batch, as factors differ
+                moves.append(Batch(numbers, [replace(work, grad=update, state={})]))
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(moves))
         formula = MOVE_CAUTIOUSLY if isinstance(self._decay, CautiousDecay) else MOVE
         sweep(moves, formula, {}, stochastic_rounding=self.stochastic_rounding, grad_scale=1.0, skip=skip)
@@ -246,19 +254,6 @@ class HookedUpdate:
         if self._decay is not None:
             return replace(hyper, weight_decay=_as(hyper.weight_decay, 0.0))
         return hyper
-
-    def _moves(self, hyper: Hyper, works: Sequence[Work], updates: Sequence[Tensor], sums: Tensor) -> list[Batch]:
-        """`works` with directions as gradients and their factors: one batch per work if factors differ."""
-        if not self.sums_norms:
-            share = share_that_decays(self.hooks, hyper, couples=self.couples)
-            moved = [replace(work, grad=update) for work, update in zip(works, updates)]
-            return [Batch(replace(hyper, weight_decay=share), moved)]
-        keep, rate = moves_of(self.hooks, sums, hyper, couples=self.couples)
-        moves = []
-        for work, update, lr, share in zip(works, updates, rate.unbind(), (1 - keep).unbind()):
-            numbers = replace(hyper, lr=lr, weight_decay=share)
-            moves.append(Batch(numbers, [replace(work, grad=update, state={})]))
-        return moves
 
 
 def _as(value: Scalar, number: float) -> Scalar:

@@ -14,7 +14,7 @@ from opt_kernels.matrices.muon import Decay, Inputs
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, NamedChoice, Scalar, Skip, StateKind, States, StateSpec, Task, Work
+from opt_kernels.works import Batch, NamedChoice, Scalar, Skip, StateKind, States, StateSpec, Task, Work
 
 SECOND_MOMENT = "moment2_buffer"
 SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"
@@ -197,7 +197,12 @@ class AdaptiveMuonRule(MatrixRule):
                 _check_lines(task.work, name)
                 dim = -1 if name == SECOND_MOMENT else -2
                 second = _accumulated(task, name, _mean_square(task.work, update, dim), skip)
-                _divide_lines_(task.work, update, second.unsqueeze(dim), task.hyper)
+                # U = O / sqrt(max(v, eps)), then U <- U ‖O‖ / ‖U‖, with norms of the whole matrix.
+                before = access.sum_of_squares(task.work, update).sqrt()
+                update.mul_(second.unsqueeze(dim).clamp_min(task.hyper.eps).rsqrt_())
+                after = access.sum_of_squares(task.work, update).sqrt()
+                factor = before / after.clamp_min(task.hyper.eps)
+                update.mul_(factor[..., None, None])
         return updates
 
     def adapt_(self, task: Task, update: Tensor, skip: Skip) -> None:
@@ -238,15 +243,6 @@ def _mean_square(work: Work, update: Tensor, dim: int) -> Tensor:
     if access.matrix_dim(work) != dim or group is None:
         return mean
     return group.all_reduce(mean) / group.size
-
-
-def _divide_lines_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> None:
-    """U = O / sqrt(max(v, eps)), then U <- U ‖O‖ / ‖U‖, with norms of the whole matrix."""
-    before = access.sum_of_squares(work, update).sqrt()
-    update.mul_(second.clamp_min(hyper.eps).rsqrt_())
-    after = access.sum_of_squares(work, update).sqrt()
-    factor = before / after.clamp_min(hyper.eps)
-    update.mul_(factor[..., None, None])
 
 
 def _with_squares(work: Work, grad_scale: Scalar) -> Work:
