@@ -91,7 +91,7 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     saved = lookup(opened.common, tuple(at))
     index = opened.index
     prefix = "".join(f"{key}." for key in at)
-    groups = saved.get("groups") if isinstance(saved, dict) else None
+    groups = lookup(saved, ("groups",))
     has_names = isinstance(groups, dict) and bool(groups.get("names"))  # none in converted checkpoints
     if isinstance(saved, dict) and ("state_names" in saved or has_names):
         return _ours(opened, saved, at)
@@ -300,7 +300,7 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
     Raises:
         CheckpointingException: parameters have different step counts.
     """
-    places = [common.get("optimizer") if isinstance(common, dict) else None]
+    places = [lookup(common, ("optimizer",))]
     places += [read_object(index, key) for key in sorted(index.objects) if _GROUPS_OBJECT.fullmatch(key)]
     steps: set[int] = set()
     for place in places:
