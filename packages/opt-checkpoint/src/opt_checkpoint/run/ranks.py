@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from threading import Condition, Lock
+from threading import Condition
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -382,7 +382,6 @@ class Turns:
 
     def __init__(self, choose: Callable[[str], str]) -> None:
         self._choose = choose
-        self._choosing = Lock()
         self._changed = Condition()
         self._waiting: list[str] = []
         self._turn: str | None = None
@@ -393,12 +392,12 @@ class Turns:
         with self._changed:
             self._waiting.append(name)
         try:
-            while self._turn != name:
-                with self._choosing:
+            with self._changed:
+                while self._turn != name:
                     if self._turn is None:
                         self._turn = self._choose(self._waiting[0])
-                with self._changed:
-                    self._changed.wait_for(lambda: self._turn in (name, None))
+                    else:
+                        self._changed.wait()
             yield
         finally:
             with self._changed:
