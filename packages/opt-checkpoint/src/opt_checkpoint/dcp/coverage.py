@@ -147,9 +147,7 @@ def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Seque
     first_problem: dict[int, str] = {}  # of each key
     for number, text in (*_misfits(tensors), *_overlaps(tensors), *_holes(tensors)):
         first_problem.setdefault(number, text)
-    texts = []
-    for number, text in sorted(first_problem.items()):
-        texts.append(f"{tensors.keys[number]}: {text}")
+    texts = [f"{tensors.keys[number]}: {text}" for number, text in sorted(first_problem.items())]
     texts += _object_problems(objects)
     if texts:
         more = f"\n... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""

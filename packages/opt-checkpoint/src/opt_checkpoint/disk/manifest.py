@@ -123,9 +123,7 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
     paths = index.details.get(PATHS) or {}
     # Subclasses of text and integers, such as booleans, are not encoded as columns.
     unusual = {key: path for key, path in paths.items() if not {str, int}.issuperset(map(type, path))}
-    objects = []
-    for key, place in sorted(index.objects.items()):
-        objects.append([key, place.file, place.start, place.nbytes, *place.sums])
+    objects = [[key, p.file, p.start, p.nbytes, *p.sums] for key, p in sorted(index.objects.items())]
     files = [[name, file.size, file.crc] for name, file in index.files.items()]
     header = {
         "details": {**index.details, PATHS: unusual},
@@ -164,16 +162,14 @@ def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
         )
     header, columns = decode_columns(raw, what)
     try:
-        files = {}
-        for name, size, crc in header["files"]:
-            files[str(name)] = StoredFile(size=int(size), crc=int(crc))
+        files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
         tensors = StoredTensors(columns, tuple(map(str, header["dtypes"])), files)
         details = dict(header["details"])
         details[PATHS] = {**decode_paths(list(tensors), columns), **dict(details.get(PATHS) or {})}
         objects = {}
         for key, file, start, nbytes, crc in header["objects"]:
-            place = ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), sums=(int(crc),), archive=True)
-            objects[str(key)] = place
+            sums = (int(crc),)
+            objects[str(key)] = ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), sums=sums, archive=True)
         save_id = str(header["save_id"])
     except CheckpointCorruptError:
         raise

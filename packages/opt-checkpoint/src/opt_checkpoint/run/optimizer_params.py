@@ -94,9 +94,7 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
             found.module.reshard()  # FSDP2 leaves shards gathered after a forward without a backward pass
     params = named_parameters(modules)
     marks = marks_of(modules, params)
-    names: dict[int, str] = {}
-    for name in sorted(params):
-        names.setdefault(id(params[name]), name)
+    names = {id(params[name]): name for name in sorted(params, reverse=True)}
     members = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     placed: Mapping[int, ShardedTensor | ShardedTensorFactory] = {}
     if groups is not None:
