@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opt_checkpoint.disk.checkpoint import check_sizes, read_committed, was_removed
@@ -38,6 +38,15 @@ def named_steps(store: Store) -> list[int]:
     return sorted(steps)
 
 
+def steady_steps(store: Store) -> Iterator[list[int]]:
+    """Yield `named_steps`, and again until they have not changed: a trainer may have removed some in the meantime, and
+    saved others before."""
+    listed: list[int] | None = None
+    while listed != (now := named_steps(store)):
+        listed = now
+        yield now
+
+
 def committed_steps(directory: AnyPath) -> list[int]:
     """Return the steps whose checkpoint is committed and complete, by its manifest and file sizes, in order.
 
@@ -47,13 +56,11 @@ def committed_steps(directory: AnyPath) -> list[int]:
         OSError: a directory, file or object cannot be read, so that it is unknown whether it holds a checkpoint.
     """
     series = Series(location_of(directory))
-    while True:
-        listed = named_steps(series.store)
+    for listed in steady_steps(series.store):
         gone = series.abandoned()
         committed = [step for step in listed if series.is_committed(step) and not series.is_abandoned(step, gone)]
         whole = [step for step in committed if series.is_whole(step, headers=True)]
-        if named_steps(series.store) == listed:  # else a trainer has removed some, and has saved others before
-            return whole
+    return whole
 
 
 class Rollback(NamedTuple):
@@ -120,18 +127,16 @@ class Series:
             CheckpointCorruptError: without `at_most`: there are checkpoints, but all are damaged.
             OSError: as `is_committed`.
         """
-        listed = named_steps(self.store)
-        bad = []
-        gone = self.abandoned()
-        for step in reversed(listed):
-            if at_most is not None and step > at_most:
-                continue
-            if self.is_committed(step) and not self.is_abandoned(step, gone):
-                if step not in damaged and self._whole.get(step) is not False:
-                    return step
-                bad.append(step_name(step))
-        if named_steps(self.store) != listed:  # a trainer has removed some, and has saved others before
-            return self.newest(damaged, at_most=at_most)
+        for listed in steady_steps(self.store):
+            bad = []
+            gone = self.abandoned()
+            for step in reversed(listed):
+                if at_most is not None and step > at_most:
+                    continue
+                if self.is_committed(step) and not self.is_abandoned(step, gone):
+                    if step not in damaged and self._whole.get(step) is not False:
+                        return step
+                    bad.append(step_name(step))
         if bad and at_most is None:
             raise CheckpointCorruptError(
                 f"every checkpoint in {self.directory} is damaged: {', '.join(bad)}; verify them, or move them away to "
@@ -181,8 +186,7 @@ class Series:
         Raises:
             OSError: a step cannot be read.
         """
-        while True:
-            listed = named_steps(self.store)
+        for listed in steady_steps(self.store):
             gone = self.abandoned()
             metrics: dict[int, float] = {}
             for step in listed:
@@ -190,8 +194,7 @@ class Series:
                     metric = self._metrics.get(step)
                     if metric is not None:
                         metrics[step] = metric
-            if named_steps(self.store) == listed:  # else a trainer has removed some, and has saved others before
-                return keep_best.steps(metrics)
+        return keep_best.steps(metrics)
 
     def retire(
         self,

@@ -32,7 +32,7 @@ from opt_checkpoint.errors import (
     CheckpointNotFoundError,
 )
 from opt_checkpoint.run.ranks import Ranks, from_all
-from opt_checkpoint.run.series import named_steps, step_name
+from opt_checkpoint.run.series import named_steps, steady_steps, step_name
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import Store, Target
 from opt_checkpoint.store.directory import Directory, is_leftover
@@ -211,8 +211,7 @@ class LocalTier:
         Raises:
             OSError: a part cannot be read, so that it is unknown whether it is complete.
         """
-        while True:
-            listed = named_steps(self._store)
+        for listed in steady_steps(self._store):
             found = set()
             for step in listed:
                 for part in filter(_PART.fullmatch, self._store.children(step_name(step))):
@@ -229,8 +228,7 @@ class LocalTier:
                         continue
                     if path == self.place(name.step, name.rank):
                         found.add(name)
-            if named_steps(self._store) == listed:  # else a trainer has removed some, and has saved others before
-                return found
+        return found
 
     def settle(self, ranks: Ranks, *, not_before: int) -> Verdict:
         """Find the newest complete step, fetch this rank's part, and compare all parts with their checksums.
