@@ -34,6 +34,9 @@ class Piece(NamedTuple):
     within: Within
 
 
+Pieces: TypeAlias = dict[str, list[Piece]]  # by our names
+
+
 class Mapped(NamedTuple):
     """The other side of some tensors.
 
@@ -46,8 +49,8 @@ class Mapped(NamedTuple):
 
     ours: dict[str, Described]
     theirs: dict[str, Described]
-    pieces: dict[str, list[Piece]]
-    tied: dict[str, list[Piece]]
+    pieces: Pieces
+    tied: Pieces
 
 
 def to_theirs(rules: Sequence[NameRule], ours: Mapping[str, Described]) -> Mapped:

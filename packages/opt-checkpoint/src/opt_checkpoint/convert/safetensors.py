@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opt_checkpoint.boxes import Box, position_of, row_major_strides, split_rows, view_of
-from opt_checkpoint.convert.name_maps import Described, Piece, to_ours, to_theirs
+from opt_checkpoint.convert.name_maps import Described, Piece, Pieces, to_ours, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NamePattern, NameRule, fingerprint, names_of
 from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
@@ -118,8 +118,8 @@ class _WriteTo(NamedTuple):
     """
 
     folder: str
-    pieces: dict[str, list[Piece]]
-    tied: dict[str, list[Piece]]
+    pieces: Pieces
+    tied: Pieces
     arrays: dict[str, Array]
 
 

@@ -22,6 +22,7 @@ from opt_checkpoint.disk.main_weights import Moments
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import PREFIX
+from opt_checkpoint.state.groups import Group
 from opt_checkpoint.state.megatron_types import RESHARDABLE, optimizer_entry
 from opt_checkpoint.state.tree import lookup
 from opt_checkpoint.store import store_at
@@ -99,14 +100,14 @@ def checkpoint_to_megatron(
     write_linked(archives, target, tensors, objects, write_more)
 
 
-def _rows_of_chain(groups: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+def _rows_of_chain(groups: Mapping[str, Any]) -> list[list[Group]]:
     """The groups of each optimizer of the chain, in Megatron-Core's form: experts have the second one.
 
     Without expert parallelism, groups have parameters of experts and others, and there is one optimizer.
     """
     has_experts = [{EXPERT.match(name) is not None for name in names} for names in groups["names"]]
     is_chain = {True} in has_experts and {True, False} not in has_experts
-    chain: list[list[dict[str, Any]]] = [[], []] if is_chain else [[]]
+    chain: list[list[Group]] = [[], []] if is_chain else [[]]
     for group, experts in zip(groups["groups"], has_experts, strict=True):
         is_expert = is_chain and experts == {True}
         # Choices, as amsgrad=False, are fields there.

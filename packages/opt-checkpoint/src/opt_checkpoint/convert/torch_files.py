@@ -27,7 +27,7 @@ from opt_checkpoint.disk.foreign import METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
+from opt_checkpoint.run.saved_optimizer import PREFIX, ByParam, SavedOptimizer, find_optimizer
 from opt_checkpoint.run.torch_optimizer import OPTIMIZER
 from opt_checkpoint.state.groups import groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -74,8 +74,8 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
         raise CheckpointValueError(f"{twice[0]} names several parameters; each needs its own name")
     if names is not None and len(names) != len(name_of):
         raise CheckpointValueError(f"{len(names)} names are given for {len(name_of)} parameters")
-    tensors: dict[str, dict[str, Any]] = defaultdict(dict)
-    plain: dict[str, dict[str, Any]] = defaultdict(dict)
+    tensors: ByParam[Any] = defaultdict(dict)
+    plain: ByParam[Any] = defaultdict(dict)
     shapes: dict[str, list[int]] = {}
     for index, states in state_dict["state"].items():
         if index not in name_of:

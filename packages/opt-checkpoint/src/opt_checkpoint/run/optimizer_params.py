@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.named_model import sharded_model
 from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.groups import Group
 from opt_checkpoint.state.model_parallel import has_other_ranks, marks_of
 from opt_checkpoint.state.optimizer_state import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
-from opt_checkpoint.state.sharded import Marks, ShardedTensor
+from opt_checkpoint.state.sharded import Marks, Shape, ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor, local_tensor, sharded_like
 from opt_checkpoint.state.wrappers import NamedModule, named_modules, named_parameters
 
@@ -33,8 +34,8 @@ class NamedParam(NamedTuple):
 
     name: str
     param: nn.Parameter
-    group: dict[str, Any]
-    shape: tuple[int, ...]
+    group: Group
+    shape: Shape
     marks: Marks
     placed: ShardedTensor | ShardedTensorFactory | None
 

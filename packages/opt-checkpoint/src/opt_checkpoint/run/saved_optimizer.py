@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from opt_checkpoint.disk.checkpoint import Opened, read_object, read_objects
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import load_alone, read_tensors
+from opt_checkpoint.state.groups import Group
 from opt_checkpoint.state.sharded import Path, path_text
 from opt_checkpoint.state.tree import lookup
 from opt_checkpoint.state.wrappers import former_names
@@ -30,6 +31,7 @@ PREFIX = "optimizer.state."
 _GROUPS_OBJECT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*\.optimizer/shard_[\d.]+_[\d.]+")
 _LAYER = re.compile(r"(?<=\blayers\.)\d+\.")
 T = TypeVar("T")
+ByParam: TypeAlias = dict[str, dict[str, T]]  # by parameter and state, or field
 
 
 class SavedOptimizer(NamedTuple):
@@ -96,7 +98,7 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     if isinstance(saved, dict) and ("state_names" in saved or has_names):
         return _ours(opened, saved, at)
     keys = _by_param(index.tensors, f"{prefix}state.")
-    by_state: dict[str, dict[str, str]] = defaultdict(dict)  # by parameter and state, in a chain of optimizers too
+    by_state: ByParam[str] = defaultdict(dict)  # by parameter and state, in a chain of optimizers too
     state_key = re.compile(rf"(?:chained_\d+\.)?{re.escape(prefix)}state\.([^.]+)\.(.+)")
     for match in filter(None, map(state_key.fullmatch, sorted(index.tensors))):
         by_state[match[2]][match[1]] = match[0]
@@ -143,7 +145,7 @@ def _found_nothing(index: CheckpointIndex, at: Sequence[str]) -> str:
     return f"{index.path} holds no optimizer at {where}; pass its place as at=(...){hint}"
 
 
-def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: Iterable[str]) -> SavedOptimizer:
+def _of_megatron(opened: Opened, by_state: ByParam[str], names: Iterable[str]) -> SavedOptimizer:
     """The states that Megatron-Core stored, by parameter, without main weights: a torch optimizer has none.
 
     The step count, which is stored once or, in a converted checkpoint, by parameter, is a float32 tensor as in torch.
@@ -160,8 +162,8 @@ def _of_megatron(opened: Opened, by_state: Mapping[str, dict[str, str]], names: 
     step = read_step(index, opened.common) if index.kind is Kind.MEGATRON else None
     stored = {name: states.pop("step") for name, states in by_state.items() if "step" in states}
     steps = read_tensors(opened, stored.values())
-    keys: dict[str, dict[str, str]] = {}
-    plain: dict[str, dict[str, Any]] = {}
+    keys: ByParam[str] = {}
+    plain: ByParam[Any] = {}
     for name, states in by_state.items():
         keys[name] = {state: key for state, key in states.items() if state not in ("param", "fp32_param")}
         if name in stored:
@@ -193,7 +195,7 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
         groups = groups["groups"]
     elif any(saved["plain_state"].values()):
         saved = {**saved, "plain_state": _stored_value((*at, "plain_state"), opened)}
-    keys = defaultdict[str, dict[str, str]](dict)
+    keys: ByParam[str] = defaultdict(dict)
     lost = []
     for name, states in saved["state_names"].items():
         plain = saved["plain_state"].get(name, {})
@@ -227,9 +229,9 @@ def _stored_value(path: Path, opened: Opened) -> Any:
     return lookup(load_alone(wanted, opened, strict="return_missing"), path)
 
 
-def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str]]:
+def _by_param(stored: Mapping[str, Any], prefix: str) -> ByParam[str]:
     """The keys of the form `<prefix><parameter>.<name>`, by parameter and name."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    found: ByParam[str] = defaultdict(dict)
     for key in sorted(stored):
         name, dot, last = key.removeprefix(prefix).rpartition(".")
         if key.startswith(prefix) and dot:
@@ -237,7 +239,7 @@ def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str
     return found
 
 
-def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str, dict[str, Any]]:
+def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> ByParam[Any]:
     """Values of the keys `<of><parameter or number>.<field>`: stored objects, tensors if they are of groups, and what
     our `save` stored of a flattened state dict."""
     index = opened.index
@@ -261,7 +263,7 @@ def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str,
     return {name: {field: values[key] for field, key in own.items()} for name, own in fields.items()}
 
 
-def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[dict[str, Any]], list[list[str]]]:
+def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[Group], list[list[str]]]:
     """Groups and the names of their parameters, which are stored by number or flattened by parameter."""
     listed = lookup(saved, ("param_groups",))
     if isinstance(listed, list):
@@ -272,7 +274,7 @@ def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[d
         if all(name.isdigit() and "params" in own for name, own in read.items()):
             rows = [read[name] for name in sorted(read, key=int)]
         else:  # parameters with equal fields are a group
-            by_fields: dict[str, dict[str, Any]] = {}
+            by_fields: dict[str, Group] = {}
             for name, fields in read.items():
                 values = {field: v.tolist() if isinstance(v, Tensor) else v for field, v in sorted(fields.items())}
                 by_fields.setdefault(repr(values), {**fields, "params": []})["params"].append(name)

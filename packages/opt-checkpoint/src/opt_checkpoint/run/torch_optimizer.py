@@ -30,8 +30,8 @@ from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, C
 from opt_checkpoint.run.optimizer_params import NamedParam, named_params, names_by_group, on_all_ranks
 from opt_checkpoint.run.ranks import Ranks, from_all, on_all, own_and_distinct, ranks_of, same_location
 from opt_checkpoint.run.save_load import carry_out_load, opened_everywhere
-from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer, with_current_names
-from opt_checkpoint.state.groups import Conflict, GroupReport, apply_saved_groups, groups_to_saved
+from opt_checkpoint.run.saved_optimizer import PREFIX, ByParam, SavedOptimizer, find_optimizer, with_current_names
+from opt_checkpoint.state.groups import Conflict, Group, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.sharded import EMPTY, ShardedBase, ShardedStateDict
 from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, local_tensor
 from opt_checkpoint.state.tree import ScopedState
@@ -82,7 +82,7 @@ def sharded_optimizer(
     """
     rank = ranks_of(process_group).rank
 
-    def describe() -> tuple[dict[str, dict[str, ShardedBase]], _Recorded]:
+    def describe() -> tuple[ByParam[ShardedBase], _Recorded]:
         return _states_of(named_params(model, optimizer, groups), optimizer, rank)
 
     if groups is None:
@@ -114,7 +114,7 @@ def sharded_optimizer(
 class _Recorded(NamedTuple):
     """What is stored about a rank's parameters besides tensors: states that are numbers, names and shapes by name."""
 
-    plain_state: dict[str, dict[str, Any]]
+    plain_state: ByParam[Any]
     state_names: dict[str, list[str]]
     param_shapes: dict[str, list[int]]
     names: list[list[str]]
@@ -122,9 +122,9 @@ class _Recorded(NamedTuple):
 
 def _states_of(
     members: Sequence[NamedParam], optimizer: Optimizer, rank: int
-) -> tuple[dict[str, dict[str, ShardedBase]], _Recorded]:
-    tensors: dict[str, dict[str, ShardedBase]] = defaultdict(dict)
-    plain: dict[str, dict[str, Any]] = defaultdict(dict)
+) -> tuple[ByParam[ShardedBase], _Recorded]:
+    tensors: ByParam[ShardedBase] = defaultdict(dict)
+    plain: ByParam[Any] = defaultdict(dict)
     states: Mapping[Tensor, Mapping[str, Any]] = optimizer.state
     if type(optimizer).state_dict is not Optimizer.state_dict:  # in another form, such as codes
         params = [member.param for member in members]
@@ -257,11 +257,11 @@ def fill_optimizer(
 
     names = [] if groups is None else on_all_ranks(from_all(ranks, find_members, what))
 
-    def set_groups(saved: SavedOptimizer, param_groups: list[dict[str, Any]]) -> GroupReport:
+    def set_groups(saved: SavedOptimizer, param_groups: list[Group]) -> GroupReport:
         stored = {"groups": saved.groups, "names": saved.names}
         return apply_saved_groups(param_groups, names, stored, on_conflict=on_conflict, override=override)
 
-    def prepare() -> tuple[SavedOptimizer, dict[str, dict[str, Tensor]]]:
+    def prepare() -> tuple[SavedOptimizer, ByParam[Tensor]]:
         if groups is None:
             names.extend(find_members())
         own_names = [name for own in names for name in own]
@@ -306,7 +306,7 @@ def _step_device(member: NamedParam) -> torch.device:
 def _replace_state(
     optimizer: Optimizer,
     state: Mapping[nn.Parameter, dict[str, Any]],  # of every parameter, in order
-    set_groups: Callable[[list[dict[str, Any]]], GroupReport],
+    set_groups: Callable[[list[Group]], GroupReport],
     *,
     ranks: Ranks,
     path: Location,
@@ -329,7 +329,7 @@ def _replace_state(
     return report
 
 
-def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _copied(param_groups: list[Group]) -> list[Group]:
     return [{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in param_groups]
 
 
