@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -24,6 +24,9 @@ class Described(NamedTuple):
 
     shape: Shape
     dtype: torch.dtype
+
+
+Tensors: TypeAlias = dict[str, Described]  # by name
 
 
 class Piece(NamedTuple):
@@ -47,13 +50,13 @@ class Mapped(NamedTuple):
         tied: by our names, the pieces of tensors whose values another of our tensors writes.
     """
 
-    ours: dict[str, Described]
-    theirs: dict[str, Described]
+    ours: Tensors
+    theirs: Tensors
     pieces: Pieces
     tied: Pieces
 
 
-def to_theirs(rules: Sequence[NameRule], ours: Mapping[str, Described]) -> Mapped:
+def to_theirs(rules: Sequence[NameRule], ours: Tensors) -> Mapped:
     """Map our tensors to theirs.
 
     Raises:
@@ -63,12 +66,12 @@ def to_theirs(rules: Sequence[NameRule], ours: Mapping[str, Described]) -> Mappe
     return _mapped(rules, ours, known=0)
 
 
-def to_ours(rules: Sequence[NameRule], theirs: Mapping[str, Described]) -> Mapped:
+def to_ours(rules: Sequence[NameRule], theirs: Tensors) -> Mapped:
     """Map their tensors to ours. Raises like `to_theirs`."""
     return _mapped(rules, theirs, known=1)
 
 
-def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, known: int) -> Mapped:
+def _mapped(rules: Sequence[NameRule], tensors: Tensors, *, known: int) -> Mapped:
     mapped = Mapped({}, {}, {}, {})
     claimed: dict[str, str] = {}  # for each tensor of the other side, one that it is made from
     for instance in sorted(_instances(rules, tensors, known), key=lambda i: i.rule.tied):
@@ -181,7 +184,7 @@ class _Instance(NamedTuple):
         return pattern.filled({**self.common, **dict(zip(stack, map(str, index)))})
 
 
-def _instances(rules: Sequence[NameRule], tensors: Mapping[str, Described], known: int) -> list[_Instance]:
+def _instances(rules: Sequence[NameRule], tensors: Tensors, known: int) -> list[_Instance]:
     """Every rule with each combination of common placeholders found in the names."""
     sides = [_sides_of(rule) for rule in rules]
     patterns = [(number, pattern) for number, pair in enumerate(sides) for pattern, _ in pair[known].patterns.values()]
@@ -241,7 +244,7 @@ class _Sizes(NamedTuple):
         return ((name, by_pattern[text]) for (text, _), name in names.items())
 
 
-def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
+def _sizes_of(instance: _Instance, tensors: Tensors) -> _Sizes:
     """The sizes of an instance, from the tensors of the known side.
 
     Raises:

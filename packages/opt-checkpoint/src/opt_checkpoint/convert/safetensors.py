@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opt_checkpoint.boxes import Box, position_of, row_major_strides, split_rows, view_of
-from opt_checkpoint.convert.name_maps import Described, Piece, Pieces, to_ours, to_theirs
+from opt_checkpoint.convert.name_maps import Described, Piece, Pieces, Tensors, to_ours, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NamePattern, NameRule, fingerprint, names_of
 from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
@@ -144,7 +144,7 @@ class _Writer:
         """Assign every array to a file, and create the files with their headers; on rank 0."""
         tensors = assigned.plan.tensors
         parts = assigned.plan.parts
-        described: dict[str, Described] = {}
+        described: Tensors = {}
         for key, first in zip(tensors.keys, tensors.first_of_key.tolist(), strict=True):
             dtype = dtype_from_name(tensors.dtype_names[tensors.dtype[first]])
             described[key] = Described(tensors.shape_of(first), dtype)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from opt_checkpoint.convert.name_maps import Described
+from opt_checkpoint.convert.name_maps import Tensors
 from opt_checkpoint.disk.index import MAX_DIMS, check_file_name
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointValueError
 from opt_checkpoint.state.sharded import Shape
@@ -83,7 +82,7 @@ class Layout(NamedTuple):
         return {INDEX: json.dumps(content, indent=1).encode()} if len(self.headers) > 1 else {}
 
 
-def layout_of(tensors: Mapping[str, Described], *, dtype: torch.dtype | None, shard_bytes: int) -> Layout:
+def layout_of(tensors: Tensors, *, dtype: torch.dtype | None, shard_bytes: int) -> Layout:
     """Assign tensors to files, in order, as many to each as fit.
 
     Args:

@@ -47,9 +47,9 @@ class SavedOptimizer(NamedTuple):
 
     groups: Sequence[Mapping[str, Any]]
     names: Sequence[Sequence[str]]
-    plain_state: Mapping[str, Mapping[str, Any]]
+    plain_state: ByParam[Any]
     param_shapes: Mapping[str, Sequence[int]]
-    keys: Mapping[str, Mapping[str, str]]
+    keys: ByParam[str]
 
     @property
     def params(self) -> list[str]:
