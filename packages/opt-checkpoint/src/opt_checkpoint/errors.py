@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 class CheckpointingException(Exception):
@@ -56,3 +56,11 @@ class CheckpointStorageError(CheckpointFailedError, OSError):
     @property
     def errno(self) -> int | None:  # type: ignore[override]  # of an attribute
         return next((e.errno for e in self.causes.values() if isinstance(e, OSError) and e.errno), None)
+
+
+def check_choice(
+    name: str, value: object, allowed: Collection[str], error: type[ValueError] = CheckpointValueError
+) -> None:
+    """Raise an error that lists the allowed values of an argument, unless it has one of them."""
+    if value not in allowed:
+        raise error(f"{name}={value!r}; allowed: {', '.join(allowed)}")

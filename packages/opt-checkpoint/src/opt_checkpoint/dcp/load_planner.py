@@ -30,7 +30,7 @@ from opt_checkpoint.disk.archives import SafeGlobals, loaded_whole
 from opt_checkpoint.disk.checkpoint import Opened, read_objects
 from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.index import COMMON_KEY, COPIES, PADDED, Kind, Region, StoredChunk, StoredTensor
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, check_choice
 from opt_checkpoint.state.checksums import are_equal
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.model_parallel import check_stages
@@ -85,8 +85,7 @@ class ShardedLoadPlanner:
         aliases: Mapping[str, str] = EMPTY,
         safe_globals: SafeGlobals = (),
     ) -> None:
-        if dtype not in ("exact", "cast"):
-            raise ValueError(f"dtype={dtype!r}; allowed: exact, cast")
+        check_choice("dtype", dtype, ("exact", "cast"), ValueError)
         self._state = state
         self.index = opened.index
         self._common = opened.common

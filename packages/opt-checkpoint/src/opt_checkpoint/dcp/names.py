@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from opt_checkpoint.disk.index import PATHS, CheckpointIndex, Kind
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointKeyError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointKeyError, check_choice
 from opt_checkpoint.state.optimizer_state import LAYOUT_MARK, SPLIT_MARK
 from opt_checkpoint.state.sharded import Path, path_text
 from opt_checkpoint.state.tree import ABSENT, FlatState, is_below, leaves, lookup
@@ -239,9 +239,7 @@ class Strictness(NamedTuple):
         Raises:
             ValueError: no mode has this name.
         """
-        allowed = [*_TORCHS_NAMES, *StrictHandling]
-        if value not in allowed:
-            raise ValueError(f"strict={value!r}; allowed: {', '.join(allowed)}")
+        check_choice("strict", value, [*_TORCHS_NAMES, *StrictHandling], ValueError)
         reaction, _, side = value.rpartition("_")
         missing = _REACTIONS.get(reaction, "raise")  # Megatron-Core's "assume_ok" lets its load raise
         return cls(missing, missing if side == "all" else "allow")

@@ -38,7 +38,7 @@ from opt_checkpoint.dcp.layout import LocalContents, Shards, local_contents
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, GlobalPlan, Offer
 from opt_checkpoint.disk.archives import dump_object
 from opt_checkpoint.disk.index import COMMON_KEY
-from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
+from opt_checkpoint.errors import CheckpointingException, CheckpointValueError, check_choice
 from opt_checkpoint.state.sharded import Path, ShardedStateDict, path_text
 from opt_checkpoint.state.tree import ABSENT, FlatState, flatten_state, is_below, lookup, scopes, selected
 
@@ -107,8 +107,7 @@ def describe(state: ShardedStateDict, rank: int, *, policy: str, cached: CachedP
     Raises:
         CheckpointingException: the state cannot be flattened or stored.
     """
-    if policy not in ("equal", "first_rank"):
-        raise CheckpointValueError(f"common={policy!r}; allowed: equal, first_rank")
+    check_choice("common", policy, ("equal", "first_rank"))
     flat = flatten_state(state)
     if lists_values:
         flat.separate_tensors_()

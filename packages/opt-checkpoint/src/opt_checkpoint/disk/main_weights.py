@@ -25,7 +25,7 @@ from torch import Tensor
 from opt_checkpoint.disk.archives import find_values, load_object
 from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.index import CheckpointIndex, Kind, StoredChunk
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
+from opt_checkpoint.errors import CheckpointCorruptError, check_choice
 
 Moments: TypeAlias = Literal["saved", "new"]
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
@@ -114,8 +114,7 @@ def shifted_text(keys: Collection[str]) -> str:
 
 def with_moments(index: CheckpointIndex, moments: str) -> CheckpointIndex:
     """Return the index; without the states of optimizers if `moments` is `"new"`."""
-    if moments not in get_args(Moments):
-        raise CheckpointValueError(f"moments={moments!r}; allowed: {', '.join(get_args(Moments))}")
+    check_choice("moments", moments, get_args(Moments))
     if moments == "saved":
         return index
     weights = {key: stored for key, stored in index.tensors.items() if not _STATE.fullmatch(key)}

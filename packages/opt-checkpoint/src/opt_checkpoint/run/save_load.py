@@ -36,7 +36,7 @@ from opt_checkpoint.disk.archives import SafeGlobals
 from opt_checkpoint.disk.checkpoint import Opened, check_sizes, open_checkpoint, removed, was_removed
 from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.main_weights import Moments, refuse_shifted, with_moments
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError, check_choice
 from opt_checkpoint.run.ranks import (
     Ranks,
     check_equal,
@@ -341,8 +341,7 @@ def opened_everywhere(
     """
 
     def open_first() -> Opened:
-        if verify not in get_args(Verify):
-            raise CheckpointValueError(f"verify={verify!r}; allowed: {', '.join(get_args(Verify))}")
+        check_choice("verify", verify, get_args(Verify))
         opened = open_checkpoint(source, safe_globals=safe_globals)
         if verify != "none":
             check_sizes(opened.index)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.errors import CheckpointValueError, check_choice
 from opt_checkpoint.state.sharded import EMPTY
 
 Group: TypeAlias = dict[str, Any]
@@ -100,8 +100,7 @@ def apply_saved_groups(
             `override`.
         ValueError: `on_conflict` is unknown.
     """
-    if on_conflict not in get_args(Conflict):
-        raise ValueError(f"on_conflict={on_conflict!r}; allowed: {', '.join(get_args(Conflict))}")
+    check_choice("on_conflict", on_conflict, get_args(Conflict), ValueError)
     groups = saved["groups"]
     fields = sorted({field for group in (*param_groups, *groups) for field in group} - NOT_STORED)
     unknown = sorted(set(override) - set(fields))
