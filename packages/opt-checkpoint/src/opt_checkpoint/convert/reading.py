@@ -7,7 +7,6 @@ code in a file is run.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -108,11 +107,8 @@ def read_mapped(index: CheckpointIndex, stored: Mapping[str, StoredTensor], fold
         check_sizes(index)
     mapped = {}
     for number, (key, tensor) in enumerate(stored.items()):
-        file = folder / str(number)
         nbytes = tensor.nbytes
-        with file.open("xb"):
-            os.truncate(file, max(nbytes, 1))
-        memory = torch.from_file(str(file), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
+        memory = torch.from_file(str(folder / str(number)), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         mapped[key] = memory[:nbytes].view(tensor.dtype).view(tensor.shape) if nbytes else empty
     wanted = {key: sharded_like(key, tensor) for key, tensor in mapped.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import os
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -366,7 +365,7 @@ def checkpoint_to_safetensors(
         tensors = read_mapped(index, stored, scratch)
         state = {key: sharded_like(key.removeprefix(prefix), tensor) for key, tensor in tensors.items()}
         save_safetensors(state, target, names=names, dtype=dtype, shard_bytes=shard_bytes)
-    return [target / file for file in sorted(os.listdir(target))]
+    return sorted(target.iterdir())
 
 
 def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]:
