@@ -122,8 +122,15 @@ class CheckpointManager(Closing):
     ) -> None:
         self._group = process_group
         self._ranks = ranks_of(process_group)
-        arguments = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best, "in_background": in_background}
-        self.directory = same_location(self._ranks, "opening", directory, **arguments)
+        self.directory = same_location(
+            self._ranks,
+            "opening",
+            directory,
+            keep=keep,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            in_background=in_background,
+        )
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: both must be at least 1")
         if not isinstance(keep_best, KeepBest | None):

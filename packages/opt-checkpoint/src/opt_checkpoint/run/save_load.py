@@ -323,10 +323,11 @@ def load(
     """
     ranks = ranks_of(process_group)
     source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify, moments=moments)
-    rules: dict[str, Any] = {"strict": strict, "dtype": dtype, "aliases": aliases, "safe_globals": safe_globals}
     with opened_everywhere(ranks, source, verify, safe_globals) as opened:
         kept = replace(opened, index=with_moments(opened.index, moments))
-        planner = ShardedLoadPlanner(state, kept, **rules)
+        planner = ShardedLoadPlanner(
+            state, kept, strict=strict, dtype=dtype, aliases=aliases, safe_globals=safe_globals
+        )
         return carry_out_load(ranks, planner, threads=threads, verify=verify, checks_states=True)
 
 

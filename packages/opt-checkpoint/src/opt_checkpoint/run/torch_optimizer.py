@@ -225,13 +225,22 @@ def load_optimizer(
     """
     ranks = ranks_of(process_group)
     source = same_location(ranks, "loading an optimizer", path, verify=verify)
-    options: dict[str, Any] = {"at": at, "groups": groups, "on_conflict": on_conflict, "override": override}
     with opened_everywhere(ranks, source, verify) as found:
 
         def read(wanted: ShardedStateDict) -> object:
             return carry_out_load(ranks, ShardedLoadPlanner(wanted, found), verify=verify, checks_states=True)
 
-        return fill_optimizer(model, optimizer, found, read, ranks=ranks, **options)
+        return fill_optimizer(
+            model,
+            optimizer,
+            found,
+            read,
+            ranks=ranks,
+            at=at,
+            groups=groups,
+            on_conflict=on_conflict,
+            override=override,
+        )
 
 
 def fill_optimizer(

@@ -117,8 +117,14 @@ class TieredCheckpointManager(Closing):
         same_everywhere(self._ranks, "opening", durable_every=durable_every, keep_local=keep_local)
         if durable_every < 1 or keep_local < 1:
             raise ValueError(f"durable_every={durable_every}, keep_local={keep_local}: both must be at least 1")
-        kept: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
-        self._durable = CheckpointManager(durable, **kept, process_group=process_group, timeout_s=timeout_s)
+        self._durable = CheckpointManager(
+            durable,
+            keep=keep,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            process_group=process_group,
+            timeout_s=timeout_s,
+        )
         place = lambda: local_path(local, "the local tier")
         name = lambda _: node or this_node()
         self._local_path, nodes = own_and_all(self._ranks, place, name, "opening the local tier")
