@@ -232,14 +232,14 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     # The first axes of the state are axes of the parameter, and are cut as these; the others are whole.
     shape = tuple(tensor.shape)
     kept = _kept_axes(block.local_shape, shape, key, spec, is_flat=flat is not None)
-    axes = [*range(block.prepended), *(block.prepended + axis for axis in kept)]
+    axes = [*range(block.prepend_axis_num), *(block.prepend_axis_num + axis for axis in kept)]
     whole = shape[len(kept) :]
     begins = flat is None or (flat[0] == 0 and flat[1] > 0)
     is_first = begins and not any(offset for axis, offset in enumerate(block.global_offset) if axis not in axes)
     is_empty = not all(block.local_shape) and all(block.global_shape)  # such a block is never the main replica
     replica_id = 0 if is_first and not is_empty and is_main_replica(block.replica_id) else 1
 
-    def place_of(described: Segment | _Block) -> dict[str, Any]:
+    def place_of(described: Segment | ShardedTensor | _Block) -> dict[str, Any]:
         """Return the kept axes of the parameter's block or rows, then whole ones."""
         return {
             "global_shape": tuple(described.global_shape[axis] for axis in axes) + whole,
@@ -258,26 +258,25 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
         **place_of(block),
         axis_fragmentations=None,
         replica_id=replica_id,
-        prepend_axis_num=block.prepended,
+        prepend_axis_num=block.prepend_axis_num,
         may_repeat=block.may_repeat,
     )
 
 
 class _Block(NamedTuple):
-    """The block of a parameter that a rank holds, from any kind of description."""
+    """The block of a parameter that a rank holds, from a factory. The fields are those of a ShardedTensor."""
 
     local_shape: Shape
     global_shape: Shape
     global_offset: Shape
-    prepended: int
+    prepend_axis_num: int
     replica_id: ReplicaId
     may_repeat: bool = False
 
 
-def _block_of(param: ShardedParam) -> _Block:
+def _block_of(param: ShardedParam) -> ShardedTensor | _Block:
     if isinstance(param, ShardedTensor):
-        place = param.local_shape, param.global_shape, param.global_offset
-        return _Block(*place, param.prepend_axis_num, param.replica_id, param.may_repeat)
+        return param
     param = param.declared()
     if param.segments:
         first = param.segments[0]
