@@ -23,9 +23,9 @@ from torch import Tensor
 
 from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.run import unreported
 from opt_checkpoint.run.ranks import Ranks, check_equal, from_all, leave, ranks_of, texts_of
 from opt_checkpoint.run.save_load import save_as
-from opt_checkpoint.run.unreported import unreported
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import EMPTY, Path, ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor

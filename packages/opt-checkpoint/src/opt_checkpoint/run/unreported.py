@@ -16,55 +16,46 @@ from threading import Event, Thread
 from weakref import WeakSet
 
 _LAST = -1000  # priority among the finalizers of a child, which may wait for saves too
+_threads = WeakSet[Thread]()
+# By the event that is set when the save has finished: its handle would keep its memory.
+_failures: dict[Event, str] = {}
+_finalizer: Finalize | None = None
 
 
-class UnreportedSaves:
-    """The threads of saves of this process, and the failures that no call has raised.
-
-    A save is identified by the event that is set when it has finished: its handle would keep its memory.
-    """
-
-    def __init__(self) -> None:
-        self._threads = WeakSet[Thread]()
-        self._failures: dict[Event, str] = {}
-        self._finalizer: Finalize | None = None
-
-    def watch(self, thread: Thread) -> None:
-        """Note that a thread saves."""
-        self._threads.add(thread)
-        is_child = parent_process() is not None
-        if is_child and (self._finalizer is None or not self._finalizer.still_active()):
-            self._finalizer = Finalize(None, _report, kwargs={"in_child": True}, exitpriority=_LAST)
-
-    def add(self, finished: Event, failure: str) -> None:
-        """Note that a save has failed, before its event is set; with one line that describes the failure."""
-        self._failures[finished] = failure
-
-    def discard(self, finished: Event) -> None:
-        """Note that a call has raised the failure of a save."""
-        self._failures.pop(finished, None)
-
-    def take_all(self) -> list[str]:
-        """Wait for all saves; return a line for each failure, once."""
-        for thread in list(self._threads):
-            thread.join()
-        failures = list(self._failures.values())
-        self._failures.clear()
-        return failures
-
-    def forget(self) -> None:
-        """Forget all saves, in a forked process, which has none of their threads."""
-        self._threads.clear()
-        self._failures.clear()
+def watch(thread: Thread) -> None:
+    """Note that a thread saves."""
+    global _finalizer
+    _threads.add(thread)
+    if parent_process() is not None and (_finalizer is None or not _finalizer.still_active()):
+        _finalizer = Finalize(None, _report, kwargs={"in_child": True}, exitpriority=_LAST)
 
 
-unreported = UnreportedSaves()
-os.register_at_fork(after_in_child=unreported.forget)
+def add(finished: Event, failure: str) -> None:
+    """Note that a save has failed, before its event is set; with one line that describes the failure."""
+    _failures[finished] = failure
+
+
+def discard(finished: Event) -> None:
+    """Note that a call has raised the failure of a save."""
+    _failures.pop(finished, None)
+
+
+def _forget() -> None:
+    """Forget all saves, in a forked process, which has none of their threads."""
+    _threads.clear()
+    _failures.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register
 def _report(*, in_child: bool = False) -> None:
-    failures = unreported.take_all()
+    """Wait for all saves, and print each failure, once."""
+    for thread in list(_threads):
+        thread.join()
+    failures = list(_failures.values())
+    _failures.clear()
     if failures:
         _replace_status_zero()
         if in_child:  # a forked process of `multiprocessing` calls no handlers of glibc: it ends by `os._exit`
