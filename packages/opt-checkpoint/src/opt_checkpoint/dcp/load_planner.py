@@ -105,7 +105,6 @@ class ShardedLoadPlanner:
         self.missing: list[str] = []
         self.cast: list[str] = []
         self.dropped: set[Path] = set()
-        self.assembled: Any = None
 
     @cached_property
     def stored_plain(self) -> list[str]:
@@ -359,8 +358,8 @@ class ShardedLoadPlanner:
             if shard.data is not None:
                 shard.data.detach().zero_()
 
-    def assemble(self) -> None:
-        """Assemble the loaded state: replace every description by its loaded value, quantise, and merge factories."""
+    def assemble(self) -> Any:
+        """Return the loaded state: replace every description by its loaded value, quantise, and merge factories."""
         with torch.no_grad():
             for target, source in self._to_copy:
                 target.copy_(source)
@@ -372,7 +371,7 @@ class ShardedLoadPlanner:
             if isinstance(template, Number) and isinstance(plain.get(path), Tensor):
                 plain[path] = plain[path].item()
         plain |= self.flat.plain
-        self.assembled = self.flat.assembled(self._objects, plain, frozenset(self.dropped))
+        return self.flat.assembled(self._objects, plain, frozenset(self.dropped))
 
 
 def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:

@@ -40,8 +40,8 @@ from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError, 
 from opt_checkpoint.run.ranks import (
     Ranks,
     check_equal,
-    from_all,
     from_rank_0,
+    on_all,
     own_and_all,
     ranks_of,
     same_location,
@@ -411,16 +411,16 @@ def read_planned(ranks: Ranks, reader: CheckpointReader, unexpected: tuple[str, 
     """
     planner = reader.planner
 
-    def read() -> None:
+    def read() -> Any:
         planner.begin_writing()
         reader.read(planner.items)
-        planner.assemble()
+        return planner.assemble()
 
     what = f"loading {planner.index.path} (while reading: tensors may be partly overwritten, load again before use)"
-    from_all(ranks, read, what)
+    state = on_all(ranks, read, what)
     bytes_wanted = sum(item.target.numel() * item.dtype.itemsize for item in planner.items)
     return LoadReport(
-        state=planner.assembled,
+        state=state,
         missing=tuple(planner.missing),
         unexpected=unexpected,
         cast=tuple(planner.cast),
