@@ -24,7 +24,7 @@ from opt_checkpoint.boxes import Box, position_of, row_major_strides, split_rows
 from opt_checkpoint.convert.name_maps import Described, Piece, Pieces, Tensors, to_ours, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NamePattern, NameRule, fingerprint, names_of
 from opt_checkpoint.convert.reading import read_mapped, scratch_folder
-from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
+from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, find_arrays, layout_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.saving import Assigned, Held, Taken
@@ -132,8 +132,6 @@ class _Writer:
         self._shard_bytes = shard_bytes
         self._store = Directory(path.parent)
         self._save_id = uuid.uuid4().hex  # rank 0's counts
-        self._layout = Layout({}, {})
-        self._to: _WriteTo | None = None
 
     @property
     def temporary(self) -> Path:
@@ -191,7 +189,6 @@ class _Writer:
         Raises:
             CheckpointMismatchError: the values differ.
         """
-        assert self._to is not None
         for shard, boxes in held.shards:
             for piece, flat_box in itertools.product(self._to.tied.get(shard.key, ()), boxes):
                 array = self._to.arrays[piece.theirs]

@@ -94,7 +94,6 @@ class ShardedLoadPlanner:
         self._aliases = aliases
         self._safe_globals = safe_globals
         self.files = DataFiles(opened.index)
-        self._objects: dict[Path, Any] = {}  # loaded
         self._plain: dict[Path, Any] = {}  # loaded plain values
         # Within plain values: tensors that are read; and loaded objects of stock directories, or tensors of templates.
         self._within: dict[Path, dict[Path, Any]] = defaultdict(dict)
@@ -104,7 +103,6 @@ class ShardedLoadPlanner:
         self.items: list[TensorRead] = []
         self.missing: list[str] = []
         self.cast: list[str] = []
-        self.dropped: set[Path] = set()
 
     @cached_property
     def stored_plain(self) -> list[str]:
