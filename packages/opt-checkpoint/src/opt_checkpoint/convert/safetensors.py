@@ -13,6 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -122,15 +123,17 @@ class _WriteTo(NamedTuple):
     arrays: dict[str, Array]
 
 
+@dataclass
 class _Writer:
     """Writes one export. Methods are those of `Writer`, arguments those of `save_safetensors`."""
 
-    def __init__(self, path: Path, names: Sequence[NameRule], dtype: torch.dtype | None, shard_bytes: int) -> None:
-        self.path = path
-        self._names = names
-        self._dtype = dtype
-        self._shard_bytes = shard_bytes
-        self._store = Directory(path.parent)
+    path: Path
+    names: Sequence[NameRule]
+    dtype: torch.dtype | None
+    shard_bytes: int
+
+    def __post_init__(self) -> None:
+        self._store = Directory(self.path.parent)
         self._save_id = uuid.uuid4().hex  # rank 0's counts
 
     @property
@@ -145,8 +148,8 @@ class _Writer:
         for key, first in zip(tensors.keys, tensors.first_of_key.tolist(), strict=True):
             dtype = dtype_from_name(tensors.dtype_names[tensors.dtype[first]])
             described[key] = Described(tensors.shape_of(first), dtype)
-        mapped = to_theirs(self._names, described)
-        self._layout = layout_of(mapped.theirs, dtype=self._dtype, shard_bytes=self._shard_bytes)
+        mapped = to_theirs(self.names, described)
+        self._layout = layout_of(mapped.theirs, dtype=self.dtype, shard_bytes=self.shard_bytes)
         self._store.begin(self.path.name, self._save_id)
         self._store.write_small(self.temporary.name, self._layout.headers)
         keys: list[dict[str, None]] = [{} for _ in range(tensors.ranks)]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -242,6 +243,7 @@ class Run(NamedTuple):
     raw: memoryview
 
 
+@dataclass
 class CheckedValues:
     """The bytes of one stored chunk, readable at any position and compared with their checksums.
 
@@ -253,15 +255,14 @@ class CheckedValues:
         place: the bare values of the chunk; without checksums, they are not compared.
         key: name for error messages.
         ahead: what is already read; None to read the file.
+        kept: number and bytes of the last piece.
     """
 
-    def __init__(self, files: DataFiles, place: ByteRange, key: str, ahead: Run | None) -> None:
-        self._files = files
-        self._ahead = ahead
-        self.place = place
-        self._key = key
-        self.near_bytes = files.near_bytes
-        self._kept: tuple[int, memoryview] | None = None
+    files: DataFiles
+    place: ByteRange
+    key: str
+    ahead: Run | None
+    kept: tuple[int, memoryview] | None = None
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes of the chunk from `offset` on.
@@ -275,20 +276,20 @@ class CheckedValues:
             return
         while len(view):
             number, skipped = divmod(offset, PIECE_BYTES)
-            count = min(len(view), self._files.read_bytes)
+            count = min(len(view), self.files.read_bytes)
             count -= count % PIECE_BYTES if offset + count < self.place.nbytes else 0
             if skipped == 0 and count:  # whole pieces, directly
                 self._read(offset, view[:count])
                 for first in range(0, count, PIECE_BYTES):
                     self._check(number + first // PIECE_BYTES, view[first:count][:PIECE_BYTES])
             else:
-                if self._kept is None or self._kept[0] != number:
+                if self.kept is None or self.kept[0] != number:
                     begin = number * PIECE_BYTES
                     piece = memoryview(bytearray(min(PIECE_BYTES, self.place.nbytes - begin)))
                     self._read(begin, piece)
                     self._check(number, piece)
-                    self._kept = number, piece
-                kept = self._kept[1][skipped:][: len(view)]
+                    self.kept = number, piece
+                kept = self.kept[1][skipped:][: len(view)]
                 count = len(kept)
                 view[:count] = kept
             offset = offset + count
@@ -296,14 +297,14 @@ class CheckedValues:
 
     def _read(self, offset: int, view: memoryview) -> None:
         start = self.place.start + offset
-        if self._ahead is None:
-            self._files.read_into(self.place.file, start, view)
+        if self.ahead is None:
+            self.files.read_into(self.place.file, start, view)
         else:
-            view[:] = self._ahead.raw[start - self._ahead.start :][: len(view)]
+            view[:] = self.ahead.raw[start - self.ahead.start :][: len(view)]
 
     def _check(self, number: int, piece: memoryview) -> None:
         if crc32(piece) != self.place.sums[number]:
-            raise damage_of(self._files, self.place, self._key)
+            raise damage_of(self.files, self.place, self.key)
 
 
 def damage_of(files: DataFiles, place: ByteRange, key: str) -> CheckpointCorruptError:
@@ -353,7 +354,7 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: Chec
     if region.chunk:
         row_bytes *= row_major_strides(region.chunk)[axis]
     low, high = region.rows(axis, 0, 1).span
-    is_near = is_run or row_bytes - (high - low) * dtype.itemsize <= values.near_bytes  # rows, to each other
+    is_near = is_run or row_bytes - (high - low) * dtype.itemsize <= values.files.near_bytes  # rows, to each other
     if is_near and nbytes <= _BOUNCE_BYTES:
         raw = memoryview(bytearray(nbytes))
         values.read_into(position, raw)

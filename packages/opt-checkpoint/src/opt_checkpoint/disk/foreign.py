@@ -16,6 +16,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -49,21 +50,21 @@ class Name(NamedTuple):
 _GETATTRS = (Name("builtins", "getattr"), Name("__builtin__", "getattr"))
 
 
+@dataclass(slots=True, eq=False, repr=False)  # its values may be huge when printed
 class Made:
     """An object as described by a pickle.
 
     Args:
         of: the callable that would create it, usually a `Name`.
         args: the arguments of that call.
+        state: what the pickle sets as its state.
+        entries: the items that the pickle sets.
     """
 
-    __slots__ = ("args", "entries", "of", "state")
-
-    def __init__(self, of: Any, args: Any) -> None:
-        self.of = of
-        self.args = args
-        self.state: Any = None
-        self.entries: dict[Any, Any] = {}
+    of: Any
+    args: Any
+    state: Any = None
+    entries: dict[Any, Any] = field(default_factory=dict)
 
     def is_a(self, module: str, name: str) -> bool:
         """Return whether the class or function of this name would create it."""
