@@ -87,7 +87,8 @@ class CheckpointReader:
         """
         with ThreadPoolExecutor(self._threads) as pool:
             planned = sorted(map(self._read_of, items), key=lambda read: (read.place.file, read.place.start))
-            list(pool.map(self._read_batch, _batches(planned, self._files.near_bytes)))
+            batches = _batches(planned, self._files.near_bytes)
+            list(pool.map(self._read_batch, batches))  # raises the first error
 
     def _read_of(self, item: TensorRead) -> _Read:
         """The run of bytes from the first value of an item to its last; for a small chunk, the whole chunk."""

@@ -359,7 +359,7 @@ def check_sizes(index: CheckpointIndex, *, headers: bool = True) -> None:
     names = [name for name in index.files if headers and name.endswith(".distcp")]
     files = DataFiles(index)
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(files.check_header, names))
+        list(pool.map(files.check_header, names))  # raises the first error
 
 
 def size_problems(path: Location, files: Mapping[str, StoredFile]) -> dict[str, str]:
