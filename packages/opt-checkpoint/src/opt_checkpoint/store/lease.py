@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 LEASE = "lease.json"
 RENEW_S = 30.0
@@ -135,8 +135,7 @@ def holder_of(lease: bytes, folder: str, age: float) -> str | None:
     process = None
     with suppress(ValueError, KeyError, TypeError):  # damaged, as after a power loss
         content = json.loads(lease)
-        host, boot, namespace, pid, started = (content[name] for name in Process._fields)
-        process = Process(str(host), str(boot), int(namespace), int(pid), str(started))
+        process = Process(*(kind(content[name]) for name, kind in get_type_hints(Process).items()))
     if process is not None and process.boot and (process.boot, process.namespace) == _machine():
         if process.pid == os.getpid():
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from opt_checkpoint.boxes import boxes_of, view_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
@@ -98,8 +98,7 @@ def read_part_name(index: CheckpointIndex) -> PartName:
     """
     try:
         recorded = index.details[_DETAILS]["name"]
-        step, rank, world = (int(recorded[field]) for field in ("step", "rank", "world"))
-        return PartName(str(recorded["run"]), step, str(recorded["save"]), rank, world)
+        return PartName(*(kind(recorded[name]) for name, kind in get_type_hints(PartName).items()))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{index.path} is not one rank's part of a checkpoint") from error
 
