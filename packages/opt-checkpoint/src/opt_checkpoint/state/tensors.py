@@ -71,15 +71,12 @@ def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:
         held = torch.finfo(stored)
         other = torch.finfo(wanted)
         return held.eps >= other.eps and held.max <= other.max and held.smallest_normal >= other.smallest_normal
-    if _is_integer(stored) and _is_integer(wanted):
+    try:
         narrow = torch.iinfo(stored)
         wide = torch.iinfo(wanted)
-        return narrow.min >= wide.min and narrow.max <= wide.max
-    return False
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    except TypeError:  # one of them is no integer
+        return False
+    return narrow.min >= wide.min and narrow.max <= wide.max
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
