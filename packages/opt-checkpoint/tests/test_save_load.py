@@ -237,6 +237,15 @@ def test_dtypes_that_are_only_stored_are_saved_and_loaded(tmp_path: Path) -> Non
         assert torch.equal(target, bits), name
 
 
+def test_values_of_float4_are_not_converted(tmp_path: Path) -> None:
+    dtype = getattr(torch, "float4_e2m1fn_x2", None)
+    if dtype is None:
+        pytest.skip("of a newer torch")
+    save({"w": torch.zeros(4, dtype=torch.uint8).view(dtype)}, tmp_path / "x")
+    with pytest.raises(CheckpointMismatchError, match=r"w is stored as torch\.float4_e2m1fn_x2, asked for as torch\.f"):
+        load({"w": torch.zeros(4)}, tmp_path / "x")
+
+
 def test_a_file_url_is_synced_like_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     fsync = os.fsync

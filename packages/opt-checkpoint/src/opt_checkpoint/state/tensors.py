@@ -67,16 +67,16 @@ def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:
     kind."""
     if stored == wanted:
         return True
-    if stored.is_floating_point and wanted.is_floating_point:
-        held = torch.finfo(stored)
-        other = torch.finfo(wanted)
-        return held.eps >= other.eps and held.max <= other.max and held.smallest_normal >= other.smallest_normal
     try:
+        if stored.is_floating_point and wanted.is_floating_point:
+            held = torch.finfo(stored)
+            other = torch.finfo(wanted)
+            return held.eps >= other.eps and held.max <= other.max and held.smallest_normal >= other.smallest_normal
         narrow = torch.iinfo(stored)
         wide = torch.iinfo(wanted)
-    except TypeError:  # one of them is no integer
+        return narrow.min >= wide.min and narrow.max <= wide.max
+    except (TypeError, NotImplementedError):  # not both integers; or float4, of which torch knows no range
         return False
-    return narrow.min >= wide.min and narrow.max <= wide.max
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
