@@ -190,7 +190,8 @@ def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str
         nans[1] += int((b.isnan() & ~a.isnan()).sum())
         gaps = (a - b).abs()
         gaps = gaps[~gaps.isnan()]  # infinite where an infinity meets another number
-        largest = max([largest, *gaps.max(dim=0, keepdim=True).values.tolist()]) if gaps.numel() else largest
+        if gaps.numel():
+            largest = max(largest, float(gaps.max()))
     if differing:
         only = [f"; {count} NaN only in the {which}" for which, count in zip(("first", "second"), nans) if count]
         gap = f", by up to {largest:.3g}" if differing > sum(nans) else ""
