@@ -277,11 +277,8 @@ def _findings(index: CheckpointIndex) -> Iterator[Finding]:
         yield from found
         return
     for name, problem in _damage(index.path, index.files):
-        damaged = dict.fromkeys(
-            key
-            for key, place in places
-            if problem == _CHANGED and place.file == name and not has_right_sums(files, place)
-        )
+        of_file = [(key, place) for key, place in places if problem == _CHANGED and place.file == name]
+        damaged = dict.fromkeys(key for key, place in of_file if not has_right_sums(files, place))
         yield Finding(name, problem, tuple(damaged))
     for name in sorted(store_at(index.path).sizes()):
         if name not in index.files and name.endswith(".distcp"):

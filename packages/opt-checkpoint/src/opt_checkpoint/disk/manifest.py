@@ -123,7 +123,9 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
     paths = index.details.get(PATHS) or {}
     # Subclasses of text and integers, such as booleans, are not encoded as columns.
     unusual = {key: path for key, path in paths.items() if not {str, int}.issuperset(map(type, path))}
-    objects = [[key, p.file, p.start, p.nbytes, *p.sums] for key, p in sorted(index.objects.items())]
+    objects = []
+    for key, place in sorted(index.objects.items()):
+        objects.append([key, place.file, place.start, place.nbytes, *place.sums])
     files = [[name, file.size, file.crc] for name, file in index.files.items()]
     header = {
         "details": {**index.details, PATHS: unusual},
