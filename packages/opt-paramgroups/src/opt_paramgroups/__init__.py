@@ -11,8 +11,10 @@ from opt_paramgroups.groups import (
 from opt_paramgroups.meta import (
     TENSOR_PARALLEL_AXES,
     MeshPlacement,
+    Metas,
     ParamId,
     ParamMeta,
+    Params,
     describe,
     dtensor_layout,
     is_dtensor,
@@ -29,10 +31,10 @@ from opt_paramgroups.table import GroupRow, aligned, as_json, as_markdown, as_te
 from opt_paramgroups.untrained import describe_untrained
 
 __all__ = [
-    "TENSOR_PARALLEL_AXES", "GroupRow", "GroupsAndBuffers", "MeshPlacement", "ParamGroup", "ParamId", "ParamMeta",
-    "aligned", "as_json", "as_markdown", "as_text", "completed_group", "describe", "describe_untrained",
-    "dtensor_layout", "get_layer_decay_overrides", "get_matrix_rule_overrides", "get_mup_config_overrides",
-    "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
+    "TENSOR_PARALLEL_AXES", "GroupRow", "GroupsAndBuffers", "MeshPlacement", "Metas", "ParamGroup", "ParamId",
+    "ParamMeta", "Params", "aligned", "as_json", "as_markdown", "as_text", "completed_group", "describe",
+    "describe_untrained", "dtensor_layout", "get_layer_decay_overrides", "get_matrix_rule_overrides",
+    "get_mup_config_overrides", "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
     "get_standard_config_overrides", "group_rows", "is_dtensor", "matches", "model_chunks_of", "parameters_by_id",
     "shapes_of",
 ]  # fmt: skip

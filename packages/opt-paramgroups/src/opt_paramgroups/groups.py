@@ -9,7 +9,16 @@ from torch import nn
 from torch.nn import Parameter
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, did_you_mean, has_attribute, many
-from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamId, ParamMeta, describe, frozen_by_id, parameters_by_id
+from opt_paramgroups.meta import (
+    REFERENCE_ATTRIBUTES,
+    Metas,
+    ParamId,
+    ParamMeta,
+    Params,
+    describe,
+    frozen_by_id,
+    parameters_by_id,
+)
 from opt_paramgroups.overrides import (
     ConfigOverrides,
     DefaultEntries,
@@ -91,7 +100,7 @@ def _hashable(entry: str, value: Any) -> Hashable:
     raise ConfigError(f"config_overrides: {entry} has {value!r}: must be a number, a string or a tuple of these")
 
 
-def check_all_matched(keys: Sequence[ParamKey], params: Mapping[ParamId, Parameter]) -> None:
+def check_all_matched(keys: Sequence[ParamKey], params: Params) -> None:
     """Raise `ConfigError` for these keys, which match no parameter, with near misses on this rank."""
     if keys:
         lines = [f"config_overrides[{key.label}]: matches no parameter.{_near_misses(key, params)}" for key in keys]
@@ -125,7 +134,7 @@ def check_qk_norms(config: OptimizerConfig, are_decayed: frozenset[bool]) -> Non
     )
 
 
-def _near_misses(key: ParamKey, params: Mapping[ParamId, Parameter]) -> str:
+def _near_misses(key: ParamKey, params: Params) -> str:
     names = {id.name for id in params}
     patterns = names | {f"*.{name.rpartition('.')[2]}" for name in names if "." in name}
     hints = [did_you_mean(pattern, patterns) for pattern in many(key.name)]
@@ -186,7 +195,7 @@ def get_param_groups(
     config_overrides: ConfigOverrides | None,
     *,
     gather: Gather = alone,
-    metas: Mapping[ParamId, ParamMeta] | None = None,
+    metas: Metas | None = None,
     allow_unmatched: bool = False,
     model_chunk_offset: int = 0,
     extra_group_keys: Collection[str] | None = (),
@@ -267,7 +276,7 @@ def get_param_groups_and_buffers(
     buffer_name: str,
     *,
     gather: Gather = alone,
-    metas: Mapping[ParamId, ParamMeta] | None = None,
+    metas: Metas | None = None,
 ) -> GroupsAndBuffers:
     """Return the groups that `filter_fn` accepts, and the buffers that each chunk holds in its attribute `buffer_name`.
 
@@ -284,7 +293,7 @@ def get_param_groups_and_buffers(
     return GroupsAndBuffers([group for group in groups if filter_fn(group)], buffers)
 
 
-def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], config: OptimizerConfig) -> ParamGroup:
+def _group(name: str, key: GroupKey, params: Params, config: OptimizerConfig) -> ParamGroup:
     """One group with all its entries. Raises `ConfigError` if lr_mult is set without a learning rate."""
     override = dict(key.entries or ())
     lr_mult = override.get("lr_mult", 1.0)

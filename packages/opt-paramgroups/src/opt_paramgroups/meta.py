@@ -244,6 +244,12 @@ class ParamMeta:
         return None if field is None or field in _TRUE_BY_DEFAULT else bool(getattr(self, field))
 
 
+Params = Mapping[ParamId, nn.Parameter]
+"""Trainable parameters by id."""
+
+Metas = Mapping[ParamId, ParamMeta]
+"""Their descriptions, as `describe` returns them."""
+
 # field: attribute in Megatron-Core
 _FIELDS_OF_ATTRIBUTES = (
     "expert_tp shared shared_embedding shared_position_embedding pipeline_parallel tensor_parallel partition_dim "
@@ -347,7 +353,7 @@ def read_roles(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str])
     return roles
 
 
-def _meant(which: ParamId | str, fields: Mapping[str, Any], params: Mapping[ParamId, nn.Parameter]) -> list[ParamId]:
+def _meant(which: ParamId | str, fields: Mapping[str, Any], params: Params) -> list[ParamId]:
     """The parameters to which an entry of `overrides` applies. Raises ConfigError for others, and for other fields."""
     for field in fields:
         if field not in _ROLES:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
-from opt_paramgroups.meta import ParamId, ParamMeta, describe
+from opt_paramgroups.meta import Metas, ParamId, describe
 from opt_paramgroups.overrides import MUON_FAMILY, Overrides
 
 Shapes = Mapping[ParamId, tuple[int, ...]]
@@ -69,7 +69,7 @@ def get_mup_overrides_by_shape(
     base_shapes: Shapes,
     optimizer_type: str = "adam",
     *,
-    metas: Mapping[ParamId, ParamMeta] | None = None,
+    metas: Metas | None = None,
 ) -> Overrides:
     """Return the same overrides with a width for each parameter, from its shape and that of the base model.
 

@@ -19,8 +19,6 @@ from opt_distributed.buffers.planner import (
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer, matches
 from opt_distributed.buffers.stored import (
-    Metas,
-    Params,
     ReplicaError,
     StorageError,
     broadcast_replicas_,
@@ -35,6 +33,7 @@ from opt_distributed.buffers.stored import (
 )
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.roles import uses_qk_layernorm
+from opt_paramgroups import Metas, Params
 
 __all__ = [
     "CODED_MULTIPLE", "PRE_SHARDED", "AwaitedGroup", "BufferPlan", "DistributedDataParallel", "Metas",

@@ -17,13 +17,13 @@ from opt_distributed.buffers.grad_sync import GradSync
 from opt_distributed.buffers.param_wires import Fp8ThroughGrads, check_gathered_in_fp8
 from opt_distributed.buffers.planner import BufferPlan, WorldSizes, default_bucket_size, plan_buffers
 from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer
-from opt_distributed.buffers.stored import Metas, Params, check_apart, check_unbound
+from opt_distributed.buffers.stored import check_apart, check_unbound
 from opt_distributed.buffers.wires import wire_of
 from opt_distributed.comm.collectives import Alone, Comm, agree
 from opt_distributed.comm.roles import Axes, Roles, from_all_replicas
 from opt_distributed.comm.user_buffers import UserBuffers
 from opt_distributed.layout import LayoutError, Piece
-from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups import Metas, ParamId, ParamMeta, Params
 
 
 class SyncedBuffer:

@@ -17,10 +17,10 @@ from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
 from opt_distributed.buffers.main_grad import RefusedGradientError, bind_main_grad, leave_out_of_pickles
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
-from opt_distributed.buffers.stored import Metas, broadcast_replicas_, check_untrained, describe_stored, not_trained
+from opt_distributed.buffers.stored import broadcast_replicas_, check_untrained, describe_stored, not_trained
 from opt_distributed.comm.collectives import agreed, telling
 from opt_distributed.comm.roles import Given, find_roles, marks_set, uses_qk_layernorm
-from opt_paramgroups import ParamId, parameters_by_id
+from opt_paramgroups import Metas, ParamId, parameters_by_id
 
 
 def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.stored import Metas, Params, StorageError
+from opt_distributed.buffers.stored import StorageError
 from opt_distributed.comm.collectives import Allocate, Comm, Pending, Sizes
 from opt_distributed.layout import Layout
 from opt_kernels.quantized import QuantizedParam, quantized
-from opt_paramgroups import ParamId
+from opt_paramgroups import Metas, ParamId, Params
 
 
 class ParamWire(Protocol):

@@ -4,7 +4,7 @@ Wrapped chunks and plain ones ask the same function, so that the optimizer's pla
 To add a layout, write its planner in a file of `opt_distributed/layout`, and a `LayoutKind` that `kind_of` returns.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -15,7 +15,7 @@ from opt_distributed.comm.roles import Roles
 from opt_distributed.layout import Layout, ParamShape, Piece, flat_layout, replicated_layout, update_cost, whole_layout
 from opt_distributed.layout.layout import SHARD_MULTIPLE
 from opt_kernels.codecs import BLOCK
-from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups import Metas, ParamMeta
 
 CODED_MULTIPLE = lcm(SHARD_MULTIPLE, BLOCK)
 """Elements. Cuts on its multiples divide no block of any built-in format, whatever rule is chosen later."""
@@ -111,7 +111,7 @@ def default_bucket_size(num_ranks: int) -> int:
 
 
 def plan_buffers(
-    metas: Mapping[ParamId, ParamMeta],
+    metas: Metas,
     *,
     sharding: Sharding,
     sizes: WorldSizes,

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.main_grad import UnusableGradientError
-from opt_distributed.buffers.stored import Params
 from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_of
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
 from opt_distributed.comm.roles import Axes, marks_set
 from opt_distributed.layout import Layout
-from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups import ParamId, ParamMeta, Params
 
 Grads = Mapping[ParamId, Tensor | None]
 """The gradient of every parameter on this rank; None stands for zeros."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
-from opt_distributed.buffers.stored import Moved, Params, StorageError, address, check_apart, form_of, stored_dtype
+from opt_distributed.buffers.stored import Moved, StorageError, address, check_apart, form_of, stored_dtype
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Allocate, Comm, zeros
 from opt_distributed.layout import Layout, LayoutError, ParamShape, Slot
 from opt_kernels.quantized import FP8
-from opt_paramgroups import ParamId
+from opt_paramgroups import ParamId, Params
 
 ALL = "all"  # the pattern that every name matches
 

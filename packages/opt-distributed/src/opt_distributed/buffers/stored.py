@@ -21,10 +21,7 @@ from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_
 from opt_distributed.comm.roles import Roles
 from opt_kernels.params import overlapping
 from opt_kernels.quantized import FP8, is_quantized, quantized
-from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, parameters_by_id
-
-Params = Mapping[ParamId, nn.Parameter]
-Metas = Mapping[ParamId, ParamMeta]
+from opt_paramgroups import Metas, ParamId, ParamMeta, Params, describe, describe_untrained, parameters_by_id
 
 
 class StorageError(ValueError):

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.main_grad import UnusableGradientError
-from opt_distributed.buffers.stored import Params
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.comm.groups import root_of
 from opt_distributed.pieces.sources import OwnMemory, ReadGrads, Run, check_unfused
-from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, is_dtensor
+from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, Params, is_dtensor
 
 
 def local(tensor: Tensor) -> Tensor:

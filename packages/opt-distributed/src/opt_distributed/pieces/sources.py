@@ -12,11 +12,11 @@ from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.main_grad import GradientError, SparseGradientError, UnusableGradientError
 from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import Metas, Moved, Params, form_of, is_bound
+from opt_distributed.buffers.stored import Moved, form_of, is_bound
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.groups import tensor_peers_outside
 from opt_distributed.comm.roles import Axes, Roles, marks_of, peers_of
-from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups import Metas, ParamId, ParamMeta, Params
 
 Run = tuple[ParamId, slice]
 """Flat elements of a (local) parameter, which this rank owns."""
