@@ -115,7 +115,7 @@ def roles_of(groups: ProcessGroups, *, sharded: bool, has_experts: bool = True) 
     everyone = _ranks_of_model(groups, world())
     groups = _completed(groups, everyone, has_experts=has_experts)
     groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
-    if groups.cp is not None and groups.cp.size() > 1:
+    if _size(groups.cp) > 1:
         groups.require("dp_cp", because="with context parallelism")
     if sharded:
         groups.require("intra_dist_opt", because="where optimizer state is sharded")
@@ -123,16 +123,19 @@ def roles_of(groups: ProcessGroups, *, sharded: bool, has_experts: bool = True) 
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
     _check_sizes(groups)
     inter = comm_of(groups.inter_dist_opt)
-    instance = None if groups.intra_dist_opt is None else comm_of(groups.intra_dist_opt)
     dense = Axes(dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")), tp=comm_of(groups.tp), inter=inter)
-    if groups.intra_dist_opt is None:  # statistics are summed over a group that has every rank of the model once
+    instance: Comm | None = None
+    if groups.intra_dist_opt is not None:
+        instance = comm_of(groups.intra_dist_opt)
+    else:  # statistics are summed over a group that has every rank of the model once
         ranks = dense.num_replicas * _size(groups.mp)
         if ranks not in (1, everyone.size):
             raise ProcessGroupError(
                 f"dp and mp make up {ranks} of the world's {everyone.size} ranks; pass intra_dist_opt, the group of "
                 "these ranks, over which norms are summed"
             )
-        instance = Alone() if ranks == 1 else None
+        if ranks == 1:
+            instance = ALONE
     replicas = comm_of(groups.first_of("intra_expt_dp", "expt_dp"))
     return Roles(
         dense=dense,
