@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from .errors import ScheduleError, check_number
-from .schedule import Scaled, Schedule, ScheduleLike, Wrapped, as_schedule, flat_parts
+from .schedule import Scaled, Schedule, ScheduleLike, Steps, Wrapped, as_schedule, flat_parts
 from .shapes import NUMBERS, exact
 
 
@@ -31,7 +31,7 @@ class Join(Schedule):
                 )
 
     @cached_property
-    def starts(self) -> tuple[float, ...]:
+    def starts(self) -> Steps:
         """The step at which each part begins."""
         return tuple(accumulate((part.length for part in self.parts[:-1]), initial=0))
 
@@ -51,7 +51,7 @@ class Join(Schedule):
         return self.starts[-1] + self.parts[-1].length
 
     @property
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         steps = set(self.starts[1:])
         for start, part in zip(self.starts, self.parts, strict=True):
             steps.update(start + boundary for boundary in part.boundaries)
@@ -146,7 +146,7 @@ class Moved(Schedule):
         return max(length * self.stretch + self.delay, 0.0)
 
     @property
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         steps = [0.0, *self.schedule.boundaries]
         if self.until is not None:
             steps = [*(step for step in steps if step < self.until), self.until]
@@ -240,7 +240,7 @@ class Restarts(Schedule):
         return math.inf if self.times is None else self.start_of(self.times)
 
     @property
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         steps: list[float] = []
         for period in range(self.times or 1):
             for step in {*self.schedule.boundaries, self.schedule.length}:

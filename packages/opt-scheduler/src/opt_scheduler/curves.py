@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from .errors import ScheduleError, check_number, unknown_name
-from .schedule import Constant, Schedule, Timed
+from .schedule import Constant, Schedule, Steps, Timed
 from .shapes import SHAPES, exact
 
 Build = TypeVar("Build", bound=Callable[..., Schedule])
@@ -247,7 +247,7 @@ class PiecewiseLinear(Schedule):
         return self.points[-1][0]
 
     @property
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         return tuple(step for step, _ in self.points[1:])
 
 

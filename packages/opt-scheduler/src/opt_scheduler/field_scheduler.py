@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from .errors import ScheduleError, is_number
 from .groups import VERSION, Entries, Group, GroupScheduler, Optimizers, check_state, new_entry, set_
-from .schedule import Schedule, ScheduleLike, as_schedule
+from .schedule import Plain, Schedule, ScheduleLike, as_schedule
 
 logger = logging.getLogger("opt_scheduler")
 
@@ -88,7 +88,7 @@ class FieldSchedule:
         items[self.index] = new_entry(items[self.index], scaled, filled)
         group[self.name] = type(entry)(items)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Plain:
         """Return this object in plain types, for the state dict of a scheduler."""
         plain = {"field": self.field, "schedule": self.schedule.to_dict(), "where": dict(self.where)}
         return plain | ({"relative": True} if self.relative else {})
@@ -165,9 +165,9 @@ class FieldScheduler(GroupScheduler):
     def _lr_schedule(self, group: Group) -> FieldSchedule | None:
         return next((each for each in self.schedules if each.field == "lr" and each.matches(group)), None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Plain:
         """Return the step count, the schedules, and the initial values that relative schedules multiply."""
-        state: dict[str, Any] = {
+        state: Plain = {
             "version": VERSION,
             "num_steps": self.num_steps,
             "schedules": saved_form(self.schedules, self.num_steps),
@@ -288,7 +288,7 @@ def _lr_scale(group: Entries) -> float:
     return 1.0 if scale is None else scale
 
 
-def saved_form(schedules: Sequence[FieldSchedule], num_steps: float) -> list[dict[str, Any]]:
+def saved_form(schedules: Sequence[FieldSchedule], num_steps: float) -> list[Plain]:
     """Return `schedules` in plain types; in `where`, an object of another type is replaced by its repr.
 
     Of a callable only the name is known, so its values at a few of the steps up to `num_steps` are recorded with it.
@@ -354,6 +354,6 @@ def _key(plain: Entries) -> tuple[str, str]:
     return plain["field"], json.dumps(plain["where"], sort_keys=True)
 
 
-def _plain(schedule: FieldSchedule) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(schedule.to_dict(), sort_keys=True, default=repr))
+def _plain(schedule: FieldSchedule) -> Plain:
+    plain: Plain = json.loads(json.dumps(schedule.to_dict(), sort_keys=True, default=repr))
     return plain

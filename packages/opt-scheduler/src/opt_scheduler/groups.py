@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequenc
 from typing import Any, Protocol, TypeAlias, TypedDict, cast
 
 from .errors import ScheduleError
+from .schedule import Plain
 
 Group: TypeAlias = MutableMapping[str, Any]
 Entries: TypeAlias = Mapping[str, Any]  # of a group that is only read, or of a saved state
@@ -133,7 +134,7 @@ class GroupScheduler(ABC):
     def _base_lr(self, place: int, group: Group) -> float: ...
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Plain:
         """Return everything that cannot be recomputed, in plain types."""
 
     @abstractmethod

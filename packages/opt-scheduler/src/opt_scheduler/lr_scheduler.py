@@ -25,6 +25,7 @@ from .errors import ScheduleError
 from .field_scheduler import FieldScheduler, Schedules
 from .groups import GroupScheduler, check_state
 from .plateau import Plateau
+from .schedule import Plain
 
 
 class _Adapter(LRScheduler):
@@ -85,7 +86,7 @@ class _Adapter(LRScheduler):
         """Return the learning rate of each group as a float."""
         return self.scheduler.get_last_lr()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Plain:
         """Return the state of `scheduler` and torch's counters, in plain types, which `weights_only=True` loads."""
         return {
             "scheduler": self.scheduler.state_dict(),
@@ -102,7 +103,7 @@ class _Adapter(LRScheduler):
         self._restore(present)
         return self.last_epoch >= 0 and written == present
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Plain) -> None:
         """Set the state and write the groups, unless another scheduler had written them. On an error nothing has
         changed.
 

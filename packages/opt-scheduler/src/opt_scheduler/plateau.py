@@ -3,10 +3,10 @@
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from .errors import ScheduleError, check_number, unknown_name
 from .groups import VERSION, Entries, Group, GroupScheduler, check_state, set_
+from .schedule import Plain
 
 logger = logging.getLogger("opt_scheduler")
 
@@ -148,7 +148,7 @@ class Plateau(GroupScheduler):
     def writes_lr(self, group: Group) -> bool:
         return self.scheduler.writes_lr(group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Plain:
         """Return the factor and the counts, and the state of the scheduler inside, in plain types."""
         counts = {name: getattr(self, name) for name in _STATE}
         settings = {name: getattr(self, name) for name in _SETTINGS}

@@ -14,6 +14,9 @@ from .draw import svg_plot, text_plot
 from .errors import ScheduleError, check_number, is_number, unknown_name
 from .shapes import NUMBERS, Array
 
+Plain: TypeAlias = dict[str, Any]  # a schedule or the state of a scheduler, in types of JSON
+Steps: TypeAlias = tuple[float, ...]  # ascending
+
 # Steps of other dtypes are converted: unsigned ones wrap below 0, and short ones cannot hold the length of a run.
 _USABLE_DTYPES = ("int32", "int64", "float32", "float64")
 
@@ -70,7 +73,7 @@ class Schedule(ABC):
 
     @property
     @abstractmethod
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         """The steps, ascending, at which one formula takes over from another, the end included.
 
         A schedule that repeats without end lists the boundaries of its first period.
@@ -131,7 +134,7 @@ class Schedule(ABC):
     def __neg__(self) -> "Schedule":
         return self * -1.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Plain:
         """Return this schedule in plain types, ready for JSON or TOML. Fields that are None are left out.
 
         >>> from opt_scheduler import linear
@@ -252,7 +255,7 @@ class Timed(Schedule):
         return math.inf if self.steps is None else self.steps
 
     @property
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         return () if self.steps is None else (self.steps,)
 
 
@@ -304,7 +307,7 @@ class Function(Timed):
     def array_at(self, step: Any, xp: Any) -> Any:
         return self.function(step)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Plain:
         return {"kind": self.kind, "name": self.name}
 
     @classmethod
@@ -327,7 +330,7 @@ class Wrapped(Schedule):
         return self.schedule.length
 
     @property
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         return self.schedule.boundaries
 
 
@@ -374,7 +377,7 @@ class Combined(Schedule):
         return max(part.length for part in self.parts)
 
     @property
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         return tuple(sorted({boundary for part in self.parts for boundary in part.boundaries}))
 
 

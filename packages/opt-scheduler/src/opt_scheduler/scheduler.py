@@ -7,7 +7,7 @@ from typing import Any
 
 from .errors import ScheduleError, is_number, refuse, unknown_name
 from .groups import VERSION, Entries, Group, GroupScheduler, Optimizers, check_state, set_
-from .schedule import Schedule
+from .schedule import Plain, Schedule
 from .settings import SETTINGS, Settings, WarmupFirst, bounds_of, group_values, refuse_one_cycle
 
 logger = logging.getLogger("opt_scheduler")
@@ -155,7 +155,7 @@ class OptimizerParamScheduler(GroupScheduler):
     def _base_lr(self, place: int, group: Group) -> float:
         return bounds_of(self.settings, group).max_lr
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Plain:
         """Return the step count and every setting in plain types, with Megatron-Core's keys among them."""
         return {"version": VERSION, "num_steps": self.num_steps, **asdict(self.settings)}
 
@@ -217,7 +217,7 @@ class OptimizerParamScheduler(GroupScheduler):
                 )  # fmt: skip
 
 
-def _read_state(state_dict: Entries) -> dict[str, Any]:
+def _read_state(state_dict: Entries) -> Plain:
     """Return the saved settings and `num_steps` under their present names, from older containers and keys too.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from .errors import ScheduleError, is_number, refuse, unknown_name
 from .groups import Entries
-from .schedule import Schedule
+from .schedule import Schedule, Steps
 from .shapes import NUMBERS, SHAPES
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -66,7 +66,7 @@ class Settings(Schedule):
         return math.inf if self.lr_decay_style == "constant" else self.lr_decay_steps
 
     @property
-    def boundaries(self) -> tuple[float, ...]:
+    def boundaries(self) -> Steps:
         warmup = self.lr_warmup_steps
         steps = {max(warmup - self._warmup_lead, 0), warmup, self._anneal[0], self.lr_decay_steps}
         return tuple(sorted(step for step in steps if step > 0))
