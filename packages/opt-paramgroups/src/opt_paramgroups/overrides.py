@@ -40,6 +40,7 @@ class DefaultEntries(dict[str, Any]):
     """An override with lower precedence: its entries apply only if no other override sets them."""
 
 
+Overrides = dict[ParamKey, Override]
 ConfigOverrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Override]
 
 OVERRIDE_KEYS = (
@@ -77,7 +78,7 @@ _INTERVALS = {
 
 def read_overrides(
     config: OptimizerConfig, config_overrides: Mapping[ParamKey, Any], *, extra_group_keys: Collection[str] | None = ()
-) -> dict[ParamKey, Override]:
+) -> Overrides:
     """Return every override as a checked dict of group entries. The arguments are not modified.
 
     An `OptimizerConfig` overrides the fields in which it differs from `config`. `extra_group_keys` are allowed in
@@ -85,7 +86,7 @@ def read_overrides(
     type, for reserved and unknown entries, and for values that are not allowed.
     """
     known = None if extra_group_keys is None else {*OVERRIDE_KEYS, *TORCH_KEYS, *extra_group_keys}
-    read: dict[ParamKey, Override] = {}
+    read: Overrides = {}
     if not isinstance(config_overrides, Mapping):
         raise ConfigError(f"config_overrides={config_overrides!r}: must map ParamKeys to overrides, or be None")
     for key, override in config_overrides.items():
@@ -198,8 +199,6 @@ MUON_FAMILY = ("muon", "adaptive_muon")
 
 MATRIX_RULES = (*MUON_FAMILY, "muown", "soap", "soap_muon")
 """The rules that update whole matrices only."""
-
-Overrides = dict[ParamKey, Override]
 
 
 def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = True) -> Overrides:

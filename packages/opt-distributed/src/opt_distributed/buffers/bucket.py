@@ -16,6 +16,7 @@ from opt_distributed.buffers.main_grad import (
     bind_main_grad,
 )
 from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.stored import ParamTensors
 from opt_distributed.buffers.wires import InFlight, PlainSum, Wire, to_owners
 from opt_distributed.comm.collectives import Op, Pending
 from opt_distributed.comm.device import HostCopy
@@ -145,7 +146,7 @@ class GradBucket:
 
     key: LaunchKey  # set by `GradSync`
 
-    def __init__(self, memory: ParamAndGradBuffer, index: int, reduction: Reduction, *, sums: Mapping[ParamId, Tensor]):
+    def __init__(self, memory: ParamAndGradBuffer, index: int, reduction: Reduction, *, sums: ParamTensors):
         self.memory = memory
         self.index = index
         self.reduction = reduction

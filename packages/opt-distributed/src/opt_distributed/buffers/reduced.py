@@ -14,6 +14,7 @@ from torch import Tensor
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.main_grad import UnusableGradientError
+from opt_distributed.buffers.stored import ParamTensors
 from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_of
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
@@ -115,7 +116,7 @@ class ReducedGrads:
             raise UnusableGradientError(f"a gradient could not be read: {unreadable}") from unreadable
 
 
-def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
+def _fill_(places: ParamTensors, grads: Grads) -> None:
     """Copy gradients to their places in a bucket, and zeros for those that are missing."""
     targets = []
     found = []

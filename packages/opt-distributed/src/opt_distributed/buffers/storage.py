@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
-from opt_distributed.buffers.stored import Moved, StorageError, address, check_apart, form_of, stored_dtype
+from opt_distributed.buffers.stored import (
+    Moved,
+    ParamTensors,
+    StorageError,
+    address,
+    check_apart,
+    form_of,
+    stored_dtype,
+)
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Allocate, Comm, zeros
@@ -64,9 +72,7 @@ class LocalSums(Freeable):
         summed = [param for param in params if is_narrow and matches(param.id.name, patterns)]
         super().__init__(torch.zeros(sum(param.numel for param in summed), dtype=torch.float32, device=device))
         parts = torch.split(self.data, [param.numel for param in summed])
-        self.views: Mapping[ParamId, Tensor] = {
-            param.id: part.view(param.shape) for param, part in zip(summed, parts, strict=True)
-        }
+        self.views: ParamTensors = {param.id: part.view(param.shape) for param, part in zip(summed, parts, strict=True)}
 
 
 class ParamAndGradBuffer:

@@ -23,6 +23,8 @@ from opt_kernels.params import overlapping
 from opt_kernels.quantized import FP8, is_quantized, quantized
 from opt_paramgroups import Metas, ParamId, ParamMeta, Params, describe, describe_untrained, parameters_by_id
 
+ParamTensors = Mapping[ParamId, Tensor]
+
 
 class StorageError(ValueError):
     """Parameters cannot be stored in one buffer, or have left the memory that updates write to."""
@@ -81,7 +83,7 @@ def check_unbound(params: Params) -> None:
         )
 
 
-def check_apart(params: Mapping[ParamId, Tensor], others: Iterable[tuple[str, Tensor]] = ()) -> None:
+def check_apart(params: ParamTensors, others: Iterable[tuple[str, Tensor]] = ()) -> None:
     """Check that no memory of `params` is also that of another of them or of `others`.
 
     Main values of such parameters overwrite each other, and a parameter that moves into a buffer leaves the others
@@ -173,7 +175,7 @@ def check_untrained(
 
 def compare_copies(
     sums: Mapping[ParamId, object],
-    tensors: Mapping[ParamId, Tensor],
+    tensors: ParamTensors,
     metas: Metas,
     roles: Roles,
     *,
@@ -194,9 +196,7 @@ def compare_copies(
 
 
 @torch.no_grad()
-def broadcast_replicas_(
-    tensors: Mapping[ParamId, Tensor], metas: Metas, roles: Roles, *, ignore_missing: bool = False
-) -> None:
+def broadcast_replicas_(tensors: ParamTensors, metas: Metas, roles: Roles, *, ignore_missing: bool = False) -> None:
     """Copy every tensor from the first rank that holds a copy to the others. Collective: every rank calls it.
 
     Raises:
@@ -221,7 +221,7 @@ def broadcast_replicas_(
             fp8.finish_()
 
 
-def _sums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, list[object]]:
+def _sums(tensors: ParamTensors) -> dict[ParamId, list[object]]:
     """The shapes of each tensor's parts, because zeros of any shape have the same sum, and their checksums."""
     sums: dict[ParamId, list[object]] = {}
     numbered: dict[tuple[ParamId, int], Tensor] = {}
@@ -239,7 +239,7 @@ def _shapes(parts: Iterable[Tensor]) -> str:
     return str([(part.dtype, part.shape) for part in parts])
 
 
-def _copies_by_comm(tensors: Mapping[ParamId, Tensor], metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
+def _copies_by_comm(tensors: ParamTensors, metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
     """The parameters that are compared over each group, in one order on all ranks. Groups may have none on a rank."""
     over: list[tuple[Comm, list[ParamId]]] = [(comm, []) for comm in roles.comms if comm.size > 1]
     for id, tensor in tensors.items():

@@ -1,6 +1,6 @@
 """`Source`: where a step gets gradients from and publishes parameters to, whatever the layout of the data."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Protocol, TypeGuard
 
@@ -12,7 +12,7 @@ from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.main_grad import GradientError, SparseGradientError, UnusableGradientError
 from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import Moved, form_of, is_bound
+from opt_distributed.buffers.stored import Moved, ParamTensors, form_of, is_bound
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.groups import tensor_peers_outside
 from opt_distributed.comm.roles import Axes, Roles, marks_of, peers_of
@@ -210,7 +210,7 @@ class BufferedGrads:
         self.params = memory.params
         self.grad_scale = 1.0 / num_replicas
         self.ids = [slot.id for slot in memory.layout.slots()]
-        self.uses_of_peers: Mapping[ParamId, Tensor] = {}  # by marked parameter: peers with a gradient, on the device
+        self.uses_of_peers: ParamTensors = {}  # by marked parameter: peers with a gradient, on the device
         self.unused: Collection[ParamId] = frozenset()  # in this step
 
     def reduce_(self) -> None:

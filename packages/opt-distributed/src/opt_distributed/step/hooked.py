@@ -5,13 +5,14 @@ directions of all hooked units ─▶ sums over local elements ─▶ one all-re
 parameters are cut over it ─▶ weights of all units are updated
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.stored import ParamTensors
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm, group_of, sum_together_
 from opt_distributed.comm.device import Device
@@ -68,9 +69,7 @@ def means_over_ranks(
     return means
 
 
-def means_to_host(
-    means: Mapping[ParamId, Tensor], pieces: Sequence[OwnedPiece], device: Device
-) -> dict[ParamId, Tensor]:
+def means_to_host(means: ParamTensors, pieces: Sequence[OwnedPiece], device: Device) -> dict[ParamId, Tensor]:
     """Copy the means of the pieces' parameters to host memory, as one tensor."""
     ids = [piece.id for piece in pieces if piece.id in means]
     if not ids:
@@ -82,7 +81,7 @@ def means_to_host(
 
 
 def means_of_pieces(
-    cuts: Sequence[CutRows], pieces: Sequence[OwnedPiece], means: Mapping[ParamId, Tensor]
+    cuts: Sequence[CutRows], pieces: Sequence[OwnedPiece], means: ParamTensors
 ) -> list[RowMeans | None]:
     """The row means of each piece; None if its rows are whole on this rank."""
     rows: dict[ParamId, SpannedRows] = {}

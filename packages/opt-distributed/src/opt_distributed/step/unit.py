@@ -4,7 +4,7 @@ A *run* is the pieces that are updated with the same hyper-parameters, the same 
 of one scale: one `Batch` for the rule.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opt_distributed.buffers.gathered import GatheredParams
 from opt_distributed.buffers.main_grad import SparseGradientError
+from opt_distributed.buffers.stored import ParamTensors
 from opt_distributed.pieces.averages import NO_AVERAGES, WeightAverages
 from opt_distributed.pieces.exchange import ComputeStage, updating_
 from opt_distributed.pieces.offload import HostSide, mains_on_host
@@ -29,7 +30,6 @@ from opt_kernels.hooks import NUM_SUMS, HookedUpdate
 from opt_kernels.params import CodedMain, Count, read_hyper
 from opt_kernels.rules import Needs, Rule
 from opt_kernels.works import Batch, Works
-from opt_paramgroups import ParamId
 
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
@@ -95,7 +95,7 @@ class Unit:
         return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
 
     @torch.no_grad()
-    def begin_(self, update: Update, row_means: Mapping[ParamId, Tensor]) -> HookedStep | None:
+    def begin_(self, update: Update, row_means: ParamTensors) -> HookedStep | None:
         """Compute the directions of the ready pieces, if hooks read their norms; writes the rule's states.
 
         If the unit is in host memory, this queues the copies to it, and waits for them only if there are such hooks.
