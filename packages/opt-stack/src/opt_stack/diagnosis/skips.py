@@ -48,7 +48,7 @@ def _finds_its_scale(before: Run, skipped: Run, after: Run) -> bool:
     fitted = [stats.loss_scale for stats in before if stats.success]
     lowest = fitted[-1] / FITS if fitted else 1.0
     # The recording may end before the first applied step.
-    last = [*skipped, *after[:1]][-1]
+    last = after[0] if after else skipped[-1]
     is_known = bool(after) or not fitted
     are_finite = all(map(math.isfinite, losses + weights))
     return is_known and are_finite and first.loss_scale > 1 and last.loss_scale > lowest

@@ -160,34 +160,30 @@ class TensorSums:
         self._sources = [source for family in families for source in family.sources]
         self._roles = roles
         self._device = device
-        place = {id: at for at, id in enumerate(order)}
-        counted = (piece for unit in units for piece in unit.pieces if piece.counted)
-        self._pieces = sorted(counted, key=lambda piece: place[piece.id])
-        self._gather_replicas(families)
-        self._gather_rows(group_names)
+        counted = {piece.id: piece for unit in units for piece in unit.pieces if piece.counted}
+        self._pieces = [counted[id] for id in order if id in counted]
+        self._gather(families, group_names)
         self._before: list[tuple[OwnedPiece, Tensor]] = []  # main weights of a step that has begun
         self.watch_forward(None)
 
-    def _gather_replicas(self, families: Sequence[Family]) -> None:
-        """Find the first rank that holds each parameter, and the ranks that hold the same dense ones. Collective."""
+    def _gather(self, families: Sequence[Family], group_names: Sequence[str]) -> None:
+        """Gather the parameters of all ranks, with their groups, sizes and first ranks, and find the ranks that hold
+        the same dense ones. Collective."""
         rank = self._roles.everyone.rank
-        self._first_of: dict[ParamId, int] = {}
+        first_of: dict[ParamId, int] = {}
         first_replica = rank
         for family in reversed(families):  # dense parameters last
             first_replica = min(from_all_replicas(family.axes, rank))
             first = min(family.axes.tp.gather_objects(first_replica))
             for source in family.sources:
-                self._first_of |= dict.fromkeys(source.params, first)
+                first_of |= dict.fromkeys(source.params, first)
         # By rank: the first of the ranks that hold the same dense parameters.
         self.replicas_of = by_rank(self._roles, first_replica)
         self._rank_at = NUM_COUNTS + list(self.replicas_of).index(rank)
         self._num_before = NUM_COUNTS + len(self.replicas_of)  # the sums of parameters
-
-    def _gather_rows(self, group_names: Sequence[str]) -> None:
-        """Gather the parameters of all ranks, with their groups and sizes. Collective."""
         local = []
         for piece in self._pieces:
-            first = self._first_of[piece.id]
+            first = first_of[piece.id]
             mesh = getattr(piece.param, "device_mesh", None)
             if mesh is not None:
                 first = min(first, int(mesh.mesh.min()))
