@@ -162,7 +162,11 @@ class StateOffload:
 
     def _move(self, memories: Sequence[list[Tensor]], empty: Callable[[int], Tensor]) -> None:
         """Move allocations to memory that `empty` returns for a number of bytes; all of it is there before a copy."""
-        sources = [_whole(tensors) for tensors in memories]
+        sources = []  # whole allocations, as (n,) uint8
+        for tensors in memories:
+            narrow = min(tensors, key=lambda tensor: tensor.dtype.itemsize).detach()
+            numel = narrow.untyped_storage().nbytes() // narrow.dtype.itemsize
+            sources.append(narrow.as_strided((numel,), (1,), 0).view(torch.uint8))
         targets = [empty(len(source)) for source in sources]
         device = self.stepper.accelerator
         current = device.current_stream()
@@ -191,13 +195,6 @@ class StateOffload:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in params and device.holds(tensor):
                     yield tensor
-
-
-def _whole(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the whole allocation in which `tensors` are, as (n,) uint8."""
-    narrow = min(tensors, key=lambda tensor: tensor.dtype.itemsize).detach()
-    numel = narrow.untyped_storage().nbytes() // narrow.dtype.itemsize
-    return narrow.as_strided((numel,), (1,), 0).view(torch.uint8)
 
 
 LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or before it with broadcast_params=True"

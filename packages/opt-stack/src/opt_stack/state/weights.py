@@ -99,23 +99,6 @@ class LoadedWeights:
         modules = [module for found, _ in self._modules if (module := found()) is not None]
         return [param for module in modules for param in dict.values(module._parameters)]
 
-    def _missing_param(self) -> nn.Parameter | None:
-        """Return a parameter that its module has no longer, itself or in a module below; None if there is none."""
-        present = self._present()
-        if len(present) == len(self._registered) and all(map(is_, present, self._registered)):
-            return None
-        for found, params in self._modules:
-            module = found()
-            if module is None:
-                continue
-            missing = [param for name, param in params.items() if dict.get(module._parameters, name) is not param]
-            # Pruning and some parametrizations register it under another name or below.
-            kept = set(map(id, module.parameters())) if missing else set()
-            for param in missing:
-                if id(param) not in kept:
-                    return param
-        return None
-
     def note_state_load(self) -> None:
         """Note that the optimizer's state was set together with the weights."""
         self._has_state = True
@@ -162,14 +145,25 @@ class LoadedWeights:
 
     def replaced(self) -> UnusableGradientError | None:
         """Return the error for a parameter that the model no longer has; None if it has all."""
-        param = self._missing_param()
-        if param is None:
+        present = self._present()
+        if len(present) == len(self._registered) and all(map(is_, present, self._registered)):
             return None
-        return UnusableGradientError(
-            f"{str(self._ids[param])!r} was replaced in the model after the optimizer was built, as by fully_shard, an "
-            "assignment, load_state_dict(assign=True) or a parametrization, so that the optimizer would update a "
-            "parameter that the model no longer has; build the optimizer after that"
-        )
+        for found, params in self._modules:
+            module = found()
+            if module is None:
+                continue
+            missing = [param for name, param in params.items() if dict.get(module._parameters, name) is not param]
+            # Pruning and some parametrizations register it under another name or below.
+            kept = set(map(id, module.parameters())) if missing else set()
+            for param in missing:
+                if id(param) not in kept:
+                    return UnusableGradientError(
+                        f"{str(self._ids[param])!r} was replaced in the model after the optimizer was built, as by "
+                        "fully_shard, an assignment, load_state_dict(assign=True) or a parametrization, so that the "
+                        "optimizer would update a parameter that the model no longer has; build the optimizer after "
+                        "that"
+                    )
+        return None
 
     def problem(self) -> UnusableGradientError | None:
         """Return the reason why an update would lose loaded weights; None if it would not."""
