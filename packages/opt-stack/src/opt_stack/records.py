@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -60,14 +61,12 @@ def _save_alone(state: dict[str, Any], path: str) -> None:
 
 def merged(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Merge the maps of all ranks. Pipeline stages may have different parameters under one name."""
-    groups_of: dict[str, set[int]] = {}
-    for of_rank in maps:
-        for name, index in of_rank.items():
-            groups_of.setdefault(name, set()).add(index)
+    different = {(name, index) for of_rank in maps for name, index in of_rank.items()}
+    num_groups = Counter(name for name, _ in different)
     found = {}
     for rank, of_rank in enumerate(maps):
         for name, index in of_rank.items():
-            found[name if len(groups_of[name]) == 1 else f"rank {rank}: {name}"] = index
+            found[name if num_groups[name] == 1 else f"rank {rank}: {name}"] = index
     return found
 
 

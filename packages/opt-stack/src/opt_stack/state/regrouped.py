@@ -148,13 +148,11 @@ def regroup_described(
             if is_regrouped(param, own.id.name) or (has_layer_decay(group["name"]) and not has_same_params):
                 moved_here.append(own.name)
         if moved_here and len(moved_here) == num_saved:
-            added.append((continued(group, stored[source[moved_here[0]]]), moved_here))
+            stored.append(continued(group, stored[source[moved_here[0]]]))
+            added.append(moved_here)
         moved += moved_here
     names = [[name for name in own if name not in moved] for own in names]
-    for continued_group, moved_here in added:
-        stored.append(continued_group)
-        names.append(moved_here)
-    return {"groups": stored, "names": names}, moved
+    return {"groups": stored, "names": names + added}, moved
 
 
 def match_saved(
@@ -170,9 +168,8 @@ def match_saved(
     """
     saved_names = loaded["groups"].get("names", ())
     known = {name for own in saved_names for name in own}
-    wanted = {name for own in names for name in own}
-    current = {former: name for name, former in former_names(wanted, known.__contains__).items()}
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
+    current = {former: name for name, former in former_names(now, known.__contains__).items()}
     then: dict[str, Group] = {}  # the saved group of each parameter
     kept = []
     without = []

@@ -132,9 +132,8 @@ class ShardedStates(torch.optim.Optimizer):
             chain = chain_of(self.plan.config, form, groups, shards_buffers=shards_buffers)
         distributed = {number for link in chain if link.form == "distributed" for number in link.groups}
         state, described = self._sharded(own_types, always_main=distributed)
-        steps: dict[str, int] = {}
-        for of_rank in self._everyone.gather_objects({at: ref.piece.step for _, at, ref in described.saved}):
-            steps |= of_rank
+        per_rank = self._everyone.gather_objects({at: ref.piece.step for _, at, ref in described.saved})
+        steps = {at: step for of_rank in per_rank for at, step in of_rank.items()}
         return agreed(self._everyone, lambda: to_megatron_state(state, chain, groups, steps))
 
     def _sharded(
@@ -171,10 +170,8 @@ class ShardedStates(torch.optim.Optimizer):
             "version": VERSION,
             "state": states,
             "groups": groups_to_saved(kept, described.names_on_all_ranks),
-            "grad_scaler": self.stepper.scaler.state_dict(),
+            **self._verdict_state(),
         }
-        if self.stepper.spikes is not None:
-            state[SPIKES] = self.stepper.spikes.state_dict()
         copied = self._copied_values()
 
         def check() -> None:
@@ -239,6 +236,13 @@ class ShardedStates(torch.optim.Optimizer):
         for ref, values in loads:
             take_loaded_(*ref, values)
         self._load_verdicts(loaded, scale)
+
+    def _verdict_state(self) -> dict[str, Any]:
+        """Return what verdicts of later steps depend on: the loss scale, and the norms and losses of the last steps."""
+        found: dict[str, Any] = {"grad_scaler": self.stepper.scaler.state_dict()}
+        if self.stepper.spikes is not None:
+            found[SPIKES] = self.stepper.spikes.state_dict()
+        return found
 
     def _load_verdicts(self, state_dict: AnyState, scale: dict[str, Any]) -> None:
         """Load what verdicts of later steps depend on. Without saved values, spikes are found anew.

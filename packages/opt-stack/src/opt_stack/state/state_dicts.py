@@ -18,7 +18,6 @@ from opt_paramgroups import ParamGroup, ParamId, dtensor_layout
 from opt_stack.rules.entries import NOT_LOADED, Group, ParamGroups, warn_of_other_choices
 from opt_stack.state import AnyState
 from opt_stack.state.megatron_state import (
-    SPIKES,
     check_mains,
     compare_mains,
     from_megatron_state,
@@ -107,18 +106,15 @@ class StateDicts(ShardedStates):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         groups = packed_groups(self.param_groups, rank_local=self._rank_local)
-        scaler = self.stepper.scaler
         state_dict: dict[str, Any] = {
             "version": VERSION,
             "state": self._read_all(),
             "param_groups": groups,
-            "grad_scaler": scaler.state_dict(),
+            **self._verdict_state(),
             "layout": {self._layout_id: True},  # a key, since DCP takes equal keys of several ranks for replicas
         }
         if self.evaluation.is_evaluating:
             state_dict[EVALUATING] = True
-        if self.stepper.spikes is not None:
-            state_dict[SPIKES] = self.stepper.spikes.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
