@@ -1,7 +1,7 @@
 """`get_optimizer`: build the optimizer of a model from a configuration; errors are the same on every rank."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.diagnosis.tensor_stats import TensorSums
 from opt_stack.optimizer import Optimizer
 from opt_stack.planning.checks import CHECKS, CHECKS_HERE, SHARED_FIELDS, refuse
-from opt_stack.planning.design import Design, Groups, Model, Request, make_plan, read_model
+from opt_stack.planning.design import Design, Groups, Model, ModelChunks, Request, make_plan, read_model
 from opt_stack.planning.plan import Plan
 from opt_stack.planning.ranks import (
     RANK_CHECKS,
@@ -56,7 +56,7 @@ logger = logging.getLogger("opt_stack")
 
 def get_optimizer(
     config: OptimizerConfig,
-    model_chunks: Sequence[nn.Module],
+    model_chunks: ModelChunks,
     config_overrides: ConfigOverrides | None = None,
     use_gloo_process_groups: bool = True,
     pg_collection: Given = None,
@@ -138,7 +138,7 @@ get_megatron_optimizer = get_optimizer  # Megatron-Core's name
 
 def get_optimizer_based_on_param_groups(
     config: OptimizerConfig,
-    model_chunks: Sequence[nn.Module],
+    model_chunks: ModelChunks,
     param_groups: ParamGroups,
     *,
     pg_collection: Given = None,
@@ -213,7 +213,7 @@ def read_groups(request: Request, *, dumps_groups: bool = False) -> tuple[Model,
 
 def make_request(
     config: OptimizerConfig,
-    model_chunks: nn.Module | Sequence[nn.Module],
+    model_chunks: nn.Module | ModelChunks,
     *,
     pg_collection: Given = None,
     mesh: DeviceMesh | None = None,
@@ -297,10 +297,9 @@ def _build(
     check_replicas(params, metas, roles)
     check_untrained(request.chunks, roles, broadcast=request.broadcast_params)
     _log_design(design)
-    groups = design.groups.groups
     parts = agreed(everyone, lambda: build_parts(design, facts[common_device]))
     # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
-    groups = groups or [{"params": [], "param_ids": [], "name": "stub"}]
+    groups = design.groups.groups or [{"params": [], "param_ids": [], "name": "stub"}]
     copies = SharedCopies(model=model, roles=roles, held=parts.held, scaler=parts.scaler, loaded=parts.loaded)
     names = [str(group.get("name", at)) for at, group in enumerate(groups)]
     make_sums = partial(
@@ -312,14 +311,14 @@ def _build(
         share_launch_order(list(model.wrapped.values()))
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
     layout_id = design.plan.layout_id(everyone.rank if is_laid_out else roles.dense.dp.rank)
-    of_model = model_part(metas, roles)
+    model_text, has_namesakes = model_part(metas, roles)
     return kind(
         design,
         parts,
         stepper,
         groups=groups,
-        layout_id=", ".join(filter(None, (part, layout_id, of_model.text))),
-        rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(design))),
+        layout_id=", ".join(filter(None, (part, layout_id, model_text))),
+        rank_local=has_namesakes or any(everyone.gather_objects(holds_parts(design))),
         copies=copies,
         recorder=recorder,
     )
@@ -333,9 +332,9 @@ def _log_design(design: Design) -> None:
     if everyone.rank == 0:
         logger.info("%s", design.plan)
     if request.roles.dense.dp.rank == 0:
-        warn_of_guesses(design.plan, design.model.metas)
+        warn_of_guesses(design.plan, design.metas)
         if request.has_given_groups:
-            warn_of_vocabulary(design.plan, design.model.params, design.model.metas)
+            warn_of_vocabulary(design.plan, design.params, design.metas)
     if request.by_name and everyone.rank == 0:  # Megatron-LM's command line sets fields of every rule
         warn_of_unread_fields(design.groups.groups, request.registry, config)
     writes = bool(config.config_logger_dir) and everyone.rank == 0

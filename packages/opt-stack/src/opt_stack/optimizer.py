@@ -56,7 +56,7 @@ class Optimizer(GradientStatistics):
         self.stepper = stepper
         self._layout_id = layout_id
         self._rank_local = rank_local
-        self.roles = design.request.roles  # the process groups it was built for
+        self.roles = design.roles  # the process groups it was built for
         self._everyone = self.roles.everyone
         self._copies = copies
         # Parameters without gradients, in no group.

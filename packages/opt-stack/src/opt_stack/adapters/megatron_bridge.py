@@ -1,6 +1,6 @@
 """Megatron-Bridge: a configuration whose `provide` builds an optimizer of this library."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate, many
 from opt_stack.factory import get_optimizer
 from opt_stack.optimizer import Optimizer
+from opt_stack.planning.design import ModelChunks
 
 
 @dataclass
@@ -47,7 +48,7 @@ class StackOptimizerConfig(MegatronConfig):  # type: ignore[misc]  # Megatron-Co
 
     def provide(
         self,
-        model_chunks: nn.Module | Sequence[nn.Module],
+        model_chunks: nn.Module | ModelChunks,
         config_overrides: Mapping[Any, Any] | None = None,
         use_gloo_process_groups: bool = True,
         pg_collection: Any = None,

@@ -22,7 +22,7 @@ def cut_params(unit: UnitPlan, design: Design) -> tuple[Sequence[CutParams], Seq
     norms: dict[tuple[int, ...], CutParams] = {}
     spans: dict[tuple[int, ...], CutRows] = {}
     for buffer, id in unit.placed(design.plan.buffers):
-        meta = design.model.metas[id]
+        meta = design.metas[id]
         if rule.sums_norms and (comms := (*_cuts(buffer, id, design, 0), *_tensor_cuts(buffer, id, design, 0))):
             before = norms.get(_key(comms), CutParams((), comms))
             norms[_key(comms)] = CutParams((*before.ids, id), before.comms)
@@ -48,17 +48,17 @@ def _key(comms: tuple[Comm, ...]) -> tuple[int, ...]:
 def _cuts(buffer: BufferPlan, id: ParamId, design: Design, from_dim: int) -> Sequence[Comm]:
     """The groups of its mesh or buffer over which a parameter is cut along dim `from_dim` or later."""
     if buffer.kind is PRE_SHARDED:
-        dims = [placed.shard_dim if placed.size > 1 else None for placed in design.model.metas[id].placements]
+        dims = [placed.shard_dim if placed.size > 1 else None for placed in design.metas[id].placements]
         return mesh_comms(
-            design.model.params[id], [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim]
+            design.params[id], [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim]
         )
     return (design.axes_of(buffer).dp,) if buffer.kind.cuts and buffer.layout.num_shards > 1 else ()
 
 
 def _tensor_cuts(buffer: BufferPlan, id: ParamId, design: Design, from_dim: int) -> tuple[Comm, ...]:
     """The tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
-    meta = design.model.metas[id]
+    meta = design.metas[id]
     peers = design.axes_of(buffer).tp
     cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
-    outside = buffer.kind is not PRE_SHARDED or is_outside(peers, mesh_of(design.model.params[id]))
+    outside = buffer.kind is not PRE_SHARDED or is_outside(peers, mesh_of(design.params[id]))
     return (peers,) if cuts and peers.size > 1 and outside else ()

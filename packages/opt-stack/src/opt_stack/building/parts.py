@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,8 +64,8 @@ class Parts:
 def build_parts(design: Design, device: torch.device) -> Parts:
     """Allocate what the plan of `design` says, on `device`. Raises ConfigError."""
     plan = design.plan
-    roles = design.request.roles
-    config = design.request.config
+    roles = design.roles
+    config = design.config
     queue = devices.device_of(device)
     if config.optimizer_cuda_graph:
         if problem := next(_graph_problems(design, on_gpu=device.type == "cuda"), None):
@@ -80,7 +79,7 @@ def build_parts(design: Design, device: torch.device) -> Parts:
     sources = build_sources(design, device)
     slots = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms)))  # equal on all ranks
     units = tuple(build_units(design, queue, sources, slots))
-    for param in design.model.params.values():
+    for param in design.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
     families = []
@@ -95,7 +94,7 @@ def build_parts(design: Design, device: torch.device) -> Parts:
         design.groups.groups,
         design.request.chunks,
         averaged=[piece for unit, piece in held.values() if evaluation.keeps_weights_of(unit)],
-        copied=copied_ids(design.model.params, design.model.metas, roles),
+        copied=copied_ids(design.params, design.metas, roles),
     )
     return Parts(
         device=device,
@@ -116,8 +115,8 @@ def build_stepper(design: Design, parts: Parts, groups: ParamGroups, copies: Sha
 
     `groups` are those that the optimizer will have. Raises GraphError if the device has no graphs.
     """
-    config = design.request.config
-    roles = design.request.roles
+    config = design.config
+    roles = design.roles
     totals = roles.totals
     instances = roles.dense.inter
     used = roles.everyone.gather_objects({piece.norm_slot for _, piece in parts.held.values()})
@@ -169,7 +168,7 @@ def build_stepper(design: Design, parts: Parts, groups: ParamGroups, copies: Sha
 def _graph_problems(design: Design, *, on_gpu: bool) -> Iterator[str]:
     """Yield why a rule or a group does not support the capture of a step."""
     plan = design.plan
-    roles = design.request.roles
+    roles = design.roles
     for unit in plan.units:
         rule = bare(unit.rule)
         if not getattr(rule, "capturable", False):
@@ -208,7 +207,7 @@ def holds_parts(design: Design) -> bool:
         return True
     for unit in design.plan.units:
         axes = design.axes_of(unit)
-        if any(part_name(design.model.metas[id], axes) for id in unit.ids):
+        if any(part_name(design.metas[id], axes) for id in unit.ids):
             return True
         # State of whole matrices may be distributed over the ranks that store their parts.
         layouts = [compute.layout for compute in unit.compute if any(spec.whole for spec in unit.rule.state_specs)]
@@ -217,15 +216,12 @@ def holds_parts(design: Design) -> bool:
     return False
 
 
-class ModelPart(NamedTuple):
-    """Which part of the model a rank shares with its data-parallel replicas."""
+def model_part(metas: Metas, roles: Roles) -> tuple[str, bool]:
+    """Compare the parts of the model that ranks hold: tensor-parallel parts, pipeline stages, experts. Collective.
 
-    text: str  # empty if all ranks hold the same parameters
-    has_namesakes: bool  # whether a rank with another part has a parameter of the same name
-
-
-def model_part(metas: Metas, roles: Roles) -> ModelPart:
-    """Compare the parts of the model that ranks hold: tensor-parallel parts, pipeline stages, experts. Collective."""
+    Return which part this rank shares with its data-parallel replicas, empty if all ranks hold the same parameters; and
+    whether a rank with another part has a parameter of the same name.
+    """
     texts = []
     has_namesakes = False
     for axes, kind in ((roles.dense, "dense"), (roles.expert, "experts")):
@@ -243,4 +239,4 @@ def model_part(metas: Metas, roles: Roles) -> ModelPart:
         has_namesakes |= len(set(names)) < len(names)
         if own and len(parts) > 1:
             texts.append(f"{kind} part {parts.index(first)} of {len(parts)}")
-    return ModelPart(", ".join(texts), has_namesakes)
+    return ", ".join(texts), has_namesakes

@@ -79,7 +79,7 @@ def build_sources(design: Design, device: torch.device) -> Sources:
             codes = {id: tensor for id, tensor in stored if tensor is not None}
             sharing = design.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone()
             fp8[buffer.name] = QuantizedSource(of_buffers[buffer.name], codes, sharing)
-    peer_sums = PeerSums(plain, model.metas, design.request.roles, qk_layernorm=model.qk_layernorm)
+    peer_sums = PeerSums(plain, model.metas, design.roles, qk_layernorm=model.qk_layernorm)
     return Sources(of_buffers, fp8, peer_sums)
 
 
@@ -91,19 +91,19 @@ def _source(
     averaged: set[int],  # `id` of parameters whose gradients torch's DistributedDataParallel averages
 ) -> Source:
     """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
-    params = {shape.id: design.model.params[shape.id] for shape in buffer.params}
+    params = {shape.id: design.params[shape.id] for shape in buffer.params}
     axes = design.axes_of(buffer)
-    replicas = design.request.roles.dense.num_replicas
+    replicas = design.roles.dense.num_replicas
     identities = set(map(id, params.values()))
     is_reduced = identities <= reduced
     if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
-        check_marks(params, design.model.metas, design.request.roles, qk_layernorm=design.model.qk_layernorm)
+        check_marks(params, design.metas, design.roles, qk_layernorm=design.model.qk_layernorm)
     if buffer.kind is PRE_SHARDED:
         outside = {name: replicas_outside(p, (axes.dp, axes.inter), name=str(name)) for name, p in params.items()}
         return DTensorGrads(params, outside, dtype=buffer.grad_dtype)
     if is_reduced and not buffer.kind.is_sharded:
         return ReducedMainGrads(params)
-    marked = marked_ids(design.model.metas, design.request.roles, qk_layernorm=design.model.qk_layernorm)
+    marked = marked_ids(design.metas, design.roles, qk_layernorm=design.model.qk_layernorm)
     is_marked = not marked.isdisjoint(params)  # then gradients are summed in a buffer
     if axes.num_replicas == 1 and not is_marked and not is_reduced:
         return ParamGrads(params, num_replicas=replicas)
@@ -133,7 +133,7 @@ def _averaged_by_torch(design: Design) -> set[int]:
     others, some were frozen or unfrozen since: the step reduces all of these, which leaves averaged gradients as they
     are.
     """
-    axes = design.request.roles.dense
+    axes = design.roles.dense
     averaged = set[int]()
     for wrapper in (module for chunk in design.request.chunks for module in chunk.modules()):
         if not isinstance(wrapper, TorchWrapper) or axes.inter.size > 1:
@@ -178,7 +178,7 @@ def build_units(design: Design, queue: devices.Device, sources: Sources, slots: 
     Units on the device come first, so that it works while the host, which has to wait for the verdict, updates its own.
     """
     plan = design.plan
-    placement = design.request.config.placement
+    placement = design.config.placement
     sides = [(unit, side) for side in ((False, True) if plan.hosted else (False,)) for unit in plan.units]
     last = {}  # the number of the last unit that writes to each buffer; the same on all ranks
     for number, (planned, on_host) in enumerate(sides):
@@ -193,8 +193,8 @@ def build_units(design: Design, queue: devices.Device, sources: Sources, slots: 
         placed = place_matrices(
             planned.compute,
             {id: planned.splits.get(id, NOT_SPLIT) for id in planned.ids},
-            design.model.params,
-            design.model.metas,
+            design.params,
+            design.metas,
             design.axes_of(planned).tp,
             copies=away if computes_there else None,
         )
@@ -258,8 +258,8 @@ def _pieces(
         for number, (bucket, (id, of_param, _)) in enumerate(buffer.owned(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
-            param = design.model.params[id]
-            meta = design.model.metas[id]
+            param = design.params[id]
+            meta = design.metas[id]
             group = design.groups.index_of[id]
             at = placed[id]
             stored = local(param) if meta.is_dtensor else param
@@ -322,10 +322,10 @@ def _main(numbers: MainFormat, stored: Tensor, id: ParamId, of_param: slice, awa
 
 def _is_counted(design: Design, buffer: BufferPlan, id: ParamId) -> bool:
     """Return whether norms and zero counts include this rank's copy of a gradient that it inspects."""
-    meta = design.model.metas[id]
-    param = design.model.params[id]
+    meta = design.metas[id]
+    param = design.params[id]
     axes = design.axes_of(buffer)
-    if meta.shared or (axes.inter.rank > 0 and design.request.roles.instance is None):
+    if meta.shared or (axes.inter.rank > 0 and design.roles.instance is None):
         return False
     if buffer.kind is PRE_SHARDED:
         outside = list(replicas_outside(param, (axes.dp, axes.inter), name=str(id)))

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.distributed import ProcessGroup
 
 import opt_config
@@ -79,6 +78,7 @@ from opt_stack.megatron.script import (
     tag_params_for_buffer_routing,
 )
 from opt_stack.optimizer import MegatronOptimizer
+from opt_stack.planning.design import ModelChunks
 from opt_stack.rules.entries import ParamGroups
 from opt_stack.rules.registry import Registry, with_matrix_rule
 
@@ -117,7 +117,7 @@ def _routed(
     config: AnyConfig,
     overrides: ConfigOverrides | None,
     rules: Registry | None,
-    model_chunks: Sequence[nn.Module],
+    model_chunks: ModelChunks,
     *,
     offset: int = 0,
 ) -> tuple[ConfigOverrides, Metas]:
@@ -131,7 +131,7 @@ def _routed(
 
 
 def _get_param_groups(
-    model_chunks: Sequence[nn.Module],
+    model_chunks: ModelChunks,
     config: AnyConfig,
     config_overrides: ConfigOverrides | None,
     *,
@@ -147,7 +147,7 @@ def _get_param_groups(
 
 
 def _get_param_groups_and_buffers(
-    model_chunks: Sequence[nn.Module],
+    model_chunks: ModelChunks,
     model_chunk_offset: int,
     config: AnyConfig,
     config_overrides: ConfigOverrides | None,
@@ -177,7 +177,7 @@ def _get_param_groups_and_buffers(
 
 def _get_megatron_optimizer_based_on_param_groups(
     config: AnyConfig,
-    model_chunks: Sequence[nn.Module],
+    model_chunks: ModelChunks,
     param_groups: ParamGroups,
     per_model_buffers: Mapping[int, Sequence[Any]] | None = None,
     model_parallel_group: ProcessGroup | None = None,
@@ -219,7 +219,14 @@ def _get_megatron_optimizer_based_on_param_groups(
                 "groups between them; call get_optimizer_based_on_param_groups with pg_collection(inter_dist_opt=..., "
                 "...)"
             )
-        _check_buffers(model_chunks, per_model_buffers or {})
+        wrapped = [chunk for chunk in model_chunks if isinstance(chunk, Wrapper)]
+        buffers = {id(buffer) for chunk in wrapped for buffer in chunk.synced_buffers}
+        for number, given in (per_model_buffers or {}).items():
+            if any(id(buffer) not in buffers for buffer in given):
+                raise ConfigError(
+                    f"per_model_buffers[{number}] holds buffers that no chunk of model_chunks has; pass the "
+                    "synced_buffers of chunks in DistributedDataParallel, or None"
+                )
         return _process_groups(
             model_chunks,
             dp=data_parallel_group,
@@ -237,22 +244,11 @@ def _get_megatron_optimizer_based_on_param_groups(
     )
 
 
-def _check_buffers(model_chunks: Sequence[nn.Module], per_model_buffers: Mapping[int, Sequence[Any]]) -> None:
-    """Raise ConfigError for buffers that no chunk has."""
-    buffers = {id(buffer) for chunk in model_chunks if isinstance(chunk, Wrapper) for buffer in chunk.synced_buffers}
-    for number, given in per_model_buffers.items():
-        if any(id(buffer) not in buffers for buffer in given):
-            raise ConfigError(
-                f"per_model_buffers[{number}] holds buffers that no chunk of model_chunks has; pass the synced_buffers "
-                "of chunks in DistributedDataParallel, or None"
-            )
-
-
 _Ranks = ProcessGroup | None
 
 
 def _process_groups(
-    model_chunks: Sequence[nn.Module], *, dp: _Ranks, gloo: _Ranks, mp: _Ranks, intra_dist_opt: _Ranks, tp: _Ranks
+    model_chunks: ModelChunks, *, dp: _Ranks, gloo: _Ranks, mp: _Ranks, intra_dist_opt: _Ranks, tp: _Ranks
 ) -> ProcessGroups | None:
     """Return the groups of ranks by role, None for the world. Raises ConfigError if they contradict each other."""
     if dp is None:

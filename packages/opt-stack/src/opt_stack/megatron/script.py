@@ -2,17 +2,17 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
 
 from opt_config import ConfigError
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import agreed
 from opt_stack.optimizer import Optimizer
+from opt_stack.planning.design import ModelChunks
 from opt_stack.qk_clip import Attention, QKClip, fused_qkv, latent_attention
 
 param_group_identifier_keys = (
@@ -84,11 +84,11 @@ def OptimizerCudaGraphWrapper(step: Callable[..., Any], **options: Any) -> Calla
     return step
 
 
-def tag_params_for_buffer_routing(model_chunks: Sequence[nn.Module]) -> None:
+def tag_params_for_buffer_routing(model_chunks: ModelChunks) -> None:
     """Do nothing: the wrapper decides by the shapes of parameters which of them layer-wise sharding keeps whole."""
 
 
-def clip_qk(model: Sequence[nn.Module], log_max_only: bool = False) -> float:
+def clip_qk(model: ModelChunks, log_max_only: bool = False) -> float:
     """Return the largest attention logit since the last call, and clip queries and keys by it (`QKClip`). Collective.
 
     Reads and resets `current_max_attn_logits` of Megatron-Core's layers; threshold and alpha are those of their
@@ -116,7 +116,7 @@ def clip_qk(model: Sequence[nn.Module], log_max_only: bool = False) -> float:
     return max(largest, 0.0)
 
 
-def _attention_layers(model: Sequence[nn.Module]) -> Iterator[Any]:
+def _attention_layers(model: ModelChunks) -> Iterator[Any]:
     """Yield the attention modules of Megatron-Core that have recorded logits."""
     for module in (module for chunk in model for module in chunk.modules()):
         core = getattr(module, "core_attention", None)

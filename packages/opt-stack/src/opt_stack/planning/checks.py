@@ -63,8 +63,8 @@ def _check_values(design: Design) -> Reasons:
 def _check_params(design: Design) -> Reasons:
     """Refuse parameters of dtypes that the configuration does not name, in fp8 without `fp8_recipe` or with a rule
     that has evaluation weights, and in norm groups that Megatron-Core does not have."""
-    config = design.request.config
-    metas = design.model.metas
+    config = design.config
+    metas = design.metas
     allowed = {torch.float32, config.precision.params}
     trained = design.groups.rule_of
     if wrong := [id for id in trained if metas[id].dtype not in allowed]:
@@ -101,7 +101,7 @@ def _check_groups(design: Design) -> Reasons:
 
     Reads the rules, which are the same on all ranks, and not the units: a rank may hold no parameter of Adam's.
     """
-    config = design.request.config
+    config = design.config
     hooked = [name for name, rule in design.groups.rules.items() if isinstance(rule, HookedUpdate)]
     if hooked and config.optimizer_offload_compute == "device":
         yield (
@@ -134,7 +134,7 @@ def _check_groups(design: Design) -> Reasons:
 
 def _check_averages(design: Design) -> Reasons:
     """Refuse averages beside those of a rule, of parameters in fp8, and look-aheads of main values in scaled fp16."""
-    config = design.request.config
+    config = design.config
     given = next((f"{name}={number}" for name, number in config.averaged.items()), "")
     for unit in design.plan.units if given else ():
         rule = bare(unit.rule)
@@ -147,7 +147,7 @@ def _check_averages(design: Design) -> Reasons:
                 "blocks of main values would be scaled by the look-ahead; use fp32 main values or remainders"
             )
     for id in design.groups.rule_of if given else ():
-        if design.model.metas[id].codes is not None:
+        if design.metas[id].codes is not None:
             yield (
                 f"{given}: parameter {str(id)!r} is stored in fp8, in which eval() could not restore the trained "
                 "weights bit for bit; leave it at None, or keep the parameter in bf16"
@@ -173,7 +173,7 @@ def _check_memory(design: Design) -> Reasons:
 def _check_chunks(design: Design) -> Reasons:
     """Refuse wrappers of another chunk, or with another value of a shared field than the optimizer's configuration;
     plain modules where a wrapper is needed; overlaps that the model does not support."""
-    config = design.request.config
+    config = design.config
     chunks = design.request.chunks
     if config.overlap_param_gather_with_optimizer_step and len(chunks) == 1:
         yield (
@@ -215,7 +215,7 @@ def check_same_groups(design: Design) -> Reasons:
     """Refuse wrappers that reduce over other groups than the optimizer's: their sum would pass for the mean."""
     for index, chunk in design.model.wrapped.items():
         for name in ("dense", "expert"):
-            ours = getattr(design.request.roles, name)
+            ours = getattr(design.roles, name)
             theirs = getattr(chunk.roles, name)
             if not (_is_same(ours.dp, theirs.dp) and _is_same(ours.inter, theirs.inter)):
                 yield (
@@ -240,7 +240,7 @@ def _in_words(axes: Axes) -> str:
 
 
 def _check_wrapper(design: Design, index: int, chunk: DistributedDataParallel) -> Reasons:
-    config = design.request.config
+    config = design.config
     wrapper = f"model chunk {index} was wrapped with"
     if any(id.chunk != index for id in chunk.metas):
         yield f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
@@ -275,7 +275,7 @@ def _check_wrapper(design: Design, index: int, chunk: DistributedDataParallel) -
 
 def _check_megatron_wrapper(design: Design, index: int, chunk: nn.Module) -> Reasons:
     """Refuse chunks in different wrappers, and sharded state: Megatron-Core's wrapper has its own layout of shards."""
-    config = design.request.config
+    config = design.config
     wrapper = f"model chunk {index} is in Megatron-Core's DistributedDataParallel"
     for at, other in enumerate(design.request.chunks):
         if not is_megatron_wrapper(other):
@@ -325,7 +325,7 @@ def _check_buffers(design: Design) -> Reasons:
 
 def _check_units(design: Design) -> Reasons:
     """Refuse matrix rules on matrices that ranks cut or on other parameters, and hooks whose layout they cannot see."""
-    sharding = design.request.config.sharding
+    sharding = design.config.sharding
     for unit in design.plan.units:
         name = f"optimizer={unit.rule.name!r}"
         buffer_of = {id: buffer for buffer, id in unit.placed(design.plan.buffers)}
@@ -344,14 +344,14 @@ def _check_units(design: Design) -> Reasons:
                     "use_distributed_optimizer=False"
                 )
         for id in sorted(unit.ids):
-            shape = design.model.metas[id].shape
+            shape = design.metas[id].shape
             if needs_matrices and len(shape) not in (2, 3):
                 remedy = "use an elementwise rule for it through config_overrides"
                 if design.request.has_given_groups:
                     remedy = 'move it to a group with "optimizer": "adam", or another elementwise rule'
                 yield f"{name} updates matrices (2-D or 3-D parameters), but {id} has shape {shape}; {remedy}"
         for hook, id in product(hooks_of(unit.rule), sorted(unit.ids)):
-            if problem := _problem_of_hook(hook, unit, design.model.metas[id], buffer_of[id]):
+            if problem := _problem_of_hook(hook, unit, design.metas[id], buffer_of[id]):
                 yield f"hooks: {hook!r} of rule {unit.rule.name!r} on {str(id)!r}: {problem}"
 
 

@@ -15,6 +15,7 @@ from opt_config import OnDevice, OptimizerConfig, WholeParams
 from opt_distributed.buffers import (
     CODED_MULTIPLE,
     PRE_SHARDED,
+    WHOLE,
     BufferPlan,
     DistributedDataParallel,
     Metas,
@@ -34,11 +35,12 @@ from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.planning.matrices import plan_compute, split_rows
-from opt_stack.planning.plan import Hosted, Plan, UnitPlan
+from opt_stack.planning.plan import Plan, UnitPlan
 from opt_stack.rules.entries import ParamGroups
 from opt_stack.rules.registry import Registry
 from opt_stack.rules.torch_rule import torch_host_rule
 
+ModelChunks = Sequence[nn.Module]  # the model, or its virtual pipeline stages
 ALONE = Roles(dense=Axes(dp=Alone(), tp=Alone()), expert=Axes(dp=Alone(), tp=Alone()), everyone=Alone())
 
 
@@ -104,13 +106,33 @@ class Design:
     plan: Plan
 
     @property
+    def config(self) -> OptimizerConfig:
+        """The configuration that was asked for."""
+        return self.request.config
+
+    @property
+    def roles(self) -> Roles:
+        """The groups of ranks."""
+        return self.request.roles
+
+    @property
+    def params(self) -> Params:
+        """The trainable parameters of this rank."""
+        return self.model.params
+
+    @property
+    def metas(self) -> Metas:
+        """What is known of the parameters."""
+        return self.model.metas
+
+    @property
     def wrapped_buffers(self) -> list[SyncedBuffer]:
         """The buffers of wrapped chunks that hold any parameter of the groups."""
         return self.model.wrapped_buffers(self.groups.rule_of.keys())
 
     def axes_of(self, planned: BufferPlan | UnitPlan) -> Axes:
         """Return the groups of ranks over which the parameters of a buffer or unit are distributed."""
-        return self.request.roles.expert if planned.is_expert else self.request.roles.dense
+        return self.roles.expert if planned.is_expert else self.roles.dense
 
 
 def read_model(request: Request) -> Model:
@@ -170,23 +192,22 @@ def make_plan(request: Request, model: Model, groups: Groups, sizes: WorldSizes)
     def grad_dtype(meta: ParamMeta) -> torch.dtype:
         return config.precision.grads if meta.dtype is torch.bfloat16 else torch.float32
 
-    def bucket_size(numel: int) -> int | None:
-        return default_bucket_size(sizes.dense)
-
     own = plan_buffers(
         plain,
         sharding=config.sharding,
         sizes=sizes,
         needs_whole=needs_whole,
         grad_dtype=grad_dtype,
-        bucket_size=bucket_size,
+        bucket_size=lambda numel: default_bucket_size(sizes.dense),
         shard_multiple=lcm(CODED_MULTIPLE, *blocks),
     )
     buffers = (*(buffer.plan for buffer in wrapped), *own)
     placement = config.placement
-    hosted: dict[str, Hosted] = {}
-    if not isinstance(placement, OnDevice):
-        hosted = {buffer.name: tuple(_hosted(buffer, model.metas, placement.fraction)) for buffer in buffers}
+    hosted = {
+        buffer.name: tuple(_hosted(buffer, model.metas, placement.fraction))
+        for buffer in buffers
+        if not isinstance(placement, OnDevice)
+    }
     norms = tuple("" if group.get("clip_grad", True) else group["optimizer"] for group in groups.groups)
     units = tuple(_plan_units(config, model.metas, groups, buffers, sizes))
     return Plan(config=config, norms=norms, buffers=buffers, units=units, hosted=hosted)
@@ -212,7 +233,7 @@ def _plan_units(
             found.setdefault((is_later, meta.is_expert, rule_of[id]), []).append(id)
     shard_of: dict[ParamId, int] = {}  # of each parameter that is assigned whole to one
     for buffer in buffers if max(sizes.dense_tp, sizes.expert_tp) > 1 else ():
-        if buffer.kind.is_sharded and not buffer.kind.cuts:
+        if buffer.kind is WHOLE:
             for shard in range(buffer.layout.num_shards):
                 shard_of.update((piece.id, shard) for _, piece in buffer.layout.owned(shard))
     averages = WeightAverages(config) if config.averaged else NO_AVERAGES

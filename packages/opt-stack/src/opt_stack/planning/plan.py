@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from opt_config import ConstantScale, DynamicScale, OptimizerConfig
-from opt_distributed.buffers import PRE_SHARDED, BufferPlan, short
+from opt_distributed.buffers import PRE_SHARDED, WHOLE, BufferPlan, short
 from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, owner_load
 from opt_distributed.pieces import NO_AVERAGES, WeightAverages
 from opt_kernels.hooks import hooks_of
@@ -140,13 +140,12 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     that one rank computes for its peers counts as equal shares."""
     total = 0
     rule = unit.rule_of(on_host=on_host)
-    whole_shapes = {}  # of matrices that one rank computes for its peers
-    num_owners = {}  # ranks that share the state of such a matrix
+    # Of matrices that one rank computes for its peers: the whole shape, and the number of ranks that share the state.
+    owned = {}
     for compute in unit.compute:
         layout = compute.layout
         for matrix in layout.matrices if layout.computes is Computes.OWNER else ():
-            whole_shapes[matrix.id] = layout.whole(matrix, (0,) * len(layout.sizes)).shape
-            num_owners[matrix.id] = layout.num_ranks
+            owned[matrix.id] = layout.whole(matrix, (0,) * len(layout.sizes)).shape, layout.num_ranks
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
         for _, run in buffer.owned(rank) if shapes else ():
@@ -155,10 +154,10 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
             shape = shapes[run.id]
             total += main_bytes(unit.numbers[buffer.dtype], run.numel)
             split = unit.splits.get(run.id, NOT_SPLIT)
-            kept = kept_bytes(rule, whole_shapes.get(run.id, shape), split, unit.averages.specs)
-            for spec, num_bytes in kept.items():
+            whole_shape, num_owners = owned.get(run.id, (shape, 1))
+            for spec, num_bytes in kept_bytes(rule, whole_shape, split, unit.averages.specs).items():
                 if spec.whole:
-                    total += num_bytes // num_owners.get(run.id, 1)
+                    total += num_bytes // num_owners
                 else:
                     total += spec_bytes(spec, shape, run.numel)
     return total
@@ -326,7 +325,7 @@ def unit_lines(plan: Plan) -> Iterator[str]:
             yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
         if unit.finds_no_qkv:
             yield "  no fused q, k and v found to split: set qkv_split_shapes of these parameters, if there are any"
-        of_whole = [buffer for buffer in plan.buffers if buffer.kind.is_sharded and not buffer.kind.cuts]
+        of_whole = [buffer for buffer in plan.buffers if buffer.kind is WHOLE]
         num_teams = max((b.layout.num_shards for b in of_whole if b.is_expert is unit.is_expert), default=1)
         for line in compute_lines(unit.compute, num_teams=num_teams):
             yield f"  {line}"

@@ -48,7 +48,7 @@ yields them: then every rank raises."""
 
 def check_ranks(design: Design, checks: Sequence[RankCheck]) -> dict[RankCheck, Any]:
     """Run `checks` in one exchange, and return what each returns. Collective. Raises ConfigError on every rank."""
-    everyone = design.request.roles.everyone
+    everyone = design.roles.everyone
     running = [check(design) for check in checks]
     own = agreed(everyone, lambda: [next(generator) for generator in running])
     per_rank = everyone.gather_objects(own)
@@ -112,13 +112,13 @@ def check_effects(design: Design) -> Refusals:
 
     A model may mix dtypes and layouts: one parameter that feels the setting is enough.
     """
-    metas = design.model.metas
+    metas = design.metas
     own = {meta.dtype for meta in metas.values()}
     for chunk in design.request.chunks:
         own.update(param.dtype for param in chunk.parameters())
     per_rank = yield own, {metas[id].is_dtensor for id in design.groups.rule_of}
     dtypes, are_dtensors = (set().union(*facts) for facts in zip(*per_rank, strict=True))
-    config = design.request.config
+    config = design.config
     wanted = config.precision.params
     problems = []
     # fp16 scales the loss of a model in fp32 as well, under autocast.
@@ -156,9 +156,9 @@ def _patterns(design: Design) -> Refusals:
 
 def _fp8(design: Design) -> Refusals:
     """Refuse another recipe than `fp8_recipe`; options of fp8 if no parameter on any rank is stored in it."""
-    recipe = design.request.config.fp8_recipe
+    recipe = design.config.fp8_recipe
     is_any_stored = False
-    for id, param in design.model.params.items():
+    for id, param in design.params.items():
         stored = quantized(param)
         if stored is None:
             continue
@@ -177,7 +177,7 @@ def _fp8(design: Design) -> Refusals:
     if not asks or any(per_rank):
         return
     if not design.request.by_name and recipe is not None:  # Megatron-LM's command line cannot leave it out
-        if design.request.roles.everyone.rank == 0:
+        if design.roles.everyone.rank == 0:
             logger.warning("%s: without effect, because no parameter is stored in fp8 on any rank", asks)
     else:
         yield (
@@ -275,10 +275,8 @@ def tp_modes(design: Design) -> Generator[Any, Any, Mapping[str, str]]:
         for plan in unit.compute
         if plan.tp_mode is not None
     }
-    modes: dict[str, str] = {}
-    for of_rank in per_rank:
-        modes |= of_rank
-    if TpMode.BLOCKWISE.value in modes.values() and design.request.roles.everyone.rank == 0:
+    modes = {rule: mode for of_rank in per_rank for rule, mode in of_rank.items()}
+    if TpMode.BLOCKWISE.value in modes.values() and design.roles.everyone.rank == 0:
         logger.warning("%s", BLOCKWISE_NOTE)
     return modes
 
@@ -306,7 +304,7 @@ def check_peers(design: Design) -> None:
     Raises:
         ConfigError: on every rank, if they do not.
     """
-    roles = design.request.roles
+    roles = design.roles
     # Ranks may hold other experts.
     problems = _peer_problems(design, roles.dense, experts=False)
     problems += _peer_problems(design, roles.expert, experts=True)
@@ -326,7 +324,7 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
     digests = from_all_replicas(axes, digest)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:  # the same on all peers
-        order = [str(id) for id in design.model.params if str(id) in local]
+        order = [str(id) for id in design.params if str(id) in local]
         replies = from_all_replicas(axes, (local, order))
         first, first_order = replies[0]
         other, other_order = replies[others[0]]
@@ -358,7 +356,7 @@ def _described_params(design: Design, *, experts: bool) -> Iterator[tuple[str, d
             if key not in _NOT_COMPARED and _is_plain(value):
                 numbers[key] = repr(value.tolist() if isinstance(value, Tensor) else value)
         for id in sorted(ids.intersection(group["param_ids"])):
-            meta = design.model.metas[id]
+            meta = design.metas[id]
             yield str(id), numbers, {name: repr(getattr(meta, name)) for name in known}
 
 
