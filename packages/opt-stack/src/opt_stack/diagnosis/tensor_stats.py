@@ -197,10 +197,10 @@ class TensorSums:
         self._row_of = {piece.id: index_of[row] for piece, (row, *_) in zip(self._pieces, local, strict=True)}
         holders = Counter(name for name, _ in found)
         # Of the whole model: name, group and size.
-        self.params = [
-            (name if holders[name] == 1 else f"{name} (rank {holder})", group, numel)
-            for (name, holder), (group, numel) in found.items()
-        ]
+        self.params = []
+        for (name, holder), (group, numel) in found.items():
+            shown = name if holders[name] == 1 else f"{name} (rank {holder})"
+            self.params.append((shown, group, numel))
 
     def watch_forward(self, model: nn.Module | None) -> None:
         """Find the first module of a model that overflows in the forward passes before each step."""

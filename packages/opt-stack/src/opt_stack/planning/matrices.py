@@ -217,14 +217,14 @@ def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: Split
         "qkv_split_shapes": "query groups",
     }
     name = next(name for name in kinds if getattr(meta, name))
+    words = f"{name}={getattr(meta, name)}: {kinds[name]}"
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
         local_rows = block.shape[-2]
         if local_rows % rows or block.offset[-2] % rows:
             raise ConfigError(
-                f"{meta.id}: {name}={getattr(meta, name)}: {kinds[name]} of {rows} rows are cut: {local_rows} of "
-                f"{matrix.shape[-2]} rows are on one rank; give each rank whole groups, or set "
-                "muon_tp_mode='duplicated'"
+                f"{meta.id}: {words} of {rows} rows are cut: {local_rows} of {matrix.shape[-2]} rows are on one rank; "
+                "give each rank whole groups, or set muon_tp_mode='duplicated'"
             )
 
 

@@ -282,17 +282,13 @@ def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_team
     matrix of the side that is not cut, its square, which every rank computes, and what is applied to X.
     """
     num_ranks = layouts[0].num_ranks * max(num_teams, len(layouts))
-    num_owners = 0
-    whole = 0
-    slowest_team = 0
-    for layout in layouts:
-        num_owners += len({matrix.owner for matrix in layout.matrices})
-        whole += sum(_products(matrix, 1) for matrix in layout.matrices)
-        slowest_team = max(slowest_team, sum(_products(matrix, layout.num_ranks) for matrix in layout.matrices))
+    num_owners = sum(len({matrix.owner for matrix in layout.matrices}) for layout in layouts)
+    whole = sum(_products(matrix, 1) for layout in layouts for matrix in layout.matrices)
+    of_teams = [sum(_products(matrix, layout.num_ranks) for matrix in layout.matrices) for layout in layouts]
     if num_owners < num_ranks:
         yield (
             f"  fewer owners than ranks ({num_owners} of {num_ranks}): slowest rank {slowest:.1f} times the mean; "
-            f"muon_tp_mode='distributed': {slowest_team * num_ranks / max(whole, 1):.1f}"
+            f"muon_tp_mode='distributed': {max(of_teams) * num_ranks / max(whole, 1):.1f}"
         )
 
 
