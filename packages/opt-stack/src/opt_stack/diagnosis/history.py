@@ -1,6 +1,6 @@
 """What detectors share: findings, the numbers of a run as arrays over its records, and where a series changes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -112,6 +112,3 @@ def change(values: ndarray, at: int, num: int = 1) -> ndarray:
 def last_begun(holds: ndarray) -> int:
     """Return the first record from which something holds in all of them."""
     return int(np.flatnonzero(~holds).max(initial=-1)) + 1
-
-
-Detector = Callable[[History], Sentences]

@@ -206,7 +206,8 @@ class Recorder:
             if outcome.error is not None:  # on an accelerator; on a CPU, `on_refusal` has counted it
                 self._refuse(outcome.step, f": {outcome.error}", str(outcome.error))
             elif self._has_skipped:
-                key, text = self._explain(report, stats)
+                text = self._explain(report, stats)
+                key = text if report.reason == OVERFLOW else report.reason  # overflows are counted by their place
                 self._count(key, outcome.step, f"was skipped on every rank: {text}")
             else:
                 self._applied += report.success
@@ -215,27 +216,26 @@ class Recorder:
                 if self.callback is not None:
                     self.callback(stats)
 
-    def _explain(self, report: Report, stats: StepStats | None) -> tuple[str, str]:
-        """Return why a step was skipped: by its reason and place, to count it, and with its numbers."""
+    def _explain(self, report: Report, stats: StepStats | None) -> str:
+        """Return why a step was skipped, with its numbers."""
         config = self._config
         norm = report.norms[0]
-        reason = report.reason
-        if reason == OVERFLOW:
+        if report.reason == OVERFLOW:
             text = fault(norm, stats)
-            is_expected = config.fp16 and config.loss_scale is None
-            expected = "; the loss scale is lowered, as expected in the first steps of a dynamic loss scale"
-            return text, f"{text}{expected if is_expected else ''}"
+            if config.fp16 and config.loss_scale is None:
+                text += "; the loss scale is lowered, as expected in the first steps of a dynamic loss scale"
+            return text
         norms = stats.grad_norms if stats is not None else {}
         largest = f"; the largest is that of {max(norms, key=norms.__getitem__)!r}" if norms else ""
-        if reason == ABOVE_LIMIT:
+        if report.reason == ABOVE_LIMIT:
             limit = f"grad_norm_skip_threshold={config.grad_norm_skip_threshold:g}"
-            return reason, f"the gradient norm {norm:.4g} is above {limit}{largest}"
+            return f"the gradient norm {norm:.4g} is above {limit}{largest}"
         spread = f"{config.skip_sigma:g} deviations (skip_sigma) above the mean of the last {config.skip_window} steps"
-        if reason == SPIKE:
-            return reason, f"the gradient norm {norm:.4g} is a spike above {report.bounds[0]:.4g}, {spread}{largest}"
+        if report.reason == SPIKE:
+            return f"the gradient norm {norm:.4g} is a spike above {report.bounds[0]:.4g}, {spread}{largest}"
         if report.loss is not None and math.isfinite(report.loss):
-            return reason, f"the loss {report.loss:.4g} is a spike above {report.bounds[1]:.4g}, {spread}"
-        return reason, f"the loss was {report.loss}"
+            return f"the loss {report.loss:.4g} is a spike above {report.bounds[1]:.4g}, {spread}"
+        return f"the loss was {report.loss}"
 
     def _note_refusal(self, step: int, error: str) -> None:
         """Keep the error of a step for the recording, once."""

@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from opt_checkpoint import read_index
 from opt_scheduler.draw import svg_plot, text_plot
-from opt_stack.diagnosis.history import Detector, Finding, History, Run
+from opt_stack.diagnosis.history import Finding, History, Run
 from opt_stack.diagnosis.interventions import (
     WRITTEN,
     changed_settings,
@@ -147,7 +147,7 @@ def _read(path: Path) -> Recording:
 
 # --- findings ---------------------------------------------------------------------------------------------------------
 
-DETECTORS: Sequence[Detector] = (
+DETECTORS = (
     # What records prove.
     written_weights,
     changed_settings,
