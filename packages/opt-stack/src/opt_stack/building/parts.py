@@ -66,19 +66,18 @@ def build_parts(design: Design, device: torch.device) -> Parts:
     plan = design.plan
     roles = design.roles
     config = design.config
-    queue = devices.device_of(device)
     if config.optimizer_cuda_graph:
         if problem := next(_graph_problems(design, on_gpu=device.type == "cuda"), None):
             raise ConfigError(f"{_GRAPH} with {problem}")
         try:
-            queue.graph()
+            devices.device_of(device).graph()
         except GraphError as error:
             raise ConfigError(f"{_GRAPH}: {error}") from error
     if config.barrier_with_L1_time and config.timers is None:
         raise ConfigError("barrier_with_L1_time=True has no effect without timers; set timers, or leave it at False")
     sources = build_sources(design, device)
     slots = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms)))  # equal on all ranks
-    units = tuple(build_units(design, queue, sources, slots))
+    units = tuple(build_units(design, devices.device_of(device), sources, slots))
     for param in design.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()

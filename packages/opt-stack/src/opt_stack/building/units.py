@@ -204,7 +204,7 @@ def build_units(design: Design, queue: devices.Device, sources: Sources, slots: 
         norms, rows = cut.get(planned.name, ((), ()))
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
-            rule=planned.rule_of(on_host=on_host),
+            rule=planned.side_rule(on_host=on_host),
             pieces=list(_pieces(planned, design, sources, placed, slots, on_host=on_host, away=away)),
             completes=completes,
             averages=planned.averages,
@@ -248,7 +248,7 @@ def _pieces(
 ) -> Iterator[OwnedPiece]:
     """Yield the pieces of a unit on this rank, with main values and the rule's state before the first step."""
     plan = design.plan
-    rule = unit.rule_of(on_host=on_host)
+    rule = unit.side_rule(on_host=on_host)
     keeps_norm = any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(unit.rule))
     for buffer in plan.buffers:
         axes = design.axes_of(buffer)

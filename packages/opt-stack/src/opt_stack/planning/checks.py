@@ -159,8 +159,7 @@ def _check_memory(design: Design) -> Reasons:
 
     If ranks own shards, parameters move into buffers, so that they must not share memory with any tensor of the model.
     """
-    groups = design.groups.groups
-    params = {id: p for group in groups for id, p in zip(group["param_ids"], group["params"], strict=True)}
+    params = {id: design.params[id] for id in design.groups.rule_of}
     request = design.request
     moved = () if isinstance(request.config.sharding, Replicated) else request.chunks
     check_apart(params, (named for chunk in moved for named in not_trained(chunk)))

@@ -43,7 +43,7 @@ class UnitPlan:
     host_rule: Rule | None = None  # updates the pieces that live on the host; None: `rule` does
     averages: WeightAverages = NO_AVERAGES  # of its weights
 
-    def rule_of(self, *, on_host: bool) -> Rule:
+    def side_rule(self, *, on_host: bool) -> Rule:
         """Return the rule of the device or of the host."""
         return self.host_rule if on_host and self.host_rule is not None else self.rule
 
@@ -139,7 +139,7 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     """Return the bytes that `unit` keeps on data-parallel rank `rank`, on the host or on the device. State of matrices
     that one rank computes for its peers counts as equal shares."""
     total = 0
-    rule = unit.rule_of(on_host=on_host)
+    rule = unit.side_rule(on_host=on_host)
     # Of matrices that one rank computes for its peers: the whole shape, and the number of ranks that share the state.
     owned = {}
     for compute in unit.compute:
