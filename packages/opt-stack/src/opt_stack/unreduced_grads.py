@@ -54,8 +54,8 @@ class UnreducedGrads:
 
     def _note(self) -> None:
         self._is_queued = False
-        grads = {id_: param.grad for id_, param in self._params.items()}
-        self._versions = {at: (id(grad), grad._version) for at, grad in grads.items() if grad is not None}
+        grads = ((at, param.grad) for at, param in self._params.items())
+        self._versions = {at: (id(grad), grad._version) for at, grad in grads if grad is not None}
 
     def forget(self) -> None:
         """Compare nothing with the last backward pass."""

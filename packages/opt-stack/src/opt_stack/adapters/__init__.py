@@ -93,8 +93,8 @@ class DeferredOptimizer(torch.optim.Optimizer):
             groups, defaults={key: groups[0][key] for key in ("lr", "betas", "momentum") if key in groups[0]}
         )
         # Weak, so that the memory of parameters that are replaced can be freed.
-        self._originals = [ref(param) for group in groups for param in group["params"]]
-        self._attributes = [dict(vars(param)) for group in groups for param in group["params"]]
+        self._originals = [ref(param) for param in self._present()]
+        self._attributes = [dict(vars(param)) for param in self._present()]
         self._make = partial(
             get_optimizer_based_on_param_groups,
             config,

@@ -183,8 +183,7 @@ def _hops(cut: _Cut) -> list[_Cut]:
     size = axis.size
     if size <= MAX_PEERS:
         return [cut]
-    divisors = [n for n in range(2, MAX_PEERS + 1) if size % n == 0]
-    usable = [n for n in divisors if size // n <= MAX_PEERS]
+    usable = [n for n in range(2, MAX_PEERS + 1) if size % n == 0 and size // n <= MAX_PEERS]
     if not usable:
         return [cut]
     local = next((n for n in usable if n >= NODE_RANKS), usable[-1])
