@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import multiprocessing
+import pickle
 import re
 import subprocess
 import sys
@@ -496,3 +497,16 @@ def test_an_unfinished_line_of_a_killed_process_is_not_read(tmp_path: Path) -> N
         assert len(why(file).run) == expected
         file.write_text(file.read_text()[:-20])
         assert len(why(file).run) == expected - 1
+
+
+PICKLED = (  # by an earlier version
+    "8002636f70745f737461636b2e646961676e6f7369732e74656e736f725f73746174730a53746570"
+    "53746174730a7100298171015d7102284b034b028858000000007103473ff8000000000000473ff0"
+    "000000000000473ff00000000000007d71047d71057d71067d71077d71084e680365622e"
+)
+
+
+def test_pickled_numbers_of_an_earlier_version_are_read() -> None:
+    """Their state is a list, which a class without `__slots__` refused."""
+    stats = pickle.loads(bytes.fromhex(PICKLED))
+    assert (stats.step, stats.updates, stats.grad_norm, stats.loss) == (3, 2, 1.5, None)

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ _NOT_SHOWN = ("numel", "weight_sum", "update_sum")  # on dashboards
 
 def to_line(stats: StepStats) -> str:
     """Return the numbers of a step as one line of JSON. NaN and infinity are strings, since JSON has neither."""
-    line = {**vars(stats)}
+    line = {field.name: getattr(stats, field.name) for field in fields(stats)}
     exact = {"settings": line.pop("settings"), "lr": stats.lr}  # schedules change slowly
     norms = line.pop("rank_norms")
     line["ranks"] = {rank: [norms[rank], first] for rank, first in line.pop("replicas_of").items()}

@@ -58,7 +58,7 @@ class TensorStats(NamedTuple):
         return self.update_norm / self.weight_norm if self.update_norm is not None and self.weight_norm else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """The numbers of one step, equal on every rank, except for `overflowed`."""
 
