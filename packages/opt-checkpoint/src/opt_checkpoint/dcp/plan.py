@@ -229,7 +229,7 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     sizes = np.concatenate([tensors.sizes[single], sizes[order]])
     rank = tensors.box_rank[box]
     by_rank = np.argsort(rank, kind="stable")
-    return Parts(*(column[by_rank] for column in (rank, box, offsets, sizes)))
+    return Parts(rank[by_rank], box[by_rank], offsets[by_rank], sizes[by_rank])
 
 
 def _grouped(tensors: TensorsOfRanks) -> _Groups:

@@ -79,7 +79,7 @@ class CheckpointReader:
                     raise damage_of(files, place, key)
 
     def read(self, items: Sequence[TensorRead]) -> None:
-        """Read values into memory, as everything that was planned.
+        """Read each item into its target: those that were planned, or copies to compare.
 
         Raises:
             CheckpointCorruptError: a file is missing, too short, belongs to another save, or has other content.

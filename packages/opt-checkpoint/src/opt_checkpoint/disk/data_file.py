@@ -358,7 +358,8 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: Chec
     if is_near and nbytes <= _BOUNCE_BYTES:
         raw = memoryview(bytearray(nbytes))
         values.read_into(position, raw)
-        target.copy_(torch.frombuffer(raw, dtype=dtype).as_strided(region.sizes, row_major_strides(region.chunk)))
+        strides = row_major_strides(region.chunk)  # `raw` begins with the first value of the box
+        target.copy_(torch.frombuffer(raw, dtype=dtype).as_strided(region.sizes, strides))
         return
     step = 1
     if is_near:

@@ -87,7 +87,9 @@ def load(
     common = on_all(ranks_of(None), lambda: load_common_state_dict(checkpoint_dir), f"reading {checkpoint_dir}")
     wanted = _merged(common, sharded)
     report = checkpoints.load(wanted, checkpoint_dir, strict=strict)
-    return (report.state, set(report.missing), set(report.unexpected)) if "return" in strict else report.state
+    if "return" in strict:
+        return report.state, set(report.missing), set(report.unexpected)
+    return report.state
 
 
 def load_common_state_dict(checkpoint_dir: AnyDir) -> StateDict:

@@ -189,8 +189,11 @@ def tensors_in(built: Any) -> Iterator[ShardedTensor]:
     """Yield the tensors in what a factory builds."""
     if isinstance(built, ShardedTensor):
         yield built
-    elif isinstance(built, dict | list | tuple):
-        for value in built.values() if isinstance(built, dict) else built:
+    elif isinstance(built, dict):
+        for value in built.values():
+            yield from tensors_in(value)
+    elif isinstance(built, list | tuple):
+        for value in built:
             yield from tensors_in(value)
 
 
