@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -183,6 +184,37 @@ def test_threads_on_one_group_take_turns_in_the_order_of_rank_0() -> None:
 
     on_threads(2, take)
     assert order == of_rank_zero
+
+
+def test_ctrl_c_ends_the_wait_for_a_turn_while_ranks_choose() -> None:
+    """Until rank 0 takes part in a choice, minutes may pass."""
+    has_turn = threading.Event()
+    is_chosen = threading.Event()
+
+    def choose(proposed: str) -> str:
+        if has_turn.is_set():
+            is_chosen.wait(10)
+        return "other"
+
+    def take_two_turns() -> None:
+        with turns.turn("other"):
+            has_turn.set()
+            time.sleep(0.5)  # until the main thread waits
+        with turns.turn("other"):
+            pass
+
+    turns = Turns(choose)
+    other = threading.Thread(target=take_two_turns)
+    other.start()
+    has_turn.wait()
+    started = time.monotonic()
+    threading.Timer(1.0, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt), turns.turn("main"):
+        pass
+    assert time.monotonic() - started < 5
+    is_chosen.set()
+    other.join(10)
+    assert not other.is_alive()
 
 
 def test_a_value_that_does_not_pickle_is_an_error_on_every_rank() -> None:

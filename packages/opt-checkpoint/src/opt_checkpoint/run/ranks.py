@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -382,6 +382,7 @@ class Turns:
 
     def __init__(self, choose: Callable[[str], str]) -> None:
         self._choose = choose
+        self._choosing = Lock()
         self._changed = Condition()
         self._waiting: list[str] = []
         self._turn: str | None = None
@@ -392,12 +393,12 @@ class Turns:
         with self._changed:
             self._waiting.append(name)
         try:
-            with self._changed:
-                while self._turn != name:
+            while self._turn != name:
+                with self._choosing:  # not `_changed`: a thread that was woken waits for that, deaf to Ctrl-C
                     if self._turn is None:
                         self._turn = self._choose(self._waiting[0])
-                    else:
-                        self._changed.wait()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._turn in (name, None))
             yield
         finally:
             with self._changed:
