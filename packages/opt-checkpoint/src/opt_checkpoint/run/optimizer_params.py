@@ -95,7 +95,7 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
             found.module.reshard()  # FSDP2 leaves shards gathered after a forward without a backward pass
     params = named_parameters(modules)
     marks = marks_of(modules, params)
-    names = {id(params[name]): name for name in sorted(params, reverse=True)}
+    names = {id(params[name]): name for name in sorted(params, reverse=True)}  # the first one of a tied parameter
     members = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     placed: Mapping[int, ShardedTensor | ShardedTensorFactory] = {}
     if groups is not None:
