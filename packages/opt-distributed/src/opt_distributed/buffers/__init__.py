@@ -10,7 +10,6 @@ from opt_distributed.buffers.param_sync import AwaitedGroup, stored_params
 from opt_distributed.buffers.planner import (
     CODED_MULTIPLE,
     PRE_SHARDED,
-    WHOLE,
     BufferPlan,
     WorldSizes,
     default_bucket_size,
@@ -37,7 +36,7 @@ from opt_distributed.comm.roles import uses_qk_layernorm
 from opt_paramgroups import Metas, Params
 
 __all__ = [
-    "CODED_MULTIPLE", "PRE_SHARDED", "WHOLE", "AwaitedGroup", "BufferPlan", "DistributedDataParallel", "Metas",
+    "CODED_MULTIPLE", "PRE_SHARDED", "AwaitedGroup", "BufferPlan", "DistributedDataParallel", "Metas",
     "ParamAndGradBuffer", "Params", "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer",
     "UnusableGradientError", "WorldSizes", "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained",
     "compare_copies", "copied_ids", "default_bucket_size", "describe_stored", "is_bound", "matches", "naming",

@@ -30,6 +30,11 @@ class LayoutKind:
     is_sharded: bool  # whether parameters move into a buffer of which each rank owns a shard
     cuts: bool = False  # whether a parameter may be cut at any element: refused for rules that need whole matrices
 
+    @property
+    def assigns_whole(self) -> bool:
+        """Whether every parameter is in the shard of one rank."""
+        return self.is_sharded and not self.cuts
+
 
 def _whole_copies(params: Iterable[ParamShape], *, bucket_size: int | None, **unused: object) -> Layout:
     return replicated_layout(params, bucket_size=bucket_size)

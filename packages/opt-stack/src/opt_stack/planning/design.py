@@ -15,7 +15,6 @@ from opt_config import OnDevice, OptimizerConfig, WholeParams
 from opt_distributed.buffers import (
     CODED_MULTIPLE,
     PRE_SHARDED,
-    WHOLE,
     BufferPlan,
     DistributedDataParallel,
     Metas,
@@ -233,7 +232,7 @@ def _plan_units(
             found.setdefault((is_later, meta.is_expert, rule_of[id]), []).append(id)
     shard_of: dict[ParamId, int] = {}  # of each parameter that is assigned whole to one
     for buffer in buffers if max(sizes.dense_tp, sizes.expert_tp) > 1 else ():
-        if buffer.kind is WHOLE:
+        if buffer.kind.assigns_whole:
             for shard in range(buffer.layout.num_shards):
                 shard_of.update((piece.id, shard) for _, piece in buffer.layout.owned(shard))
     averages = WeightAverages(config) if config.averaged else NO_AVERAGES

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from opt_config import ConstantScale, DynamicScale, OptimizerConfig
-from opt_distributed.buffers import PRE_SHARDED, WHOLE, BufferPlan, short
+from opt_distributed.buffers import PRE_SHARDED, BufferPlan, short
 from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, owner_load
 from opt_distributed.pieces import NO_AVERAGES, WeightAverages
 from opt_kernels.hooks import hooks_of
@@ -321,7 +321,7 @@ def unit_lines(plan: Plan) -> Iterator[str]:
             yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
         if unit.finds_no_qkv:
             yield "  no fused q, k and v found to split: set qkv_split_shapes of these parameters, if there are any"
-        of_whole = [buffer for buffer in plan.buffers if buffer.kind is WHOLE]
+        of_whole = [buffer for buffer in plan.buffers if buffer.kind.assigns_whole]
         num_teams = max((b.layout.num_shards for b in of_whole if b.is_expert is unit.is_expert), default=1)
         for line in compute_lines(unit.compute, num_teams=num_teams):
             yield f"  {line}"
