@@ -183,4 +183,4 @@ def wire_of(config: DistributedDataParallelConfig, axes: Axes, *, num_shards: in
     """Return the wire of a buffer."""
     if config.reduce_scatter_with_fp32_accumulation:
         return SumInFp32(axes.dp)
-    return PlainSum(axes, num_shards > 1)
+    return PlainSum(axes, to_shards=num_shards > 1)

@@ -100,7 +100,7 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the piece; never 0."""
+        """Elements of the piece; 0 only if it is the empty local shard of a DTensor (`BufferPlan.owned`)."""
         return int(self.of_param.stop - self.of_param.start)
 
 

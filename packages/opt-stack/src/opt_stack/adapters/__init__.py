@@ -206,7 +206,8 @@ class DeferredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
         """Call `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
         if self._is_untouched() and not options and state_dict.get("state") == {}:
-            for group, saved in zip(self.param_groups, match(state_dict, self.param_groups).groups, strict=True):
+            matched = match(state_dict, self.param_groups)
+            for group, saved in zip(self.param_groups, matched.groups, strict=True):
                 set_group_(group, saved)
             return
         self.build().load_state_dict(state_dict, **options)

@@ -232,7 +232,8 @@ def model_part(metas: Metas, roles: Roles) -> tuple[str, bool]:
             first = among_peers
         is_first = first == roles.everyone.rank
         reported = [str(meta.id) for meta in own if is_first]
-        per_rank = roles.everyone.gather_objects((first if own else -1, reported))
+        part = first if own else -1
+        per_rank = roles.everyone.gather_objects((part, reported))
         parts = sorted({rank for rank, _ in per_rank} - {-1})
         names = [name for _, of_rank in per_rank for name in of_rank]
         has_namesakes |= len(set(names)) < len(names)

@@ -72,7 +72,8 @@ def build_sources(design: Design, device: torch.device) -> Sources:
     fp8 = {}
     for buffer in design.plan.buffers:
         if buffer.name not in of_buffers:
-            of_buffers[buffer.name] = source = _source(buffer, design, device, reduced, averaged)
+            source = _source(buffer, design, device, reduced, averaged)
+            of_buffers[buffer.name] = source
             plain.append(source)
         if buffer.dtype is FP8:
             stored = ((shape.id, quantized(model.params[shape.id])) for shape in buffer.params)

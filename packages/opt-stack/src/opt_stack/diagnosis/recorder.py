@@ -178,7 +178,8 @@ class Recorder:
 
     def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """Name the ranks at fault, with their guard. Collective. On a single rank the error itself names the cause."""
-        at_fault = {rank: guards for rank, guards in by_rank(self._roles, found[:1]).items() if guards}
+        per_rank = by_rank(self._roles, found[:1])
+        at_fault = {rank: guards for rank, guards in per_rank.items() if guards}
         text = str(error)  # such as groups that differ: no rank is at fault
         if at_fault:
             guards, *_ = at_fault.values()

@@ -216,7 +216,7 @@ def _joined(first: Run, second: Run) -> History:
     before = [stats for stats in first if stats.updates < start.updates]
     has_same_params = last.params.keys() == start.params.keys()
     if start.updates == 0 and has_same_params and (unexplained(History([last, start])) < WRITTEN).all():
-        before = [*first]
+        before = list(first)
     return History([*before, *second], start if before else None)
 
 

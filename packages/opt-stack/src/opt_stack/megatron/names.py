@@ -66,10 +66,8 @@ def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Optimizer:
     arguments = given.arguments
     config = layer_wise(arguments["config"], arguments["rules"])
     overrides = arguments.pop("config_overrides")
-    if isinstance(config, OptimizerConfig) and config.optimizer in (
-        "lion",
-        "laprop",
-    ):  # for matrices only, in Megatron-Core
+    # In Megatron-Core these update matrices only.
+    if isinstance(config, OptimizerConfig) and config.optimizer in ("lion", "laprop"):
         of_others = get_standard_config_overrides(config, by_name=False) if overrides is None else overrides
         overrides = {**of_others, ParamKey(predicate=_NOT_A_MATRIX): {"optimizer": "adam"}}
         config = replace(config, lion_beta1=config.adam_beta1, lion_beta2=config.adam_beta2)

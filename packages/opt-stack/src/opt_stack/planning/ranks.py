@@ -269,12 +269,13 @@ def _newly_decayed(design: Design, given: Mapping[ParamKey, Group]) -> Iterator[
 def tp_modes(design: Design) -> Generator[Any, Any, Mapping[str, str]]:
     """Return `muon_tp_mode` by rule where it has an effect on a matrix of any rank. Warn, on rank 0, of
     blocks that are updated as separate matrices."""
-    per_rank = yield {
+    own = {
         unit.name.partition("/")[0]: plan.tp_mode.value
         for unit in design.plan.units
         for plan in unit.compute
         if plan.tp_mode is not None
     }
+    per_rank = yield own
     modes = {rule: mode for of_rank in per_rank for rule, mode in of_rank.items()}
     if TpMode.BLOCKWISE.value in modes.values() and design.roles.everyone.rank == 0:
         logger.warning("%s", BLOCKWISE_NOTE)
@@ -336,7 +337,8 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
             f"equal on all ranks that share parameters{difference}"
         )
     # Tensor-parallel ranks compare the hyper-parameters of the parameters of which both hold a part.
-    first, *_ = per_rank = axes.tp.gather_objects(numbers)
+    per_rank = axes.tp.gather_objects(numbers)
+    first = per_rank[0]
     for rank, of_rank in enumerate(per_rank):
         if difference := _difference(first, of_rank, first.keys() & of_rank.keys(), rank=rank):
             problems.append(

@@ -381,8 +381,11 @@ def check_loaded_numbers(loaded: Iterable[Pair], rules: Mapping[str, Rule]) -> N
         check_bounds({**{key: saved[key] for key in saved if key in group}, "name": name}, rule)
         if rule is None:
             continue
-        choices = dict(rule.formula.constants) if isinstance(rule, ElementwiseRule) else {}
-        recorded = _recorded(rule) if isinstance(rule, ElementwiseRule) else {}
+        choices: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
+        if isinstance(rule, ElementwiseRule):
+            choices = dict(rule.formula.constants)
+            recorded = _recorded(rule)
         flags = {flag: bool(choices.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
         for flag, own in {**flags, **recorded}.items():
             value = saved.get(flag, own)

@@ -273,8 +273,8 @@ def packed_groups(groups: ParamGroups, *, rank_local: bool) -> list[ParamGroup]:
     for group in groups:
         names = [param_name(id) for id in group["param_ids"]]
         kept = {key: group[key] for key in group if key not in HELD}
-        indices = range(start, start + len(names))
-        of_group = {**kept, "param_ids": None, "params": [*indices], "param_names": names}
+        indices = list(range(start, start + len(names)))
+        of_group = {**kept, "param_ids": None, "params": indices, "param_names": names}
         packed.append(_RankLocalGroup(of_group) if rank_local else of_group)
         start += len(names)
     return packed
