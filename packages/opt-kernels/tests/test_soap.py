@@ -144,8 +144,8 @@ def test_the_order_of_megatron_follows_its_recorded_runs(recorded):
     rule = replace(MEGATRON, use_kl_shampoo=run["kl"])
     main = run["start"].clone()
     state = rule.init_state(main)
-    # In its own singular vectors the first gradient is diagonal. What rounding leaves beside the diagonal differs between
-    # processors, and is divided by itself and eps: a tenth of the first update, a thousandth of the later ones.
+    # In its own singular vectors the first gradient is diagonal. What rounding leaves beside the diagonal differs
+    # between processors, and is divided by itself and eps: a tenth of the first update, a thousandth of the later ones.
     for step, (grad, expected) in enumerate(zip(run["grads"], run["params"]), start=1):
         rule.update_([Batch(replace(hyper, step=step), [Work(grad=grad, main=main, state=state)])])
         moved = (expected - run["start"]).norm()
