@@ -18,7 +18,7 @@ from opt_kernels.codecs import codec_for
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.matrices.muon import Inputs, rounds
 from opt_kernels.rules import MuonRule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, TensorParallel, Work
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
 
 pytestmark = pytest.mark.needs_extra
 
@@ -170,6 +170,24 @@ def test_a_momentum_of_zeros_leaves_the_weight_as_it_is(kernel_device: torch.dev
         work.state["momentum_buffer"].zero_()
         rule.update_([Batch(HYPER, [work])])
         torch.testing.assert_close(main_of(work), expected, rtol=2**-22, atol=0)
+
+
+def test_a_class_with_its_own_transform_moves_weights_as_in_torch(kernel_device: torch.device) -> None:
+    class Halved(MuonRule):
+        def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+            return super().transform_(tasks, inputs, skip) / 2
+
+    highest = MatmulPrecision.HIGHEST
+    options = {"scale_mode": ScaleMode.UNIT_RMS_NORM, "num_ns_steps": 1, "eps": 5.0, "fp32_matmul_prec": highest}
+    mains = []
+    for rule in (Halved, MuonRule):
+        for backend in ("torch", "triton"):
+            works = works_of("fp32", kernel_device)
+            moved(rule(**options, backend=backend), works)
+            mains.append([main_of(work) for work in works])
+    for own_in_torch, own, in_torch, _ in zip(*mains, strict=True):
+        torch.testing.assert_close(own, own_in_torch, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(own_in_torch, in_torch)
 
 
 def test_tiny_gradients_move_weights_as_in_torch(kernel_device: torch.device) -> None:

@@ -168,8 +168,10 @@ class AdaptiveMuonRule(MatrixRule):
         self.muon.apply_(task, update, skip)
 
     def inputs(self, work: Work) -> Inputs:
-        """The format in which `transform_` prefers the matrices of a work: where it reads them, with norm and dtype."""
-        if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO):
+        """The format in which `transform_` prefers the matrices of a work: with norm and dtype where it reads them, or
+        a class overrides it."""
+        is_own = type(self).transform_ is AdaptiveMuonRule.transform_
+        if not is_own or self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO):
             return Inputs(compute_dtype(work), False)
         return self.muon.inputs(work)
 

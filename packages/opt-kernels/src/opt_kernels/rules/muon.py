@@ -156,7 +156,9 @@ class MuonRule(NewtonSchulzRule):
             grad.copy_(momentum)
 
     def inputs(self, work: Work) -> Inputs:
-        """The format in which `transform_` prefers the matrices of a work."""
+        """The format in which `transform_` prefers the matrices of a work: where a class overrides it, as they are."""
+        if type(self).transform_ is not MuonRule.transform_:
+            return Inputs(compute_dtype(work), False)
         return self.orthogonalization.inputs(compute_dtype(work), work.grad.device, cut_of_parts(work))
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip, *, normalised: bool = False) -> Tensor:

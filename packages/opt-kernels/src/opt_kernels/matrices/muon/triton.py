@@ -238,8 +238,11 @@ def in_phases_(batches: Sequence[Batch], rule: Any, *, grad_scale: Scalar = 1.0,
             u = _Inputs(round_, launches, codec)
             u.accumulate_(block, nesterov=muon.nesterov, decay=decay)
             for stack in round_.stacks:
-                normalised = round_.inputs.normalised
-                directions = rule.transform_(stack.tasks, u.normalised(stack), skip, normalised=normalised)
+                given = u.normalised(stack)
+                if round_.inputs.normalised:
+                    directions = rule.transform_(stack.tasks, given, skip, normalised=True)
+                else:
+                    directions = rule.transform_(stack.tasks, given, skip)
                 for task, direction in zip(stack.tasks, directions):
                     rule.adapt_(task, direction, skip)
                 directions = directions.contiguous()
