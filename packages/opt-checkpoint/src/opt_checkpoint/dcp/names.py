@@ -137,8 +137,9 @@ def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
     They are those of plain tensors; in stock directories also those of objects. At the root, a tensor of a foreign
     checkpoint that records no path for it is at its key.
     """
-    is_stock = index.kind is Kind.DCP
-    stored: Collection[str] = [*index.tensors, *index.objects] if is_stock else index.tensors
+    stored: Collection[str] = index.tensors
+    if index.kind is Kind.DCP:
+        stored = [*index.tensors, *index.objects]
     if path_text(path) in stored:
         return {(): path_text(path)}
     recorded: Mapping[str, Sequence[Any]] = index.details.get(PATHS) or {}
@@ -175,8 +176,9 @@ def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any
     for key, inner in by_key.items():
         root[key] = merged(root.get(key), inner, lists=lists)
     numbers = range(len(root))
-    is_list = lists and all(type(key) is int for key in root) and root.keys() == set(numbers)
-    return [root[number] for number in numbers] if is_list else root
+    if lists and all(type(key) is int for key in root) and root.keys() == set(numbers):
+        return [root[number] for number in numbers]
+    return root
 
 
 def asked_plain(asked: Iterable[Path], common: Any) -> Iterator[str]:
