@@ -172,7 +172,7 @@ def test_a_momentum_of_zeros_leaves_the_weight_as_it_is(kernel_device: torch.dev
         torch.testing.assert_close(main_of(work), expected, rtol=2**-22, atol=0)
 
 
-def test_a_class_with_its_own_transform_moves_weights_as_in_torch(kernel_device: torch.device) -> None:
+def test_a_class_with_its_own_transform_steps_as_in_torch(kernel_device: torch.device) -> None:
     class Halved(MuonRule):
         def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
             return super().transform_(tasks, inputs, skip) / 2
