@@ -1,5 +1,6 @@
 """`Plateau`: what it takes for an improvement, what it writes, and that a resumed run goes on as it was."""
 
+import inspect
 import json
 import math
 import random
@@ -56,6 +57,14 @@ def test_it_lowers_when_torch_s_reduce_lr_on_plateau_does(
         # torch multiplies the learning rate again and again, ours its factor.
         assert ours.get_last_lr()[0] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
     assert ours.scale < factor**3
+
+
+def test_defaults_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    theirs = inspect.signature(torch.optim.lr_scheduler.ReduceLROnPlateau).parameters
+    ours = inspect.signature(Plateau).parameters
+    for name in ("mode", "factor", "patience", "threshold", "cooldown"):
+        assert ours[name].default == theirs[name].default
 
 
 def test_negative_metrics_must_improve_too_above_a_floor() -> None:
