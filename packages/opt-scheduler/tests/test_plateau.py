@@ -59,6 +59,7 @@ def test_it_lowers_when_torch_s_reduce_lr_on_plateau_does(
     assert ours.scale < factor**3
 
 
+@pytest.mark.needs_extra
 def test_defaults_are_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     theirs = inspect.signature(torch.optim.lr_scheduler.ReduceLROnPlateau).parameters
