@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig, WholeParams
 from opt_distributed import run_threads
 from opt_distributed.buffers import WorldSizes, plan_buffers
-from opt_distributed.buffers.planner import LayoutKind
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.collectives import Pending, Sizes
 from opt_distributed.comm.threads import ThreadComm, World
-from opt_distributed.layout import Computes, LayoutError, whole_layout
+from opt_distributed.layout import Computes, LayoutError
 from opt_kernels.matrices import TpMode
 from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SecondMoment, SOAPRule
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
-from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
-from opt_stack.factory import make_design, make_request, read_groups
+from opt_stack import Plan, get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.planning.matrices import ComputePlan, plan_compute, split_rows
 from opt_stack.planning.plan import compute_lines
 
@@ -154,18 +152,26 @@ def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
 
 
 def test_an_added_layout_of_whole_parameters_has_teams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of different shards were planned to compute one matrix, although only one of them stores it."""
-    net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5)))
-    for param in net.parameters():
-        vars(param).update(tensor_model_parallel=True, partition_dim=0)
-    fields = {"optimizer": "muon", "muon_tp_mode": "duplicated", "use_layer_wise_distributed_optimizer": True}
-    request = make_request(OptimizerConfig(lr=1e-2, **fields), [net])
-    sizes = WorldSizes(dense=2, expert=2, dense_tp=2, expert_tp=2)
-    usual = str(make_design(request, *read_groups(request), sizes).plan)
-    added = LayoutKind(name="added", plan=whole_layout, is_sharded=True)
+    """Ranks of different shards were planned to compute one matrix, although only those of one shard store it."""
+    replicas = [World(2), World(2)]
+    parts = [World(2), World(2)]
+
+    def plan_on(everyone: Comm) -> Plan:
+        shard, part = divmod(everyone.rank, 2)
+        net = nn.Sequential(*(nn.Linear(64, 32, bias=False) for _ in range(5)))
+        for param in net.parameters():
+            torch.nn.init.ones_(param)
+            vars(param).update(tensor_model_parallel=True, partition_dim=0)
+        axes = Axes(dp=ThreadComm(replicas[part], shard), tp=ThreadComm(parts[shard], part))
+        fields = {"optimizer": "muon", "muon_tp_mode": "duplicated", "use_layer_wise_distributed_optimizer": True}
+        roles = Roles(dense=axes, expert=axes, everyone=everyone)
+        return get_optimizer(OptimizerConfig(lr=1e-2, **fields), [net], {}, pg_collection=roles).plan
+
+    usual, *_ = run_threads(4, plan_on)
+    added = replace(usual.buffers[0].kind, name="added")
     monkeypatch.setattr("opt_distributed.buffers.planner.kind_of", lambda *_, **__: added)
-    found = str(make_design(request, *read_groups(request), sizes).plan)
-    assert found == usual.replace("whole parameters", "added")
+    found, *_ = run_threads(4, plan_on)
+    assert str(found) == str(usual).replace("whole parameters", "added")
 
 
 def test_the_plan_counts_matrices_by_who_computes_them() -> None:
