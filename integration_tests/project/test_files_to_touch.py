@@ -51,7 +51,11 @@ class Counted(PlainSum):
         NUM_USED.append(1)
         yield from super().stages(full, shard)
 """
-SENT = "    from opt_distributed.buffers.counted import Counted\n\n    return Counted(axes, to_shards=False)\n"
+SENT = """    if num_shards == 1:
+        from opt_distributed.buffers.counted import Counted
+
+        return Counted(axes, to_shards=False)
+"""
 FIELD = "    grad_norm_skip_threshold: float = math.inf\n"
 MAX = "max_norm=config.clip_grad"
 # For each addition its files, the text that is replaced (none: a new file), and the new text.
