@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_ranks import error_on_all, save_as_ranks
 from states import COLUMNS, ROWS, state_at
+from torch import nn
 
 from opt_checkpoint import (
     AsyncSaver,
@@ -23,6 +24,7 @@ from opt_checkpoint import (
     ShardedTensor,
     load,
     save,
+    sharded_optimizer,
 )
 from opt_checkpoint.dcp.layout import fingerprint
 from opt_checkpoint.state import checksums
@@ -151,6 +153,13 @@ def test_objects_that_differ_are_refused_by_value(tmp_path: Path, name: str) -> 
     with pytest.raises(
         CheckpointingException, match=r"differ between ranks: value.* \(ranks \[1\]\).*common='first_rank'"
     ):
+        save_as_ranks(states, tmp_path / "x")
+
+
+def test_unequal_groups_of_an_optimizer_name_the_remedy(tmp_path: Path) -> None:
+    layers: list[nn.Module] = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]  # as of two pipeline stages
+    states = [{"optimizer": sharded_optimizer(layer, torch.optim.SGD(layer.parameters(), lr=0.1))} for layer in layers]
+    with pytest.raises(CheckpointingException, match=r"differ between ranks.*sharded_optimizer\(.*groups=\.\.\.\)"):
         save_as_ranks(states, tmp_path / "x")
 
 
