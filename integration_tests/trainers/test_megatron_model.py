@@ -72,9 +72,12 @@ class Case(NamedTuple):
     of_ours: dict[str, Any] = {}  # noqa: RUF012  # of ours only
 
 
+ROOTS = torch.linspace(1e-3, 1.0, 4096)
+# On Intel's processors torch takes MKL's roots, of which one in a hundred or two is not rounded correctly; ours are.
+SAME_BITS = 0.0 if torch.equal(ROOTS.sqrt(), ROOTS.double().sqrt().float()) else 5e-7
 CASES = {
-    "Adam": Case(),
-    "Adam with overlap and buckets": Case({"overlap_grad_reduce": True, "bucket_size": 500}),
+    "Adam": Case(tolerance=SAME_BITS),
+    "Adam with overlap and buckets": Case({"overlap_grad_reduce": True, "bucket_size": 500}, SAME_BITS),
     "bf16": Case({"bf16": True}, 2e-3 / 3),
     "bf16, distributed optimizer, overlap and buckets": Case({"bf16": True, "bucket_size": 500, **OVERLAP}, 2e-3 / 3),
     "Adam, TP 2 x DP 2": Case(tolerance=5e-7, ranks=4, tensor_parallel=2),  # norms are summed in another order
