@@ -167,7 +167,7 @@ def _show(options: argparse.Namespace) -> int:
     for name, value in index.details.items():
         if name != PATHS:
             print(f"  {name}: {json.dumps(value)}")
-    for key in sorted(fnmatch.filter(index.tensors, options.tensor)):
+    for key in sorted(key for key in index.tensors if fnmatch.fnmatchcase(key, options.tensor)):
         stored = index.tensors[key]
         shape = "x".join(map(str, stored.shape)) or "scalar"
         print(f"{key}  {DTYPE_NAMES[stored.dtype]}  {shape}  {len(stored.chunks)} chunk(s)")
@@ -178,7 +178,7 @@ def _show(options: argparse.Namespace) -> int:
             print(f"    {span}  non-finite {values.numel() - finite.numel()}")
         for chunk in stored.chunks if options.chunks else ():
             print(f"    {chunk.box.text}  {chunk.place.file} at {chunk.place.start}")
-    for key in sorted(fnmatch.filter(index.objects, options.tensor)):
+    for key in sorted(key for key in index.objects if fnmatch.fnmatchcase(key, options.tensor)):
         print(f"{key}  object  {_size(index.objects[key].nbytes)}")
     return FINE
 

@@ -381,4 +381,4 @@ def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]
             if leaf.path and not (isinstance(leaf.value, list) and {*map(type, leaf.value)} == {type(None)}):
                 names.add(path_text(leaf.path))
         names.discard(COMMON_KEY)
-    return sorted(name for name in fnmatch.filter(names, select) if name.startswith(prefix))
+    return sorted(name for name in names if fnmatch.fnmatchcase(name, select) and name.startswith(prefix))
