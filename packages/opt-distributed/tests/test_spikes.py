@@ -148,6 +148,6 @@ def test_a_malformed_state_is_refused_and_changes_nothing(saved: object) -> None
 
 
 @pytest.mark.parametrize("saved", [[1.0], 3, "losses"])
-def test_a_state_that_is_no_mapping_is_refused(saved: Any) -> None:
+def test_a_state_that_is_not_a_mapping_is_refused(saved: Any) -> None:
     with pytest.raises(ValueError, match="spikes="):
         Spikes(6.0, 8, CPU).load_state_dict(saved)

@@ -67,7 +67,7 @@ class Spikes:
         """Replace the values, of which the newest that fit are kept; an empty `state` has none.
 
         Raises:
-            ValueError: `state` is no mapping, or a series is not a list of finite numbers. Nothing has changed.
+            ValueError: `state` is not a mapping, or a series is not a list of finite numbers. Nothing has changed.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"spikes={state!r}; a dict of {' and '.join(SERIES)} is needed")

@@ -34,7 +34,7 @@ from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.planning.matrices import plan_compute, split_rows
-from opt_stack.planning.plan import Plan, UnitPlan
+from opt_stack.planning.plan import Hosted, Plan, UnitPlan
 from opt_stack.rules.entries import ParamGroups
 from opt_stack.rules.registry import Registry
 from opt_stack.rules.torch_rule import torch_host_rule
@@ -202,11 +202,9 @@ def make_plan(request: Request, model: Model, groups: Groups, sizes: WorldSizes)
     )
     buffers = (*(buffer.plan for buffer in wrapped), *own)
     placement = config.placement
-    hosted = {
-        buffer.name: tuple(_hosted(buffer, model.metas, placement.fraction))
-        for buffer in buffers
-        if not isinstance(placement, OnDevice)
-    }
+    hosted: dict[str, Hosted] = {}
+    if not isinstance(placement, OnDevice):
+        hosted = {buffer.name: tuple(_hosted(buffer, model.metas, placement.fraction)) for buffer in buffers}
     norms = tuple("" if group.get("clip_grad", True) else group["optimizer"] for group in groups.groups)
     units = tuple(_plan_units(config, model.metas, groups, buffers, sizes))
     return Plan(config=config, norms=norms, buffers=buffers, units=units, hosted=hosted)
