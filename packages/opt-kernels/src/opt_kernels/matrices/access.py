@@ -39,10 +39,11 @@ def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
     for hyper, works in batches:
         for work in works:
             layout = (work.grad.shape, compute_dtype(work), work.grad.device, work.matrix)
-            if layout not in by_layout:
+            tasks = by_layout.get(layout)
+            if tasks is None:
                 check(work)
-                by_layout[layout] = []
-            by_layout[layout].append(Task(hyper, work))
+                tasks = by_layout[layout] = []
+            tasks.append(Task(hyper, work))
     for tasks in by_layout.values():
         grad = tasks[0].work.grad
         if not grad.numel():

@@ -132,7 +132,7 @@ def swept(round_: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches
     """The launches of a round. Every run of a slot is a separate run of the chunk table. `codec`: of the momentum."""
     rows = {id(hyper): row for row, hyper in enumerate(hypers)}
     tasks = [task for stack in round_.stacks for task in stack.tasks]
-    if any(compute_dtype(task.work) is torch.float64 for task in tasks):
+    if any(compute_dtype(stack.tasks[0].work) is torch.float64 for stack in round_.stacks):
         raise LayoutError("the triton backend cannot sweep torch.float64; use backend='torch'")
 
     def kind(task: Task) -> tuple[int, bool, bool]:
