@@ -178,7 +178,7 @@ class Choice:
 
 def unknown(name: str, value: object, allowed: list[str], *, of: str) -> NumberError:
     """The error for an unknown option."""
-    near = get_close_matches(name, allowed, n=1)
+    near = get_close_matches(name, allowed)
     hint = f". Did you mean {near[0]!r}?" if near else ""
     return NumberError(f"{name}={value!r}: {of} has no such option; allowed are {', '.join(allowed)}{hint}")
 

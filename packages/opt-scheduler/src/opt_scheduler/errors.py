@@ -19,7 +19,7 @@ def unknown_name(what: str, given: object, known: Iterable[str]) -> str:
 
     names = sorted(known)
     by_spelling = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(str(given).lower().replace("_", "-"), by_spelling, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(given).lower().replace("_", "-"), by_spelling, cutoff=0.5)
     hint = f"; did you mean {by_spelling[near[0]]!r}?" if near else ""
     return f"{what}={given!r} is not known: use one of {', '.join(map(repr, names))}{hint}"
 

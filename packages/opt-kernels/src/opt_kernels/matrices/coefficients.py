@@ -95,9 +95,8 @@ def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[fl
     steps = _steps(*custom) if custom else _SETS[kind]
     if kind in _OF_ONE_LENGTH and num_steps != len(steps):
         raise ValueError(f"num_ns_steps is {num_steps}, but coefficient_type '{kind}' has exactly {len(steps)} steps")
-    if kind not in _CYCLES:
-        steps += steps[-1:] * (num_steps - len(steps))
-    return tuple(steps[i % len(steps)] for i in range(num_steps))
+    further = steps if kind in _CYCLES else steps[-1:]
+    return (steps + further * num_steps)[:num_steps]
 
 
 class Range(NamedTuple):

@@ -96,7 +96,7 @@ def check_keys(group: Options, known: Collection[str]) -> None:
             continue
         options = sorted({*known} - {"params"})
         alias = _ALIASES.get(name)
-        nearest = [alias] if alias in options else get_close_matches(name, options, n=1, cutoff=0.5)
+        nearest = [alias] if alias in options else get_close_matches(name, options, cutoff=0.5)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ValueError(
             f"{name}={value!r} in a parameter group: nothing reads it; allowed are {', '.join(options)}.{hint} Set "
