@@ -124,6 +124,14 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
         decode_manifest(tmp_path / "x", raw.replace(b"manifest 2", b"manifest 3", 1))
 
 
+def test_a_file_of_negative_size_is_refused(tmp_path: Path) -> None:
+    save({"w": torch.arange(6.0)}, tmp_path / "x")
+    header, columns = decode_columns((tmp_path / "x" / "manifest.bin").read_bytes(), "manifest")
+    header["files"].append(["other", -1, 0])
+    with pytest.raises(CheckpointCorruptError, match="other is listed with a size of -1 bytes"):
+        decode_manifest(tmp_path / "x", encode_columns(header, columns))
+
+
 def test_a_manifest_with_any_byte_changed_is_damaged(tmp_path: Path) -> None:
     save({"w": torch.arange(6.0)}, tmp_path / "x")
     raw = (tmp_path / "x" / "manifest.bin").read_bytes()

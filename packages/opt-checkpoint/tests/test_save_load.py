@@ -26,6 +26,7 @@ from opt_checkpoint import (
     CheckpointingException,
     CheckpointKeyError,
     CheckpointMismatchError,
+    CheckpointValueError,
     ShardedTensor,
     TieredCheckpointManager,
     load,
@@ -235,6 +236,12 @@ def test_dtypes_that_are_only_stored_are_saved_and_loaded(tmp_path: Path) -> Non
         target = torch.zeros_like(bits)
         load({"w": sharded_like("w", target.view(dtype))}, path)
         assert torch.equal(target, bits), name
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
+    with pytest.raises(CheckpointValueError, match="w has dtype torch.bits8, which cannot be stored"):
+        save({"w": bits}, tmp_path / "x")
 
 
 def test_values_of_float4_are_not_converted(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_restarts_fit_into_the_steps() -> None:
         ({"name": "linear", "warmup_steps": -1}, "linear: warmup_steps=-1 must be at least 0"),
         ({"name": "linear", "steps": 0}, "linear: steps=0 must be more than 0"),
         ({"name": "linear", "peak": "1e-3"}, "linear: peak='1e-3' must be a finite number, not text; YAML reads 1e-4"),
+        ({"name": "cosine_restarts", "cycles": 0}, "cosine_restarts: cycles=0 must be at least 1"),
         ({"name": "cosine_restarts", "cycles": 1.5}, "repeat: times=1.5 must be a whole number"),
     ],
     ids=lambda value: str(value)[:45],

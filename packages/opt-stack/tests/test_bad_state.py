@@ -77,6 +77,14 @@ def test_a_loss_scale_of_any_size_is_loaded(scale: float) -> None:
     assert optimizer.get_loss_scale().item() == scale
 
 
+def test_a_constant_loss_scale_ignores_a_saved_one_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = built(OptimizerConfig(lr=1e-2, fp16=True, loss_scale=2.0))
+    with caplog.at_level("INFO"):
+        optimizer.load_state_dict(built().state_dict())
+    assert optimizer.get_loss_scale().item() == 2.0
+    assert "the saved loss scale is ignored: this optimizer has a constant one" in caplog.messages
+
+
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("laprop", "adam"), ("signum", "sgd"), ("radam", "nadam")])
 def test_state_of_another_rule_with_the_same_names_is_refused(saved_by: str, loaded_by: str) -> None:
     """LaProp's moments were loaded into Adam, whose group was then called LaProp's in the next checkpoint."""

@@ -249,8 +249,9 @@ def test_writes_to_weights_that_the_rule_keeps_are_warned_about() -> None:
         train(model, optimizer, range(1))
     optimizer.eval()
     model.load_state_dict(make_model().state_dict())
-    with pytest.warns(UserWarning, match=r"train\(\) replaces them by the trained weights"):
+    with pytest.warns(UserWarning, match=r"train\(\) replaces them by the trained weights") as caught:
         optimizer.train()
+    assert caught[0].filename == __file__
 
 
 def test_a_load_after_an_abandoned_iteration_warns() -> None:
