@@ -240,7 +240,7 @@ def test_dtypes_that_are_only_stored_are_saved_and_loaded(tmp_path: Path) -> Non
 
 def test_a_dtype_that_cannot_be_stored_is_refused(tmp_path: Path) -> None:
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
-    with pytest.raises(CheckpointValueError, match="w has dtype torch.bits8, which cannot be stored"):
+    with pytest.raises(CheckpointValueError, match=r"w has dtype torch\.bits8, which cannot be stored"):
         save({"w": bits}, tmp_path / "x")
 
 

@@ -182,6 +182,17 @@ def test_coefficients_that_diverge_in_16_bits_are_refused() -> None:
         assert float(direction.norm()) == pytest.approx(mapped(torch.ones(1).double(), own).item(), abs=0.02)
 
 
+@pytest.mark.parametrize("precision", [MatmulPrecision.HIGHEST, MatmulPrecision.MEDIUM])
+def test_steps_are_damped_for_sixteen_bits_only(precision: MatmulPrecision) -> None:
+    x = matrix(48, 1) @ matrix(1, 200)
+    rule = MuonRule(coefficient_type=CoefficientType.CUBIC5, fp32_matmul_prec=precision)
+    published = steps_of(CoefficientType.CUBIC5)
+    steps = published if precision is MatmulPrecision.HIGHEST else narrow_steps(published)
+    assert steps is not None
+    wanted = mapped(torch.ones(1).double(), steps).item()  # 0.774, or 1.134
+    assert float(rule.orthogonalization(x.float()).norm()) == pytest.approx(wanted, abs=0.1)
+
+
 def test_schedules_repeat_as_declared_and_wrong_ones_are_refused() -> None:
     quintic, cans = (schedule(kind, num_steps=7) for kind in (CoefficientType.QUINTIC, CoefficientType.CANS))
     assert quintic[5:] == quintic[:2]

@@ -109,9 +109,11 @@ def test_entries_of_schedulers_and_torchs_optimizers_are_taken(schedule: Any) ->
     schedule(first)
     again = get_optimizer_based_on_param_groups(CONFIG, [model], first.param_groups)
     assert [set(group) for group in again.param_groups] == [set(group) for group in first.param_groups]
-    given = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True).param_groups
-    (group,) = get_optimizer_based_on_param_groups(CONFIG, [model], given).param_groups
-    assert group["lr"] == 1e-3
+    signum = OptimizerConfig(optimizer="signum", lr=1e-2)
+    adamw_of_torch = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for config, of_torch in ((CONFIG, adamw_of_torch), (signum, torch.optim.SGD(model.parameters(), lr=1e-3))):
+        (group,) = get_optimizer_based_on_param_groups(config, [model], of_torch.param_groups).param_groups
+        assert group["lr"] == 1e-3
     first.param_groups[0]["a_tag"] = "of the caller"  # whose code may add entries, too
     before = [dict(group) for group in first.param_groups]
     train(model, first, range(1))
