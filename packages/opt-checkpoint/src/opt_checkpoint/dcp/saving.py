@@ -40,7 +40,7 @@ from opt_checkpoint.disk.archives import dump_object
 from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError, check_choice
 from opt_checkpoint.state.sharded import Path, ShardedStateDict, path_text
-from opt_checkpoint.state.tree import ABSENT, FlatState, flatten_state, is_below, lookup, scopes, selected
+from opt_checkpoint.state.tree import FlatState, flatten_state, is_below, lookup, scopes
 
 logger = logging.getLogger(__name__)
 
@@ -228,40 +228,38 @@ class Taken:
         held: what it holds.
         own_parts: the parts, in the order of the plan: boxes that no other rank holds, in the order of the state; then
             shared ones in the order in which `assign_parts` chose this rank.
-        object_keys: unique keys of the objects.
-        stock: the plain values among them that are for stock readers; empty except on rank 0.
+        stock: on rank 0, the plain values that it also writes on their own, by key; else None.
     """
 
     held: Held
     own_parts: AssignedParts
-    object_keys: Sequence[str]
-    stock: Mapping[str, Any]
+    stock: Mapping[str, Any] | None
 
     def objects(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the key and bytes of each object.
+        """Yield the key and bytes of each object: sharded ones; then, on rank 0, the common state and its values.
 
         Raises:
             CheckpointingException: an object cannot be stored.
         """
         flat = self.held.flat
         objects = {item.unique_key: item.data for item in flat.objects.values()}
-        for key in self.object_keys:
-            if key == COMMON_KEY:
-                common = selected(flat.state, {**flat.empty, **flat.common})
-                try:
-                    raw = dump_object({} if common is ABSENT else common, COMMON_KEY)
-                except CheckpointingException:
-                    for path, value in flat.common.items():
-                        for name, inner in _stock_leaves(path, value):
-                            dump_object(inner, name)  # raises an error that names the value
-                    raise
-                yield key, raw
-            elif key in objects:
-                yield key, dump_object(objects[key], key)
-            else:  # as `torch.distributed.checkpoint` stores it; encoding the common state has checked that it loads
-                stream = io.BytesIO()
-                torch.save(self.stock[key], stream)
-                yield key, stream.getvalue()
+        for key in self.own_parts.objects:
+            yield key, dump_object(objects[key], key)
+        if self.stock is None:
+            return
+        try:
+            common = dump_object(flat.nested_common(), COMMON_KEY)
+        except CheckpointingException:
+            for path, value in flat.common.items():
+                for name, inner in _stock_leaves(path, value):
+                    dump_object(inner, name)  # raises an error that names the value
+            raise
+        yield COMMON_KEY, common
+        for key, value in self.stock.items():
+            # As `torch.distributed.checkpoint` stores it; encoding the common state has checked that it loads.
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            yield key, stream.getvalue()
 
     def parts(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Yield the key, box and values of each part of a tensor; values are views of this rank's memory.
@@ -290,9 +288,7 @@ def take(held: Held, sent: AssignedParts | None, assigned: Assigned | None) -> T
     """
     parts = sent or held.cached.assigned
     assert parts is not None  # a rank without a cached plan does not agree to use one
-    if assigned is None:
-        return Taken(held=held, own_parts=parts, object_keys=parts.objects, stock={})
-    return Taken(held=held, own_parts=parts, object_keys=assigned.objects_of_ranks[0], stock=assigned.stock)
+    return Taken(held=held, own_parts=parts, stock=None if assigned is None else assigned.stock)
 
 
 def to_cache(agreed: Agreed, taken: Taken, assigned: Assigned | None) -> CachedPlan:

@@ -151,11 +151,6 @@ def map_leaves(
     return state.like(found) if scoped and isinstance(state, ScopedState) else found
 
 
-def selected(state: Any, values: Mapping[Path, Any]) -> Any:
-    """Return the parts of a state at which `values` has a value, with these values; `ABSENT` if there are none."""
-    return map_leaves(state, lambda path, _: values.get(path, ABSENT), prunes=True)
-
-
 def without_tensors(value: Any) -> tuple[Any, dict[Path, Tensor]]:
     """Return a plain value with None in place of the tensors in its lists, tuples and dicts, and these by path within
     it.
@@ -293,6 +288,12 @@ class FlatState:
     empty: dict[Path, Any]
     plain: dict[Path, Tensor]
     relative: dict[Path, Relative]
+
+    def nested_common(self) -> Any:
+        """Return the common values and the empty dicts, nested as in the state; an empty dict if there are none."""
+        values = {**self.empty, **self.common}
+        nested = map_leaves(self.state, lambda path, _: values.get(path, ABSENT), prunes=True)
+        return {} if nested is ABSENT else nested
 
     def separate_tensors_(self) -> None:
         """Move the tensors in lists and tuples of common values to the plain tensors, under the keys of stock DCP.

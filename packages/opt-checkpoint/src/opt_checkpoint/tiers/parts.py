@@ -28,7 +28,7 @@ from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
 from opt_checkpoint.state.checksums import are_equal
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import DTYPE_NAMES, dtype_from_name, sharded_like
-from opt_checkpoint.state.tree import ABSENT, flatten_state, selected
+from opt_checkpoint.state.tree import flatten_state
 from opt_checkpoint.store import Location, Target
 
 _DETAILS = "rank_part"
@@ -78,8 +78,7 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
     paths = {flat.tensors[path].key: list(path) for path in flat.plain}
     described = {"name": name._asdict(), "boxes": boxes, "tensors": tensors, PATHS: paths}
     objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
-    common = selected(flat.state, {**flat.empty, **flat.common})
-    common = {} if common is ABSENT else common
+    common = flat.nested_common()
     if not isinstance(common, dict):
         raise CheckpointValueError(
             f"the state is a {type(state).__name__} with plain values; the local tier saves dicts: pass "
