@@ -39,7 +39,7 @@ from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, GlobalPlan, Offer
 from opt_checkpoint.disk.archives import dump_object
 from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError, check_choice
-from opt_checkpoint.state.sharded import Path, ShardedStateDict, path_text
+from opt_checkpoint.state.sharded import Path, ShardedStateDict, items_of, path_text
 from opt_checkpoint.state.tree import FlatState, flatten_state, is_below, lookup, scopes
 
 logger = logging.getLogger(__name__)
@@ -208,8 +208,7 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) or (isinstance(value, list) and _is_traversed(value)):
-        items: Mapping[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
-        for key, inner in items.items():
+        for key, inner in items_of(value):
             yield from _stock_leaves((*path, key), inner)
     elif not isinstance(value, Tensor):
         yield path_text(path), value

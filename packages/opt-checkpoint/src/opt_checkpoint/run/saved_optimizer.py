@@ -23,7 +23,7 @@ from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import load_alone, read_tensors
 from opt_checkpoint.state.groups import Group
-from opt_checkpoint.state.sharded import Path, path_text
+from opt_checkpoint.state.sharded import Path, items_of, path_text
 from opt_checkpoint.state.tree import lookup
 from opt_checkpoint.state.wrappers import former_names
 
@@ -324,13 +324,9 @@ def dicts_of(value: Any, name: str) -> Iterator[dict[str, Any]]:
 
 def values_of(value: Any, name: str) -> Iterator[Any]:
     """Yield numbers, strings and one-element tensors under a key of this name, anywhere in a nested value."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            is_single = isinstance(inner, int | float | str) or (isinstance(inner, Tensor) and inner.numel() == 1)
-            if key == name and is_single:
-                yield inner
-            else:
-                yield from values_of(inner, name)
-    elif isinstance(value, list | tuple):
-        for inner in value:
+    for key, inner in items_of(value) if isinstance(value, dict | list | tuple) else ():
+        is_single = isinstance(inner, int | float | str) or (isinstance(inner, Tensor) and inner.numel() == 1)
+        if key == name and is_single:
+            yield inner
+        else:
             yield from values_of(inner, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.factory import ShardedTensorFactory
-from opt_checkpoint.state.sharded import Path, ShardedTensor, path_text
+from opt_checkpoint.state.sharded import Path, ShardedTensor, items_of, path_text
 from opt_checkpoint.state.tensors import is_dtensor, local_tensor, sharded_like
 
 
@@ -27,7 +27,7 @@ def check_tree(state: Any) -> None:
                     f"state must be a tree: leave out the reference"
                 )
             around[id(value)] = path
-            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            for key, inner in items_of(value):
                 walk((*path, key), inner)
             del around[id(value)]
         elif isinstance(value, BytesIO):

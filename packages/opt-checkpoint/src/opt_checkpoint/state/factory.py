@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, Source, flat_bounds
+from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, Source, flat_bounds, items_of
 from opt_checkpoint.state.tensors import is_dtensor
 
 BuildFn: TypeAlias = Callable[[str, Tensor, ReplicaId, slice | None], Any]
@@ -189,11 +189,8 @@ def tensors_in(built: Any) -> Iterator[ShardedTensor]:
     """Yield the tensors in what a factory builds."""
     if isinstance(built, ShardedTensor):
         yield built
-    elif isinstance(built, dict):
-        for value in built.values():
-            yield from tensors_in(value)
-    elif isinstance(built, list | tuple):
-        for value in built:
+    elif isinstance(built, dict | list | tuple):
+        for _, value in items_of(built):
             yield from tensors_in(value)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
-from opt_checkpoint.state.sharded import Marks, ShardedTensor
+from opt_checkpoint.state.sharded import Marks, ShardedTensor, items_of
 from opt_checkpoint.state.tensors import is_dtensor
 from opt_checkpoint.state.wrappers import NamedModule
 
@@ -227,7 +227,7 @@ def _entries(state: Any) -> Iterator[_Entry]:
     def walk(node: Any, scope: int) -> Iterator[_Entry]:
         if isinstance(node, dict) and hasattr(node, "key_at"):  # a ScopedState
             scope = scopes.setdefault(id(node), len(scopes) + 1)
-        for at, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+        for at, value in list(items_of(node)):
             if isinstance(value, ShardedTensor) and (marks := value.marks) is not None:
                 prefix, name, list_name = _parts_of(value.key, marks)
                 entry = _Entry(node, at, value, marks, f"{scope}/{prefix}", prefix, name)

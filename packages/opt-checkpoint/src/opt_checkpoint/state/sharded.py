@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
@@ -32,6 +32,11 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})  # the default of arguments
 def with_axis(values: Shape, axis: int, value: int) -> Shape:
     """Return values per axis with another one at `axis`, if there is such an axis."""
     return tuple(value if d == axis else own for d, own in enumerate(values))
+
+
+def items_of(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a dict, or the positions and values of a list or tuple."""
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def path_text(path: Path) -> str:

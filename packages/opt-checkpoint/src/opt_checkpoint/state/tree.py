@@ -27,6 +27,7 @@ from opt_checkpoint.state.sharded import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    items_of,
     path_text,
 )
 from opt_checkpoint.state.tensors import DTYPE_NAMES, check_dense, is_dtensor, sharded_like
@@ -78,18 +79,15 @@ class Leaf(NamedTuple):
 
 def holds_sharded(value: object) -> bool:
     """Return whether something sharded is a value, or anywhere inside its dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return any(holds_sharded(v) for v in value.values())
-    if isinstance(value, list | tuple):
-        return any(holds_sharded(v) for v in value)
+    if isinstance(value, dict | list | tuple):
+        return any(holds_sharded(inner) for _, inner in items_of(value))
     return isinstance(value, ShardedBase | LocalNonpersistentObject) or is_dtensor(value)
 
 
 def _inner(state: Any) -> list[tuple[Any, Any]]:
     """The keys and values of a container; none for a value."""
-    if isinstance(state, dict):
-        return list(state.items())
-    return list(enumerate(state)) if isinstance(state, list) and holds_sharded(state) else []
+    is_container = isinstance(state, dict) or (isinstance(state, list) and holds_sharded(state))
+    return list(items_of(state)) if is_container else []
 
 
 def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
@@ -190,15 +188,11 @@ def sharded_values(state: Any) -> Iterator[ShardedBase]:
 
 def apply_factories(state: ShardedStateDict) -> None:
     """Replace each factory in `state` by what it builds; writes only to `state`'s containers."""
-    for key, value in list(_items(state)):
+    for key, value in list(items_of(state)):
         if isinstance(value, ShardedTensorFactory):
             state[key] = value.build()
         elif isinstance(value, dict | list):
             apply_factories(value)  # type: ignore[arg-type]
-
-
-def _items(container: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(container.items() if isinstance(container, dict) else enumerate(container))
 
 
 def apply_factory_merges(loaded: Any, factories: Any) -> Any:
@@ -220,7 +214,7 @@ def apply_factory_merges(loaded: Any, factories: Any) -> Any:
         raise ValueError(f"Duplicate non-dict and non-list values encountered: {type(loaded)} and {type(factories)}")
     if isinstance(loaded, list) and isinstance(factories, list) and len(loaded) != len(factories):
         raise ValueError(f"Cannot merge two lists with different lengths ({len(loaded)} and {len(factories)})")
-    for key, factory in _items(factories):
+    for key, factory in items_of(factories):
         if isinstance(loaded, dict) and key not in loaded:
             raise ValueError(f"Different dict keys: {key!r} of the factories is not among the loaded {list(loaded)}")
         if isinstance(loaded, list) and not (isinstance(key, int) and 0 <= key < len(loaded)):
