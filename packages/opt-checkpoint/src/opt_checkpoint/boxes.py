@@ -81,10 +81,7 @@ class FlatBox(NamedTuple):
 
 def row_major_strides(shape: Shape) -> Shape:
     """Return elements from one index to the next along every axis of a contiguous tensor of `shape`."""
-    strides = [1] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        strides[d] = strides[d + 1] * shape[d + 1]
-    return tuple(strides)
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def position_of(index: Iterable[int], strides: Shape) -> int:

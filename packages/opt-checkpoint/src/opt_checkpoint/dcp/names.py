@@ -24,12 +24,8 @@ _STATE_PREFIX = re.compile(r"^optimizer\.state\.[^.]+\.")
 def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
     """Return the stored name of a key: the key itself, else the first stored name that replacing a prefix by `aliases`
     yields."""
-    if key in stored:
-        return key
-    for old, new in aliases.items():
-        if key.startswith(old) and new + key.removeprefix(old) in stored:
-            return new + key.removeprefix(old)
-    return key
+    others = (new + key.removeprefix(old) for old, new in aliases.items() if key.startswith(old))
+    return next((name for name in (key, *others) if name in stored), key)
 
 
 def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, str]) -> dict[Path, str]:

@@ -96,20 +96,21 @@ class CheckpointReader:
         values = self._values_of(item)
         if values is None:
             return _Read(item, place, place.start)
-        is_checked = self._verify != "none" and len(values.sums) > 0
-        if is_checked and values.nbytes <= PIECE_BYTES:
+        if values.sums and values.nbytes <= PIECE_BYTES:
             return _Read(item, values)
         first, last = item.region.span
         size = item.dtype.itemsize
         part = values.part(first * size, (last - first) * size)
-        return _Read(item, part, values.start if is_checked else None)
+        return _Read(item, part, values.start if values.sums else None)
 
     def _values_of(self, item: TensorRead) -> ByteRange | None:
-        """The bare values of a chunk; a stock archive is opened once to find them."""
+        """The bare values of a chunk, with checksums if they are to be compared; a stock archive is opened once to find
+        them."""
         chunk = item.chunk
         size = item.dtype.itemsize
         if not chunk.place.archive:
-            return chunk.place
+            place = chunk.place
+            return place.part(0, place.nbytes) if self._verify == "none" else place
         if chunk not in self._values:
             shape = chunk.archived or chunk.box.sizes
             found = find_values(self._files, chunk.place, item.dtype, shape)
@@ -133,7 +134,6 @@ class CheckpointReader:
                 self._read_archive(item)
                 continue
             if values is None or values.place.start != place.start:
-                place = place.part(0, place.nbytes) if self._verify == "none" else place
                 values = CheckedValues(self._files, place, item.key, ahead)
             read_region(item.chunk.as_stored(item.target), item.region, item.dtype, values)
 

@@ -99,8 +99,8 @@ class CheckpointWriter:
         # Imports torch.distributed.checkpoint, which takes half a second.
         from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 
-        tensors, archives = index_of(assigned, written)
         files = {file.name: file.stored for file in written}
+        tensors, archives = index_of(assigned, written, files)
         archived: dict[str, ByteRange] = {}
         for file in written:
             archived |= file.objects
@@ -136,7 +136,9 @@ class CheckpointWriter:
         self._store.abandon(self._target, self.save_id)
 
 
-def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[StoredTensors, Array]:
+def index_of(
+    assigned: Assigned, written: Sequence[WrittenFile], files: Mapping[str, StoredFile]
+) -> tuple[StoredTensors, Array]:
     """Return the stored tensors, sorted by key, and the archives of their chunks.
 
     A part of the plan is a chunk of the index: sorted by key, and within a key in the order of the plan.
@@ -144,6 +146,7 @@ def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[Stored
     Args:
         assigned: what every rank was to write.
         written: what it has written, by rank.
+        files: size and checksum of the ranks' files, by name, in their order.
 
     Returns:
         The tensors; and (chunks, 2) start and size of the archive of each chunk, in the order of their columns.
@@ -160,9 +163,8 @@ def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[Stored
     for rank, (file, own, objects) in enumerate(
         zip(written, assigned.plan.assigned, assigned.objects_of_ranks, strict=True)
     ):
-        has_lengths = (len(file.places), len(file.sums)) == (len(own.box), sums_of_rank[rank])
-        has_parts = file.parts_crc == own.crc and has_lengths
-        if not has_parts or file.objects.keys() != set(objects):
+        found = (file.parts_crc, len(file.places), len(file.sums), set(file.objects))
+        if found != (own.crc, len(own.box), sums_of_rank[rank], set(objects)):
             raise CheckpointValueError(
                 f"rank {rank} has not written the {len(own.box)} parts and {len(objects)} objects that were planned"
             )
@@ -193,7 +195,6 @@ def index_of(assigned: Assigned, written: Sequence[WrittenFile]) -> tuple[Stored
         "start": np.ascontiguousarray(places[:, 0]),
         "sums": reorder_runs(sums, sums_of_part, order),
     }
-    files = {file.name: file.stored for file in written}
     return StoredTensors(columns, tuple(dtypes), files), places[:, 1:]
 
 

@@ -74,7 +74,7 @@ class DataFileWriter:
         self.placed_objects = {}
         self.places = []
         self.value_sums = []
-        self._sums: list[tuple[int | PieceSums, int]] = []  # checksum and length of each run of the file
+        self._sums: list[PieceSums] = []  # of each run of the file
         self._gathered = bytearray(self.header)
         self._given = 0  # bytes
         with hashing() as submit:
@@ -115,7 +115,7 @@ class DataFileWriter:
                     self._given += len(piece)
                 if not is_plain:
                     done.result()  # frees this copy before the next is made
-            self._sums.append((hashed, nbytes))
+            self._sums.append(hashed)
             sums = hashed.pieces  # complete once the block of `hashing` has ended
             self._gathered += framing.after
         start = position + gap
@@ -127,7 +127,9 @@ class DataFileWriter:
         """The gathered bytes, if there are at least `minimum`."""
         if len(self._gathered) >= minimum:
             view = memoryview(bytes(self._gathered))
-            self._sums.append((crc32(view), len(view)))
+            sums = PieceSums()
+            sums.add(view)
+            self._sums.append(sums)
             self._gathered.clear()
             self._given += len(view)
             yield view
@@ -135,8 +137,8 @@ class DataFileWriter:
     def written(self) -> StoredFile:
         """Return size and CRC-32 of the file, after all parts were read."""
         total = 0
-        for sums, nbytes in self._sums:
-            total = crc32_combine(total, sums if isinstance(sums, int) else sums.whole, nbytes)
+        for sums in self._sums:
+            total = crc32_combine(total, sums.whole, sums.nbytes)
         return StoredFile(size=self._given, crc=total)
 
 

@@ -220,10 +220,9 @@ class CheckpointIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors' values."""
-        summed = getattr(self.tensors, "nbytes", None)
-        if summed is None:
-            summed = sum(stored.nbytes for stored in self.tensors.values())
-        return int(summed)
+        if isinstance(self.tensors, StoredTensors):
+            return self.tensors.nbytes
+        return sum(stored.nbytes for stored in self.tensors.values())
 
 
 def check_index(index: CheckpointIndex) -> None:
@@ -317,7 +316,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             if column is None or column.dtype.str != dtype or column.ndim != ndim:
                 raise CheckpointCorruptError(f"the manifest has no column {name} of {dtype} with {ndim} axes")
         self.columns = {name: columns[name] for name in _COLUMNS}
-        self.dtypes = tuple(dtypes)
+        self.dtypes = dtypes
         self._files = dict(files)
         self._check()
 
@@ -394,14 +393,13 @@ class StoredTensors(Mapping[str, StoredTensor]):
         c = self.columns
         axes = int(c["ndim"][number])
         first, last = self._first_chunk[number : number + 2].tolist()
-        bounds = self._first_sum[first : last + 1].tolist()
+        sums = pairwise(self._first_sum[first : last + 1].tolist())
         columns = [c[name][first:last].tolist() for name in ("offsets", "sizes", "file", "start")]
         columns.append(self._chunk_bytes[first:last].tolist())
         chunks = []
-        for at, (offsets, sizes, file, start, nbytes) in enumerate(zip(*columns, strict=True)):
-            start_of_sums, end_of_sums = bounds[at : at + 2]
-            sums = tuple(c["sums"][start_of_sums:end_of_sums].tolist())
-            place = ByteRange(file=self._file_names[file], start=start, nbytes=nbytes, sums=sums)
+        for (low, high), offsets, sizes, file, start, nbytes in zip(sums, *columns, strict=True):
+            of_chunk = tuple(c["sums"][low:high].tolist())
+            place = ByteRange(file=self._file_names[file], start=start, nbytes=nbytes, sums=of_chunk)
             box = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
             chunks.append(StoredChunk(box=box, place=place))
         shape = tuple(c["shape"][number, :axes].tolist())

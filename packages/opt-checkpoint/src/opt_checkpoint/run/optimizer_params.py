@@ -110,10 +110,7 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
             )
         name = names[id(param)]
         place = placed.get(index)
-        current = name
         shape = tuple(param.shape)
-        if place is not None:
-            current = place.key
         if isinstance(place, ShardedTensor):
             shape = place.global_shape
         elif place is not None:
@@ -124,7 +121,8 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
                     f"with an optimizer of opt_stack.get_optimizer"
                 )
             shape = segments[0].global_shape
-        named.append(NamedParam(current, param, group, shape, marks[name], place))
+        in_model = name if place is None else place.key
+        named.append(NamedParam(in_model, param, group, shape, marks[name], place))
     return named
 
 
