@@ -135,10 +135,7 @@ class _Writer:
     def __post_init__(self) -> None:
         self._store = Directory(self.path.parent)
         self._save_id = uuid.uuid4().hex  # rank 0's counts
-
-    @property
-    def temporary(self) -> Path:
-        return self._store.path(self._store.folder(self.path.name, self._save_id))
+        self._folder = self._store.folder(self.path.name, self._save_id)
 
     def begin(self, assigned: Assigned) -> list[_WriteTo]:
         """Assign every array to a file, and create the files with their headers; on rank 0."""
@@ -151,7 +148,7 @@ class _Writer:
         mapped = to_theirs(self.names, described)
         self._layout = layout_of(mapped.theirs, dtype=self.dtype, shard_bytes=self.shard_bytes)
         self._store.begin(self.path.name, self._save_id)
-        self._store.write_small(self.temporary.name, self._layout.headers)
+        self._store.write_small(self._folder, self._layout.headers)
         keys: list[dict[str, None]] = [{} for _ in range(tensors.ranks)]
         for rank, key in zip(parts.rank.tolist(), tensors.box_key[parts.box].tolist(), strict=True):
             keys[rank][tensors.keys[key]] = None
@@ -160,7 +157,7 @@ class _Writer:
             pieces = {key: mapped.pieces[key] for key in of_rank if key in mapped.pieces}
             wanted = {p.theirs for some in (*pieces.values(), *mapped.tied.values()) for p in some}
             arrays = {name: self._layout.arrays[name] for name in wanted}
-            messages.append(_WriteTo(self.temporary.name, pieces, mapped.tied, arrays))
+            messages.append(_WriteTo(self._folder, pieces, mapped.tied, arrays))
         return messages
 
     def write(self, to: _WriteTo, taken: Taken) -> int:
@@ -184,7 +181,7 @@ class _Writer:
         """Write the index after all arrays, on rank 0."""
         if sum(written) != self._layout.nbytes:
             raise CheckpointValueError(f"{sum(written)} bytes were written, {self._layout.nbytes} were planned")
-        self._store.write_small(self.temporary.name, self._layout.encode_index())
+        self._store.write_small(self._folder, self._layout.encode_index())
 
     def check_tied(self, held: Held) -> None:
         """Compare this rank's tied tensors with the written values of the tensors that they are tied to.
