@@ -27,6 +27,7 @@ from opt_checkpoint import (
     CheckpointKeyError,
     CheckpointMismatchError,
     CheckpointValueError,
+    ShardedObject,
     ShardedTensor,
     TieredCheckpointManager,
     load,
@@ -292,6 +293,11 @@ BAD = {
     "a detail that is NaN": ({"a": 1}, {"details": {"loss": float("nan")}}, r"details\['loss'\] is nan"),
     "a sparse tensor": ({"x": torch.eye(3).to_sparse()}, {}, r"x has layout torch\.sparse_coo.*to_dense"),
     "a sparse tensor in a list": ({"l": [1, (torch.eye(3).to_sparse(),)]}, {}, r"l\.1\.0 has layout torch\.sparse_coo"),
+    "an object under the name of plain values": (
+        {"lr": 1, "x": ShardedObject("common_state", 5, (1,), (0,))},
+        {},
+        r"stored as common_state/shard_0_1, as the plain values are",
+    ),
     "a sparse tensor in compressed rows": ({"x": torch.eye(3).to_sparse_csr()}, {}, r"x has layout torch\.sparse_csr"),
 }
 
@@ -302,6 +308,14 @@ def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path, case: str) -> No
     with pytest.raises(CheckpointingException, match=message):
         save(state, tmp_path / "x", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_values_under_names_of_objects_hide_nothing(tmp_path: Path) -> None:
+    """The common values, or the object, could not be found again."""
+    held = {"common_state/shard_0_1": 5, "x/shard_0_1": 6, "lr": 0.5}
+    save({**held, "x": ShardedObject("x", {"v": 1}, (1,), (0,))}, tmp_path / "x")
+    wanted = {**dict.fromkeys(held), "x": ShardedObject("x", None, (1,), (0,))}
+    assert load(wanted, tmp_path / "x").state == {**held, "x": {"v": 1}}
 
 
 def test_an_expanded_target_is_refused_before_anything_is_read(tmp_path: Path) -> None:

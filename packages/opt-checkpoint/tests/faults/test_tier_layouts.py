@@ -13,6 +13,7 @@ from local_tiers import tiers
 from opt_checkpoint import (
     CheckpointMismatchError,
     CheckpointValueError,
+    ShardedObject,
     ShardedTensor,
     TieredCheckpointManager,
     sharded_like,
@@ -131,6 +132,9 @@ def test_parts_hold_tensors_in_lists_but_refuse_mixed_lists(tmp_path: Path) -> N
         manager.save(1, state)
         manager.save(2, [weights, 3])
         with pytest.raises(CheckpointValueError, match="a list with plain values; the local tier saves dicts"):
+            manager.wait()
+        manager.save(2, {"x": ShardedObject("common_state", 5, (1,), (0,))})
+        with pytest.raises(CheckpointValueError, match="as the plain values are"):
             manager.wait()
         assert manager.latest() == 1
         loaded = manager.load({"lst": None, "opt": None, "w": None}).state

@@ -16,6 +16,7 @@ from torch import Tensor
 from opt_checkpoint.boxes import Array, FlatBox
 from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.data_file import bytes_view
+from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.checksums import are_equal, checksums
 from opt_checkpoint.state.sharded import (
@@ -116,6 +117,16 @@ class LocalContents(NamedTuple):
     common: dict[Path, int] = {}  # noqa: RUF012
 
 
+def check_object_names(flat: FlatState) -> None:
+    """Raise CheckpointValueError if an object would be stored under the name of the plain values."""
+    for item in flat.objects.values():
+        if item.unique_key == COMMON_KEY:
+            raise CheckpointValueError(
+                f"a ShardedObject would be stored as {COMMON_KEY}, as the plain values are; give it another key than "
+                f"{item.key}"
+            )
+
+
 def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
     """Describe a rank's state for rank 0.
 
@@ -127,9 +138,10 @@ def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
         shards: its tensors, in order, with their boxes.
 
     Raises:
-        CheckpointingException: a tensor has no data, is on the meta device, or has a dtype that cannot be stored; or
-            two different tensors have one key.
+        CheckpointingException: a tensor has no data, is on the meta device, or has a dtype that cannot be stored; two
+            different tensors have one key; or an object has that of the plain values.
     """
+    check_object_names(flat)
     plain = {path: tensor for path, tensor in flat.plain.items() if not is_dtensor(tensor)}
     first = dict[ShardIdentity, Path]()
     mains = set[ShardIdentity]()

@@ -26,6 +26,7 @@ import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -199,9 +200,10 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
     for path in flat.common if lists_values else ():
         if not is_below(path, scoped):
             stock.update(_stock_leaves(path, lookup(flat.state, path)))
-    for key in stock.keys() & plan.tensors.keys:
-        del stock[key]
     objects = [list(parts.objects) for parts in plan.assigned]
+    taken = {COMMON_KEY, *plan.tensors.keys, *chain.from_iterable(objects)}  # names under which others are stored
+    for key in stock.keys() & taken:
+        del stock[key]
     objects[0] += [COMMON_KEY, *stock]
     return Assigned(plan=plan, to_ranks=to_ranks, stock=stock, objects_of_ranks=objects)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, get_type_hints
 
 from opt_checkpoint.boxes import boxes_of, view_of
+from opt_checkpoint.dcp.layout import check_object_names
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.disk.checkpoint import Opened, read_common
@@ -63,6 +64,7 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
         OSError: raised by the file system.
     """
     flat = flatten_state(state)
+    check_object_names(flat)
     stored: dict[str, ShardedTensor] = {}
     boxes: dict[str, Any] = {}
     for shard in flat.tensors.values():
