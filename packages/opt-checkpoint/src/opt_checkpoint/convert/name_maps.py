@@ -79,11 +79,7 @@ def _mapped(rules: Sequence[NameRule], tensors: Tensors, *, known: int) -> Mappe
         sides = instance.sides
         names = instance.names
         sizes = _sizes_of(instance, tensors)
-        made: _Names = {}  # on the other side
-        stack = sides[known].stack
-        for index in itertools.product(*(range(sizes.stacks[name]) for name in stack)):
-            for text, (pattern, _) in sides[1 - known].patterns.items():
-                made[text, index] = instance.filled(pattern, stack, index)
+        made = dict(instance.names_on(1 - known, [sizes.stacks[name] for name in sides[known].stack]))
         ours = names if known == 0 else made
         theirs = made if known == 0 else names
         mapped.ours.update(sizes.described(0, sides, ours))
@@ -179,9 +175,13 @@ class _Instance(NamedTuple):
     common: dict[str, str]
     names: _Names
 
-    def filled(self, pattern: NamePattern, stack: Sequence[str], index: Shape) -> str:
-        """Return the name that a pattern gives the tensor with these numbers."""
-        return pattern.filled({**self.common, **dict(zip(stack, map(str, index)))})
+    def names_on(self, side: int, counts: Sequence[int]) -> Iterator[tuple[tuple[str, Shape], str]]:
+        """Yield pattern, numbers and name of every tensor of one side, whose names have all numbers up to `counts`."""
+        stack = self.sides[1 - side].stack
+        for index in itertools.product(*map(range, counts)):
+            values = {**self.common, **dict(zip(stack, map(str, index)))}
+            for text, (pattern, _) in self.sides[side].patterns.items():
+                yield (text, index), pattern.filled(values)
 
 
 def _instances(rules: Sequence[NameRule], tensors: Tensors, known: int) -> list[_Instance]:
@@ -257,11 +257,9 @@ def _sizes_of(instance: _Instance, tensors: Tensors) -> _Sizes:
     other = instance.sides[1 - instance.known]
     (text, _), name = next(iter(names.items()))
     counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
-    for index in itertools.product(*map(range, counts)):
-        for known_text, (pattern, _) in side.patterns.items():
-            if (known_text, index) not in names:
-                missing = instance.filled(pattern, other.stack, index)
-                raise CheckpointKeyError(f"{missing} is missing; {name} cannot be converted without it")
+    for place, wanted in instance.names_on(instance.known, counts):
+        if place not in names:
+            raise CheckpointKeyError(f"{wanted} is missing; {name} cannot be converted without it")
     first = tensors[name]
     depth = len(side.stack)
     num_axes = len(first.shape) - depth
