@@ -7,7 +7,6 @@ which the optimizer's states have the keys of `torch.distributed.checkpoint.stat
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import shutil
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint.convert.reading import load_torch_file, read_mapped, scratch_folder
+from opt_checkpoint.disk.archives import archive_of
 from opt_checkpoint.disk.checkpoint import open_checkpoint
 from opt_checkpoint.disk.foreign import METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredTensor
@@ -253,9 +253,7 @@ def _write_values(file: Path, saved: SavedOptimizer, name: str) -> dict[str, Byt
     first: dict[bytes, ByteRange] = {}
     with file.open("wb") as out:
         for key, value in values.items():
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            raw = stream.getvalue()
+            raw = archive_of(value)
             if raw not in first:
                 first[raw] = ByteRange(file=file.name, start=out.tell(), nbytes=len(raw), archive=True)
                 out.write(raw)

@@ -22,7 +22,6 @@ model.
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,14 +29,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from opt_checkpoint.boxes import Box, boxes_of, view_of
 from opt_checkpoint.dcp.coverage import common_differences, without_writer
 from opt_checkpoint.dcp.layout import LocalContents, Shards, local_contents
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, GlobalPlan, Offer
-from opt_checkpoint.disk.archives import dump_object
+from opt_checkpoint.disk.archives import archive_of, dump_object
 from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError, check_choice
 from opt_checkpoint.state.sharded import Path, ShardedStateDict, items_of, path_text
@@ -258,9 +256,7 @@ class Taken:
         yield COMMON_KEY, common
         for key, value in self.stock.items():
             # As `torch.distributed.checkpoint` stores it; encoding the common state has checked that it loads.
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            yield key, stream.getvalue()
+            yield key, archive_of(value)
 
     def parts(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Yield the key, box and values of each part of a tensor; values are views of this rank's memory.

@@ -125,16 +125,22 @@ def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: S
         raise CheckpointCorruptError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
 
+def archive_of(value: object) -> bytes:
+    """Return the archive that `torch.save` makes of a value."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
 def dump_object(value: object, name: str) -> bytes:
     """Serialize an object by `torch.save`, in a list of one as Megatron-Core does, and check that it loads again.
 
     Raises:
         CheckpointingException: `torch.load(weights_only=True)` would refuse it.
     """
-    stream = io.BytesIO()
     try:
-        torch.save([value], stream)
-        torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
+        raw = archive_of([value])
+        torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:  # torch's message has many lines
         found = re.search(r"GLOBAL (\S+)", str(error))
         first_line = str(error).partition("\n")[0]
@@ -143,7 +149,7 @@ def dump_object(value: object, name: str) -> bytes:
             f"{f'it needs {found[1]}' if found else first_line}. Store plain values (numbers, text, lists, dicts, "
             f"tensors; int(x), x.tolist() or torch.from_numpy(x) of numpy's), or make it a LocalNonpersistentObject"
         ) from error
-    return stream.getvalue()
+    return raw
 
 
 def contiguous(tensor: Tensor) -> Tensor:
