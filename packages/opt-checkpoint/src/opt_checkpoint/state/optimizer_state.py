@@ -142,8 +142,8 @@ def get_param_id_to_sharded_param_map(
     """
     positions = get_optim_param_to_id_map(optim_params_iter)
     found: dict[int, ShardedParam] = {}
-    kinds = ShardedTensor | ShardedTensorFactory
-    entries = [value for value in sharded_values(from_megatron(model_sharded_state_dict)) if isinstance(value, kinds)]
+    state = from_megatron(model_sharded_state_dict)
+    entries = [value for value in sharded_values(state) if isinstance(value, ShardedTensor | ShardedTensorFactory)]
     for entry in sorted(entries, key=lambda e: e.key):
         index = positions.get(id(None if entry.data is None else local_tensor(entry.data)))
         if index is None:

@@ -107,7 +107,6 @@ def plain_names(modules: Collection[NamedModule], keys: Collection[str]) -> dict
         CheckpointingException: two keys would become one name.
     """
     prefixes = {module.key: module.name for module in modules}
-    names: dict[str, str] = {}
     found: dict[str, str] = {}
     for key in keys:
         ends = [0, *(at + 1 for at, letter in enumerate(key) if letter == ".")]
@@ -116,8 +115,7 @@ def plain_names(modules: Collection[NamedModule], keys: Collection[str]) -> dict
         if name in found:
             raise _two_of_one_name(found[name], key, name)
         found[name] = key
-        names[key] = name
-    return names
+    return {key: name for name, key in found.items()}
 
 
 _PARTS = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
