@@ -165,6 +165,7 @@ REFUSED: list[tuple[list[NameRule], dict[str, Any], str]] = [
     ([NameRule(ours="a", theirs="{x}1{y}")], {"a": (12, 12)}, "would be created twice"),
     ([NameRule(ours=("{i}.q", "{i}.k"), theirs="{i}.qk")], {"3.q": (2,)}, "3.k is missing; 3.q cannot be converted"),
     ([NameRule(ours="{i}.w", theirs="w")], {"0.w": (2,), "2.w": (2,)}, "1.w is missing"),
+    ([NameRule(ours="{i}.w", theirs="w")], {"0.w": (2,), f"{10**15}.w": (2,)}, "1.w is missing"),  # MemoryError
     ([NameRule(ours="a", theirs=("q", "k"), shares=(2, 1), groups=4)], {"a": (9, 2)}, "a of .9, 2. cannot be cut"),
     ([NameRule(ours="a", theirs=("q", "k"))], {"a": (7, 2)}, "cannot be cut along axis 0"),
     ([NameRule(ours=("q", "k"), theirs="qk", shares=(2, 1))], {"q": (4, 1), "k": (4, 1)}, "k has .* does not fit q"),

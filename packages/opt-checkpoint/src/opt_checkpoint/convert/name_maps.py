@@ -257,7 +257,8 @@ def _sizes_of(instance: _Instance, tensors: Tensors) -> _Sizes:
     other = instance.sides[1 - instance.known]
     (text, _), name = next(iter(names.items()))
     counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
-    for place, wanted in instance.names_on(instance.known, counts):
+    within = [min(count, len(names) + 1) for count in counts]  # of larger numbers, one before them is missing
+    for place, wanted in instance.names_on(instance.known, within):
         if place not in names:
             raise CheckpointKeyError(f"{wanted} is missing; {name} cannot be converted without it")
     first = tensors[name]
