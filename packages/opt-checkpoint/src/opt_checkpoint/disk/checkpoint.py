@@ -173,8 +173,8 @@ def read_objects(
 def _objects_bytes(files: DataFiles, index: CheckpointIndex, keys: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     """The archives of stored objects, compared with their checksums. Those that are near each other are one read."""
     runs: list[tuple[ByteRange, list[str]]] = []
-    places = [(key, index.objects[key]) for key in keys]
-    for key, place in sorted(places, key=lambda item: (item[1].file, item[1].start)):
+    for key in sorted(keys, key=lambda key: (index.objects[key].file, index.objects[key].start)):
+        place = index.objects[key]
         (run, of_run) = runs[-1] if runs else (place, [])
         nbytes = max(run.stop, place.stop) - run.start
         is_near = place.start - run.stop <= files.near_bytes and nbytes <= _BUFFER_BYTES

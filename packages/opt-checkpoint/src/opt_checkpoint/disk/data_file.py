@@ -140,7 +140,7 @@ def hashing() -> Iterator[Callable[[PieceSums, memoryview], Future[None]]]:
         return done
 
     def work() -> None:
-        while (job := jobs.get()) is not None:
+        for job in iter(jobs.get, None):
             add(*job)
 
     # Not a ThreadPoolExecutor: a save in the background may begin after the main thread has ended.

@@ -32,8 +32,13 @@ _NEW = b")\x81"  # an object without arguments
 _OPEN = b"}("  # its state, a dict
 _CLOSE = b"ub"
 _CLASSES = (
-    *(dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.MetadataIndex),
-    *(_StorageInfo, Size),
+    dcp.Metadata,
+    dcp.TensorStorageMetadata,
+    dcp.BytesStorageMetadata,
+    dcp.ChunkStorageMetadata,
+    dcp.MetadataIndex,
+    _StorageInfo,
+    Size,
 )
 _END_OF_TENSOR = b"e" + _CLOSE
 _INTEGER = b"J"  # BININT, of four bytes
@@ -42,8 +47,8 @@ _REFERENCE = b"j"  # LONG_BINGET, of four
 _SHORT_REFERENCE = b"h"  # BINGET of one byte
 _MEMOIZED = b"\x940"  # MEMOIZE, POP
 _TEXTS = (
-    *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "properties", "size"),
-    *("chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"),
+    "state_dict_metadata planner_data storage_data storage_meta version properties size "
+    "chunks offsets sizes fqn index offset relative_path length"
 )
 
 
@@ -136,7 +141,7 @@ def encode_dcp_metadata(
     """
     memo = _Memo()
     c = tensors.columns
-    for constant in (*_CLASSES, *_TEXTS):
+    for constant in (*_CLASSES, *_TEXTS.split()):
         memo.number(constant)
     numbers = []
     for name in tensors.dtypes:
@@ -180,20 +185,17 @@ def encode_dcp_metadata(
     is_plain = np.fromiter((key not in paths for key in tensors), bool, len(tensors))
     plain = keys[is_plain]
     template = [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]
-    planner = [_records(len(plain), template).tobytes()]
+    planner: list[Buffer] = [_records(len(plain), template).tobytes()]
     for position, key in zip(keys.tolist(), tensors):
         if key in paths:
             parts = b"".join(memo.get(_plain(part)) for part in paths[key])
             planner.append(_REFERENCE + struct.pack("<I", position) + b"(" + parts + b"t")
     planner += [memo.get(key) + b"(" + memo.get(key) + b"t" for key in objects]
-    begin = memo.new(dcp.Metadata)
-    body = [
-        *(begin, memo.get("state_dict_metadata"), b"}(", *state, b"u"),
-        *(memo.get("planner_data"), b"}(", *planner, b"u"),
-        *(memo.get("storage_data"), b"}(", *storage, b"u"),
-    ]
-    end = [memo.get("storage_meta"), b"N", memo.get("version"), b"N", _CLOSE, b"."]
-    return b"".join([b"\x80\x04", memo.written.getvalue(), *body, *end])
+    body: list[Buffer] = [memo.new(dcp.Metadata)]
+    for name, items in (("state_dict_metadata", state), ("planner_data", planner), ("storage_data", storage)):
+        body += [memo.get(name), b"}(", *items, b"u"]
+    body += [memo.get("storage_meta"), b"N", memo.get("version"), b"N", _CLOSE, b"."]
+    return b"".join([b"\x80\x04", memo.written.getvalue(), *body])
 
 
 def _plain(part: str | int) -> str | int:

@@ -353,8 +353,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         tensors = len(c["ndim"])
         chunks = len(c["start"])
         axes = c["shape"].shape[1]
-        lengths = [len(c[name]) for name in ("key_bytes", "dtype", "shape", "chunks")]
-        _require(all(n == tensors for n in lengths), "its columns of tensors differ in length")
+        of_tensors = ("key_bytes", "dtype", "shape", "chunks")
+        _require(all(len(c[name]) == tensors for name in of_tensors), "its columns of tensors differ in length")
         _require(all(len(c[name]) == chunks for name in ("offsets", "sizes", "file")), "its columns differ in length")
         chunk_axes = {c["offsets"].shape[1], c["sizes"].shape[1]}
         _require(axes <= MAX_DIMS and chunk_axes == {axes}, "its axes differ")

@@ -126,7 +126,7 @@ def unchecked(index: CheckpointIndex) -> list[str]:
     if index.kind is not Kind.MEGATRON:
         return []
     names = {match[2] for match in map(_STATE.fullmatch, index.tensors) if match is not None}
-    checked = {pair.name for pair in _pairs(index) if index.tensors[pair.name].dtype.itemsize == 2}
+    checked = {pair.name for pair in _pairs(index) if pair.dtypes[1].itemsize == 2}
     return sorted(names - checked)
 
 

@@ -43,13 +43,11 @@ def encode_columns(header: Mapping[str, Any], columns: Mapping[str, Array]) -> b
     """
     listed = [[name, array.dtype.str, list(array.shape)] for name, array in columns.items()]
     text = json.dumps({**header, "columns": listed}, separators=(",", ":"), allow_nan=False).encode()
-    parts = [_FIRST_LINE, len(text).to_bytes(8, "little"), text]
-    position = sum(map(len, parts))
+    raw = bytearray(_FIRST_LINE + len(text).to_bytes(8, "little") + text)
     for array in columns.values():
-        parts += [bytes(-position % _ALIGNMENT), array.tobytes()]
-        position += -position % _ALIGNMENT + array.nbytes
-    raw = b"".join(parts)
-    return raw + crc32(raw).to_bytes(4, "little")
+        raw += bytes(-len(raw) % _ALIGNMENT)
+        raw += array.tobytes()
+    return bytes(raw) + crc32(memoryview(raw)).to_bytes(4, "little")
 
 
 def decode_columns(raw: bytes, what: str) -> tuple[dict[str, Any], dict[str, Array]]:
