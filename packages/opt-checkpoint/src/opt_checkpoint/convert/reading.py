@@ -109,8 +109,7 @@ def read_mapped(index: CheckpointIndex, stored: Mapping[str, StoredTensor], fold
     for number, (key, tensor) in enumerate(stored.items()):
         nbytes = tensor.nbytes
         memory = torch.from_file(str(folder / str(number)), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        mapped[key] = memory[:nbytes].view(tensor.dtype).view(tensor.shape) if nbytes else empty
+        mapped[key] = memory[:nbytes].view(tensor.dtype).view(tensor.shape)
     wanted = {key: sharded_like(key, tensor) for key, tensor in mapped.items()}
     load_alone(wanted, Opened(index=index, common={}))
     return mapped

@@ -142,8 +142,7 @@ def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
     found = {key: tuple(recorded[key]) for key in stored if key in recorded}
     if index.kind is not Kind.OURS and not path:
         found = {key: found.get(key, (key,)) for key in stored}
-    inside = {key: stored_path for key, stored_path in found.items() if is_below(stored_path, [path])}
-    return {stored_path[len(path) :]: key for key, stored_path in inside.items()}
+    return {place[len(path) :]: key for key, place in found.items() if is_below(place, [path])}
 
 
 def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any:

@@ -129,14 +129,13 @@ def keepers(nodes: Sequence[str]) -> list[int] | None:
     on_node: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         on_node.setdefault(node, []).append(rank)
-    order = list(on_node)
-    if len(order) == 1:
+    groups = list(on_node.values())
+    if len(groups) == 1:
         return None
-    following = dict(zip(order, [*order[1:], order[0]], strict=True))
-    chosen = []
-    for rank, node in enumerate(nodes):
-        there = on_node[following[node]]
-        chosen.append(there[on_node[node].index(rank) % len(there)])
+    chosen = [0] * len(nodes)
+    for here, there in zip(groups, [*groups[1:], groups[0]], strict=True):
+        for position, rank in enumerate(here):
+            chosen[rank] = there[position % len(there)]
     return chosen
 
 
