@@ -207,16 +207,18 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
 
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) or (isinstance(value, list) and _is_traversed(value)):
+    if _is_traversed(value):
         for key, inner in items_of(value):
             yield from _stock_leaves((*path, key), inner)
     elif not isinstance(value, Tensor):
         yield path_text(path), value
 
 
-def _is_traversed(values: list[Any]) -> bool:
-    """Whether stock DCP gives each element of a list a key; other lists, and all tuples, are objects."""
-    return any(isinstance(v, Tensor | dict) or (isinstance(v, list) and _is_traversed(v)) for v in values)
+def _is_traversed(value: Any) -> bool:
+    """Whether stock DCP gives each value inside a key of its own: of a dict, and of a list with tensors or dicts in it.
+    Other lists, and all tuples, are objects."""
+    is_list = isinstance(value, list)
+    return isinstance(value, dict) or (is_list and any(isinstance(v, Tensor) or _is_traversed(v) for v in value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
