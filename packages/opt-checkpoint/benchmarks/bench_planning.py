@@ -114,7 +114,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     save_id = uuid.uuid4().hex
     (store, name) = target_at(path)
     temporary = path.parent / store.folder(name, save_id)
-    writer = CheckpointWriter(path, save_id, details={})
+    writer = CheckpointWriter(path, store, name, save_id, {})
     held = describe({}, 0, policy="equal", cached=cache.plan, lists_values=True)
     clock = Clock()
     agreed = agree("equal", [pickle.loads(offer) for offer in offers])

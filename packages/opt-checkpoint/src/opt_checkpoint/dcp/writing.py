@@ -24,7 +24,7 @@ from opt_checkpoint.disk.index import PATHS, PIECE_BYTES, ByteRange, CheckpointI
 from opt_checkpoint.disk.manifest import encode_manifest
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.sharded import Path
-from opt_checkpoint.store import MANIFEST, Location, Target, target_at
+from opt_checkpoint.store import MANIFEST, Location, Store
 
 
 class WrittenFile(NamedTuple):
@@ -53,26 +53,25 @@ class CheckpointWriter:
 
     Args:
         path: the target, which must not exist.
+        store: contains it.
+        target: its name in the store.
         save_id: 32 hexadecimal digits that name this save; rank 0's counts.
         details: recorded in the manifest for people: versions, sizes of the worlds.
-        target: the store and name of `path`, if it is not the usual one.
         replace: whether the commit replaces a checkpoint that is at `path`.
         committed: called on rank 0 after the commit.
     """
 
     path: Location
+    store: Store
+    target: str
     save_id: str
     details: Mapping[str, Any]
-    target: Target | None = None
     replace: bool = False
     committed: Callable[[], object] = lambda: None
 
-    def __post_init__(self) -> None:
-        self._store, self._target = self.target or target_at(self.path)
-
     def begin(self, assigned: Assigned) -> list[str]:
         """Create the temporary location, on rank 0; return the save id for each rank. Raises like `Store.begin`."""
-        self._store.begin(self._target, self.save_id, replace=self.replace)
+        self.store.begin(self.target, self.save_id, replace=self.replace)
         return [self.save_id] * len(assigned.to_ranks)
 
     def write(self, save_id: str, taken: Taken) -> WrittenFile:
@@ -84,7 +83,7 @@ class CheckpointWriter:
         name = f"__{taken.held.rank}_0.distcp"
         tensors = lambda: (values for _, _, values in taken.parts())
         output = DataFileWriter(name, file_header(save_id), taken.objects, tensors)
-        self._store.write(f"{self._store.folder(self._target, save_id)}/{name}", output)
+        self.store.write(f"{self.store.folder(self.target, save_id)}/{name}", output)
         places = np.array(output.places, "<i8").reshape(-1, 3)
         sums = np.array(list(chain.from_iterable(output.value_sums)), "<u4")
         return WrittenFile(name, output.written(), taken.own_parts.crc, places, sums, output.placed_objects)
@@ -124,16 +123,16 @@ class CheckpointWriter:
         for name, raw in contents.items():
             index.files[name] = StoredFile(size=len(raw), crc=crc32(raw))
         contents[MANIFEST] = encode_manifest(index)
-        self._store.write_small(self._store.folder(self._target, self.save_id), contents)
+        self.store.write_small(self.store.folder(self.target, self.save_id), contents)
         sizes = {name: file.size for name, file in index.files.items()}
         sizes[MANIFEST] = len(contents[MANIFEST])
-        self._store.check_files(self._target, self.save_id, sizes)
-        self._store.commit(self._target, self.save_id, replace=self.replace)
+        self.store.check_files(self.target, self.save_id, sizes)
+        self.store.commit(self.target, self.save_id, replace=self.replace)
         self.committed()
 
     def abandon(self) -> None:
         """Remove the files of a failed save, on rank 0, once all ranks have finished."""
-        self._store.abandon(self._target, self.save_id)
+        self.store.abandon(self.target, self.save_id)
 
 
 def index_of(

@@ -9,7 +9,6 @@ use `optckpt convert --to megatron`. `load` reads it, and the `torch_dist` direc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,17 @@ from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.disk.checkpoint import read_common, read_index
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.ranks import on_all, ranks_of
+from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict, StateDict
 from opt_checkpoint.state.tree import ABSENT, ScopedState, map_leaves
 
 _METADATA = "content_metadata"
-AnyDir = str | PathLike[str]
 
 
 def save(
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: AnyDir,
+    checkpoint_dir: PathLike,
     sharded_strategy: None = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
@@ -59,7 +58,7 @@ def save(
 
 def load(
     sharded_state_dict: ShardedStateDict,
-    checkpoint_dir: AnyDir,
+    checkpoint_dir: PathLike,
     sharded_strategy: None = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
@@ -92,13 +91,13 @@ def load(
     return report.state
 
 
-def load_common_state_dict(checkpoint_dir: AnyDir) -> StateDict:
+def load_common_state_dict(checkpoint_dir: PathLike) -> StateDict:
     """Return the plain values of a checkpoint."""
     found: StateDict = read_common(read_index(checkpoint_dir))
     return found
 
 
-def load_content_metadata(checkpoint_dir: AnyDir) -> dict[str, Any] | None:
+def load_content_metadata(checkpoint_dir: PathLike) -> dict[str, Any] | None:
     """Return the `content_metadata` of a checkpoint; None if there is none."""
     found: dict[str, Any] | None = read_common(read_index(checkpoint_dir)).get(_METADATA)
     return found

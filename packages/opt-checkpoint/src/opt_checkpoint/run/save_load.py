@@ -49,7 +49,7 @@ from opt_checkpoint.run.ranks import (
     through_rank_0,
 )
 from opt_checkpoint.state.sharded import EMPTY, ShardedStateDict
-from opt_checkpoint.store import AnyPath, Location, Target, location_of
+from opt_checkpoint.store import AnyPath, Location, Target, location_of, target_at
 from opt_checkpoint.store.paths import reached_from
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
@@ -158,8 +158,10 @@ def save_as(
         place = location_of(path)
         replaces = ranks.rank == 0 and begin()
         recorded = {"ranks": ranks.size, **details}
-        name = save_id or uuid.uuid4().hex
-        return CheckpointWriter(place, name, recorded, target, replace=replaces, committed=committed)
+        store, name = target or target_at(place)
+        return CheckpointWriter(
+            place, store, name, save_id or uuid.uuid4().hex, recorded, replace=replaces, committed=committed
+        )
 
     carry_out_save(
         ranks,

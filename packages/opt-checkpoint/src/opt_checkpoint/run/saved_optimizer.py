@@ -186,10 +186,10 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
                 f"{stacked[0]} shares a stacked key with other layers, which a torch optimizer cannot represent"
             )
         # Another optimizer's states may be under the other prefix.
-        stored_under = [prefix for prefix in prefixes if any(key.startswith(prefix) for key in index.tensors)]
-        for key in index.tensors if stored_under else ():
-            state, _, name = key.removeprefix(stored_under[0]).partition(".")
-            if key.startswith(stored_under[0]) and name in names:
+        stored_under = next((p for p in prefixes if any(key.startswith(p) for key in index.tensors)), PREFIX)
+        for key in index.tensors:
+            state, _, name = key.removeprefix(stored_under).partition(".")
+            if key.startswith(stored_under) and name in names:
                 names[name].append(state)
         saved = {**groups, "state_names": names, "plain_state": {}}
         groups = groups["groups"]
