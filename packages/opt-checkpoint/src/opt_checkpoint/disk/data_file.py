@@ -350,17 +350,17 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: Chec
         increment_version(target)  # autograd does not see the write, which others look for
         return
     axis = next((d for d, n in enumerate(region.sizes) if n > 1), 0)  # one value alone is a run, and small
-    row_bytes = dtype.itemsize
-    if region.chunk:
-        row_bytes *= row_major_strides(region.chunk)[axis]
-    low, high = region.rows(axis, 0, 1).span
-    is_near = is_run or row_bytes - (high - low) * dtype.itemsize <= values.files.near_bytes  # rows, to each other
+    strides = row_major_strides(region.chunk)
+    is_near = is_run
+    if not is_run:  # are its rows near to each other?
+        low, high = region.rows(axis, 0, 1).span
+        is_near = (strides[axis] - (high - low)) * dtype.itemsize <= values.files.near_bytes
     if is_near and nbytes <= _BOUNCE_BYTES:
-        raw = memoryview(bytearray(nbytes))
+        raw = memoryview(bytearray(nbytes))  # begins with the first value of the box
         values.read_into(position, raw)
-        strides = row_major_strides(region.chunk)  # `raw` begins with the first value of the box
         target.copy_(torch.frombuffer(raw, dtype=dtype).as_strided(region.sizes, strides))
         return
+    row_bytes = strides[axis] * dtype.itemsize
     step = 1
     if is_near:
         step = max(1, min(region.sizes[axis] // 2, _BOUNCE_BYTES // row_bytes))

@@ -105,10 +105,8 @@ class Region(NamedTuple):
 
     def rows(self, axis: int, start: int, count: int) -> Region:
         """Return the box's rows `[start, start + count)` along an axis."""
-        first = 0
-        if self.offsets:
-            first = self.offsets[axis] + start
-        return Region(self.chunk, with_axis(self.offsets, axis, first), with_axis(self.sizes, axis, count))
+        offsets = with_axis(self.offsets, axis, self.offsets[axis] + start)
+        return Region(self.chunk, offsets, with_axis(self.sizes, axis, count))
 
 
 class Within(NamedTuple):

@@ -82,8 +82,9 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
     reasons = list[str]()
     unusable = list[str]()
     saves: dict[int, dict[str, set[PartName]]] = defaultdict(lambda: defaultdict(set))
-    for part in (part for seen in inventories for part in seen if part.run == run and part.step >= not_before):
-        saves[part.step][part.save].add(part)
+    for part in set[PartName]().union(*inventories):
+        if part.run == run and part.step >= not_before:
+            saves[part.step][part.save].add(part)
     for step in sorted(saves, reverse=True):
         where = f"step {step} of the local tier"
         whole = []
@@ -99,7 +100,7 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
                 reasons.append(f"{where}: the parts of ranks {missing} are on no node")
             else:
                 holders = []
-                for part in sorted(parts, key=lambda part: part.rank):
+                for part in sorted(parts):  # by rank
                     on_nodes = [rank for rank in range(world) if part in inventories[rank]]
                     holders.append(part.rank if part.rank in on_nodes else on_nodes[0])
                 whole.append(LocalChoice(step, save, tuple(holders)))
