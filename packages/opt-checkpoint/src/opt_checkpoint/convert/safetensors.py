@@ -226,8 +226,8 @@ def _runs(values: Tensor, box: Box, piece: Piece, array: Array) -> Iterator[tupl
         raw = bytes_view(contiguous(piece.within.as_stored(converted)))
         strides = tuple(n * array.dtype.itemsize for n in row_major_strides(region.chunk))
         # The region is complete along all axes after `axis`, so its part at one index of the axes before is one run.
-        cut = [d for d, (size, whole) in enumerate(zip(region.sizes, region.chunk)) if size != whole]
-        axis = cut[-1] if cut else 0
+        cut = (d for d, (size, whole) in enumerate(zip(region.sizes, region.chunk)) if size != whole)
+        axis = max(cut, default=0)
         first = array.start + position_of(region.offsets, strides)
         indices = list(itertools.product(*map(range, region.sizes[:axis])))
         nbytes = len(raw) // len(indices)

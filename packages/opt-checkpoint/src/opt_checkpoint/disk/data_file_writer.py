@@ -18,7 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -52,28 +52,25 @@ _DOS_DATE = 0x0021  # 1 January 1980, so that equal tensors give equal bytes
 class DataFileWriter:
     """The bytes of a data file, in parts; each call begins again.
 
+    After all parts were read, `placed_objects` has the places of the objects by key; `places` and `value_sums` have, of
+    each tensor, the start of its values with start and size of the archive around them, and the CRC-32 of each piece.
+
     Args:
         name: of the file.
         header: the first bytes.
         objects: returns keys and bytes of the objects.
         tensors: returns the values of the tensors.
-        placed_objects: by key, after all parts were read.
-        places: of each tensor: the start of its values, and start and size of the archive around them.
-        value_sums: of each tensor: the CRC-32 of each piece of its values.
     """
 
     name: str
     header: bytes
     objects: Callable[[], Iterable[tuple[str, bytes]]]
     tensors: Callable[[], Iterable[Tensor]]
-    placed_objects: dict[str, ByteRange] = field(init=False)
-    places: list[tuple[int, int, int]] = field(init=False)
-    value_sums: list[list[int]] = field(init=False)
 
     def __call__(self) -> Iterator[memoryview]:
-        self.placed_objects = {}
-        self.places = []
-        self.value_sums = []
+        self.placed_objects: dict[str, ByteRange] = {}
+        self.places: list[tuple[int, int, int]] = []
+        self.value_sums: list[list[int]] = []
         self._sums: list[PieceSums] = []  # of each run of the file
         self._gathered = bytearray(self.header)
         self._given = 0  # bytes
