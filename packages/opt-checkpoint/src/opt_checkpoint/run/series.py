@@ -116,12 +116,12 @@ class Series:
         """Return the steps whose checkpoint was committed. Raises like `is_committed`."""
         return {step for step in named_steps(self.store) if self.is_committed(step)}
 
-    def newest(self, damaged: Collection[int] = (), *, at_most: int | None = None) -> int | None:
+    def newest(self, damaged: Collection[int], *, at_most: int | None) -> int | None:
         """Return the highest committed step that was not abandoned; None if no checkpoint was ever committed.
 
         Args:
             damaged: steps that are known to be damaged, as are those that `retire` found to be.
-            at_most: steps with a higher number are ignored.
+            at_most: steps with a higher number are ignored; None for none.
 
         Raises:
             CheckpointCorruptError: without `at_most`: there are checkpoints, but all are damaged.
