@@ -314,8 +314,7 @@ def _name_layers(pp: Axis, entries: Sequence[_Entry]) -> None:
     renumbered = set().union(*pp.gather_objects(renumbered))
     for entry in entries:
         if entry.scoped in shared:
-            copies = [stage for stage, (_, of_stage, _) in enumerate(stages) if entry.scoped in of_stage]
-            entry.copy = copies.index(pp.rank)
+            entry.copy = sum(entry.scoped in of_stage for _, of_stage, _ in stages[: pp.rank])
         elif entry.layers in renumbered:
             parts = entry.name.split(".")
             at = next(index for index, part in enumerate(parts) if part.isdigit())

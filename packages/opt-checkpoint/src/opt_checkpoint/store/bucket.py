@@ -329,20 +329,19 @@ class Bucket:
         Raises:
             CheckpointCorruptError: the commit is damaged, so it is unknown which save was committed.
         """
-        by_save: dict[str, dict[str, Meta]] = {}
+        changes: dict[str, list[float]] = {}  # when objects of each save were written
         for name, meta in self._listing(target).items():
             save_id, _, file = name.partition("/")
             if re.fullmatch(_SAVE_ID, save_id) and file:
-                by_save.setdefault(save_id, {})[file] = meta
+                changes.setdefault(save_id, []).append(_time_of(meta))
         committed = self._committed_id(target)  # after the listing: a save that commits in between is seen
-        by_save.pop(committed or "", None)
-        folders = {self.folder(target, save_id): files for save_id, files in sorted(by_save.items())}
-        return [Leftover(folder, self._writer_of(folder, files, now)) for folder, files in folders.items()]
+        changes.pop(committed or "", None)
+        folders = {self.folder(target, save_id): times for save_id, times in sorted(changes.items())}
+        return [Leftover(folder, self._writer_of(folder, times, now)) for folder, times in folders.items()]
 
-    def _writer_of(self, folder: str, files: Mapping[str, Meta], now: float) -> str | None:
+    def _writer_of(self, folder: str, changes: list[float], now: float) -> str | None:
         lease = b""
         name = _joined(folder, LEASE)
-        changes = [_time_of(meta) for meta in files.values()]
         with suppress(FileNotFoundError):  # never written, or removed by a save that is about to commit
             lease = self.read(name)
             changes.append(_time_of(self._head(name)))
