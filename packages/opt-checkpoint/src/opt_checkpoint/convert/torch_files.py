@@ -212,14 +212,15 @@ def write_linked(
         raise CheckpointExistsError(f"{target} exists; choose another folder")
     source = local_path(archives.path, "a checkpoint whose files are to be linked")
     files = {file: f"{number}.data" for number, file in enumerate(sorted(archives.files))}
+    info = lambda place: _StorageInfo(files.get(place.file, place.file), place.start, place.nbytes)
     stored: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, ByteRange] = {}
+    storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for key, tensor in tensors.items():
         chunks = [dcp.ChunkStorageMetadata(Size(c.box.offsets), Size(c.box.sizes)) for c in tensor.chunks]
         properties = dcp.TensorProperties(tensor.dtype)
         stored[key] = dcp.TensorStorageMetadata(properties, Size(tensor.shape), chunks)
         for chunk in tensor.chunks:
-            places[dcp.MetadataIndex(key, Size(chunk.box.offsets))] = chunk.place
+            storage[dcp.MetadataIndex(key, Size(chunk.box.offsets))] = info(chunk.place)
     with scratch_folder(target) as scratch:
         out = scratch / "whole"
         out.mkdir()
@@ -230,10 +231,7 @@ def write_linked(
                 shutil.copyfile(source / file, out / link)
         values = {**objects, **(write_more(out) or {})}
         stored |= {key: dcp.BytesStorageMetadata() for key in values}
-        places |= {dcp.MetadataIndex(key): place for key, place in values.items()}
-        storage = {}
-        for index, place in places.items():
-            storage[index] = _StorageInfo(files.get(place.file, place.file), place.start, place.nbytes)
+        storage |= {dcp.MetadataIndex(key): info(place) for key, place in values.items()}
         metadata = dcp.Metadata(stored, planner_data={key: (key,) for key in stored}, storage_data=storage)
         (out / METADATA).write_bytes(pickle.dumps(metadata))
         out.rename(target)
