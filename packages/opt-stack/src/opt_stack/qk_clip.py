@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint import sharded_like
 from opt_config import ConfigError
-from opt_distributed.comm import Op, Roles, agree, agreed
+from opt_distributed.comm import Op, agree, agreed
 from opt_distributed.pieces import HostMain, OwnedPiece, local
 from opt_kernels.precision import without_autocast
 from opt_paramgroups import is_dtensor
@@ -135,7 +135,7 @@ class QKClip:
         self.layers = tuple(layers)
         self.threshold = threshold
         self.alpha = alpha
-        self._roles: Roles = optimizer.roles
+        self._roles = optimizer.roles
         self._names = {  # by identity of the parameter: a tensor compares its elements
             id(param): str(param_id)
             for group in optimizer.param_groups
@@ -145,10 +145,8 @@ class QKClip:
         problem = agreed(everyone, lambda: next(self._problems(), ""))
         agree(everyone, ConfigError(f"QKClip: {problem}") if problem else None)
         agree(everyone, self._difference())
-        self._pieces: dict[int, list[OwnedPiece]] = {}  # likewise
-        for unit in optimizer.stepper.units:
-            for piece in unit.pieces:
-                self._pieces.setdefault(id(piece.param), []).append(piece)
+        # Likewise. A rank has at most one piece of a parameter.
+        self._pieces = {id(piece.param): piece for unit in optimizer.stepper.units for piece in unit.pieces}
 
     @torch.no_grad()
     @without_autocast()
@@ -238,7 +236,7 @@ class QKClip:
             factors = gamma[:, None].pow(gamma.new_tensor(exponents)).view(-1)  # of the rows of the whole layer
             num_rows = param.shape[0]
             first = 0 if num_rows == factors.numel() else self._roles.dense.tp.rank * num_rows
-            for piece in self._pieces.get(id(param), ()):
+            if piece := self._pieces.get(id(param)):
                 _scale_(piece, _of_piece(factors[first : first + num_rows], piece))
 
     def _difference(self) -> ConfigError | None:
