@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
 from opt_distributed.buffers import PRE_SHARDED, BufferPlan, ParamAndGradBuffer
-from opt_distributed.comm import Alone, Axes, is_outside, members, mesh_of, replicas_outside
+from opt_distributed.comm import Alone, Axes, Comm, group_of, is_outside, members, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import (
     BufferedGrads,
@@ -33,16 +34,16 @@ from opt_distributed.pieces import (
     is_first_replica,
     local,
     marked_ids,
+    mesh_comms,
 )
-from opt_distributed.step import Unit
+from opt_distributed.step import CutParams, CutRows, Unit
 from opt_kernels.backends import is_dense
-from opt_kernels.hooks import HookedUpdate, Hyperball, hooks_of
-from opt_kernels.params import Main, MainFormat, make_main
+from opt_kernels.hooks import HookedUpdate, Hyperball, SpannedRows, hooks_of
+from opt_kernels.params import Main, make_main
 from opt_kernels.quantized import FP8, quantized
 from opt_kernels.rules import Needs
 from opt_kernels.works import NOT_SPLIT
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.building.cut_params import cut_params
 from opt_stack.planning.design import Design, is_megatron_wrapper
 from opt_stack.planning.matrices import PlacedMatrix, place_matrices
 from opt_stack.planning.plan import UnitPlan
@@ -187,7 +188,7 @@ def build_units(design: Design, queue: devices.Device, sources: Sources, slots: 
             if not on_host or any(plan.hosted.get(buffer.name, ())):
                 last[buffer.name] = number
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
-    cut = {unit.name: cut_params(unit, design) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
+    cut = {unit.name: _cut_params(unit, design) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
     for number, (planned, on_host) in enumerate(sides):
         away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
         computes_there = isinstance(placement, OnHost) and placement.compute == "host"
@@ -264,14 +265,17 @@ def _pieces(
             group = design.groups.index_of[id]
             at = placed[id]
             stored = local(param) if meta.is_dtensor else param
+            is_whole = of_param == slice(0, stored.numel())
             if buffer.name in sources.fp8:
                 main: Main = sources.fp8[buffer.name].main(id, of_param)
             else:
-                main = _main(unit.numbers[buffer.dtype], stored, id, of_param, away)
+                _check_fills_memory(id, stored)
+                target = stored if is_whole else stored.detach().view(-1)[of_param]
+                numbers = unit.numbers[buffer.dtype]
+                main = make_main(numbers, target) if away is None else HostMain.of(numbers, target, away)
             with main.device.on_host() if isinstance(main, HostMain) else nullcontext():
                 value = main.updated.value()
                 state = init_state(rule, value, id=id, matrix=at.spec, stage=at.stage)
-            is_whole = of_param == slice(0, stored.numel())
             if keeps_norm and is_whole and stored.numel() and not stored.any():
                 raise ConfigError(
                     f"hooks: Hyperball() keeps the initial norm of weights, but {str(id)!r} is all zeros; use "
@@ -303,12 +307,8 @@ def _pieces(
             yield piece
 
 
-def _main(numbers: MainFormat, stored: Tensor, id: ParamId, of_param: slice, away: devices.Device | None) -> Main:
-    """Return the main values of the elements `of_param` of this rank's part of a parameter.
-
-    Raises:
-        ConfigError: no update could write the parameter.
-    """
+def _check_fills_memory(id: ParamId, stored: Tensor) -> None:
+    """Raise ConfigError if no update could write this rank's part of a parameter."""
     if stored.is_neg() or not is_dense(stored):
         raise ConfigError(
             f"parameter {str(id)!r} of shape {tuple(stored.shape)} and strides {stored.stride()} has "
@@ -316,9 +316,6 @@ def _main(numbers: MainFormat, stored: Tensor, id: ParamId, of_param: slice, awa
             "memory, in any order of dimensions; make it contiguous: "
             "nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
         )
-    is_whole = of_param == slice(0, stored.numel())
-    target = stored if is_whole else stored.detach().view(-1)[of_param]
-    return make_main(numbers, target) if away is None else HostMain.of(numbers, target, away)
 
 
 def _is_counted(design: Design, buffer: BufferPlan, id: ParamId) -> bool:
@@ -339,3 +336,56 @@ def part_name(meta: ParamMeta, axes: Axes) -> str:
     """Return the suffix that names this tensor-parallel part of a plain parameter; empty if it is whole."""
     is_part = meta.tensor_parallel and not meta.is_dtensor and axes.tp.size > 1
     return f"@{axes.tp.rank}of{axes.tp.size}" if is_part else ""
+
+
+# --- what hooks sum over ranks: norms of parameters, and rows of gradients --------------------------------------------
+
+
+def _cut_params(unit: UnitPlan, design: Design) -> tuple[Sequence[CutParams], Sequence[CutRows]]:
+    """Return the parameters of a unit whose norms are summed over ranks, and those whose gradient rows span ranks, each
+    by group of ranks; equal on all of them."""
+    rule = unit.rule
+    assert isinstance(rule, HookedUpdate)
+    norms: dict[tuple[int, ...], CutParams] = {}
+    spans: dict[tuple[int, ...], CutRows] = {}
+    for buffer, id in unit.placed(design.plan.buffers):
+        meta = design.metas[id]
+        if rule.sums_norms and (comms := (*_cuts(buffer, id, design, 0), *_tensor_cuts(buffer, id, design, 0))):
+            before = norms.get(_key(comms), CutParams((), comms))
+            norms[_key(comms)] = CutParams((*before.ids, id), before.comms)
+        if rule.centralizes and len(meta.shape) > 1 and meta.numel:
+            dims = len(meta.shape) - 1 if rule.needs is Needs.MATRICES else 1
+            peers = _tensor_cuts(buffer, id, design, dims)
+            if comms := (*_cuts(buffer, id, design, dims), *peers):
+                cut = spans.setdefault(_key(comms), CutRows({}, comms))
+                cut.rows[id] = SpannedRows(
+                    num=prod(meta.local_shape[:dims]),
+                    dims=dims,
+                    local_numel=prod(meta.local_shape[dims:]),
+                    # The shape of `meta` is that of one tensor-parallel part.
+                    whole_numel=prod(meta.shape[dims:]) * prod(comm.size for comm in peers),
+                )
+    return tuple(norms.values()), tuple(spans.values())
+
+
+def _key(comms: tuple[Comm, ...]) -> tuple[int, ...]:
+    return tuple(id(group_of(comm) or comm) for comm in comms)
+
+
+def _cuts(buffer: BufferPlan, id: ParamId, design: Design, from_dim: int) -> Sequence[Comm]:
+    """The groups of its mesh or buffer over which a parameter is cut along dim `from_dim` or later."""
+    if buffer.kind is PRE_SHARDED:
+        dims = [placed.shard_dim if placed.size > 1 else None for placed in design.metas[id].placements]
+        return mesh_comms(
+            design.params[id], [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim]
+        )
+    return (design.axes_of(buffer).dp,) if buffer.kind.cuts and buffer.layout.num_shards > 1 else ()
+
+
+def _tensor_cuts(buffer: BufferPlan, id: ParamId, design: Design, from_dim: int) -> tuple[Comm, ...]:
+    """The tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
+    meta = design.metas[id]
+    peers = design.axes_of(buffer).tp
+    cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
+    outside = buffer.kind is not PRE_SHARDED or is_outside(peers, mesh_of(design.params[id]))
+    return (peers,) if cuts and peers.size > 1 and outside else ()
