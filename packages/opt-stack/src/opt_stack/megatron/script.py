@@ -33,7 +33,7 @@ class ScriptOptimizer(Optimizer):
 
     def save_parameter_state(self, filename: str) -> None:
         """Write the state of this rank to `filename`, with the number of the replica appended from the second on."""
-        torch.save(self.state_dict(), self._own(filename))
+        self.save_state_dict_to_file(self._own(filename))
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load what `save_parameter_state` wrote on the same layout. Collective. `update_legacy_format` is ignored."""
