@@ -315,16 +315,15 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
 
     A group without a record passes: older versions and other optimizers write none. `rules` are those of this rank.
     """
-    differences = list(_differences(group, saved))
-    for name, before, after in differences:
+    is_elementwise = isinstance(rules.get(group["optimizer"]), ElementwiseRule)
+    for name, before, after in _differences(group, saved):
         if name == TP_MODE and repr(TpMode.BLOCKWISE.value) in (before, after):
             raise ConfigError(
                 f"group {group['name']!r} was saved with muon_tp_mode={before}, but has muon_tp_mode={after}, by which "
                 f"tensor-parallel matrices get other updates; set muon_tp_mode={before}, or delete {CHOICES!r} from "
                 f"the saved groups to continue with {after}"
             )
-    if isinstance(rules.get(group["optimizer"]), ElementwiseRule):
-        for name, before, after in differences:
+        if is_elementwise:
             raise ConfigError(
                 f"group {group['name']!r} was saved with {name}={before}, but optimizer {group['optimizer']!r} has "
                 f"{name}={after}, for which state may mean something else; build it with the saved choice, or delete "

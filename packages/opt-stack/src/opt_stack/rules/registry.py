@@ -48,13 +48,21 @@ _DEFAULTS = OptimizerConfig()
 # Fields of the configuration, by the options that they set.
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 _NEWTON_SCHULZ = (
-    *("muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps"),
-    *("muon_fp32_matmul_prec", "muon_use_syrk"),
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "muon_coefficient_type",
+    "muon_num_ns_steps",
+    "muon_fp32_matmul_prec",
+    "muon_use_syrk",
 )
 _MUON = (
     *_NEWTON_SCHULZ,
-    *("muon_nesterov", "muon_tp_mode", "muon_weight_decay_method"),
-    *("muon_pre_norm", "muon_post_norm", "muon_nuclear_scale"),
+    "muon_nesterov",
+    "muon_tp_mode",
+    "muon_weight_decay_method",
+    "muon_pre_norm",
+    "muon_post_norm",
+    "muon_nuclear_scale",
 )
 _OF_MUON = (*_MUON, "muon_momentum", "muon_split_qkv")
 _SECOND_MOMENT = ("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_lines")
