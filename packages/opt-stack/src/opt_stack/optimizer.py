@@ -80,7 +80,7 @@ class Optimizer(GradientStatistics):
         self.recorder = recorder
         self._unreduced_grads: UnreducedGrads | None = None  # of plain chunks on several ranks
         if self._everyone.size > 1:
-            self._unreduced_grads = UnreducedGrads(stepper, max_norm=self.config.clip_grad)
+            self._unreduced_grads = UnreducedGrads(stepper)
         self._clipped = ClippedGrads()
         self.evaluation = parts.evaluation
         self.loaded_weights = parts.loaded
@@ -332,14 +332,19 @@ class Optimizer(GradientStatistics):
         if state_dict is None:
             for piece in pieces:
                 piece.main.reload_()
-            self._restart_averages()
-            return
-        params = {id: p for group in self.param_groups for id, p in zip(group["param_ids"], group["params"])}
-        found = agreed(self._load_peers, lambda: find_values(state_dict, params))
-        for piece in pieces:
-            piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
-        self._restart_averages()
-        self.stepper.publish_main_values_()
+        else:
+            params = {id: p for group in self.param_groups for id, p in zip(group["param_ids"], group["params"])}
+            found = agreed(self._load_peers, lambda: find_values(state_dict, params))
+            for piece in pieces:
+                piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
+        for unit, piece in self._held.values():
+            if unit.averages.specs:
+                unit.averages.restart_(piece, unit.averages.names)
+            elif self.evaluation.keeps_weights_of(unit):
+                reset_state_(unit, piece)
+        self.loaded_weights.note_state_load()
+        if state_dict is not None:
+            self.stepper.publish_main_values_()
 
     def reset_state(self) -> None:
         """Set the rules' state and their counts of updates to those before the first step, as for a new phase of
@@ -355,14 +360,6 @@ class Optimizer(GradientStatistics):
         self.complete_params()
         for unit, piece in self._held.values():
             reset_state_(unit, piece)
-        self.loaded_weights.note_state_load()
-
-    def _restart_averages(self) -> None:
-        for unit, piece in self._held.values():
-            if unit.averages.specs:
-                unit.averages.restart_(piece, unit.averages.names)
-            elif self.evaluation.keeps_weights_of(unit):
-                reset_state_(unit, piece)
         self.loaded_weights.note_state_load()
 
     def offload_to_cpu(self) -> None:

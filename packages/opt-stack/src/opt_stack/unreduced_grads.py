@@ -23,9 +23,8 @@ class UnreducedGrads:
     after the warning, or after `NUM_ITERATIONS`.
     """
 
-    def __init__(self, stepper: Stepper, *, max_norm: float):
-        """`max_norm` is that of the configuration, for the message."""
-        self._max_norm = max_norm
+    def __init__(self, stepper: Stepper):
+        self._max_norm = stepper.limits.max_norm  # for the message
         self._params = {
             id: param
             for source in stepper.sources
