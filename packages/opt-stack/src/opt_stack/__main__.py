@@ -17,8 +17,7 @@ from opt_stack.factory import make_design, read_groups, warn_of_guesses
 from opt_stack.planning.design import Request
 from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, state_text
 from opt_stack.planning.ranks import check_effects, check_ranks
-from opt_stack.rules.entries import warn_of_unread_fields
-from opt_stack.rules.registry import Registry
+from opt_stack.rules.registry import Registry, warn_of_unread_fields
 
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
 

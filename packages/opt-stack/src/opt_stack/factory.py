@@ -47,8 +47,8 @@ from opt_stack.planning.ranks import (
     tp_modes,
 )
 from opt_stack.records import write_group_map, write_plan
-from opt_stack.rules.entries import ParamGroups, complete_groups, make_rules, warn_of_unread_fields
-from opt_stack.rules.registry import Registry, with_matrix_rule
+from opt_stack.rules.entries import ParamGroups, complete_groups, make_rules
+from opt_stack.rules.registry import Registry, warn_of_unread_fields, with_matrix_rule
 from opt_stack.state.live import SharedCopies
 
 logger = logging.getLogger("opt_stack")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_config import AVERAGED, ConfigError, OptimizerConfig, changed_fields, did_you_mean
+from opt_config import AVERAGED, ConfigError, OptimizerConfig, did_you_mean
 from opt_distributed.buffers import Metas, Params
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import (
@@ -22,11 +22,11 @@ from opt_kernels.hooks import (
     hooks_of,
 )
 from opt_kernels.matrices import TpMode
-from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
+from opt_kernels.params import CHOICES, HELD, HOOKS
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamGroup, ParamId, completed_group
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
-from opt_stack.rules.registry import RULE_FIELDS, Registry
+from opt_stack.rules.registry import Registry
 from opt_stack.rules.trial import check_rule
 
 logger = logging.getLogger("opt_stack")
@@ -182,22 +182,6 @@ def _made(names: Iterable[str], registry: Registry, config: OptimizerConfig) -> 
             problem = f"reads them, and updates no parameter of optimizer={config.optimizer!r}"
         raise ConfigError(f"optimizer_options={dict(config.optimizer_options)!r}: {reader} {problem}; leave them out")
     return made
-
-
-def warn_of_unread_fields(groups: ParamGroups, registry: Registry, config: OptimizerConfig) -> None:
-    """Log one warning with all fields that differ from their defaults, but that only rules of no group read.
-
-    It is a warning, because configurations of Megatron-Core have numbers of several rules. `groups` are those of the
-    whole model.
-    """
-    rules = sorted({group[RULE] for group in groups})
-    read = frozenset[str]().union(*(registry.fields_read(name, config) for name in rules))
-    unread = [f"{name}={getattr(config, name)!r}" for name in changed_fields(config, RULE_FIELDS - read)]
-    if unread:
-        logger.warning(
-            "%s: without effect, because only other rules read such fields and all parameter groups are updated by %s",
-            ", ".join(unread), ", ".join(rules),
-        )  # fmt: skip
 
 
 def _hyper(name: str, rule: Rule, registry: Registry, config: OptimizerConfig) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Rules by name: built in, made from fields of the configuration; from the caller; from installed packages."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -31,6 +32,8 @@ from opt_paramgroups.overrides import (
     entries_of_rule,
     read_overrides,
 )
+
+logger = logging.getLogger("opt_stack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +363,22 @@ def with_matrix_rule(
         of_key = read.get(key, entries)
         read[key] = of_key if "optimizer" in of_key else {**entries, **of_key}
     return read
+
+
+def warn_of_unread_fields(groups: Sequence[Mapping[str, Any]], registry: Registry, config: OptimizerConfig) -> None:
+    """Log one warning with all fields that differ from their defaults, but that only rules of no group read.
+
+    It is a warning, because configurations of Megatron-Core have numbers of several rules. `groups` are those of the
+    whole model.
+    """
+    rules = sorted({group["optimizer"] for group in groups})
+    read = frozenset[str]().union(*(registry.fields_read(name, config) for name in rules))
+    unread = [f"{name}={getattr(config, name)!r}" for name in changed_fields(config, RULE_FIELDS - read)]
+    if unread:
+        logger.warning(
+            "%s: without effect, because only other rules read such fields and all parameter groups are updated by %s",
+            ", ".join(unread), ", ".join(rules),
+        )  # fmt: skip
 
 
 def list_optimizers(rules: Registry | None = None) -> list[str]:
