@@ -56,7 +56,7 @@ logger = logging.getLogger("opt_stack")
 
 def get_optimizer(
     config: OptimizerConfig,
-    model_chunks: ModelChunks,
+    model_chunks: nn.Module | ModelChunks,
     config_overrides: ConfigOverrides | None = None,
     use_gloo_process_groups: bool = True,
     pg_collection: Given = None,

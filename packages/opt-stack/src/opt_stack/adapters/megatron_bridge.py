@@ -58,9 +58,8 @@ class StackOptimizerConfig(MegatronConfig):  # type: ignore[misc]  # Megatron-Co
         Raises:
             ConfigError (a ValueError), on every rank: as `to_stack` and `get_optimizer`; or the state would be sharded.
         """
-        chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
         overrides = None if config_overrides is None else {_key(key): of for key, of in config_overrides.items()}
-        return get_optimizer(self.to_stack(), chunks, overrides, use_gloo_process_groups, pg_collection)
+        return get_optimizer(self.to_stack(), model_chunks, overrides, use_gloo_process_groups, pg_collection)
 
 
 def _default(of: Field[Any]) -> Any:
