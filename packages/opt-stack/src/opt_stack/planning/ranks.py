@@ -39,7 +39,7 @@ _NAMES_SHOWN = 4
 _DECAY = ("wd_mult", "start_wd", "end_wd")
 _KEEP = "{**opt_paramgroups.get_standard_config_overrides(config), **yours}"
 
-DescribedParams = dict[str, dict[str, str]]  # hyper-parameters and attributes as text, by name
+DescribedParams = dict[str, dict[str, str]]  # numbers and attributes as text, by name of the parameter
 Refusals = Generator[Any, Any, None]
 RankCheck = Callable[[Design], Generator[Any, Any, Any]]
 """Yields facts of this rank, picklable, and is sent those of all ranks, a list. May raise ConfigError before it
@@ -315,11 +315,19 @@ def check_peers(design: Design) -> None:
 def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
     """Return how the dense parameters or the experts of this rank's peers differ. Collective."""
     problems = []
-    local: DescribedParams = {}
-    numbers: DescribedParams = {}
-    for name, of_group, roles in _described_params(design, experts=experts):
-        local[name] = of_group | roles
-        numbers[name] = of_group
+    ids = {id for unit in design.plan.units if unit.is_expert == experts for id in unit.ids}
+    attributes = [field.name for field in fields(ParamMeta) if field.name not in _RANK_FIELDS]
+    numbers: DescribedParams = {}  # hyper-parameters
+    local: DescribedParams = {}  # these, and the attributes
+    for group in design.groups.groups:
+        of_group = {}
+        for key, value in sorted(group.items()):
+            if key not in _NOT_COMPARED and _is_plain(value):
+                of_group[key] = repr(value.tolist() if isinstance(value, Tensor) else value)
+        for id in sorted(ids.intersection(group["param_ids"])):
+            meta = design.metas[id]
+            numbers[str(id)] = of_group
+            local[str(id)] = of_group | {name: repr(getattr(meta, name)) for name in attributes}
     plan = design.plan.fingerprint(experts=experts)
     digest = sha256(f"{plan}{local}".encode()).hexdigest()
     digests = from_all_replicas(axes, digest)
@@ -346,20 +354,6 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
                 f"{difference}; pass the same overrides and groups on all ranks"
             )
     return problems
-
-
-def _described_params(design: Design, *, experts: bool) -> Iterator[tuple[str, dict[str, str], dict[str, str]]]:
-    """Yield each parameter by name with its hyper-parameters and its attributes as text."""
-    ids = {id for unit in design.plan.units if unit.is_expert == experts for id in unit.ids}
-    known = [field.name for field in fields(ParamMeta) if field.name not in _RANK_FIELDS]
-    for group in design.groups.groups:
-        numbers = {}
-        for key, value in sorted(group.items()):
-            if key not in _NOT_COMPARED and _is_plain(value):
-                numbers[key] = repr(value.tolist() if isinstance(value, Tensor) else value)
-        for id in sorted(ids.intersection(group["param_ids"])):
-            meta = design.metas[id]
-            yield str(id), numbers, {name: repr(getattr(meta, name)) for name in known}
 
 
 def _is_plain(value: Any) -> bool:
