@@ -155,21 +155,15 @@ class TensorSums:
         roles: Roles,
         device: torch.device,
     ):
-        """Gather the parameters of all ranks. Collective."""
+        """Gather the parameters of all ranks, with their groups, sizes and first ranks, and find the ranks that hold
+        the same dense ones. Collective."""
         self._units = units
         self._sources = [source for family in families for source in family.sources]
         self._roles = roles
         self._device = device
-        counted = {piece.id: piece for unit in units for piece in unit.pieces if piece.counted}
-        self._pieces = [counted[id] for id in order if id in counted]
-        self._gather(families, group_names)
         self._before: list[tuple[OwnedPiece, Tensor]] = []  # main weights of a step that has begun
         self.watch_forward(None)
-
-    def _gather(self, families: Sequence[Family], group_names: Sequence[str]) -> None:
-        """Gather the parameters of all ranks, with their groups, sizes and first ranks, and find the ranks that hold
-        the same dense ones. Collective."""
-        rank = self._roles.everyone.rank
+        rank = roles.everyone.rank
         first_of: dict[ParamId, int] = {}
         first_replica = rank
         for family in reversed(families):  # dense parameters last
@@ -178,9 +172,11 @@ class TensorSums:
             for source in family.sources:
                 first_of |= dict.fromkeys(source.params, first)
         # By rank: the first of the ranks that hold the same dense parameters.
-        self.replicas_of = by_rank(self._roles, first_replica)
+        self.replicas_of = by_rank(roles, first_replica)
         self._rank_at = NUM_COUNTS + list(self.replicas_of).index(rank)
         self._num_before = NUM_COUNTS + len(self.replicas_of)  # the sums of parameters
+        counted = {piece.id: piece for unit in units for piece in unit.pieces if piece.counted}
+        self._pieces = [counted[id] for id in order if id in counted]
         local = []
         for piece in self._pieces:
             first = first_of[piece.id]
@@ -189,7 +185,7 @@ class TensorSums:
                 first = min(first, int(mesh.mesh.min()))
             local.append(((str(piece.id), first), group_names[piece.group], piece.main.shape.numel()))
         found: dict[Row, tuple[str, int]] = {}
-        for of_rank in self._roles.totals.gather_objects(local):
+        for of_rank in roles.totals.gather_objects(local):
             for row, group, numel in of_rank:
                 _, known = found.get(row, (group, 0))
                 found[row] = (group, known + numel)
