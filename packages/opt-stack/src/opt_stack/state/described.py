@@ -65,11 +65,10 @@ def describe_params(model_sharded_state_dict: AnyState, groups: ParamGroups) -> 
     for sharded in found.values():
         sharded.has_mains = True
     described = []
-    indices = iter(range(len(params)))
+    in_order = (found[index] for index in range(len(params)))
     for group in groups:
         of_group = []
-        for id, index in zip(group["param_ids"], indices, strict=False):
-            sharded = found[index]
+        for id, sharded in zip(group["param_ids"], in_order, strict=False):
             if isinstance(sharded, ShardedTensorFactory):
                 sharded = sharded.declared()
             name = sharded.key

@@ -6,7 +6,7 @@ groups under other names.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opt_checkpoint.state import former_names
@@ -17,7 +17,6 @@ from opt_paramgroups.vocabulary import is_regrouped
 from opt_stack.rules.entries import HYPER_KEYS, NOT_LOADED, RULE_RECORDS, Group, Pair, ParamGroups
 from opt_stack.state import AnyState
 from opt_stack.state.described import Description
-from opt_stack.wording import listed
 
 _FORMER_WORDS = {  # in names of groups
     "*.bias or 1-D": "bias or vector",
@@ -190,13 +189,3 @@ def match_saved(
         if before and after and before != after and loaded["state"].get(name, {}).keys() - {STEP, MAIN}:
             moved[before, after].append(name)
     return {"groups": without, "names": kept}, pairs, moved
-
-
-def sentence(moved: Collection[str]) -> str:
-    """Return the warning of parameters that changed groups."""
-    names = [repr(name) for name in moved]
-    return (
-        f"{len(names)} parameters changed groups since this state was saved, because their names or marks are "
-        f"recognised now ({listed(names, 4)}): they continue with the weight decay, the factors of rates and the rule "
-        "of their present groups, without the state of another rule"
-    )

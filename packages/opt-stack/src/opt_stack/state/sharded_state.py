@@ -4,6 +4,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from opt_stack.state.described import (
 )
 from opt_stack.state.live import PieceRef, StateOffload
 from opt_stack.state.megatron_state import SPIKES, Link, chain_of, form_of, to_megatron_state
-from opt_stack.state.regrouped import match_saved, regroup_described, sentence
+from opt_stack.state.regrouped import match_saved, regroup_described
 from opt_stack.state.weights import Evaluation, LoadedWeights
 from opt_stack.wording import listed
 
@@ -126,15 +127,15 @@ class ShardedStates(torch.optim.Optimizer):
             return self._sharded(model_sharded_state_dict)[0]
         groups = [dict(group) for group in self.param_groups]
         form = form_of(self.plan.config, metadata, is_loading=is_loading)
-        chain = [Link(form, [*range(len(groups))])]
+        links = [Link(form, [*range(len(groups))])]
         if metadata is not None:
             shards_buffers = any(chunk.ddp_config.use_distributed_optimizer for chunk in self.wrapped)
-            chain = chain_of(self.plan.config, form, groups, shards_buffers=shards_buffers)
-        distributed = {number for link in chain if link.form == "distributed" for number in link.groups}
+            links = chain_of(self.plan.config, form, groups, shards_buffers=shards_buffers)
+        distributed = {number for link in links if link.form == "distributed" for number in link.groups}
         state, described = self._sharded(own_types, always_main=distributed)
         per_rank = self._everyone.gather_objects({at: ref.piece.step for _, at, ref in described.saved})
         steps = {at: step for of_rank in per_rank for at, step in of_rank.items()}
-        return agreed(self._everyone, lambda: to_megatron_state(state, chain, groups, steps))
+        return agreed(self._everyone, lambda: to_megatron_state(state, links, groups, steps))
 
     def _sharded(
         self, model_sharded_state_dict: AnyState, *, always_main: Collection[int] = ()
@@ -211,7 +212,7 @@ class ShardedStates(torch.optim.Optimizer):
         saved, pairs, moved = match_saved({**loaded, "groups": stored}, groups, described.names)
         states = [loaded["state"].get(at, {}) for _, at, _ in described.saved]
         loads = [(piece.ref, values) for piece, values in zip(described.saved, states, strict=True)]
-        for own in (own for of_group in described.groups for own in of_group):
+        for own in chain.from_iterable(described.groups):
             if own.is_empty and own.id in self._held:
                 loads.append((self._held[own.id], {}))
 
@@ -255,9 +256,14 @@ class ShardedStates(torch.optim.Optimizer):
         if self.stepper.spikes is not None:
             self.stepper.spikes.load_state_dict(state_dict.get(SPIKES) or {})
 
-    def _warn_of_regrouped(self, names: Collection[str]) -> None:
-        if names and self.roles.dense.dp.rank == 0:
-            logger.warning("%s", sentence(names))
+    def _warn_of_regrouped(self, moved: Collection[str]) -> None:
+        if moved and self.roles.dense.dp.rank == 0:
+            logger.warning(
+                "%d parameters changed groups since this state was saved, because their names or marks are recognised "
+                "now (%s): they continue with the weight decay, the factors of rates and the rule of their present "
+                "groups, without the state of another rule",
+                len(moved), listed([repr(name) for name in moved], 4),
+            )  # fmt: skip
 
     def _warn_of_averages(self, loaded: Mapping[ParamId, Collection[str]], peers: Comm) -> None:
         """Log on the first of `peers` that averages begin anew, if those of a parameter were not loaded. Collective."""
@@ -282,7 +288,7 @@ class ShardedStates(torch.optim.Optimizer):
 
     def _saved_pieces(self, groups: Sequence[Sequence[Described]]) -> Iterator[SavedPiece]:
         places: set[str] = set()
-        for own in (own for of_group in groups for own in of_group):
+        for own in chain.from_iterable(groups):
             if own.id in self._held and not own.is_empty:
                 at = f"{own.name}, chunk {own.id.chunk}" if own.name in places else own.name
                 places.add(at)
@@ -295,7 +301,7 @@ class ShardedStates(torch.optim.Optimizer):
             ValueError: on every rank, if two tensor-parallel ranks would save their parts as the same tensor.
         """
         parts = {}  # the part of this rank, by key
-        for own in (own for of_group in described for own in of_group):
+        for own in chain.from_iterable(described):
             sharded = own.sharded
             is_whole = isinstance(sharded, ShardedTensor) and sharded.local_shape == sharded.global_shape
             if is_whole and own.id in self._held:
