@@ -246,32 +246,19 @@ def _plan_units(
             numbers={dtype: main_format(config, dtype) for dtype in dtypes},
             averages=averages,
         )
-        if rule.needs is Needs.MATRICES:
+        if rule.needs is Needs.MATRICES:  # the rows that form several matrices, and the ranks that compute each
+            placed = [metas[id] for _, id in unit.placed(buffers)]
+            is_soap = isinstance(bare(rule), SOAPRule | SOAPMuonRule)
+            split_qkv = config.soap_split_qkv if is_soap else config.muon_split_qkv
+            splits = split_rows(placed, split_qkv=split_qkv)
             tensor_parallel = sizes.expert_tp if is_expert else sizes.dense_tp
-            placed = [metas[param.id] for buffer in buffers for param in buffer.params if param.id in unit.ids]
-            unit = _with_matrices(unit, config, placed, tensor_parallel=tensor_parallel, shard_of=shard_of)
+            compute = plan_compute(bare(rule), placed, tensor_parallel=tensor_parallel, team_of=shard_of, splits=splits)
+            whole_qkv = len(split_rows(placed, split_qkv=True)) - len(splits) if is_soap else 0
+            finds_no_qkv = split_qkv and not is_expert and not any(meta.qkv_split_shapes for meta in placed)
+            unit = replace(unit, splits=splits, compute=compute, whole_qkv=whole_qkv, finds_no_qkv=finds_no_qkv)
         if config.use_torch_optimizer_for_cpu_offload:
             unit = replace(unit, host_rule=torch_host_rule(rule, config))
         yield unit
-
-
-def _with_matrices(
-    unit: UnitPlan,
-    config: OptimizerConfig,
-    metas: Sequence[ParamMeta],  # of its parameters, in the order of the buffers
-    *,
-    tensor_parallel: int,
-    shard_of: Mapping[ParamId, int],
-) -> UnitPlan:
-    """Return the unit of a matrix rule with the rows that form several matrices, and the ranks that compute each."""
-    rule = bare(unit.rule)
-    is_soap = isinstance(rule, SOAPRule | SOAPMuonRule)
-    split_qkv = config.soap_split_qkv if is_soap else config.muon_split_qkv
-    splits = split_rows(metas, split_qkv=split_qkv)
-    compute = plan_compute(rule, metas, tensor_parallel=tensor_parallel, team_of=shard_of, splits=splits)
-    whole_qkv = len(split_rows(metas, split_qkv=True)) - len(splits) if is_soap else 0
-    finds_no_qkv = split_qkv and not unit.is_expert and not any(meta.qkv_split_shapes for meta in metas)
-    return replace(unit, splits=splits, compute=compute, whole_qkv=whole_qkv, finds_no_qkv=finds_no_qkv)
 
 
 def main_format(config: OptimizerConfig, dtype: torch.dtype) -> MainFormat:
