@@ -3,10 +3,12 @@
 import importlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from torch.utils._pytree import tree_map
 
 from opt_stack.diagnosis.tensor_stats import StepStats, TensorStats
 
@@ -20,34 +22,27 @@ def to_line(stats: StepStats) -> str:
     norms = line.pop("rank_norms")
     line["ranks"] = {rank: [norms[rank], first] for rank, first in line.pop("replicas_of").items()}
     line["columns"] = TensorStats._fields
-    return json.dumps(_each(_text, {**_each(_rounded, line), **exact}), allow_nan=False) + "\n"
+    return json.dumps({**tree_map(_rounded, line), **tree_map(_text, exact)}, allow_nan=False) + "\n"
 
 
 def from_line(line: Mapping[str, Any]) -> StepStats:
     """Return the numbers of a parsed line that `to_line` made."""
-    values = _each(_number, line)
+    values = dict(line)
+    tensors: dict[str, Any] = {}
+    for kind in ("params", "groups"):
+        tensors[kind] = {name: TensorStats(*map(_number, row)) for name, row in values.pop(kind).items()}
+    values = tree_map(_number, values)
     rates = values.pop("lr")
     ranks = values.pop("ranks")
     values.pop("columns")
-    for kind in ("params", "groups"):
-        values[kind] = {name: TensorStats(*row) for name, row in values[kind].items()}
     values["rank_norms"] = {int(rank): norm for rank, (norm, _) in ranks.items()}
     values["replicas_of"] = {int(rank): first for rank, (_, first) in ranks.items()}
     values.setdefault("settings", {group: {"lr": rate} for group, rate in rates.items()})  # not in older recordings
-    return StepStats(**values)
-
-
-def _each(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree of dicts and lists with each value changed."""
-    if isinstance(tree, Mapping):
-        return {key: _each(change, inner) for key, inner in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_each(change, inner) for inner in tree]
-    return change(tree)
+    return StepStats(**values, **tensors)
 
 
 def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return _text(float(f"{value:.6g}")) if isinstance(value, float) else value
 
 
 def _text(value: Any) -> Any:
