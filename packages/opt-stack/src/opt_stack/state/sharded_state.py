@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -152,7 +152,13 @@ class ShardedStates(torch.optim.Optimizer):
         groups = describe_params(model_sharded_state_dict, self.param_groups)
         self._check_parts(groups)
         names = [[own.name for own in of_group] for of_group in groups]
-        saved = list(self._saved_pieces(groups))
+        saved = []
+        places: set[str] = set()
+        for own in chain.from_iterable(groups):
+            if own.id in self._held and not own.is_empty:
+                at = f"{own.name}, chunk {own.id.chunk}" if own.name in places else own.name
+                places.add(at)
+                saved.append(SavedPiece(own, at, self._held[own.id]))
         own_rows = {at: part for own, at, ref in saved if (part := rows_of_part(ref.piece, own.sharded))}
         names_on_all_ranks: list[dict[str, None]] = [{} for _ in names]  # sets in order
         rows: dict[str, dict[int, tuple[Segment, ...]]] = defaultdict(dict)
@@ -285,14 +291,6 @@ class ShardedStates(torch.optim.Optimizer):
         check_loaded_numbers(numbers, rules)
         for group, saved in choices:
             check_choices(group, saved, rules)
-
-    def _saved_pieces(self, groups: Sequence[Sequence[Described]]) -> Iterator[SavedPiece]:
-        places: set[str] = set()
-        for own in chain.from_iterable(groups):
-            if own.id in self._held and not own.is_empty:
-                at = f"{own.name}, chunk {own.id.chunk}" if own.name in places else own.name
-                places.add(at)
-                yield SavedPiece(own, at, self._held[own.id])
 
     def _check_parts(self, described: Sequence[Sequence[Described]]) -> None:
         """Check that parts of one parameter are not all described as the whole of it. Collective.

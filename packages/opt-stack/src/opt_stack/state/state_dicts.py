@@ -106,9 +106,19 @@ class StateDicts(ShardedStates):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         groups = packed_groups(self.param_groups, rank_local=self._rank_local)
+        state = {}  # of this rank, by parameter index
+        evaluation = self.evaluation
+        with self.loaded_weights.writing_without_step(), evaluation.with_trained_weights():
+            for index, id in enumerate(self._ids):
+                if id in self._held:
+                    unit, piece = self._held[id]
+                    unit.averages.follow_until_begun_(piece)
+                    # The main values are in the parameter, which shows the evaluation weights again after this.
+                    copies_main = evaluation.is_evaluating and evaluation.keeps_weights_of(unit)
+                    state[index] = read_state(unit, piece, copies_main=copies_main)
         state_dict: dict[str, Any] = {
             "version": VERSION,
-            "state": self._read_all(),
+            "state": state,
             "param_groups": groups,
             **self._verdict_state(),
             "layout": {self._layout_id: True},  # a key, since DCP takes equal keys of several ranks for replicas
@@ -190,19 +200,6 @@ class StateDicts(ShardedStates):
             compared = agreed(self._everyone, compare)
             check_mains([end for of_rank in self._everyone.gather_objects(compared) for end in of_rank])
         return state
-
-    def _read_all(self) -> dict[int, dict[str, Tensor]]:
-        """Return this rank's state by parameter index. In evaluation mode, main values are copied."""
-        evaluation = self.evaluation
-        found = {}
-        with self.loaded_weights.writing_without_step(), evaluation.with_trained_weights():
-            for index, id in enumerate(self._ids):
-                if id in self._held:
-                    unit, piece = self._held[id]
-                    unit.averages.follow_until_begun_(piece)
-                    replaced = evaluation.is_evaluating and evaluation.keeps_weights_of(unit)
-                    found[index] = read_state(unit, piece, copies_main=replaced)
-        return found
 
     @property
     def _load_peers(self) -> Comm:
