@@ -175,24 +175,7 @@ class QKClip:
         except ValueError as refusal:
             error = refusal
             logits.fill_(-torch.inf)
-        clips, largest = self._over_ranks(logits, error)
-        if clips:
-            for chunk in self.optimizer.wrapped:
-                chunk.finish_param_sync()  # a gather under way would send what is written now
-            with self.optimizer.loaded_weights.writing_without_step():  # with ZeRO-1, those of one replica only
-                for layer, of_layer in zip(self.layers, torch.split(logits, num_heads)):
-                    self._clip_(layer, of_layer)
-            for unit in self.optimizer.stepper.units:
-                for source in unit.completes:
-                    source.publish_()
-        return largest
-
-    def _over_ranks(self, logits: Tensor, error: ValueError | None) -> tuple[bool, float]:
-        """Replace `logits` by the largest over the ranks of this pipeline stage. Collective.
-
-        Returns whether any head must be clipped, and the largest logit of the whole model. Raises ValueError on every
-        rank if one has an error.
-        """
+        # The largest logits over the ranks of this pipeline stage; then that of the model, and whether a rank refuses.
         axes = self._roles.dense
         for comm in (axes.tp, axes.dp, axes.inter) if len(logits) else ():
             comm.all_reduce_(logits, op=Op.MAX)
@@ -205,7 +188,16 @@ class QKClip:
             raise error
         if is_refused:
             raise ValueError("max_logits do not fit the layers of QKClip on another rank; no rank clipped anything")
-        return bool(exceeds), highest
+        if exceeds:
+            for chunk in self.optimizer.wrapped:
+                chunk.finish_param_sync()  # a gather under way would send what is written now
+            with self.optimizer.loaded_weights.writing_without_step():  # with ZeRO-1, those of one replica only
+                for layer, of_layer in zip(self.layers, torch.split(logits, num_heads)):
+                    self._clip_(layer, of_layer)
+            for unit in self.optimizer.stepper.units:
+                for source in unit.completes:
+                    source.publish_()
+        return float(highest)
 
     def _fill_(self, of_layers: Sequence[Tensor], max_logits: Sequence[Any]) -> None:
         """Write this rank's logits to `of_layers`, (heads,) of -inf. Raises ValueError if they do not fit."""
