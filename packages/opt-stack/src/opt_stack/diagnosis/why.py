@@ -92,6 +92,15 @@ class Diagnosis:
             return [_logarithm(history.of_steps("grad_norm")), _logarithm(ratios)]
 
 
+def _logarithm(values: ndarray) -> Callable[[float], float]:
+    """Return the logarithm by position; NaN and infinite values are above the others."""
+    logs = np.log10(values)
+    known = logs[np.isfinite(logs)]
+    above = known.max(initial=0.0) + 1
+    logs = np.nan_to_num(logs, nan=above, posinf=above, neginf=known.min(initial=0.0))
+    return lambda x: float(logs[min(round(x), len(logs) - 1)])
+
+
 def why(directory: str | Path, other: str | Path | None = None) -> Diagnosis:
     """Say what changed first in a recording, where, on which rank, and at which step.
 
@@ -110,17 +119,22 @@ def why(directory: str | Path, other: str | Path | None = None) -> Diagnosis:
     found = [read_recordings(path) for path in paths]
     if other is not None and not any(found):
         return _between_checkpoints(directory, other)
+    heads = []
     for path, runs in zip(paths, found, strict=True):
         if not runs:
             raise FileNotFoundError(
                 f"{path} holds no recording; call optimizer.stats_every(1, directory={str(path)!r})"
             )
-    head = "\n".join(_head(path, runs[-1]) for path, runs in zip(paths, found, strict=True))
+        run, errors = runs[-1]
+        steps = f", {run[0].step} to {run[-1].step}" if run else ""
+        num_skipped = sum(not stats.success for stats in run)
+        refusals = f", {len(errors)} refused" if errors else ""
+        heads.append(f"{path}: {len(run)} recorded steps{steps}, {num_skipped} of them skipped{refusals}")
     *_, before, last = [Recording([], []), *found[0]] if other is None else [runs[-1] for runs in found]
     compares = other is not None or (bool(last.run) and last.run[0].updates > 0)
     refused = refused_steps(last.refused, last.run)
     differences = _difference(before.run, last.run) if compares else ()
-    return Diagnosis(head, find(_joined(before.run, last.run), refused, differences), last.run)
+    return Diagnosis("\n".join(heads), find(_joined(before.run, last.run), refused, differences), last.run)
 
 
 def read_recordings(directory: str | Path) -> list[Recording]:
@@ -254,23 +268,3 @@ def _between_checkpoints(first: str | Path, second: str | Path) -> Diagnosis:
     lines = [f"{first} and {second}: {len(found)} of {num_tensors} tensors differ, {num_nan} of them in NaN"]
     lines += [f"{key}: {text}" for key, text in found[:MAX_SHOWN]]
     return Diagnosis("\n".join(lines), [])
-
-
-# --- words and numbers ------------------------------------------------------------------------------------------------
-
-
-def _head(directory: str | Path, recording: Recording) -> str:
-    run = recording.run
-    skipped = sum(not stats.success for stats in run)
-    refused = f", {len(recording.refused)} refused" if recording.refused else ""
-    steps = f", {run[0].step} to {run[-1].step}" if run else ""
-    return f"{directory}: {len(run)} recorded steps{steps}, {skipped} of them skipped{refused}"
-
-
-def _logarithm(values: ndarray) -> Callable[[float], float]:
-    """Return the logarithm by position; NaN and infinite values are above the others."""
-    logs = np.log10(values)
-    known = logs[np.isfinite(logs)]
-    above = known.max(initial=0.0) + 1
-    logs = np.nan_to_num(logs, nan=above, posinf=above, neginf=known.min(initial=0.0))
-    return lambda x: float(logs[min(round(x), len(logs) - 1)])
