@@ -209,16 +209,24 @@ def from_megatron_state(
             step = _common_step(inners[0], inners[0]["param_groups"][0])
             steps = {name: step for of_group in names for name in of_group}
     else:
-        groups, steps = _their_groups(request.chain, inners, param_groups, names)
-    missing = set()  # paths of tensors
-    tensors = own.get("tensors", {})
-    for number, (path, views) in enumerate(zip(request.flat.tensors, request.boxes, strict=True)):
-        for index, view in enumerate(views):
-            value = tensors.get(number, {}).get(index)
-            if value is None:
-                missing.add(path)
-            elif value.data_ptr() != view.data_ptr():
-                view.copy_(value)
+        # Megatron-Core saved groups of its own, and a step count for all parameters of an optimizer.
+        steps = {}
+        by_number = {}
+        for link, inner in zip(request.chain, inners, strict=True):
+            for number in link.groups:
+                group = param_groups[number]
+                saved = _match(group, inner["param_groups"])
+                flags = [str(choice).partition("=")[0] for choice in group.get(CHOICES) or ()]
+                choices = tuple(f"{name}={saved[name]}" for name in flags if name in saved)
+                kept = {
+                    key: saved[key] for key in saved if key in group and key not in (*HELD, "name", "default_config")
+                }
+                by_number[number] = {**kept, CHOICES: choices}
+                if of_group := names[number]:
+                    steps |= dict.fromkeys(of_group, _common_step(inner, saved, rule=group[RULE], chain=inners))
+        in_order = [by_number[number] for number in range(len(param_groups))]
+        groups = {"groups": in_order, "names": list(map(list, names))}
+    missing = _take_tensors_(request, own.get("tensors", {}))
     state = request.flat.assembled({}, {}, frozenset(missing)).get("state", {})
     unknown = {path[1] for path in missing if path[2] not in (MAIN, *AVERAGES)}
     for at, of_param in state.items():
@@ -233,27 +241,17 @@ def from_megatron_state(
     }
 
 
-def _their_groups(
-    chain: Sequence[Link],
-    inners: Sequence[AnyState],
-    param_groups: ParamGroups,
-    names: Sequence[Collection[str]],
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the groups that Megatron-Core saved in the form of this package, and step counts by parameter."""
-    steps: dict[str, int] = {}
-    groups = {}
-    for link, inner in zip(chain, inners, strict=True):
-        for number in link.groups:
-            group = param_groups[number]
-            saved = _match(group, inner["param_groups"])
-            flags = [str(choice).partition("=")[0] for choice in group.get(CHOICES) or ()]
-            choices = tuple(f"{name}={saved[name]}" for name in flags if name in saved)
-            kept = {key: saved[key] for key in saved if key in group and key not in (*HELD, "name", "default_config")}
-            groups[number] = {**kept, CHOICES: choices}
-            if of_group := names[number]:
-                steps |= dict.fromkeys(of_group, _common_step(inner, saved, rule=group[RULE], chain=inners))
-    in_order = [groups[number] for number in range(len(param_groups))]
-    return {"groups": in_order, "names": list(map(list, names))}, steps
+def _take_tensors_(request: Request, tensors: Mapping[int, Mapping[int, Tensor]]) -> set[tuple[str | int, ...]]:
+    """Write loaded tensors to those that were described. Return the paths of the tensors that were not loaded."""
+    missing = set()
+    for number, (path, views) in enumerate(zip(request.flat.tensors, request.boxes, strict=True)):
+        for index, view in enumerate(views):
+            value = tensors.get(number, {}).get(index)
+            if value is None:
+                missing.add(path)
+            elif value.data_ptr() != view.data_ptr():
+                view.copy_(value)
+    return missing
 
 
 def own_values(loaded: Mapping[Any, Any]) -> dict[str, Any]:
