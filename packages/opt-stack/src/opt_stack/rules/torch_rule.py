@@ -199,7 +199,8 @@ def _probe(
     after = _outside(optimizer)
     changed = [key for key in after if before.get(key) != after[key]]
     counts_in_group = after.get(GROUP_STEP) == repr(PROBE_STEPS) and GROUP_STEP in changed
-    changed = [key for key in changed if not (counts_in_group and key == GROUP_STEP)]
+    if counts_in_group:
+        changed.remove(GROUP_STEP)
     if changed:
         raise ConfigError(
             f"torch_rule({name!r}): {cls.__name__} keeps {', '.join(changed)} outside of optimizer.state, where a "
