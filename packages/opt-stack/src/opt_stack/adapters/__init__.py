@@ -118,8 +118,9 @@ class DeferredOptimizer(torch.optim.Optimizer):
                     vars(param).setdefault(key, value)
             built = self._make(self.param_groups)
             # torch's `_optimizer_state_dict_pre_hooks`, ..._post_hooks, and those of load_state_dict.
-            names = [name for name in vars(self) if name.startswith("_optimizer_") and "state_dict" in name]
-            vars(built).update({name: getattr(self, name) for name in names})
+            for name, hooks in vars(self).items():
+                if name.startswith("_optimizer_") and "state_dict" in name:
+                    setattr(built, name, hooks)
             self._built = built
         return self._built
 
