@@ -147,7 +147,7 @@ def test_a_save_spares_another_running_save_of_its_process(tmp_path: Path) -> No
     for lives in (True, False):
         save(state_at(1, 0, 1), tmp_path / str(lives))
         assert store.path(store.folder("x", TOKEN)).exists() == lives
-        store.leases.release(TOKEN)
+        lease_module.release(store.folder("x", TOKEN))
 
 
 IN_BUCKET = pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_lease_is_renewed_until_it_is_released(tmp_path: Path, monkeypatch: py
             assert time.monotonic() < deadline
             time.sleep(0.01)
         (thread,) = [t for t in threading.enumerate() if TOKEN in t.name]
-        store.leases.release(TOKEN)
+        lease_module.release(store.folder("x", TOKEN))
         assert not thread.is_alive()
 
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.store.lease import LEASE, Lease, Leases, holder_of
+from opt_checkpoint.store.lease import LEASE, Lease, holder_of, release, stop_renewing
 from opt_checkpoint.store.paths import ObjectPath
 from opt_checkpoint.store.store import MANIFEST, Content, Leftover, already_there, call, named_in
 
@@ -57,7 +57,6 @@ class Bucket:
             raise RuntimeError(f"{place} came from another process, without credentials")
         self._place = place
         self._store = place.store
-        self.leases = Leases()
         self._unknown: set[str] = set()  # saves that may have been committed
 
     def path(self, name: str = "") -> ObjectPath:
@@ -78,7 +77,7 @@ class Bucket:
         folder = self.folder(target, save_id)
         lease = _joined(folder, LEASE)
         renew = lambda content: self.put(lease, content)
-        self.leases[save_id] = Lease(folder, self.path(target).name, renew, renew)
+        Lease(folder, self.path(target).name, renew).start(renew)
         now = _time_of(self._head(lease))
         # A damaged commit is replaced: which files it named is unknown, and all stay.
         with suppress(CheckpointCorruptError):
@@ -136,7 +135,7 @@ class Bucket:
         """
         folder = self.folder(target, save_id)
         commit = _joined(target, COMMIT)
-        self.leases[save_id].stop()
+        stop_renewing(folder)
         self.remove(_joined(folder, LEASE))
         content = encode_commit(save_id)
         self._unknown.add(save_id)
@@ -154,14 +153,15 @@ class Bucket:
                 f"{error.strerror} (when creating {self.path(commit)}: whether the checkpoint was committed is "
                 f"unknown; its files stay)",
             ) from error
-        self.leases.release(save_id)
+        release(folder)
 
     def abandon(self, target: str, save_id: str) -> None:
+        folder = self.folder(target, save_id)
         try:
             if save_id not in self._unknown:
-                self.discard(self.folder(target, save_id))
+                self.discard(folder)
         finally:
-            self.leases.release(save_id)
+            release(folder)
 
     def committed(self, target: str = "") -> str | None:
         """Return the folder that the commit names. A complete directory that was uploaded unchanged counts too.

@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.store.lease import LEASE, Lease, Leases, holder_of
+from opt_checkpoint.store.lease import LEASE, Lease, holder_of, release, stop_renewing
 from opt_checkpoint.store.store import MANIFEST, Content, Leftover, already_there, call
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,6 @@ class Directory:
         self.root = root
         self._sync = sync
         self._follow = follow
-        self.leases = Leases()
         # Closed with this object: the function does not refer to it.
         self._opened = lru_cache(_OPEN_FILES)(lambda name: _Descriptor(open_regular(root / name, follow=follow)))
 
@@ -92,8 +91,7 @@ class Directory:
         self.make_parents(path)
         self.make_dir(folder)
         lease = folder / LEASE
-        create = lambda content: self._write_now(lease, content)
-        self.leases[save_id] = Lease(folder.name, path.name, create, lambda content: os.utime(lease))
+        Lease(folder.name, path.name, lambda _: os.utime(lease)).start(lambda content: self._write_now(lease, content))
         now = lease.stat().st_mtime
         for left in _leftovers_in(path.parent):
             try:
@@ -134,7 +132,7 @@ class Directory:
         """
         path = self.path(target)
         folder = self.path(self.folder(target, save_id))
-        self.leases[save_id].stop()
+        stop_renewing(folder.name)
         self._remove_file(folder / LEASE)
         self.sync_dir(folder)
         old = None
@@ -149,7 +147,7 @@ class Directory:
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise already_there(path) from error  # another save has committed in the meantime
             raise
-        self.leases.release(save_id)
+        release(folder.name)
         try:
             self.sync_dir(path.parent)
         except OSError as error:
@@ -162,11 +160,12 @@ class Directory:
             self._delete(old)
 
     def abandon(self, target: str, save_id: str) -> None:
+        folder = self.folder(target, save_id)
         try:
-            if self.path(self.folder(target, save_id)).is_dir():
-                self.discard(self.folder(target, save_id))
+            if self.path(folder).is_dir():
+                self.discard(folder)
         finally:
-            self.leases.release(save_id)
+            release(folder)
 
     def committed(self, target: str = "") -> str | None:
         return None if _mode_of(self.path(target) / MANIFEST) is None else target

@@ -61,32 +61,29 @@ def _start_of(pid: int) -> str | None:
         return None
 
 
-_held: set[str] = set()  # the folders that this process may still write to
-
-
 class Lease:
-    """This process writes to a folder, until `release`.
+    """This process writes to a folder, from `start` until `release`.
 
     Args:
         folder: name of the folder.
         target: name of the checkpoint, for people.
-        create: writes the file of the lease.
-        renew: sets the modification time of that file to now, given its content.
+        renew: sets the modification time of the lease's file to now, given its content.
     """
 
-    def __init__(
-        self, folder: str, target: str, create: Callable[[bytes], object], renew: Callable[[bytes], object]
-    ) -> None:
+    def __init__(self, folder: str, target: str, renew: Callable[[bytes], object]) -> None:
         self._content = json.dumps({"target": target, **Process.this()._asdict()}).encode()
         self._name = _base_name(folder)
         self._renew = renew
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"opt-checkpoint lease {self._name}", daemon=True)
-        _held.add(self._name)  # before there is a file: another save of this process may find it at once
+
+    def start(self, create: Callable[[bytes], object]) -> None:
+        """Write the file of the lease by `create`, and renew it from now on."""
+        _held[self._name] = self  # before there is a file: another save of this process may find it at once
         try:
             create(self._content)
         except BaseException:
-            _held.discard(self._name)
+            del _held[self._name]
             raise
         with suppress(RuntimeError):  # Python 3.12.0 to 3.12.2 start no thread once the script has ended
             self._thread.start()  # without it, each write to the folder still counts as a renewal
@@ -97,25 +94,25 @@ class Lease:
                 self._renew(self._content)
 
     def stop(self) -> None:
-        """Stop renewing, so that the file of the lease can be removed. The folder is still written to."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
 
-    def release(self) -> None:
-        """Stop renewing. The folder has its final name, or nothing in it is needed."""
-        self.stop()
-        _held.discard(self._name)
+
+_held: dict[str, Lease] = {}  # by name of the folder: those that this process may still write to
 
 
-class Leases(dict[str, Lease]):
-    """The leases of this process, by save."""
+def stop_renewing(folder: str) -> None:
+    """Stop renewing a lease, so that its file can be removed. The folder is still written to."""
+    _held[_base_name(folder)].stop()
 
-    def release(self, save_id: str) -> None:
-        """End the lease of a save, if there is one."""
-        lease = self.pop(save_id, None)
-        if lease is not None:
-            lease.release()
+
+def release(folder: str) -> None:
+    """End the lease of a folder, if there is one. It has its final name, or nothing in it is needed."""
+    name = _base_name(folder)
+    if name in _held:
+        _held[name].stop()
+        del _held[name]
 
 
 def _base_name(folder: str) -> str:

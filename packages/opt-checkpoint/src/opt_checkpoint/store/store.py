@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointExistsError
-from opt_checkpoint.store.lease import Leases
 from opt_checkpoint.store.paths import Location
 
 T = TypeVar("T")
@@ -43,7 +42,6 @@ class Store(Protocol):
 
     near_bytes: int  # reading up to this many unneeded bytes costs less than another read
     read_bytes: int  # of one large read
-    leases: Leases  # of running saves, from `begin` to the end of `commit` or `abandon`
 
     def path(self, name: str = "") -> Location:
         """Return the full path of a name, for people."""
