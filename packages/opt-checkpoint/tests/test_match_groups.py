@@ -40,8 +40,9 @@ def test_stored_groups_are_plain_and_are_restored_exactly(tmp_path: Path) -> Non
     ids=["as saved", "reordered", "split", "gone and empty"],
 )
 def test_values_follow_the_parameters(names: list[list[str]], expected: list[dict[str, Any]]) -> None:
-    groups, _ = applied([fresh() for _ in names], names)
+    groups, report = applied([fresh() for _ in names], names)
     assert groups == [fresh(**values) for values in expected]
+    assert report.regrouped == ()
 
 
 def test_entries_on_one_side_only_are_kept_and_reported() -> None:

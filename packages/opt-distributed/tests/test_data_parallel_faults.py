@@ -13,8 +13,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, StorageError
-from opt_distributed.comm import Alone
+from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.pieces import check_marks
+from opt_paramgroups import describe
 
 OVERLAP = replace(SHARDED, overlap_grad_reduce=True, bucket_size=20)
 ONES = torch.ones(1, 4)
@@ -83,11 +85,26 @@ def with_rows_that_do_not_fit(model: nn.Linear) -> nn.Module:
     return model
 
 
-def laid_out(model: nn.Linear) -> nn.Module:
+def laid_out(model: nn.Linear) -> nn.Linear:
     with world_of_one():
         mesh = init_device_mesh("cpu", (1,))
         model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
     return model
+
+
+def test_a_marked_dtensor_outside_of_its_peers_is_refused() -> None:
+    """Its gradient would stay that of one rank."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        axes = Axes(dp=Alone(), tp=comm)
+        check_marks(params, metas, Roles(dense=axes, expert=axes, everyone=comm), qk_layernorm=False)
+
+    model = laid_out(nn.Linear(4, 4, bias=False))
+    model.weight.sequence_parallel = True  # type: ignore[assignment]
+    metas = describe([model])
+    params = dict.fromkeys(metas, model.weight)
+    for error in errors_of(2, rank_main):
+        assert "'weight' is a DTensor marked sequence_parallel: its gradient would not be summed over the" in error
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
@@ -233,7 +234,7 @@ def test_what_is_not_a_regular_file_is_refused(ours: Path, stock: Path, tmp_path
 # ----- manifests that lie
 
 
-def column(name: str, position: Any, value: int) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+def column(name: str, position: Any, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     def change(header: dict[str, Any], columns: dict[str, Any]) -> None:
         columns[name] = columns[name].copy()
         columns[name][position] = value
@@ -339,6 +340,15 @@ def test_rows_that_are_stored_nowhere_are_not_loaded(tmp_path: Path, rows: tuple
     with pytest.raises(CheckpointCorruptError, match=r"chunks .* of w overlap"):
         load({"w": shard}, tmp_path / "x")
     assert (part == -1).all()
+
+
+def test_chunks_are_named_beside_those_that_they_overlap(tmp_path: Path) -> None:
+    """Each second chunk is moved onto the one before it."""
+    quarters = [{"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, r, 4))} for r in range(4)]
+    save_as_ranks(quarters, tmp_path / "x")
+    forge(tmp_path / "x", column("offsets", (..., 0), np.array([0, 0, 4, 4])))
+    with pytest.raises(CheckpointCorruptError, match=r"chunks (.*) and \1 of w overlap"):
+        load({"w": torch.zeros(8)}, tmp_path / "x")
 
 
 def test_a_directory_without_its_manifest_is_not_taken_for_stock(ours: Path) -> None:
