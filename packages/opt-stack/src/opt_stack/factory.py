@@ -23,7 +23,6 @@ from opt_distributed.buffers import (
 from opt_distributed.comm import Given, agreed, find_roles
 from opt_distributed.comm import device as devices
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.rules import Needs
 from opt_paramgroups import (
     ParamGroup,
     get_param_groups,
@@ -345,7 +344,7 @@ def warn_of_vocabulary(plan: Plan, params: Params, metas: Metas) -> None:
     """Log a warning for each embedding, output layer and stack of vectors that the caller's groups give to a matrix
     rule, of which `get_optimizer` would not update it."""
     for unit in plan.units:
-        for id in sorted(unit.ids) if unit.rule.needs is Needs.MATRICES else ():
+        for id in sorted(unit.ids) if unit.needs_matrices else ():
             meta = metas[id]
             if meta.is_embedding_or_output:
                 guess = f" ({meta.guess})" if meta.guess else ""
@@ -365,11 +364,11 @@ def warn_of_vocabulary(plan: Plan, params: Params, metas: Metas) -> None:
 
 def warn_of_guesses(plan: Plan, metas: Metas) -> None:
     """Log a warning for each parameter that is treated as an embedding or output layer by its name or shape only."""
-    rules = [unit.rule.name for unit in plan.units if unit.rule.needs is Needs.MATRICES]
+    rules = [unit.rule.name for unit in plan.units if unit.needs_matrices]
     if not rules and plan.config.decoupled_lr is None:
         return
     for unit in plan.units:
-        for id in sorted(id for id in unit.ids if metas[id].guess and unit.rule.needs is not Needs.MATRICES):
+        for id in sorted(id for id in unit.ids if metas[id].guess and not unit.needs_matrices):
             logger.warning(
                 "parameter %r of shape %s is treated as an embedding or output layer: %s. It is updated by %s%s. "
                 "Set its attribute is_embedding_or_output_parameter to True to confirm, or to False to treat it as a "

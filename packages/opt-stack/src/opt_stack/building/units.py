@@ -354,7 +354,7 @@ def _cut_params(unit: UnitPlan, design: Design) -> tuple[Sequence[CutParams], Se
             before = norms.get(_key(comms), CutParams((), comms))
             norms[_key(comms)] = CutParams((*before.ids, id), before.comms)
         if rule.centralizes and len(meta.shape) > 1 and meta.numel:
-            dims = len(meta.shape) - 1 if rule.needs is Needs.MATRICES else 1
+            dims = len(meta.shape) - 1 if unit.needs_matrices else 1
             peers = _tensor_cuts(buffer, id, design, dims)
             if comms := (*_cuts(buffer, id, design, dims), *peers):
                 cut = spans.setdefault(_key(comms), CutRows({}, comms))

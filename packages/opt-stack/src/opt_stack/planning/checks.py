@@ -24,7 +24,7 @@ from opt_distributed.buffers import (
 from opt_distributed.comm import Axes, Comm, members
 from opt_kernels.hooks import CentralizeGradient, Hook, HookedUpdate, bare, hooks_of, shape_problem
 from opt_kernels.params import MainFormat
-from opt_kernels.rules import ElementwiseRule, Needs
+from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import ParamMeta
 from opt_stack.planning.design import Design, has_main_grads, is_megatron_wrapper
 from opt_stack.planning.plan import UnitPlan
@@ -328,8 +328,7 @@ def _check_units(design: Design) -> Reasons:
     for unit in design.plan.units:
         name = f"optimizer={unit.rule.name!r}"
         buffer_of = {id: buffer for buffer, id in unit.placed(design.plan.buffers)}
-        needs_matrices = unit.rule.needs is Needs.MATRICES
-        for id, buffer in buffer_of.items() if needs_matrices else ():
+        for id, buffer in buffer_of.items() if unit.needs_matrices else ():
             if buffer.kind.cuts and isinstance(sharding, WholeParams):  # it came with a wrapped chunk
                 yield (
                     f"{name} needs whole matrices, but {str(id)!r} was wrapped in a buffer that is cut between ranks; "
@@ -344,7 +343,7 @@ def _check_units(design: Design) -> Reasons:
                 )
         for id in sorted(unit.ids):
             shape = design.metas[id].shape
-            if needs_matrices and len(shape) not in (2, 3):
+            if unit.needs_matrices and len(shape) not in (2, 3):
                 remedy = "use an elementwise rule for it through config_overrides"
                 if design.request.has_given_groups:
                     remedy = 'move it to a group with "optimizer": "adam", or another elementwise rule'

@@ -246,7 +246,7 @@ def _plan_units(
             numbers={dtype: main_format(config, dtype) for dtype in dtypes},
             averages=averages,
         )
-        if rule.needs is Needs.MATRICES:  # the rows that form several matrices, and the ranks that compute each
+        if unit.needs_matrices:  # the rows that form several matrices, and the ranks that compute each
             placed = [metas[id] for _, id in unit.placed(buffers)]
             is_soap = isinstance(bare(rule), SOAPRule | SOAPMuonRule)
             split_qkv = config.soap_split_qkv if is_soap else config.muon_split_qkv

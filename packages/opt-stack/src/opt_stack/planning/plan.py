@@ -17,7 +17,7 @@ from opt_kernels.hooks import hooks_of
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import FP16, MainFormat
 from opt_kernels.quantized import FP8, RECIPES
-from opt_kernels.rules import Rule, init_state
+from opt_kernels.rules import Needs, Rule, init_state
 from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.planning.matrices import ComputePlan, Splits
@@ -42,6 +42,11 @@ class UnitPlan:
     finds_no_qkv: bool = False  # whether it would split fused q, k and v, but the model has none that are known
     host_rule: Rule | None = None  # updates the pieces that live on the host; None: `rule` does
     averages: WeightAverages = NO_AVERAGES  # of its weights
+
+    @property
+    def needs_matrices(self) -> bool:
+        """Whether its rule updates whole matrices."""
+        return self.rule.needs is Needs.MATRICES
 
     def side_rule(self, *, on_host: bool) -> Rule:
         """Return the rule of the device or of the host."""
