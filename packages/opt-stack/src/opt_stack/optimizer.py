@@ -22,6 +22,7 @@ from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import ClippedGrads, GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.design import Design
 from opt_stack.rules.entries import ParamGroups
+from opt_stack.state import AnyState
 from opt_stack.state.live import LiveState, PieceRef, SharedCopies, StateOffload
 from opt_stack.state.state_dicts import find_values
 from opt_stack.torch_scaler import check_scaler
@@ -312,7 +313,7 @@ class Optimizer(GradientStatistics):
     def prepare_model_params_for_param_sync(self) -> None:
         """Do nothing: a step writes the parameters before it returns. Part of Megatron-Core's interface."""
 
-    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+    def reload_model_params(self, state_dict: AnyState | None = None) -> None:
         """Copy the model's current values to the main values, after a weight load that bypassed the optimizer.
 
         Averages of weights, and rules that keep weights of their own (schedule_free), start anew from the loaded

@@ -24,6 +24,7 @@ from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import get_optimizer_based_on_param_groups, make_design, make_request, read_groups
 from opt_stack.optimizer import Optimizer
 from opt_stack.rules.registry import Registry
+from opt_stack.state import AnyState
 from opt_stack.state.live import LiveState
 from opt_stack.state.state_dicts import match, packed_groups, set_group_
 from opt_stack.torch_scaler import check_scaler
@@ -204,7 +205,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
             return {"state": {}, "param_groups": packed_groups(self.param_groups, rank_local=False)}
         return self.build().state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
+    def load_state_dict(self, state_dict: AnyState, **options: Any) -> None:
         """Call `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
         if self._is_untouched() and not options and state_dict.get("state") == {}:
             matched = match(state_dict, self.param_groups)

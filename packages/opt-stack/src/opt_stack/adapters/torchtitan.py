@@ -10,11 +10,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.params import HELD, HOOKS
+from opt_kernels.params import HELD, HOOKS, Group
 from opt_paramgroups import ParamGroup
 from opt_paramgroups.overrides import ConfigOverrides
 from opt_stack.factory import get_optimizer
-from opt_stack.rules.entries import Group
 from opt_stack.rules.registry import Registry
 from opt_stack.state import AnyState
 

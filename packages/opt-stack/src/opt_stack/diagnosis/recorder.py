@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from opt_config import OptimizerConfig
 from opt_distributed.comm import Comm, Roles, device
 from opt_distributed.pieces import Ready
 from opt_distributed.step import ABOVE_LIMIT, OVERFLOW, SPIKE, Outcome, Report
+from opt_kernels.params import Group, Groups
 from opt_stack.diagnosis.lines import to_line
 from opt_stack.diagnosis.tensor_stats import (
     Settings,
@@ -164,7 +165,7 @@ class Recorder:
         if self._is_recording:
             self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=self.spectrum and is_due)
 
-    def after(self, outcome: Outcome, groups: Sequence[Mapping[str, Any]], *, max_norm: float) -> None:
+    def after(self, outcome: Outcome, groups: Groups, *, max_norm: float) -> None:
         copy = None
         settings = {"": {"clip_grad": max_norm}}
         if self._is_recording:
@@ -319,7 +320,7 @@ def _write_records(
         warnings.warn(f"the recording was not written to {file}: {error}", stacklevel=3)
 
 
-def numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(group: Group) -> dict[str, float]:
     """Return the numbers of a group that the host knows; those of `betas` as `beta1` and `beta2`."""
     betas = {f"beta{at}": beta for at, beta in enumerate(group.get("betas", ()), 1)}
     return {key: float(value) for key, value in {**group, **betas}.items() if type(value) in (int, float)}

@@ -14,6 +14,7 @@ from opt_distributed.comm import agreed
 from opt_stack.optimizer import Optimizer
 from opt_stack.planning.design import ModelChunks
 from opt_stack.qk_clip import Attention, QKClip, fused_qkv, latent_attention
+from opt_stack.state import AnyState
 
 param_group_identifier_keys = (
     "optimizer", "max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult", "is_expert_parallel",
@@ -48,7 +49,7 @@ class ScriptOptimizer(Optimizer):
         # A file may be missing on one rank only, and the others would wait for it in `load_state_dict`.
         self.load_state_dict(agreed(self._everyone, lambda: torch.load(filename, weights_only=True)))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
+    def load_state_dict(self, state_dict: AnyState, **options: Any) -> None:
         """Call `Optimizer.load_state_dict`. Of another rank's part, only groups and loss scale are loaded: the state
         follows by `load_parameter_state`."""
         layouts = state_dict.get("layout", ()) if self.has_rank_local_state and isinstance(state_dict, Mapping) else ()

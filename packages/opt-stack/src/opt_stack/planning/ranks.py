@@ -19,13 +19,13 @@ from opt_config import ConfigError, OptimizerConfig, ParamKey, Problem
 from opt_distributed.buffers import matches
 from opt_distributed.comm import Axes, agree, agreed, from_all_replicas
 from opt_kernels.matrices import TpMode
-from opt_kernels.params import CHOICES
+from opt_kernels.params import CHOICES, Group
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides
 from opt_stack.planning.design import Design, Groups, Request
 from opt_stack.planning.plan import BLOCKWISE_NOTE, rule_text, without_addresses
-from opt_stack.rules.entries import TP_MODE, Group
+from opt_stack.rules.entries import TP_MODE
 from opt_stack.wording import listed
 
 logger = logging.getLogger("opt_stack")

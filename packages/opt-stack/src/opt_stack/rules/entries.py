@@ -22,7 +22,7 @@ from opt_kernels.hooks import (
     hooks_of,
 )
 from opt_kernels.matrices import TpMode
-from opt_kernels.params import CHOICES, HELD, HOOKS
+from opt_kernels.params import CHOICES, HELD, HOOKS, Group
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamGroup, ParamId, completed_group
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
@@ -33,7 +33,6 @@ logger = logging.getLogger("opt_stack")
 RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built
 NOT_LOADED = (*RULE_RECORDS, *AVERAGED)
 """Entries of saved groups that a load does not write: rules and averages of weights are those of the present run."""
-Group = Mapping[str, Any]
 ParamGroups = Sequence[Group]
 Pair = tuple[Group, Group]  # a current group and a saved one
 HYPER_KEYS = ("betas", "eps", "momentum")

@@ -1,7 +1,7 @@
 """Rules by name: built in, made from fields of the configuration; from the caller; from installed packages."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
@@ -12,6 +12,7 @@ from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mea
 from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.hooks import check_numbers
 from opt_kernels.matrices import Decay
+from opt_kernels.params import Groups
 from opt_kernels.rules import (
     AdaptiveMuonRule,
     ElementwiseRule,
@@ -365,7 +366,7 @@ def with_matrix_rule(
     return read
 
 
-def warn_of_unread_fields(groups: Sequence[Mapping[str, Any]], registry: Registry, config: OptimizerConfig) -> None:
+def warn_of_unread_fields(groups: Groups, registry: Registry, config: OptimizerConfig) -> None:
     """Log one warning with all fields that differ from their defaults, but that only rules of no group read.
 
     It is a warning, because configurations of Megatron-Core have numbers of several rules. `groups` are those of the

@@ -28,9 +28,9 @@ from opt_checkpoint.state import FlatState, flatten_state
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.pieces import AVERAGES
 from opt_distributed.saving import MAIN, STEP
-from opt_kernels.params import CHOICES, HELD, HOOKS, RULE
+from opt_kernels.params import CHOICES, HELD, HOOKS, RULE, Group
 from opt_paramgroups import ParamGroup
-from opt_stack.rules.entries import Group, ParamGroups
+from opt_stack.rules.entries import ParamGroups
 from opt_stack.state import AnyState
 
 logger = logging.getLogger("opt_stack")

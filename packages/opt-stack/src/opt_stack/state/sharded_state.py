@@ -26,11 +26,11 @@ from opt_distributed.saving import check_loaded, take_loaded_
 from opt_distributed.sharded_pieces import rows_of_part
 from opt_distributed.step import Spikes, Stepper
 from opt_kernels.hooks import bare
+from opt_kernels.params import Group
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import (
-    Group,
     Pair,
     check_choices,
     check_loaded_numbers,

@@ -13,9 +13,9 @@ from opt_distributed.buffers import Params
 from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
 from opt_distributed.saving import PieceState, check_state, load_state_, read_state, restart_
-from opt_kernels.params import HELD, RULE
+from opt_kernels.params import HELD, RULE, Group
 from opt_paramgroups import ParamGroup, ParamId, dtensor_layout
-from opt_stack.rules.entries import NOT_LOADED, Group, ParamGroups, warn_of_other_choices
+from opt_stack.rules.entries import NOT_LOADED, ParamGroups, warn_of_other_choices
 from opt_stack.state import AnyState
 from opt_stack.state.megatron_state import (
     check_mains,
