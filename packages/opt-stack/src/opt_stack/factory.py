@@ -1,6 +1,5 @@
 """`get_optimizer`: build the optimizer of a model from a configuration; errors are the same on every rank."""
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -49,8 +48,7 @@ from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.entries import ParamGroups, complete_groups, make_rules
 from opt_stack.rules.registry import Registry, warn_of_unread_fields, with_matrix_rule
 from opt_stack.state.live import SharedCopies
-
-logger = logging.getLogger("opt_stack")
+from opt_stack.wording import logger
 
 
 def get_optimizer(

@@ -1,8 +1,10 @@
-"""Lists of names in messages, and where warnings point."""
+"""The logger, lists of names in messages, and where warnings point."""
 
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 
+logger = logging.getLogger("opt_stack")
 _INSIDE = ("contextlib", "opt_distributed", "opt_stack", "torch")  # modules that a warning does not point to
 
 

@@ -1,6 +1,5 @@
 """Gradient sources, and units with their pieces: main values and the rule's state, before the first step."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -47,8 +46,8 @@ from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.design import Design, is_megatron_wrapper
 from opt_stack.planning.matrices import PlacedMatrix, place_matrices
 from opt_stack.planning.plan import UnitPlan
+from opt_stack.wording import logger
 
-logger = logging.getLogger("opt_stack")
 PART_NUMEL = 1 << 24
 """Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24
 elements, an update takes about 10 ms and a copy 2 ms."""

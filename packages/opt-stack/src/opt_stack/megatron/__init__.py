@@ -47,7 +47,7 @@ from opt_scheduler import (
     get_canonical_lr_for_logging,
     param_group_override_to_tuple,
 )
-from opt_stack.factory import get_optimizer_based_on_param_groups, logger
+from opt_stack.factory import get_optimizer_based_on_param_groups
 from opt_stack.megatron.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 from opt_stack.megatron.configs import (
     AdamOptimizerConfig,
@@ -81,6 +81,7 @@ from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.planning.design import ModelChunks
 from opt_stack.rules.entries import ParamGroups
 from opt_stack.rules.registry import Registry, with_matrix_rule
+from opt_stack.wording import logger
 
 __all__ = [
     "KEEP_VARS_HINT", "AdamOptimizerConfig", "ChainedOptimizer", "DistributedDataParallel",

@@ -5,7 +5,6 @@ the sentence with which all refuse, or returns what the ranks have agreed on, if
 the plans of ranks that share parameters.
 """
 
-import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import sha256
@@ -26,9 +25,8 @@ from opt_paramgroups.overrides import read_overrides
 from opt_stack.planning.design import Design, Groups, Request
 from opt_stack.planning.plan import BLOCKWISE_NOTE, rule_text, without_addresses
 from opt_stack.rules.entries import TP_MODE
-from opt_stack.wording import listed
+from opt_stack.wording import listed, logger
 
-logger = logging.getLogger("opt_stack")
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
 """Fields of the configuration that may differ between ranks."""
 MAX_RANKS_SHOWN = 8  # for each value, in an error

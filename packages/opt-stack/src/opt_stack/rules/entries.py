@@ -1,7 +1,6 @@
 """Entries of parameter groups: the caller's, those that rules read and record, and those of loaded groups."""
 
 import dataclasses
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +27,8 @@ from opt_paramgroups import ParamGroup, ParamId, completed_group
 from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import Registry
 from opt_stack.rules.trial import check_rule
+from opt_stack.wording import logger
 
-logger = logging.getLogger("opt_stack")
 RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built
 NOT_LOADED = (*RULE_RECORDS, *AVERAGED)
 """Entries of saved groups that a load does not write: rules and averages of weights are those of the present run."""

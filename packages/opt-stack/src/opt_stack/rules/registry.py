@@ -1,6 +1,5 @@
 """Rules by name: built in, made from fields of the configuration; from the caller; from installed packages."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -33,8 +32,7 @@ from opt_paramgroups.overrides import (
     entries_of_rule,
     read_overrides,
 )
-
-logger = logging.getLogger("opt_stack")
+from opt_stack.wording import logger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

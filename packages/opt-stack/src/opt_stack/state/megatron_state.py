@@ -7,7 +7,6 @@ optimizers, for several rules or for experts, each has an entry under its number
 only this package has are under `OWN`, in a chain in its first entry. Either side loads what the other has saved.
 """
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,8 +31,8 @@ from opt_kernels.params import CHOICES, HELD, HOOKS, RULE, Group
 from opt_paramgroups import ParamGroup
 from opt_stack.rules.entries import ParamGroups
 from opt_stack.state import AnyState
+from opt_stack.wording import logger
 
-logger = logging.getLogger("opt_stack")
 OWN = "opt_stack"
 SPIKES = "spikes"  # in a state: the norms and losses of the last steps, with `skip_sigma`
 AVOID_PREFIX = "chained_optim_avoid_prefix"  # in that metadata: keys do not begin with `chained_<number>.`

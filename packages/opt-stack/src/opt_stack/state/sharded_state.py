@@ -1,7 +1,6 @@
 """The optimizer's state as sharded tensors, for checkpoints that load on any number of ranks."""
 
 import copy
-import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
@@ -49,9 +48,8 @@ from opt_stack.state.live import PieceRef, StateOffload
 from opt_stack.state.megatron_state import SPIKES, Link, chain_of, form_of, to_megatron_state
 from opt_stack.state.regrouped import match_saved, regroup_described
 from opt_stack.state.weights import Evaluation, LoadedWeights
-from opt_stack.wording import listed
+from opt_stack.wording import listed, logger
 
-logger = logging.getLogger("opt_stack")
 VERSION = 1
 # The run that loads defines its groups; only their hyper-parameters are restored, if the rule is the same.
 _RUN_ENTRIES = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
