@@ -224,12 +224,24 @@ class QKClip:
         clips = (largest > self.threshold) & largest.isfinite()
         gamma = torch.where(clips, self.threshold / largest, torch.ones_like(largest))
         for param, roles in layer.rows:
+            piece = self._pieces.get(id(param))
+            if piece is None:
+                continue
             exponents = [a * self.alpha + b for a, b in roles]
             factors = gamma[:, None].pow(gamma.new_tensor(exponents)).view(-1)  # of the rows of the whole layer
             num_rows = param.shape[0]
             first = 0 if num_rows == factors.numel() else self._roles.dense.tp.rank * num_rows
-            if piece := self._pieces.get(id(param)):
-                _scale_(piece, _of_piece(factors[first : first + num_rows], piece))
+            of_piece = _of_piece(factors[first : first + num_rows], piece)
+            # Main values are multiplied where they are, and the parameter with them, on the device.
+            main = piece.main
+            value = main.value()
+            if isinstance(main, HostMain) and value is not main.target:
+                here = main.device.to_host(of_piece)
+                with main.device.on_host():
+                    scaled = value.float() * here.float()
+            else:
+                scaled = value.float() * of_piece.float()
+            main.set_(scaled)
 
     def _difference(self) -> ConfigError | None:
         """Return an error if ranks that share layers have different settings; else None. Collective."""
@@ -277,19 +289,6 @@ class QKClip:
                     f"the state of {str(clipped[0])!r} has other weights than its main values (of schedule_free or "
                     "ema_nesterov_beta); clip only layers without them"
                 )
-
-
-def _scale_(piece: OwnedPiece, factors: Tensor) -> None:
-    """Multiply the main values of a piece, and with them the parameter, by `factors` on the device."""
-    main = piece.main
-    value = piece.main.value()
-    if not isinstance(main, HostMain) or value is main.target:
-        main.set_(value.float() * factors.float())
-        return
-    here = main.device.to_host(factors)
-    with main.device.on_host():
-        scaled = value.float() * here.float()
-    main.set_(scaled)
 
 
 def _of_piece(factors: Tensor, piece: OwnedPiece) -> Tensor:
