@@ -86,12 +86,12 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
                 tensors[name][state] = sharded_like(f"{PREFIX}{state}.{name}", value)
             else:
                 plain[name][state] = value
-        found = {tensor.global_shape for tensor in tensors[name].values() if tensor.global_shape}
+        found = {tuple(value.shape) for value in states.values() if isinstance(value, Tensor) and value.dim()}
         if len(found) == 1:  # else they differ from the parameter's, as Adafactor's do
             shapes[name] = list(found.pop())
     state_names = {name: sorted(state_dict["state"].get(index, {})) for index, name in name_of.items()}
     saved = groups_to_saved(groups, [[name_of[index] for index in group["params"]] for group in groups])
-    parts = {"state": {k: v for k, v in tensors.items() if v}, "plain_state": dict(plain), "state_names": state_names}
+    parts = {"state": dict(tensors), "plain_state": dict(plain), "state_names": state_names}
     return ScopedState({**parts, "param_shapes": shapes, **saved}, replaces=OPTIMIZER)
 
 

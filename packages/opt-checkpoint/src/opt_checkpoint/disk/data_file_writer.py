@@ -89,24 +89,24 @@ class DataFileWriter:
         """The archive of a tensor, preceded by zeros that align its values."""
         framing = frame_tensor(values.dtype, tuple(values.shape))
         position = self._given + len(self._gathered)
-        is_plain = is_plain_memory(values)
         gap = -(position + len(framing.before)) % ALIGNMENT
-        values_start = position + gap + len(framing.before)
+        start = position + gap
+        self._gathered += bytes(gap) + framing.before
+        is_plain = is_plain_memory(values)
         nbytes = values.nbytes
         if nbytes <= _SMALL_BYTES:
             view = bytes_view(values if is_plain else contiguous(values))
             sums = [crc32(view)]
-            self._gathered += b"".join((bytes(gap), framing.before, view, framing.after))
+            self._gathered += view
         else:
-            self._gathered += bytes(gap) + framing.before
             yield from self._flushed()
             hashed = PieceSums()
             whole = Box.whole(tuple(values.shape))
             parts = [whole] if is_plain else split_rows(whole, -(-nbytes // _COPY_BYTES))
             for part in (whole.part_of(values, part) for part in parts):
                 view = bytes_view(contiguous(part))
-                for start in range(0, len(view), HASH_PIECE_BYTES):
-                    piece = view[start : start + HASH_PIECE_BYTES]
+                for first in range(0, len(view), HASH_PIECE_BYTES):
+                    piece = view[first : first + HASH_PIECE_BYTES]
                     done = submit(hashed, piece)
                     yield piece
                     self._given += len(piece)
@@ -114,9 +114,9 @@ class DataFileWriter:
                     done.result()  # frees this copy before the next is made
             self._sums.append(hashed)
             sums = hashed.pieces  # complete once the block of `hashing` has ended
-            self._gathered += framing.after
-        start = position + gap
-        self.places.append((values_start, start, self._given + len(self._gathered) - start))
+        self._gathered += framing.after
+        size = self._given + len(self._gathered) - start
+        self.places.append((start + len(framing.before), start, size))
         self.value_sums.append(sums)
         yield from self._flushed(_BUFFER_BYTES)
 
