@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from opt_checkpoint.dcp.names import some_of
+from opt_checkpoint.dcp.names import merged, some_of
 from opt_checkpoint.disk.checkpoint import Opened, read_object, read_objects
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
@@ -222,9 +222,7 @@ def _stored_value(path: Path, opened: Opened) -> Any:
     """The plain value at a path, with the tensors in its lists read; `ABSENT` if there is none."""
     if opened.index.kind is not Kind.OURS:
         return lookup(opened.common, path)
-    wanted: Any = None
-    for key in reversed(path):
-        wanted = {key: wanted}
+    wanted = merged(None, {path: None})  # a state of None at the path, which stands for any value
     return lookup(load_alone(wanted, opened, strict="return_missing"), path)
 
 
