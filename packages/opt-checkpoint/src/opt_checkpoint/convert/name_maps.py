@@ -186,29 +186,29 @@ class _Instance(NamedTuple):
 
 def _instances(rules: Sequence[NameRule], tensors: Tensors, known: int) -> list[_Instance]:
     """Every rule with each combination of common placeholders found in the names."""
-    sides = [_sides_of(rule) for rule in rules]
-    patterns = [(number, pattern) for number, pair in enumerate(sides) for pattern, _ in pair[known].patterns.values()]
-    found: dict[tuple[int, frozenset[tuple[str, str]]], _Instance] = {}
+    patterns = [(rule, pattern) for rule in rules for pattern, _ in _sides_of(rule)[known].patterns.values()]
+    found: dict[tuple[NameRule, frozenset[tuple[str, str]]], _Instance] = {}
     unmapped = []
     for name in tensors:
         fitting = []
-        for number, pattern in patterns:
+        for rule, pattern in patterns:
             values = pattern.match(name)
             if values is not None:
-                fitting.append((number, pattern, values))
-        untied = [rules[number] for number, _, _ in fitting if not rules[number].tied]
+                fitting.append((rule, pattern, values))
+        untied = [rule for rule, _, _ in fitting if not rule.tied]
         if len(untied) > 1:
             raise CheckpointKeyError(f"{name} is named by several rules: {untied[0]} and {untied[1]}")
         if not fitting:
             unmapped.append(name)
-        for number, pattern, values in fitting:
-            if not (rules[number].ours and rules[number].theirs):  # left out
+        for rule, pattern, values in fitting:
+            if not (rule.ours and rule.theirs):  # left out
                 continue
-            stack = sides[number][1 - known].stack
+            sides = _sides_of(rule)
+            stack = sides[1 - known].stack
             common = {k: v for k, v in values.items() if k not in stack}
             index = tuple(int(values[k]) for k in stack)
-            new = _Instance(rules[number], sides[number], known, common, {})
-            instance = found.setdefault((number, frozenset(common.items())), new)
+            new = _Instance(rule, sides, known, common, {})
+            instance = found.setdefault((rule, frozenset(common.items())), new)
             instance.names[pattern.text, index] = name
     if unmapped:
         raise CheckpointKeyError(f"no rule names {some_of(sorted(unmapped))}; add one, or leave them out by a rule")
@@ -326,7 +326,7 @@ def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Itera
     lead = (1,) * len(our_side.stack)
     logical = tuple(range(len(lead), len(lead) + len(sizes.block)))
     axes = ((None,) * len(their_side.stack)) + their_side.axes(logical)
-    shapes = dict(sizes.described(1, sides, {(text, ()): text for text in their_side.patterns}))
+    described = dict(sizes.described(1, sides, theirs))
     our_segments, their_segments = map(_segments, sides, sizes.lengths)
     zeros = (0,) * len(sizes.block)
     for (their_text, in_ours), their_name in theirs.items():
@@ -339,5 +339,5 @@ def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Itera
                     continue
                 ours_at = with_axis(zeros, sizes.dim, own.position + start - own.first)
                 theirs_at = their_side.axes(with_axis(zeros, sizes.dim, other.position + start - other.first))
-                within = Within(shapes[their_text].shape, (*in_theirs, *theirs_at), axes)
+                within = Within(described[their_name].shape, (*in_theirs, *theirs_at), axes)
                 yield our_name, Piece(Box((*in_ours, *ours_at), lead + block), their_name, within)
