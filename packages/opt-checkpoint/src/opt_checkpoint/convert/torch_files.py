@@ -140,8 +140,7 @@ def checkpoint_to_torch_file(
     if not has_groups or lookup(opened.common, (*at, "groups", "names")) == []:  # the order of parameters is unknown
         raise CheckpointKeyError(f"{path} holds no optimizer of sharded_optimizer or of opt-stack at {'.'.join(at)}")
     saved = find_optimizer(opened, at)
-    wanted = [key for keys in saved.keys.values() for key in keys.values()]
-    stored = {key: opened.index.tensors[key] for key in wanted}
+    stored = {key: opened.index.tensors[key] for keys in saved.keys.values() for key in keys.values()}
     index = {name: number for number, name in enumerate(name for own in saved.names for name in own)}
     with scratch_folder(target) as scratch:
         tensors = read_mapped(opened.index, stored, scratch)
@@ -212,9 +211,12 @@ def write_linked(
         raise CheckpointExistsError(f"{target} exists; choose another folder")
     source = local_path(archives.path, "a checkpoint whose files are to be linked")
     files = {file: f"{number}.data" for number, file in enumerate(sorted(archives.files))}
-    info = lambda place: _StorageInfo(files.get(place.file, place.file), place.start, place.nbytes)
     stored: dict[str, Any] = {}
     storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
+
+    def info(place: ByteRange) -> _StorageInfo:
+        return _StorageInfo(files.get(place.file, place.file), place.start, place.nbytes)
+
     for key, tensor in tensors.items():
         chunks = [dcp.ChunkStorageMetadata(Size(c.box.offsets), Size(c.box.sizes)) for c in tensor.chunks]
         properties = dcp.TensorProperties(tensor.dtype)

@@ -118,8 +118,11 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     with_states = keys.keys() | plain.keys()
     members = {name for own in saved_names for name in own} or with_states
     # Names that a state of a parameter contains; others are of parameters that are gone.
-    prefixes_of = lambda name: accumulate(name.split("."), "{}.{}".format)
-    strange = [name for name in sorted(with_states - members) if not members.isdisjoint(prefixes_of(name))]
+    strange = [
+        name
+        for name in sorted(with_states - members)
+        if not members.isdisjoint(accumulate(name.split("."), "{}.{}".format))
+    ]
     if strange:
         raise CheckpointKeyError(
             f"{index.path} holds states that are lists or dicts: {some_of(strange)}; they are read from checkpoints of "
