@@ -124,7 +124,7 @@ def test_soap_resumes_with_the_same_split_and_refuses_another():
         assert not refusing.state
     for name in ("split_rows", "num_heads", "split_sizes"):  # as saved before SOAP had splits
         del saved["param_groups"][0][name]
-    with pytest.raises(StateDictError, match=r"here the group has \{.*'num_heads': 3"):
+    with pytest.raises(StateDictError, match=r"with \{.*'num_heads': 1.*\}, but here .*'num_heads': 3"):
         built(num_heads=3).load_state_dict(saved)
 
 

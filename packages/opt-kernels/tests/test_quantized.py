@@ -225,6 +225,12 @@ def test_collectives_on_copies_and_process_sharing_are_refused() -> None:
         model_of("blockwise")[0].share_memory()
 
 
+def test_layers_are_chosen_by_name_and_layer() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(64, 32))
+    chosen = quantize_linears_(model, only=lambda name, linear: name != "0" and linear.in_features == 32)
+    assert chosen == ["1.weight"]
+
+
 def test_quantising_keeps_ties_and_freezing_and_refuses_others() -> None:
     layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)])
     layers[1].weight = layers[0].weight
