@@ -13,7 +13,6 @@ from torch import Tensor
 from opt_checkpoint.state import checksums
 from opt_distributed.buffers import ReplicaError, check_replicas, compare_copies
 from opt_distributed.comm import Roles, agree
-from opt_distributed.comm import device as devices
 from opt_distributed.pieces import OwnedPiece
 from opt_distributed.saving import PieceState, check_state, load_state_, read_state
 from opt_distributed.step import Scaler, Stepper, Unit, Written
@@ -141,9 +140,19 @@ class StateOffload:
         if self._away is None:
             device = self.stepper.accelerator
             self._follow(frees=device.is_asynchronous)
-            memories: dict[int, list[Tensor]] = {}
-            for tensor in self._tensors(device) if device.is_asynchronous else ():
-                memories.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+            units = self.stepper.units if device.is_asynchronous else ()
+            pieces = [piece for unit in units if unit.host is None for piece in unit.pieces]
+            # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
+            mains = [piece.main for piece in pieces]
+            targets = [main.target for main in mains if all(tensor is not main.target for tensor in main.kept.values())]
+            params = {target.untyped_storage().data_ptr() for target in targets}  # memory of parameters
+            memories: dict[int, list[Tensor]] = {}  # of the state and of separate main values
+            for piece in pieces:
+                for tensor in (*piece.state.values(), *piece.main.kept.values()):
+                    storage = tensor.untyped_storage()
+                    address = storage.data_ptr()
+                    if storage.nbytes() and address not in params and device.holds(tensor):
+                        memories.setdefault(address, []).append(tensor)
             allocations = list(memories.values())
             self._move(allocations, lambda num_bytes: device.host_empty(num_bytes, torch.uint8, pinned=True))
             self._away = allocations
@@ -182,19 +191,6 @@ class StateOffload:
                 itemsize = tensor.dtype.itemsize
                 elements = memory[: len(memory) - len(memory) % itemsize].view(tensor.dtype)
                 tensor.data = elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def _tensors(self, device: devices.Device) -> Iterator[Tensor]:
-        """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
-        pieces = [piece for unit in self.stepper.units if unit.host is None for piece in unit.pieces]
-        # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
-        mains = [piece.main for piece in pieces]
-        targets = [main.target for main in mains if all(tensor is not main.target for tensor in main.kept.values())]
-        params = {target.untyped_storage().data_ptr() for target in targets}  # memory of parameters
-        for piece in pieces:
-            for tensor in (*piece.state.values(), *piece.main.kept.values()):
-                storage = tensor.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in params and device.holds(tensor):
-                    yield tensor
 
 
 LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or before it with broadcast_params=True"
