@@ -278,8 +278,7 @@ class TensorSums:
         return devices.HostCopy(self._sums, devices.device_of(self._device))
 
     def _add_spreads(self) -> None:
-        matrix_units = [unit for unit in self._units if unit.rule.needs is Needs.MATRICES]
-        for piece in chain.from_iterable(unit.pieces for unit in matrix_units):
+        for piece in (piece for unit in self._units if unit.rule.needs is Needs.MATRICES for piece in unit.pieces):
             value = piece.main.value()
             is_counted = piece.counted and not piece.matrix.tensor_parallel
             if piece.stage is not None:
