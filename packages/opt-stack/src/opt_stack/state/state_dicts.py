@@ -208,8 +208,18 @@ class StateDicts(ShardedStates):
         return self._everyone if is_shared else Alone()
 
     def _load_local(self, state_dict: AnyState, *, needs_mains: bool) -> None:
-        matched, scale = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
-        groups, by_id, moved = matched
+        def checked() -> tuple[Matched, dict[str, Any]]:
+            check_form(state_dict, layout_id=self._layout_id)
+            matched = match(state_dict, self.param_groups)
+            needs_main = needs_mains and "version" in state_dict
+            pairs = list(zip(self.param_groups, matched.groups, strict=True))
+            self._check_groups(pairs, pairs)
+            for id, (unit, piece) in self._held.items():
+                if matched.moved.get(param_name(id), True):
+                    check_state(unit, piece, matched.states.get(id, {}), needs_main=needs_main)
+            return matched, saved_scale(state_dict, self.stepper)
+
+        (groups, by_id, moved), scale = agreed(self._load_peers, checked)
         restarted = {name for name, has_same_rule in moved.items() if not has_same_rule}
         of_held = {id: PieceState(by_id.get(id, {})) for id in self._held}  # copies and pickles are other dicts
         self._warn_of_averages(of_held, self._load_peers)
@@ -221,21 +231,6 @@ class StateDicts(ShardedStates):
             warn_of_other_choices(group, saved)
             set_group_(group, saved)
         self._load_verdicts(state_dict, scale)
-
-    def _matched(self, state_dict: AnyState, *, needs_mains: bool) -> tuple[Matched, dict[str, Any]]:
-        """Return the groups and states of `state_dict`, in the order of this optimizer, and its loss scale.
-
-        Raises ValueError if any of it cannot be loaded; writes nothing.
-        """
-        check_form(state_dict, layout_id=self._layout_id)
-        matched = match(state_dict, self.param_groups)
-        needs_main = needs_mains and "version" in state_dict
-        pairs = list(zip(self.param_groups, matched.groups, strict=True))
-        self._check_groups(pairs, pairs)
-        for id, (unit, piece) in self._held.items():
-            if matched.moved.get(param_name(id), True):
-                check_state(unit, piece, matched.states.get(id, {}), needs_main=needs_main)
-        return matched, saved_scale(state_dict, self.stepper)
 
 
 # --- torch's form -----------------------------------------------------------------------------------------------------
