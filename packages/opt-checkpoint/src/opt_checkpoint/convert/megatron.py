@@ -237,10 +237,10 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
                 if slot.global_shape is not None:
                     at = slot.global_offset or (0,) * len(slot.shape)
                     block = replace(block, global_shape=slot.global_shape, global_offset=at, axis_fragmentations=None)
-                if block.identity not in first:
-                    first[block.identity] = values
+                earlier = first.setdefault(block.identity, values)
+                if earlier is values:
                     yield block
-                elif not torch.equal(first[block.identity], values):
+                elif not torch.equal(earlier, values):
                     raise CheckpointValueError(
                         f"{block.key} at {block.global_offset} has other values in group {slot.group} than in an "
                         f"earlier one: give slots of different parameters different names or offsets"

@@ -157,11 +157,10 @@ def _joined(per_rank: Sequence[Mapping[str, T]]) -> dict[str, T]:
     joined: dict[str, T] = {}
     for rank, recorded in enumerate(per_rank):
         for name, value in recorded.items():
-            if name not in joined:
-                joined[name] = value
-            elif fingerprint(joined[name]) != fingerprint(value):
+            first = joined.setdefault(name, value)
+            if first is not value and fingerprint(first) != fingerprint(value):
                 raise CheckpointValueError(
-                    f"rank {rank} has {value!r:.80} for {name}, and a rank before it {joined[name]!r:.80}; ranks with "
+                    f"rank {rank} has {value!r:.80} for {name}, and a rank before it {first!r:.80}; ranks with "
                     f"parts or copies of one parameter must have the same states"
                 )
     return joined
