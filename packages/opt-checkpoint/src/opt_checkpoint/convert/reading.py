@@ -25,7 +25,6 @@ from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 from opt_checkpoint.run.save_load import PathLike, load_alone, read_tensors
 from opt_checkpoint.state.checksums import bits_of
 from opt_checkpoint.state.sharded import ShardedTensor
-from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath, location_of
 from opt_checkpoint.store.paths import local_path
 
@@ -110,8 +109,7 @@ def read_mapped(index: CheckpointIndex, stored: Mapping[str, StoredTensor], fold
         nbytes = tensor.nbytes
         memory = torch.from_file(str(folder / str(number)), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
         mapped[key] = memory[:nbytes].view(tensor.dtype).view(tensor.shape)
-    wanted = {key: sharded_like(key, tensor) for key, tensor in mapped.items()}
-    load_alone(wanted, Opened(index=index, common={}))
+    load_alone(mapped, Opened(index=index, common={}))
     return mapped
 
 
