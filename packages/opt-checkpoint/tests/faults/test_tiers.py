@@ -124,7 +124,8 @@ def test_ambiguous_saves_of_a_step_are_skipped() -> None:
     part = lambda rank, step, save="a": PartName("run", step, save, rank, 2)
     seen = [{part(rank, 2, "a"), part(rank, 2, "b"), part(1 - rank, 1)} for rank in (0, 1)]
     found = newest_whole(seen, run="run", not_before=0)
-    assert (found.local, len(found.unusable)) == ((1, "a", (1, 0)), 1)
+    assert found.local == (1, "a", (1, 0))
+    assert found.skipped_reasons == (found.unusable,)
 
 
 def test_a_run_that_goes_back_removes_the_local_steps_it_left(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
 
     local: LocalChoice | None  # its newest complete step; None if it has none for this number of ranks
     skipped_reasons: tuple[str, ...]  # why newer steps were skipped
-    unusable: tuple[str, ...] = ()  # those of `skipped_reasons` that are complete, but cannot be loaded by this world
+    unusable: str | None = None  # why the newest one that is complete for other worlds, or ambiguous, was skipped
 
 
 NOTHING = Verdict(None, ())
@@ -80,7 +80,7 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
     """
     world = len(inventories)
     reasons = list[str]()
-    unusable = list[str]()
+    unusable: str | None = None
     saves: dict[int, dict[str, set[PartName]]] = defaultdict(lambda: defaultdict(set))
     for part in set[PartName]().union(*inventories):
         if part.run == run and part.step >= not_before:
@@ -95,7 +95,8 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
             if worlds != {world}:
                 by = ", ".join(map(str, sorted(worlds)))
                 reasons.append(f"{where}: it was saved by {by} ranks, and this world has {world}")
-                unusable += reasons[-1:] if all(saved == set(range(size)) for size in worlds) else []
+                if all(saved == set(range(size)) for size in worlds):
+                    unusable = unusable or reasons[-1]
             elif missing:
                 reasons.append(f"{where}: the parts of ranks {missing} are on no node")
             else:
@@ -105,11 +106,11 @@ def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_b
                     holders.append(part.rank if part.rank in on_nodes else on_nodes[0])
                 whole.append(LocalChoice(step, save, tuple(holders)))
         if len(whole) == 1:
-            return Verdict(whole[0], tuple(reasons), tuple(unusable))
+            return Verdict(whole[0], tuple(reasons), unusable)
         if whole:
             reasons.append(f"{where}: it was saved {len(whole)} times, and all of them are whole")
-            unusable.append(reasons[-1])
-    return Verdict(None, tuple(reasons), tuple(unusable))
+            unusable = unusable or reasons[-1]
+    return Verdict(None, tuple(reasons), unusable)
 
 
 def this_node() -> str:

@@ -296,8 +296,8 @@ class TieredCheckpointManager(Closing):
             newest = self._newest()  # without the damaged step
             skipped = f"step {durable} of the durable tier is damaged"
             return newest and newest._replace(skipped_reasons=(skipped, *newest.skipped_reasons))
-        if verdict.unusable:
-            raise CheckpointMismatchError(f"{verdict.unusable[0]}; {self._no_durable()}")
+        if verdict.unusable is not None:
+            raise CheckpointMismatchError(f"{verdict.unusable}; {self._no_durable()}")
         return None
 
     def _unrecorded(self, tier: LocalTier, durable: int) -> Verdict | None:
