@@ -25,7 +25,6 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,14 +87,11 @@ class Assigned:
         plan: the parts of tensors, by rank.
         to_ranks: what each rank is sent of it; None if it has it cached.
         stock: the plain values that rank 0 also writes on their own, for stock readers, by key.
-        objects_of_ranks: unique keys of the objects that each rank writes: its sharded objects; then, on rank 0, the
-            common state and the keys of `stock`.
     """
 
     plan: GlobalPlan
     to_ranks: Sequence[AssignedParts | None]
     stock: Mapping[str, Any]
-    objects_of_ranks: Sequence[Sequence[str]]
 
 
 def describe(state: ShardedStateDict, rank: int, *, policy: str, cached: CachedPlan, lists_values: bool) -> Held:
@@ -198,12 +194,10 @@ def assign(held: Held, agreed: Agreed, contents: Sequence[LocalContents], *, lis
     for path in flat.common if lists_values else ():
         if not is_below(path, scoped):
             stock.update(_stock_leaves(path, lookup(flat.state, path)))
-    objects = [list(parts.objects) for parts in plan.assigned]
-    taken = {COMMON_KEY, *plan.tensors.keys, *chain.from_iterable(objects)}  # names under which others are stored
-    for key in stock.keys() & taken:
+    others = {COMMON_KEY, *plan.tensors.keys}.union(*(parts.objects for parts in plan.assigned))
+    for key in stock.keys() & others:
         del stock[key]
-    objects[0] += [COMMON_KEY, *stock]
-    return Assigned(plan=plan, to_ranks=to_ranks, stock=stock, objects_of_ranks=objects)
+    return Assigned(plan=plan, to_ranks=to_ranks, stock=stock)
 
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,16 @@ from opt_checkpoint.dcp.saving import Assigned, Taken
 from opt_checkpoint.disk.data_file import crc32, file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter
 from opt_checkpoint.disk.foreign import MEGATRON_MARK, MEGATRON_MARKED, METADATA
-from opt_checkpoint.disk.index import PATHS, PIECE_BYTES, ByteRange, CheckpointIndex, Kind, StoredFile, StoredTensors
+from opt_checkpoint.disk.index import (
+    COMMON_KEY,
+    PATHS,
+    PIECE_BYTES,
+    ByteRange,
+    CheckpointIndex,
+    Kind,
+    StoredFile,
+    StoredTensors,
+)
 from opt_checkpoint.disk.manifest import encode_manifest
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.sharded import Path
@@ -159,11 +168,12 @@ def index_of(
     nbytes = np.prod(parts.sizes, axis=1) * itemsize
     sums_of_part = np.maximum(1, -(-nbytes // PIECE_BYTES))  # (parts,) number of checksums
     sums_of_rank = np.bincount(parts.rank, weights=sums_of_part, minlength=len(written)).tolist()
-    for rank, (file, own, objects) in enumerate(
-        zip(written, assigned.plan.assigned, assigned.objects_of_ranks, strict=True)
-    ):
+    for rank, (file, own) in enumerate(zip(written, assigned.plan.assigned, strict=True)):
+        objects = set(own.objects)
+        if rank == 0:
+            objects |= {COMMON_KEY, *assigned.stock}
         found = (file.parts_crc, len(file.places), len(file.sums), set(file.objects))
-        if found != (own.crc, len(own.box), sums_of_rank[rank], set(objects)):
+        if found != (own.crc, len(own.box), sums_of_rank[rank], objects):
             raise CheckpointValueError(
                 f"rank {rank} has not written the {len(own.box)} parts and {len(objects)} objects that were planned"
             )
