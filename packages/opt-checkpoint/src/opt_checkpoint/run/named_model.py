@@ -41,13 +41,13 @@ def sharded_model(
     ranks = ranks_of(process_group)
     modules = list(named_modules(model))
     described: dict[str, Any] = {}
-    describing: list[str] = []  # prefixes of modules that describe themselves, as Megatron-Core's do
+    describing: tuple[str, ...] = ()  # prefixes of modules that describe themselves, as Megatron-Core's do
     for module, _, _, name in modules:
         describe = getattr(module, "sharded_state_dict", None)
-        if describe is None or any(name.startswith(outer) for outer in describing):
+        if describe is None or name.startswith(describing):
             continue
         if "prefix" in inspect.signature(describe).parameters:
-            describing.append(name)
+            describing += (name,)
             described |= from_megatron(describe(prefix=name))
     entries = model.state_dict(keep_vars=True)
     values = {name: entries[key] for key, name in plain_names(modules, entries).items() if name not in described}
