@@ -155,6 +155,18 @@ def test_a_loss_scale_that_finds_its_level_is_no_finding(tmp_path: Path) -> None
     assert "Nothing unusual was found." in text
 
 
+def test_a_scale_far_below_the_last_one_that_fitted_is_a_finding(tmp_path: Path) -> None:
+    model = make().half()
+    config = OptimizerConfig(lr=3e-3, fp16=True, initial_loss_scale=2.0**8, loss_scale_window=1000, hysteresis=1)
+    optimizer = get_optimizer(config, [model])
+    optimizer.stats_every(1, directory=tmp_path)
+    train(model, optimizer, range(1, 12), lambda step, batch: batch.half() * (1000 if step in (2, 3, 4) else 1))
+    optimizer.recorder.write("end")
+    assert re.search(
+        r"First: at step 2 .* 3 steps were skipped with loss scale 256 to 64: it overflowed", said(tmp_path)
+    )
+
+
 def test_a_constant_scale_that_skips_to_the_end_is_a_finding(tmp_path: Path) -> None:
     """Was taken for one that finds its level."""
     model = make().half()
