@@ -120,7 +120,7 @@ class Optimizer(GradientStatistics):
                 built with (there a ValueError, too), weights were loaded into the model that the update would lose, or
                 parameters of a wrapped model were frozen since it was built. On an accelerator with several ranks the
                 step is skipped on the device, and the first access to its result, or the next step, raises it.
-            ReplicaError: on every rank, in the first step, if replicas differ after a load.
+            ReplicaError: on every rank, if replicas differ after a load or another write.
         """
         self.check_ready("a step", reads=False)
         if closure is not None:

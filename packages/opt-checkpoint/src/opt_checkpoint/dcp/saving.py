@@ -9,9 +9,14 @@
 
 `run.save_load.carry_out_save` calls them, and lists the collectives between them. Rank 0 decides who writes what:
 
-    tensors, plain ones included    `plan.assign_parts`: each part of a box once, by the least loaded rank that has it
-    sharded objects                 the rank with the main replica
-    other plain values              `assign`: rank 0
+    a box that one rank has      that rank, whole
+    a box that several have      `plan.assign_parts`: rows of it each, the least loaded first; whose replica is the main
+                                 one says what must be there, not who writes it
+    plain tensors                the same; under `"first_rank"`, the first rank that has it
+    sharded objects              the rank with the main replica
+    other plain values           `assign`: rank 0
+
+Every rank writes a file, even if it has nothing to write.
 
 The local tier does not plan: each rank writes all that it holds (`tiers.parts.save_part`).
 

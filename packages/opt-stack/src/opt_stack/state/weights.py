@@ -3,8 +3,13 @@
 Main values in fp32 or fp16 are copies: the next update would overwrite weights from elsewhere by the old ones. Whether
 weights agree with main values, and with the copies on other ranks, is only checked after a load, or after another write
 that torch counted (`_version`). Other steps only compare counts, and whether the model still has the parameters.
-`OptimizerStateGuard` asks in each step, and every rank refuses the step if weights would be lost on one, and the later
-steps as well, until `reload_model_params` or a load of state.
+Every rank refuses a step if weights would be lost on one, and the later steps as well, until `reload_model_params` or a
+load of state. In the order of a step:
+
+    `SharedCopies.check_first_step`   the copies of ranks, after a load before the first step      ReplicaError
+    `WrittenReplicas.at_start`        the same after a later write, in the next step, on devices   ReplicaError
+    `OptimizerStateGuard`             main values with parameters, of the pieces of this rank      UnusableGradientError
+    `WrittenReplicas`                 the copies of ranks after a later write, on a CPU            ReplicaError
 
 Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters, and
 so do averages of weights. After a write without a load of state, a step warns about these.
