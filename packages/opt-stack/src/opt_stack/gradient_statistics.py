@@ -131,7 +131,7 @@ class GradientStatistics(StateDicts):
     def report(self) -> str:
         """Return how many steps were applied, skipped and refused, why, and the numbers of the last record, as text.
 
-        Steps that an accelerator refused with an error are not counted, nor those of gradients released in backward.
+        Steps of gradients released in backward are not counted.
         """
         return self.recorder.report()
 

@@ -1,4 +1,4 @@
-"""Spikes: gradient norms and losses far above those of the last steps. Every rank refuses such a step.
+"""Spikes: gradient norms and losses far above those of the last steps. Every rank skips such a step.
 
     limit = mean + sigma * max(deviation, 1 % of |mean|)        of the last `window` values, each capped at its limit
 

@@ -5,8 +5,12 @@
            ─▶ first exchanges of matrices that ranks store parts of
            ─▶ one pass of updates for each unit ─▶ publish buffers that no later unit writes to
 
-A step that all ranks refuse ends after the verdict on a CPU: ranks exchange who is at fault (`Watch.on_refusal`), and
-each raises. An accelerator skips its updates, but publishes all the same: parameters that have not changed.
+Where one rank refuses a step, the others learn of it by the sums of flags: which guard, and on how many ranks. All then
+do the same:
+
+    on a CPU            raise the guard's error in `_decide`, after an exchange of who is at fault (`Watch.on_refusal`)
+    on an accelerator   update with `skip` set on the device, which changes nothing; publish the unchanged parameters;
+                        raise the error where the result is read, at the latest when the next step begins
 
 A *piece* is the part of a parameter that this rank updates. A *unit* is one rule with its pieces. A *source* has the
 gradients of one buffer, and publishes its parameters: sends new values to the ranks that hold them. A *family* is the
