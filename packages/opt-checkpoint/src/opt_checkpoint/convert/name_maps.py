@@ -78,7 +78,7 @@ def _mapped(rules: Sequence[NameRule], tensors: Tensors, *, known: int) -> Mappe
         rule = instance.rule
         sides = instance.sides
         names = instance.names
-        sizes = _sizes_of(instance, tensors)
+        sizes = _sizes_of(instance, tensors, known)
         made = dict(instance.names_on(1 - known, [sizes.stacks[name] for name in sides[known].stack]))
         ours = names if known == 0 else made
         theirs = made if known == 0 else names
@@ -164,14 +164,12 @@ class _Instance(NamedTuple):
     Args:
         rule: the rule.
         sides: ours and theirs.
-        known: which side is known: 0 for ours, 1 for theirs.
         common: values of the placeholders that both sides have in their names.
         names: the known tensors, by pattern and by the numbers that are axes on the other side.
     """
 
     rule: NameRule
     sides: _Sides
-    known: int
     common: dict[str, str]
     names: _Names
 
@@ -207,7 +205,7 @@ def _instances(rules: Sequence[NameRule], tensors: Tensors, known: int) -> list[
             stack = sides[1 - known].stack
             common = {k: v for k, v in values.items() if k not in stack}
             index = tuple(int(values[k]) for k in stack)
-            new = _Instance(rule, sides, known, common, {})
+            new = _Instance(rule, sides, common, {})
             instance = found.setdefault((rule, frozenset(common.items())), new)
             instance.names[pattern.text, index] = name
     if unmapped:
@@ -244,8 +242,8 @@ class _Sizes(NamedTuple):
         return ((name, by_pattern[text]) for (text, _), name in names.items())
 
 
-def _sizes_of(instance: _Instance, tensors: Tensors) -> _Sizes:
-    """The sizes of an instance, from the tensors of the known side.
+def _sizes_of(instance: _Instance, tensors: Tensors, known: int) -> _Sizes:
+    """The sizes of an instance, from the tensors of the known side: 0 for ours, 1 for theirs.
 
     Raises:
         CheckpointKeyError: a tensor is missing.
@@ -253,12 +251,12 @@ def _sizes_of(instance: _Instance, tensors: Tensors) -> _Sizes:
     """
     rule = instance.rule
     names = instance.names
-    side = instance.sides[instance.known]
-    other = instance.sides[1 - instance.known]
+    side = instance.sides[known]
+    other = instance.sides[1 - known]
     (text, _), name = next(iter(names.items()))
     counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
     within = [min(count, len(names) + 1) for count in counts]  # of larger numbers, one before them is missing
-    for place, wanted in instance.names_on(instance.known, within):
+    for place, wanted in instance.names_on(known, within):
         if place not in names:
             raise CheckpointKeyError(f"{wanted} is missing; {name} cannot be converted without it")
     first = tensors[name]
@@ -282,12 +280,12 @@ def _sizes_of(instance: _Instance, tensors: Tensors) -> _Sizes:
         )
     lengths = tuple(length * share // total for share in shares)
     padding = 0 if rule.rows is None else lengths[0] - rule.rows
-    if padding < 0 or (padding and instance.known == 1):
+    if padding < 0 or (padding and known == 1):
         raise CheckpointMismatchError(f"{name} of shape {list(first.shape)} does not have {rule.rows} rows: {rule}")
     stacks = dict(zip((*other.stack, *side.stack), (*counts, *first.shape)))
     their_lengths = lengths if rule.rows is None else (rule.rows,)
     sizes = _Sizes(stacks, block, rule.dim, (lengths, their_lengths), first.dtype)
-    for own, expected in sizes.described(instance.known, instance.sides, names):
+    for own, expected in sizes.described(known, instance.sides, names):
         found = tensors[own]
         if expected != found:
             raise CheckpointMismatchError(

@@ -195,8 +195,8 @@ def _read_header(path: Path) -> dict[str, Array]:
         if not isinstance(entries, dict):
             raise CheckpointCorruptError(f"its header is a {type(entries).__name__}, not an object")
         entries.pop(_METADATA, None)
-        arrays = {name: _array(path.name, name, entry, 8 + length) for name, entry in entries.items()}
         end = 8 + length
+        arrays = {name: _array(path.name, name, entry, end) for name, entry in entries.items()}
         for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
             if array.start != end:
                 raise CheckpointCorruptError(f"{name} begins at byte {array.start}, not at {end}")

@@ -354,7 +354,7 @@ def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorF
     else:
         tp = axes.tp
         replica = axes.dense
-    cuts = list(entry.cuts)
+    cuts = entry.cuts
     is_cut = marks.is_cut and tp.size > 1
     replica_id = (entry.copy, 0 if is_cut else tp.rank, replica.rank)
     options: dict[str, Any] = {"replica_id": replica_id, "has_mains": tensor.has_mains, "source": tensor.source}
@@ -370,7 +370,7 @@ def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorF
             segments = _segments(entry, tp, marks.dim)
             shape = tuple(tensor.data.shape)
             return ShardedTensorFactory(entry.key, tensor.data, segments=segments, local_shape=shape, **options)
-        cuts.append((marks.dim, tp.rank, tp.size))
+        cuts += ((marks.dim, tp.rank, tp.size),)
     return ShardedTensor.from_rank_offsets(entry.key, tensor.data, *cuts, **options)
 
 
