@@ -43,8 +43,7 @@ def test_known_cuts_and_their_places_in_the_global_tensor() -> None:
     whole = (7, 8, 3)
     offset = (6, 4, 0)
     shard = ShardedTensor("w", torch.zeros(5), torch.float32, shape, whole, offset, None, 0, 1, False, slice(1, 6))
-    found = [(b.box, b.start, b.stop) for b in boxes_of(shard)]
-    assert found == [(Box((6, 4, 1), (1, 1, 2)), 0, 2), (Box((6, 5, 0), (1, 1, 3)), 2, 5)]
+    assert list(boxes_of(shard)) == [(Box((6, 4, 1), (1, 1, 2)), 0), (Box((6, 5, 0), (1, 1, 3)), 2)]
 
 
 def first_overlap(boxes: list[Box]) -> tuple[int, int] | None:

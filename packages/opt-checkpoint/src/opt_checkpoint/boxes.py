@@ -72,11 +72,10 @@ class Box(NamedTuple):
 
 
 class FlatBox(NamedTuple):
-    """A box, and the run `[start, stop)` of the flattened local data that holds it."""
+    """A box, and the element of the flattened local data from which on its elements are a run."""
 
     box: Box
     start: int
-    stop: int
 
 
 def row_major_strides(shape: Shape) -> Shape:
@@ -124,13 +123,13 @@ def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
     if shard.flattened_range is None:
         box = Box(shard.global_offset, shard.global_block_shape)
         if box.numel:
-            yield FlatBox(box, 0, box.numel)
+            yield FlatBox(box, 0)
         return
     prepended = (1,) * shard.prepend_axis_num
     position = 0
     for local in cut_flat_range(shard.local_shape, *flat_bounds(shard.flattened_range)):
         whole = Box((0,) * shard.prepend_axis_num + local.offsets, prepended + local.sizes)
-        yield FlatBox(whole.moved(shard.global_offset), position, position + whole.numel)
+        yield FlatBox(whole.moved(shard.global_offset), position)
         position += whole.numel
 
 
@@ -148,7 +147,7 @@ def view_of(shard: ShardedTensor, flat_box: FlatBox, part: Box) -> Tensor:
     if shard.flattened_range is not None:
         if not values.is_contiguous():
             raise CheckpointValueError(f"{shard.key} holds a flat range in memory that is not contiguous")
-        values = values[flat_box.start : flat_box.stop].view(flat_box.box.sizes)
+        values = values.narrow(0, flat_box.start, flat_box.box.numel).view(flat_box.box.sizes)
     elif shard.prepend_axis_num:
         values = values[(None,) * shard.prepend_axis_num]
     return values if part == flat_box.box else flat_box.box.part_of(values, part)
