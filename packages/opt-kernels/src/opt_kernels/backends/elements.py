@@ -259,17 +259,19 @@ def uniform(works: Sequence[Work]) -> list[Works]:
     by_kind: dict[tuple[bool, bool], list[Work]] = {}
     for work in works:
         by_kind.setdefault((work.main is None, work.out is None), []).append(work)
-    found = []
-    for (is_joined, has_no_out), of_kind in by_kind.items():
-        grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, of_kind))
-        columns = Works(grads, mains=mains, states=states, outs=outs, matrices=matrices, firsts=firsts)
-        if is_joined:
-            columns.mains = None
-            columns.remainders = remainders
-        if has_no_out:
-            columns.outs = None
-        found.append(columns)
-    return found
+    return [in_columns(of_kind) for of_kind in by_kind.values()]
+
+
+def in_columns(works: Sequence[Work]) -> Works:
+    """`works` as columns. All of them have a main, or none has, and so for out."""
+    grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, works))
+    columns = Works(grads, mains=mains, states=states, outs=outs, matrices=matrices, firsts=firsts)
+    if mains[0] is None:
+        columns.mains = None
+        columns.remainders = remainders
+    if outs[0] is None:
+        columns.outs = None
+    return columns
 
 
 def in_order(batches: Sequence[Batch], codes: Sequence[str] = ()) -> list[Batch]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import LayoutError, compute_dtype, lies_in_order, uniform
+from opt_kernels.backends.elements import LayoutError, compute_dtype, in_columns, lies_in_order
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.launches import CALLS, Cut, Cutting, Launches, cut_sweeps
 from opt_kernels.codecs import StateCodec
@@ -140,7 +140,7 @@ def swept(round_: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches
 
     parts = []
     for (row, _, _), batch in groupby(tasks, kind):
-        parts += [(row, works) for works in uniform([task.work for task in batch])]
+        parts.append((row, in_columns([task.work for task in batch])))
     places = []
     for stack in round_.stacks:
         places.append((stack.begin, stack.first_slot, stack.slots, len(stack.tasks)))
