@@ -53,6 +53,19 @@ def test_a_checkpoint_becomes_a_state_dict_that_torch_loads(tmp_path: Path, trai
     assert (tmp_path / "x.pt").stat().st_size < 60 * (largest + 400)  # every tensor has a storage of its own
 
 
+def test_states_without_elements_become_a_file_that_torch_loads(tmp_path: Path) -> None:
+    """It refuses a storage that is longer than its tensor."""
+    model = nn.ParameterDict({"empty": nn.Parameter(torch.ones(0, 2)), "w": nn.Parameter(torch.ones(3))})
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(param.sum() for param in model.values()).backward()
+    optimizer.step()
+    save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
+    checkpoint_to_torch_file(tmp_path / "x", tmp_path / "x.pt")
+    for mmap in (False, True):
+        state_dict = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
+        assert_same_state(state_dict["state"], optimizer.state_dict()["state"])
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_state_dict_converts_for_every_sharding(tmp_path: Path, trained: Any, named: bool) -> None:
     model, _ = trained

@@ -108,7 +108,9 @@ def read_mapped(index: CheckpointIndex, stored: Mapping[str, StoredTensor], fold
     for number, (key, tensor) in enumerate(stored.items()):
         nbytes = tensor.nbytes
         memory = torch.from_file(str(folder / str(number)), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
-        mapped[key] = memory[:nbytes].view(tensor.dtype).view(tensor.shape)
+        # `torch.load` refuses an archive with memory that an empty tensor does not need.
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        mapped[key] = memory[:nbytes].view(tensor.dtype).view(tensor.shape) if nbytes else empty
     load_alone(mapped, Opened(index=index, common={}))
     return mapped
 
