@@ -393,12 +393,10 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     return flat
 
 
-def _with_stored_key(flat: FlatState, path: Path, value: S, scoped: dict[Path, ScopedState]) -> S:
-    """The value with its stored key: the value itself, or a shallow copy if its key is relative.
-
-    `scoped` has the scopes in the state, outer ones first.
-    """
-    at = next((place for place in reversed(scoped) if is_below(path, [place])), None)
+def _with_stored_key(flat: FlatState, path: Path, value: S, scoped: Mapping[Path, ScopedState]) -> S:
+    """The value with its stored key: the value itself, or a shallow copy if its key is relative."""
+    outer = (path[:n] for n in range(len(path), -1, -1))
+    at = next((place for place in outer if place in scoped), None)
     if at is None:
         return value
     flat.relative[path] = Relative(at, value.key)
