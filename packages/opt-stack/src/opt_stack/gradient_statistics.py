@@ -131,7 +131,8 @@ class GradientStatistics(StateDicts):
     def report(self) -> str:
         """Return how many steps were applied, skipped and refused, why, and the numbers of the last record, as text.
 
-        Steps of gradients released in backward are not counted.
+        Steps of gradients released in backward are not counted, nor those that `prepare_grads` or `clip_grad_norm_`
+        refuses with an error on an accelerator.
         """
         return self.recorder.report()
 

@@ -10,8 +10,8 @@
 `run.save_load.carry_out_save` calls them, and lists the collectives between them. Rank 0 decides who writes what:
 
     a box that one rank has      that rank, whole
-    a box that several have      `plan.assign_parts`: rows of it each, the least loaded first; whose replica is the main
-                                 one says what must be there, not who writes it
+    a box that several have      `plan.assign_parts`: the least loaded of them; of a large one, rows each. Whose replica
+                                 is the main one says what must be there, not who writes it
     plain tensors                the same; under `"first_rank"`, the first rank that has it
     sharded objects              the rank with the main replica
     other plain values           `assign`: rank 0
