@@ -152,10 +152,11 @@ class AdaptiveMuon(MatrixOptimizer):
 
     @classmethod
     def rule_with(cls, given: Options) -> Rule:
-        muon = build_rule(MuonRule, {name: given[name] for name in (*_MUON, "nesterov", "backend")})
-        method = cls.method or given["moment2_method"]
-        lines = Lines(given.get("lines", Lines.ROWS))
-        return AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=lines)
+        return AdaptiveMuonRule(
+            muon=build_rule(MuonRule, {name: given[name] for name in (*_MUON, "nesterov", "backend")}),
+            second_moment=SecondMoment(cls.method or given["moment2_method"]),
+            lines=Lines(given.get("lines", Lines.ROWS)),
+        )
 
 
 class NorMuon(AdaptiveMuon):

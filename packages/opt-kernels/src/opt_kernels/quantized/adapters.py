@@ -154,10 +154,14 @@ def _recipe_of(tensor: Any) -> str:
 def _adapted(tensor: Any, form: Form, recipe: str) -> AdaptedTensor:
     codes = getattr(tensor, form.codes).detach()
     kind = AdaptedTensor if form.scales else WholeTensor
-    shape = torch.Size(tensor.shape)
-    flat = codes.view(-1).view(torch.uint8)
-    none = codes.new_empty(0, dtype=torch.uint8)
-    made = kind(tensor=tensor, form=form, recipe=RECIPES[recipe], shape=shape, codes=flat, scales=none)
+    made = kind(
+        tensor=tensor,
+        form=form,
+        recipe=RECIPES[recipe],
+        shape=torch.Size(tensor.shape),
+        codes=codes.view(-1).view(torch.uint8),
+        scales=codes.new_empty(0, dtype=torch.uint8),
+    )
     if not form.scales:
         return made
     scales = _unpadded(getattr(tensor, form.scales).detach(), made).float()

@@ -224,10 +224,13 @@ class QuantizedParam:
 
     def cloned(self, device: torch.device) -> "QuantizedParam":
         """A copy on the given device, without `source`."""
-        codes = self.codes.to(device, copy=True)
-        scales = self.scales.to(device, copy=True)
-        history = None if self.history is None else self.history.to(device, copy=True)
-        return QuantizedParam(recipe=self.recipe, shape=self.shape, codes=codes, scales=scales, history=history)
+        return QuantizedParam(
+            recipe=self.recipe,
+            shape=self.shape,
+            codes=self.codes.to(device, copy=True),
+            scales=self.scales.to(device, copy=True),
+            history=None if self.history is None else self.history.to(device, copy=True),
+        )
 
     def _write_scales(self, at: slice, scales: Tensor, unchanged: Tensor | None) -> None:
         target = self.scales[at]
