@@ -205,7 +205,7 @@ def whole(session: nox.Session, part: str) -> None:
 
 @nox.session(default=False)
 def planted(session: nox.Session) -> None:
-    """A hundred faults in the sources, drawn by a seed: at least 95 are noticed by the default tests."""
+    """A hundred faults in the sources, drawn by a seed, and which of them the default tests do not notice."""
     install(session, groups=("test", "kernels", "extras"))
     session.run("python", "integration_tests/project/plant_faults.py", *session.posargs)
 
