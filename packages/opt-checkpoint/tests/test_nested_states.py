@@ -30,6 +30,7 @@ from opt_checkpoint import (
     CheckpointKeyError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    ScopedState,
     ShardedTensor,
     StrictHandling,
     load,
@@ -44,7 +45,7 @@ from opt_checkpoint import (
     sharded_optimizer,
     verify_checkpoint,
 )
-from opt_checkpoint.state.tree import ScopedState, flatten_state
+from opt_checkpoint.state import flatten_state
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
