@@ -49,7 +49,7 @@ _MEMOIZED = b"\x940"  # MEMOIZE, POP
 _TEXTS = (
     "state_dict_metadata planner_data storage_data storage_meta version properties size "
     "chunks offsets sizes fqn index offset relative_path length"
-)
+).split()
 
 
 @dataclass
@@ -141,7 +141,7 @@ def encode_dcp_metadata(
     """
     memo = _Memo()
     c = tensors.columns
-    for constant in (*_CLASSES, *_TEXTS.split()):
+    for constant in (*_CLASSES, *_TEXTS):
         memo.number(constant)
     numbers = []
     for name in tensors.dtypes:

@@ -10,7 +10,8 @@ do the same:
 
     on a CPU            raise the guard's error in `_decide`, after an exchange of who is at fault (`Watch.on_refusal`)
     on an accelerator   update with `skip` set on the device, which changes nothing; publish the unchanged parameters;
-                        raise the error where the result is read, at the latest when the next step begins
+                        raise the error where the result is read, at the latest when the next step begins;
+                        `prepare_grads` reads the verdict, and raises it before an update
 
 A *piece* is the part of a parameter that this rank updates. A *unit* is one rule with its pieces. A *source* has the
 gradients of one buffer, and publishes its parameters: sends new values to the ranks that hold them. A *family* is the

@@ -228,41 +228,13 @@ def _get_megatron_optimizer_based_on_param_groups(
                     f"per_model_buffers[{number}] holds buffers that no chunk of model_chunks has; pass the "
                     "synced_buffers of chunks in DistributedDataParallel, or None"
                 )
-        dp = data_parallel_group
-        mp = model_parallel_group
-        if dp is None:
-            if mp is not None or intra_dist_opt_group is not None:
-                raise ConfigError(
-                    "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters"
-                )
-            return None
-        if data_parallel_group_gloo is not None and data_parallel_group_gloo.size() != dp.size():
-            raise ConfigError(
-                f"data_parallel_group_gloo has {data_parallel_group_gloo.size()} ranks, data_parallel_group "
-                f"{dp.size()}; pass the same ranks"
-            )
-        expected = dp.size() * (1 if mp is None else mp.size())
-        if intra_dist_opt_group is not None and intra_dist_opt_group.size() != expected:
-            raise ConfigError(
-                f"intra_dist_opt_group has {intra_dist_opt_group.size()} ranks, but data_parallel_group and "
-                f"model_parallel_group span {expected}; norms are summed over all of these"
-            )
-        # Else norms would count replicated parameters repeatedly.
-        if tensor_parallel_group is None and mp is not None and mp.size() > 1:
-            for meta in describe(model_chunks).values():
-                if meta.tensor_parallel:
-                    raise ConfigError(
-                        f"parameter {str(meta.id)!r} is cut by tensor parallelism, but tensor_parallel_group=None; "
-                        "pass it"
-                    )
-        return ProcessGroups(
-            dp=dp,
-            expt_dp=dp,
-            mp=mp,
-            tp_ep_pp=mp,
+        return _process_groups(
+            model_chunks,
+            dp=data_parallel_group,
+            gloo=data_parallel_group_gloo,
+            mp=model_parallel_group,
             intra_dist_opt=intra_dist_opt_group,
             tp=tensor_parallel_group,
-            expt_tp=tensor_parallel_group,
         )
 
     everyone = world() if intra_dist_opt_group is None else TorchComm(intra_dist_opt_group)
@@ -271,3 +243,36 @@ def _get_megatron_optimizer_based_on_param_groups(
     return get_optimizer_based_on_param_groups(
         layer_wise(config, rules), model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
     )
+
+
+_Ranks = ProcessGroup | None
+
+
+def _process_groups(
+    model_chunks: ModelChunks, *, dp: _Ranks, gloo: _Ranks, mp: _Ranks, intra_dist_opt: _Ranks, tp: _Ranks
+) -> ProcessGroups | None:
+    """Return the groups of ranks by role, None for the world. Raises ConfigError if they contradict each other."""
+    if dp is None:
+        if mp is not None or intra_dist_opt is not None:
+            raise ConfigError(
+                "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters"
+            )
+        return None
+    if gloo is not None and gloo.size() != dp.size():
+        raise ConfigError(
+            f"data_parallel_group_gloo has {gloo.size()} ranks, data_parallel_group {dp.size()}; pass the same ranks"
+        )
+    expected = dp.size() * (1 if mp is None else mp.size())
+    if intra_dist_opt is not None and intra_dist_opt.size() != expected:
+        raise ConfigError(
+            f"intra_dist_opt_group has {intra_dist_opt.size()} ranks, but data_parallel_group and "
+            f"model_parallel_group span {expected}; norms are summed over all of these"
+        )
+    # Else norms would count replicated parameters repeatedly.
+    if tp is None and mp is not None and mp.size() > 1:
+        for meta in describe(model_chunks).values():
+            if meta.tensor_parallel:
+                raise ConfigError(
+                    f"parameter {str(meta.id)!r} is cut by tensor parallelism, but tensor_parallel_group=None; pass it"
+                )
+    return ProcessGroups(dp=dp, expt_dp=dp, mp=mp, tp_ep_pp=mp, intra_dist_opt=intra_dist_opt, tp=tp, expt_tp=tp)

@@ -11,7 +11,7 @@ from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mea
 from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.hooks import check_numbers
 from opt_kernels.matrices import Decay
-from opt_kernels.params import Groups
+from opt_kernels.params import RULE, Groups
 from opt_kernels.rules import (
     AdaptiveMuonRule,
     ElementwiseRule,
@@ -370,7 +370,7 @@ def warn_of_unread_fields(groups: Groups, registry: Registry, config: OptimizerC
     It is a warning, because configurations of Megatron-Core have numbers of several rules. `groups` are those of the
     whole model.
     """
-    rules = sorted({group["optimizer"] for group in groups})
+    rules = sorted({group[RULE] for group in groups})
     read = frozenset[str]().union(*(registry.fields_read(name, config) for name in rules))
     unread = [f"{name}={getattr(config, name)!r}" for name in changed_fields(config, RULE_FIELDS - read)]
     if unread:
