@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
@@ -30,7 +29,6 @@ from opt_checkpoint import (
     CheckpointKeyError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    ScopedState,
     ShardedTensor,
     StrictHandling,
     load,
@@ -45,7 +43,6 @@ from opt_checkpoint import (
     sharded_optimizer,
     verify_checkpoint,
 )
-from opt_checkpoint.state import flatten_state
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -693,21 +690,3 @@ def test_none_warns_of_sharded_tensors_that_it_does_not_load(tmp_path: Path, cap
     caplog.clear()
     load({"m": sharded_model(model), "step": None, "ema": None}, tmp_path / "x")
     assert caplog.text.count("None at") == 0
-
-
-def test_the_work_for_many_scopes_grows_with_their_number_only() -> None:
-    """A model may have an optimizer for each of a thousand parameters."""
-
-    def calls(scopes: int) -> int:
-        state = {str(n): ScopedState({"w": sharded_like("w", torch.zeros(1))}) for n in range(scopes)}
-        events: list[str] = []
-        earlier = sys.getprofile()
-        sys.setprofile(lambda frame, event, arg: events.append(event))
-        try:
-            flatten_state(state)
-        finally:
-            sys.setprofile(earlier)
-        return len(events)
-
-    calls(1)  # fills caches
-    assert calls(80) < 2.5 * calls(40)

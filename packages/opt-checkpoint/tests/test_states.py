@@ -1,5 +1,6 @@
 """Nested states and factories: paths, prefixes, building and merging; lists never meet by position."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from opt_checkpoint import (
     CheckpointingException,
     LocalNonpersistentObject,
     PerParam,
+    ScopedState,
     Segment,
     ShardedTensor,
     ShardedTensorFactory,
@@ -26,6 +28,7 @@ from opt_checkpoint import (
     save,
     sharded_like,
 )
+from opt_checkpoint.state import flatten_state
 from opt_checkpoint.state.tree import leaves
 
 
@@ -216,3 +219,21 @@ def test_wider_parameters_and_mains_are_read_from_each_other(tmp_path: Path) -> 
     load({"w": narrow, "m": main}, tmp_path / "fp32")
     assert torch.equal(main.data, exact)
     assert torch.equal(narrow.data, exact.bfloat16())
+
+
+def test_the_work_for_many_scopes_grows_with_their_number_only() -> None:
+    """A model may have an optimizer for each of a thousand parameters."""
+
+    def calls(scopes: int) -> int:
+        state = {str(n): ScopedState({"w": sharded_like("w", torch.zeros(1))}) for n in range(scopes)}
+        events: list[str] = []
+        earlier = sys.getprofile()
+        sys.setprofile(lambda frame, event, arg: events.append(event))
+        try:
+            flatten_state(state)
+        finally:
+            sys.setprofile(earlier)
+        return len(events)
+
+    calls(1)  # fills caches
+    assert calls(80) < 2.5 * calls(40)

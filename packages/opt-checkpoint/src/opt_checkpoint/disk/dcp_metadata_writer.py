@@ -47,9 +47,22 @@ _REFERENCE = b"j"  # LONG_BINGET, of four
 _SHORT_REFERENCE = b"h"  # BINGET of one byte
 _MEMOIZED = b"\x940"  # MEMOIZE, POP
 _TEXTS = (
-    "state_dict_metadata planner_data storage_data storage_meta version properties size "
-    "chunks offsets sizes fqn index offset relative_path length"
-).split()
+    "state_dict_metadata",
+    "planner_data",
+    "storage_data",
+    "storage_meta",
+    "version",
+    "properties",
+    "size",
+    "chunks",
+    "offsets",
+    "sizes",
+    "fqn",
+    "index",
+    "offset",
+    "relative_path",
+    "length",
+)
 
 
 @dataclass
