@@ -340,7 +340,7 @@ class Optimizer(GradientStatistics):
                 piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
         for unit, piece in self._held.values():
             if unit.averages.specs:
-                unit.averages.restart_(piece, unit.averages.names)
+                unit.averages.restart_(piece)
             elif self.evaluation.keeps_weights_of(unit):
                 reset_state_(unit, piece)
         self.loaded_weights.note_state_load()

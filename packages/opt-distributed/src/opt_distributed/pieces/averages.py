@@ -13,14 +13,13 @@ There, main values and the parameter are W + beta B, and W is a state, because i
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.pieces.offload import HostMain
-from opt_distributed.pieces.piece import Group, OwnedPiece, Update
+from opt_distributed.pieces.piece import OwnedPiece, Update
 from opt_kernels.params import Main
 from opt_kernels.works import StateKind, StateSpec
 
@@ -51,15 +50,15 @@ class WeightAverages:
         """Create the averages of a piece, whose main values these are."""
         piece.state |= {name: torch.zeros_like(main, dtype=torch.float32) for name in self.names}
         piece.state[STEPS] = main.new_zeros((), dtype=torch.int64)
-        self.restart_(piece, self.names)
+        self.restart_(piece)
 
-    def restart_(self, piece: OwnedPiece, names: Collection[str]) -> None:
-        """Let the averages of these names begin anew with the weights, at the piece's number of steps.
+    def restart_(self, piece: OwnedPiece, loaded: Collection[str] = ()) -> None:
+        """Let the averages begin anew with the weights, at the piece's number of steps, except those `loaded`.
 
         They follow later writes of other code until the next step, as after a load of state before that of weights.
         """
-        piece.following = set(names)
-        if STEPS in names:
+        piece.following = set(self.names).difference(loaded)
+        if STEPS in piece.following:
             piece.state[STEPS].fill_(piece.step)
         elif not int(piece.state.get(STEPS, 1)):  # no step was averaged
             piece.following = set(self.names)
@@ -90,8 +89,24 @@ class WeightAverages:
         weights = _weights(piece, piece.main)
         return torch.lerp(weights, piece.state[EMA], self.config.ema_share) if EMA in self.names else weights
 
+    def scheduled(self, pieces: Sequence[OwnedPiece]) -> list[float]:
+        """The decay of each piece in the next step, by a schedule; empty without one.
+
+        The host waits for the numbers of steps. Raises ConfigError for a decay that is not allowed.
+        """
+        schedule = self.config.ema_decay
+        if not callable(schedule) or not pieces:
+            return []
+        numbers = (torch.stack([piece.state[STEPS] for piece in pieces]) + 1).tolist()
+        decays = {}
+        for number in set(numbers):
+            decays[number] = decay = schedule(number)
+            if not 0 <= decay < 1:
+                raise ConfigError(f"ema_decay: the schedule returned {decay!r} for step {number}; must be in [0, 1)")
+        return [decays[number] for number in numbers]
+
     @torch.no_grad()
-    def update_(self, pieces: Sequence[OwnedPiece], update: Update) -> None:
+    def update_(self, pieces: Sequence[OwnedPiece], update: Update, scheduled: Sequence[float]) -> None:
         """Average all `pieces` of a unit, of which a rule has updated those that are ready.
 
         If `update.skip` is set, nothing changes.
@@ -101,52 +116,31 @@ class WeightAverages:
         steps = [piece.state[STEPS] for piece in pieces]
         skip = torch.zeros_like(steps[0], dtype=torch.bool) if update.skip is None else update.skip
         torch._foreach_add_(steps, [(~skip).long()] * len(steps))  # one tensor would be read by the host
-        has_begun = torch.stack(steps) > self.config.ema_from_step
-        rows = list(zip((piece.group for piece in pieces), self._numbers(pieces), strict=True))
-        shares = {}
-        for at, number in set(rows) if EMA in self.names else ():
-            shares[at, number] = _share(1.0 - self._decay(update.groups[at], number), skip)
+        if self.looks_ahead:
+            self._look_ahead_(update, skip)
+        if EMA not in self.names:
+            return
+        # A schedule that raised an error has none: the step is skipped.
+        decays = scheduled or [update.groups[piece.group].get("ema_decay", 0.0) for piece in pieces]
+        shares = {decay: _share(1.0 - decay, skip) for decay in set(decays)}
         updated = set(map(id, update.ready.pieces))
-        for piece, row, begun in zip(pieces, rows, has_begun.unbind(), strict=True):
-            is_updated = id(piece) in updated
-            if is_updated and self.looks_ahead:
-                self._look_ahead_(piece, update.groups[piece.group]["ema_nesterov_beta"], skip)
-            if EMA in self.names:
-                weights = _weights(piece, piece.main.updated if is_updated else piece.main)
-                piece.state[EMA].lerp_(weights, torch.where(begun, shares[row], ~skip))
+        has_begun = torch.stack(steps) > self.config.ema_from_step
+        for piece, decay, begun in zip(pieces, decays, has_begun.unbind(), strict=True):
+            weights = _weights(piece, piece.main.updated if id(piece) in updated else piece.main)
+            piece.state[EMA].lerp_(weights, torch.where(begun, shares[decay], ~skip))
 
-    def check(self, pieces: Sequence[OwnedPiece]) -> None:
-        """Call a schedule for the next step. Raises ConfigError for a value that is not allowed."""
-        for number in set(self._numbers(pieces)) if callable(self.config.ema_decay) else ():
-            self._decay({}, number + 1)
-
-    def _numbers(self, pieces: Sequence[OwnedPiece]) -> list[int]:
-        """How many steps the averages of each piece contain, which a schedule reads: the host waits for them, once."""
-        if not callable(self.config.ema_decay) or not pieces:
-            return [0] * len(pieces)
-        return [int(count) for count in torch.stack([piece.state[STEPS] for piece in pieces]).tolist()]
-
-    def _decay(self, group: Group, number: int) -> Any:
-        """The decay of a group, or of all by a schedule in the step of this number, 0 in one that is skipped."""
-        schedule = self.config.ema_decay
-        if not callable(schedule):
-            return group["ema_decay"]
-        step = max(number, 1)
-        decay = schedule(step)
-        if not 0 <= decay < 1:
-            raise ConfigError(f"ema_decay: the schedule returned {decay!r} for step {step}; must be in [0, 1)")
-        return decay
-
-    def _look_ahead_(self, piece: OwnedPiece, beta: float | Tensor, skip: Tensor) -> None:
-        main = piece.main.updated
-        base = piece.state[BASE]
-        changes = piece.state[CHANGES]
-        new = main.value()
-        changes.lerp_(new - base, _share(1.0 - self.config.ema_nesterov_gamma, skip))
-        # In two steps, since a fused product would depend on how tensors are cut.
-        ahead = (changes * beta).add_(new)
-        base.copy_(torch.where(skip, base, new))
-        main.set_(torch.where(skip, new, ahead))
+    def _look_ahead_(self, update: Update, skip: Tensor) -> None:
+        share = _share(1.0 - self.config.ema_nesterov_gamma, skip)
+        for piece in update.ready.pieces:
+            main = piece.main.updated
+            base = piece.state[BASE]
+            changes = piece.state[CHANGES]
+            new = main.value()
+            changes.lerp_(new - base, share)
+            # In two steps, since a fused product would depend on how tensors are cut.
+            ahead = (changes * update.groups[piece.group]["ema_nesterov_beta"]).add_(new)
+            base.copy_(torch.where(skip, base, new))
+            main.set_(torch.where(skip, new, ahead))
 
 
 NO_AVERAGES = WeightAverages(OptimizerConfig())

@@ -61,6 +61,7 @@ class Unit:
         self._kinds = kinds_of(self.pieces)
         self._runs: list[PieceRun] = []  # of all pieces
         self._counts: list[Count] = []  # of all pieces, when `_runs` were made
+        self._decays: list[float] = []  # of the averages in the next step, by a schedule
         self._readers: list[ReadGrads] = []  # of all pieces, in order
         for source, pieces in groupby(self.pieces, key=_SOURCE):
             self._readers.append(source.reader([(piece.id, piece.of_param) for piece in pieces]))
@@ -78,7 +79,7 @@ class Unit:
         """
         if self.averages.specs:
             self.averages.follow_(self.pieces)
-            self.averages.check(self.pieces)
+            self._decays = self.averages.scheduled(self.pieces)
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
@@ -159,7 +160,7 @@ class Unit:
                 if sender is not None and order:
                     sender.sync.updated([piece.id for run in runs for piece in run.pieces])
             if self.averages.specs and not here.is_skipped:  # all pieces, also those without a gradient in this step
-                self.averages.update_(self.pieces, here)
+                self.averages.update_(self.pieces, here, self._decays)
                 self.note_averaged()
         if self.host is not None and here.ready.pieces:
             self.host.return_(here.ready.pieces)
