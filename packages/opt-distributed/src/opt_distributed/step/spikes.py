@@ -73,16 +73,12 @@ class Spikes:
             raise ValueError(f"spikes={state!r}; a dict of {' and '.join(SERIES)} is needed")
         rows = []
         for name in SERIES:
-            num_above, *values = _row(state.get(name) or {}, name)
-            rows.append([num_above, *([math.nan] * self.window + values)[-self.window :]])
+            saved = state.get(name) or {}
+            try:
+                row = [float(number) for number in (saved.get("num_above", 0), *saved.get("values", ()))]
+            except (AttributeError, OverflowError, TypeError, ValueError):
+                row = [math.nan]
+            if row[0] < 0 or not all(map(math.isfinite, row)):
+                raise ValueError(f"spikes: {name}={saved!r}; values must be finite numbers, and num_above a count")
+            rows.append([row[0], *([math.nan] * self.window + row[1:])[-self.window :]])
         self._rows.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
-
-
-def _row(saved: Mapping[str, Any], name: str) -> list[float]:
-    try:
-        row = [float(number) for number in (saved.get("num_above", 0), *saved.get("values", ()))]
-    except (AttributeError, OverflowError, TypeError, ValueError):
-        row = [math.nan]
-    if row[0] < 0 or not all(map(math.isfinite, row)):
-        raise ValueError(f"spikes: {name}={saved!r}; values must be finite numbers, and num_above a count")
-    return row

@@ -10,7 +10,7 @@ from opt_kernels.matrices import access
 from opt_kernels.matrices.muon import MOMENTUM, scale_parts_
 from opt_kernels.rules.base import WEIGHTS, WholeMatrices
 from opt_kernels.rules.muon import NewtonSchulzRule
-from opt_kernels.works import Hyper, Number, Skip, StateKind, StateSpec, Task
+from opt_kernels.works import Number, Skip, StateKind, StateSpec, Task
 
 LEAST = 1e-12  # length of a row: rows of zeros have no direction
 CHANGED = 2.0**-8
@@ -74,18 +74,19 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
         tangent = inputs - grad_of_magnitude * unit
         momentum.lerp_(magnitude / norm * tangent, access.weight_for(momentum, 1.0 - hyper.momentum))
         steps = self.directions(tasks, momentum, False)
-        for step in steps:
-            scale_parts_(work, step, self.scales(work))
+        scale_parts_(work, steps, self.scales(work))
         direction = norm * unit - hyper.lr * steps
         norm = torch.linalg.vector_norm(direction, dim=-1, keepdim=True).clamp_min(LEAST)
-        magnitude = magnitude - hyper.lr * _adam_(avg, avg_sq, grad_of_magnitude, hyper)
+        beta1, beta2 = hyper.betas
+        avg.lerp_(grad_of_magnitude, access.weight_for(avg, 1.0 - beta1))
+        avg_sq.lerp_(grad_of_magnitude.square(), access.weight_for(avg_sq, 1.0 - beta2))
+        mean = avg / (1.0 - beta1**hyper.step)
+        mean_sq = avg_sq / (1.0 - beta2**hyper.step)
+        magnitude = magnitude - hyper.lr * (mean / (mean_sq.sqrt() + hyper.eps))
         magnitude = magnitude * (1.0 - hyper.lr * hyper.weight_decay)
-        new = {MOMENTUM: momentum}
-        for name, values in zip(OF_ROWS, (magnitude, norm, avg, avg_sq), strict=True):
-            new[name] = values.squeeze(-1)
-        for name, values in new.items():
+        for name, values in zip((MOMENTUM, *OF_ROWS), (momentum, magnitude, norm, avg, avg_sq), strict=True):
             kept = [task.work.state[name] for task in tasks]
-            access.assign_(kept, values.to(kept[0].dtype), skip)
+            access.assign_(kept, values.view(-1, *kept[0].shape), skip)
         moved: Tensor = magnitude / norm * direction
         return moved
 
@@ -97,13 +98,3 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
 def _stacked(tasks: Sequence[Task], name: str, dtype: torch.dtype) -> Tensor:
     """The state `name` of works of one layout, a new tensor."""
     return torch.stack([task.work.state[name].to(dtype) for task in tasks])
-
-
-def _adam_(avg: Tensor, avg_sq: Tensor, grad: Tensor, hyper: Hyper) -> Tensor:
-    """The update of Adam for a gradient. Its averages are updated in place."""
-    beta1, beta2 = hyper.betas
-    avg.lerp_(grad, access.weight_for(avg, 1.0 - beta1))
-    avg_sq.lerp_(grad.square(), access.weight_for(avg_sq, 1.0 - beta2))
-    mean = avg / (1.0 - beta1**hyper.step)
-    mean_sq = avg_sq / (1.0 - beta2**hyper.step)
-    return mean / (mean_sq.sqrt() + hyper.eps)
