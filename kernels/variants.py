@@ -12,7 +12,7 @@ from opt_kernels.backends.triton.grad_stats import SUM_BLOCK, stats_sweep, stats
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import fill_scalars
 from opt_kernels.backends.triton.update import kernels_of, state_options
-from opt_kernels.codecs import codec_for, stochastic
+from opt_kernels.codecs import codec_for
 from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
@@ -49,7 +49,7 @@ def update(
     codecs = {}
     for state, dtype in zip(formula.states, dtypes, strict=True):
         codec = codec_for(state.name, dtype, signed=state.signed)
-        codecs[state.name] = stochastic(codec) if state.name in slow else codec
+        codecs[state.name] = replace(codec, stochastic=True) if state.name in slow else codec
     kept = formats(states=dtypes, **of)
     extra = state_options(kept, codecs) | {"STOCHASTIC_ROUNDING": stochastic_rounding}
     one = sweep(name, kernels_of(formula).sweep, kept, codecs, extra)

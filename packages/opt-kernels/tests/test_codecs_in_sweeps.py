@@ -22,7 +22,7 @@ from tiers import NIGHT
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import version
-from opt_kernels.codecs import StateCodec, codec_for, init_state, narrow, scale_name, stochastic
+from opt_kernels.codecs import StateCodec, codec_for, init_state, narrow, scale_name
 from opt_kernels.formulas import Formula, State
 from opt_kernels.rules import SGD
 from opt_kernels.works import Batch, Hyper, Work
@@ -162,7 +162,7 @@ def test_values_are_written_as_by_the_reference(
 
 
 BFLOAT16 = {f"bf16-{signed}": (codec_for("x", torch.bfloat16, signed=signed), signed) for signed in (True, False)}
-STOCHASTIC = {name: (stochastic(codec), signed) for name, (codec, signed) in (CODECS | BFLOAT16).items()}
+STOCHASTIC = {name: (replace(codec, stochastic=True), signed) for name, (codec, signed) in (CODECS | BFLOAT16).items()}
 PLACES = ((0, 1), (64, 2**20 + 17), (33, 5), (2**38 - 192, 7), (2**40 + 1, 2**31 - 1))
 
 

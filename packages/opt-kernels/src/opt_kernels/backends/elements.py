@@ -119,7 +119,7 @@ def write_main_(work: Work, value: Tensor, words: Tensor | None = None) -> None:
         work.out.copy_(value)
 
 
-def rounds_stochastically(main: torch.dtype) -> bool:
+def rounds_stochastically(main: torch.dtype | None) -> bool:
     """Whether stochastic rounding applies to mains of this dtype. Raises LayoutError if it does not support them."""
     if main is torch.float16:
         raise LayoutError(

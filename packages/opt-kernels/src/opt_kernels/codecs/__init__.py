@@ -16,12 +16,11 @@ from opt_kernels.codecs.codec import (
     scheme_of,
     stalls,
     state_specs,
-    stochastic,
     without_outliers,
 )
 from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [
     "BLOCK", "TINY", "CodecError", "Codecs", "Plain", "Scaled", "StateCodec", "codec_for", "codecs_of", "init_state",
-    "join", "rows_of", "scale_name", "scheme_of", "split_", "stalls", "state_specs", "stochastic", "without_outliers",
+    "join", "rows_of", "scale_name", "scheme_of", "split_", "stalls", "state_specs", "without_outliers",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ an element to zero (`without_outliers`); its weight is updated as with states in
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -252,11 +252,6 @@ def stalls(codec: StateCodec, beta: Scalar | str) -> bool:
     if not (codec.signed or codec.block):
         half_unit /= 2
     return half_unit * float(beta) > STALLED * (1 - float(beta))
-
-
-def stochastic(codec: StateCodec) -> StateCodec:
-    """The codec that rounds stochastically."""
-    return replace(codec, stochastic=True)
 
 
 def codecs_of(rule: object) -> Codecs:

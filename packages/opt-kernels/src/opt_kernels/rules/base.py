@@ -17,7 +17,7 @@ from torch import Tensor
 from opt_kernels import codecs as codec
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import read_main, skipped
-from opt_kernels.codecs import Codecs, StateCodec, codec_for, stalls, state_specs, stochastic
+from opt_kernels.codecs import Codecs, StateCodec, codec_for, stalls, state_specs
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, State, number_of
 from opt_kernels.formulas.lion import LION
@@ -379,7 +379,7 @@ class ElementwiseRule:
         """The codec of a state: stochastic for an average that would stop short of its input, for these numbers."""
         codec = self.codecs[state.name]
         if state.beta and codec.dtype.itemsize < 4 and stalls(codec, number_of(hyper, state.beta, self.formula)):
-            return stochastic(codec)
+            return replace(codec, stochastic=True)
         return codec
 
 

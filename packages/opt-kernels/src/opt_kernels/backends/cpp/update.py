@@ -62,7 +62,7 @@ class Formats(NamedTuple):
         """The macros of `update.h`. A missing out gets a type that is not used."""
         main = self.remainder if self.main is None else self.main
         assert main is not None
-        rounds = stochastic_rounding and self.main is torch.bfloat16
+        rounds = stochastic_rounding and elements.rounds_stochastically(self.main)
         return {
             "GRAD": UPDATE_TYPES[self.grad],
             "MAIN": REMAINDER_TYPES.get(main) or UPDATE_TYPES[main],
@@ -156,7 +156,7 @@ def _swept(
 ) -> bool:
     """Update the works of a sweep on as many threads as torch uses. False if it is not supported or cannot be
     compiled."""
-    if sweep.codecs is None or (stochastic_rounding and sweep.formats.main is torch.float16):
+    if sweep.codecs is None:
         return False
     macros = sweep.formats.macros(stochastic_rounding=stochastic_rounding)
     compiled = attempt(sweep_source(formula, sweep.codecs), **macros)

@@ -160,7 +160,7 @@ def write_main(
         store(out, at, n, upper_half(p), FULL)
         store(main, at, n, lower_half(p), FULL)
     else:
-        if STOCHASTIC_ROUNDING and tl.bfloat16 == MAIN:
+        if STOCHASTIC_ROUNDING:
             store(main, at, n, round_stochastically(p, noise(at, first, step)), FULL)
         else:
             store(main, at, n, nearest(p, MAIN), FULL)

@@ -51,10 +51,8 @@ class PostNorm(NamedChoice):
     @property
     def dims(self) -> tuple[tuple[int, ...], ...]:
         """The dims over which norms are taken, one after the other."""
-        if self is PostNorm.FROBENIUS:
-            return ((-2, -1),)
-        dim_of = {"rows": -1, "cols": -2}
-        return tuple((dim_of[line],) for line in self.value.split("_") if line in dim_of)
+        dims_of = {"frobenius": (-2, -1), "rows": (-1,), "cols": (-2,)}
+        return tuple(dims_of[norm] for norm in self.value.split("_") if norm in dims_of)
 
 
 def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
