@@ -40,20 +40,20 @@ class Spikes:
 
         The deviation is the unbiased one. If `unless` is set, a bool tensor of one element, nothing is appended.
         """
-        num_above = self._rows[:, :1]
+        num_above = self._rows[:, 0]
         values = self._rows[:, 1:]
-        num = (~values.isnan()).sum(1, keepdim=True)
-        mean = values.nansum(1, keepdim=True) / num
-        squares = (values - mean).square().nansum(1, keepdim=True)
+        num = (~values.isnan()).sum(1)
+        mean = values.nansum(1) / num
+        squares = (values - mean[:, None]).square().nansum(1)
         deviation = (squares / (num - 1)).sqrt().maximum(FLOOR * mean.abs())
         has_bound = (num >= self.least) & (deviation > 0)
         bounds = torch.where(has_bound, mean + self.sigma * deviation, torch.inf)
         limits = torch.where(num_above < self.least, bounds, torch.inf)
-        new = new[:, None]
         num_above = torch.where(new > bounds, num_above + 1, 0.0)
-        rows = torch.cat([num_above, values[:, 1:], new.minimum(limits)], dim=1)
-        self._rows.copy_(torch.where(new.isfinite() & ~unless, rows, self._rows))
-        return limits[:, 0]
+        rows = torch.column_stack([num_above, values[:, 1:], new.minimum(limits)])
+        enters = new.isfinite() & ~unless
+        self._rows.copy_(torch.where(enters[:, None], rows, self._rows))
+        return limits
 
     def state_dict(self) -> dict[str, Any]:
         """Return for each series its values, oldest first, and how many in a row were above the limit. The host waits
