@@ -60,10 +60,14 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
         """The new weights (len(tasks), *shape), given gradients, and the weights in the state `WEIGHTS`."""
         hyper, work = tasks[0]
         self.check_whole(work)
-        weights = _stacked(tasks, WEIGHTS, inputs.dtype)
-        momentum = _stacked(tasks, MOMENTUM, inputs.dtype)
+
+        def stacked(name: str) -> Tensor:  # a new tensor
+            return torch.stack([task.work.state[name].to(inputs.dtype) for task in tasks])
+
+        weights = stacked(WEIGHTS)
+        momentum = stacked(MOMENTUM)
         # Numbers of rows are (..., m, 1).
-        stored, norm, avg, avg_sq = (_stacked(tasks, name, inputs.dtype).unsqueeze(-1) for name in OF_ROWS)
+        stored, norm, avg, avg_sq = (stacked(name).unsqueeze(-1) for name in OF_ROWS)
         length = torch.linalg.vector_norm(weights, dim=-1, keepdim=True).clamp_min(LEAST)
         before = stored.abs()
         is_written = (length - before).abs() > CHANGED * before
@@ -93,8 +97,3 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
     def apply_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Write the new weights."""
         access.write_main_(task.work, update, skip)
-
-
-def _stacked(tasks: Sequence[Task], name: str, dtype: torch.dtype) -> Tensor:
-    """The state `name` of works of one layout, a new tensor."""
-    return torch.stack([task.work.state[name].to(dtype) for task in tasks])
