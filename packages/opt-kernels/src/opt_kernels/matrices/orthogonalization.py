@@ -353,28 +353,23 @@ class Orthogonalization:
 
     def _orthogonalised(self, x: Tensor, cut: Cut | None, *, normalised: bool = False) -> Tensor:
         """Orthogonalise matrices, or parts of matrices, with what stands before and after Newton-Schulz."""
-        given = x
         if self.pre_norm is PreNorm.ROWS:
             x = x / self._norms(x, (-1,), cut)
         done = self._oriented(x, cut, normalised=normalised)
         for dims in self.post_norm.dims:
             done = done / self._norms(done, dims, cut)
         if self.post_norm is PostNorm.FROBENIUS:
-            done = done * self._smaller_side(x, cut) ** 0.5
+            side: Scalar = min(x.shape[-2:])  # the smaller one of whole matrices
+            if cut is not None:  # ranks may have parts of unequal size
+                part = torch.full((), x.shape[cut.dim], dtype=torch.float64, device=x.device)
+                side = cut.ranks.all_reduce(part).clamp_max(x.shape[-3 - cut.dim]).to(x.dtype)
+            done = done * side**0.5
         if self.nuclear_scale:
-            products = (done.double() * given).sum((-2, -1), keepdim=True)
+            products = (done.double() * x).sum((-2, -1), keepdim=True)
             if cut is not None:
                 products = cut.ranks.all_reduce(products)
             done = done * products.to(done.dtype)
         return done
-
-    def _smaller_side(self, x: Tensor, cut: Cut | None) -> Scalar:
-        """The smaller of the rows and columns of whole matrices. Ranks may have parts of unequal size."""
-        if cut is None:
-            return float(min(x.shape[-2:]))
-        part = torch.full((), x.shape[cut.dim], dtype=torch.float64, device=x.device)
-        other = -3 - cut.dim
-        return cut.ranks.all_reduce(part).clamp_max(x.shape[other]).to(x.dtype)
 
     def _norms(self, x: Tensor, dims: tuple[int, ...], cut: Cut | None) -> Tensor:
         """The norms over `dims` of whole matrices, kept as dims of size 1, at least `eps`. Computed in float64: squares
