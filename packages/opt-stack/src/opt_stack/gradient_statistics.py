@@ -115,7 +115,7 @@ class GradientStatistics(StateDicts):
                 raise ValueError(
                     f"note_loss: the loss has shape {tuple(loss.shape)}; pass one element, such as loss.mean()"
                 )
-            loss = loss.detach().reshape(()).to(losses)
+            loss = loss.reshape(()).to(losses)
         losses[0] += loss
         losses[1] += 1
 

@@ -44,7 +44,7 @@ def sums_of(works: Sequence[Work], updates: Sequence[Tensor], needed: Collection
         u = in_memory_order(update)
         if "u_squares" in needed:
             row.u_squares.add_(_squares(u))
-        if "p_squares" not in needed and "products" not in needed:
+        if "p_squares" not in needed:  # hooks that read products read these, too
             continue
         for begin in range(0, u.numel(), PIECE_NUMEL):
             piece = slice(begin, begin + PIECE_NUMEL)
