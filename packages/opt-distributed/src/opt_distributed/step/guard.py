@@ -1,16 +1,13 @@
 """`Guard`: a reason for which every rank refuses a step; `Refusal`: a guard for an error that a rank finds alone."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
-from weakref import ref
 
 from torch import Tensor
 
 from opt_distributed.buffers.main_grad import UnusableGradientError
-from opt_distributed.buffers.stored import StorageError
 from opt_distributed.pieces.piece import Groups
-from opt_distributed.pieces.sources import Source
 
 
 class Guard(Protocol):
@@ -66,34 +63,4 @@ class Refusal(ABC):
         return UnusableGradientError(
             f"{num_ranks} other rank(s) refused their gradients, parameter groups or weights; the message there names "
             "them. Nothing was updated"
-        )
-
-
-class UsableGrads(Refusal):
-    """Gradients are sparse or were refused when reduced, a captured step lacks one, or another guard failed."""
-
-    def find(self, groups: Groups) -> Exception | None:
-        """Return what `Guards.refuse` has set. It may set more while other guards are asked."""
-        return self.found
-
-
-class ParamsInPlace(Refusal):
-    """A parameter has left the memory that updates write to: compares addresses, or dtypes and devices, of all."""
-
-    def __init__(self, sources: Iterable[Source]):
-        self._sources = [ref(source) for source in sources]  # a guard must not keep the model alive
-
-    def find(self, groups: Groups) -> StorageError | None:
-        sources = (source for found in self._sources if (source := found()) is not None)
-        id = next((id for source in sources if (id := source.place.moved()) is not None), None)
-        return None if id is None else self._error(f"parameter {str(id)!r}")
-
-    def of_others(self, num_ranks: int) -> Exception:
-        return self._error(f"a parameter on {num_ranks} other rank(s)")
-
-    def _error(self, which: str) -> StorageError:
-        return StorageError(
-            f"{which} has left the memory that the optimizer updates: the model was converted, or is on another device "
-            "than when the optimizer was built; move it back first, or convert it before the optimizer is built. "
-            "Nothing was updated"
         )

@@ -3,21 +3,53 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.stored import StorageError
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.pieces.piece import Groups
 from opt_distributed.pieces.sources import Source
 from opt_distributed.step.group_guards import EqualGroups, GroupError, HyperError, SameParams, UsableGroups
-from opt_distributed.step.guard import Guard, ParamsInPlace, UsableGrads
+from opt_distributed.step.guard import Guard, Refusal
 from opt_kernels.rules import Rule
 
 
 class GuardError(ValueError):
     """Ranks have different guards, or a guard does not have the flags that it announces."""
+
+
+class UsableGrads(Refusal):
+    """Gradients are sparse or were refused when reduced, a captured step lacks one, or another guard failed."""
+
+    def find(self, groups: Groups) -> Exception | None:
+        """Return what `Guards.refuse` has set. It may set more while other guards are asked."""
+        return self.found
+
+
+class ParamsInPlace(Refusal):
+    """A parameter has left the memory that updates write to: compares addresses, or dtypes and devices, of all."""
+
+    def __init__(self, sources: Iterable[Source]):
+        self._sources = [ref(source) for source in sources]  # a guard must not keep the model alive
+
+    def find(self, groups: Groups) -> StorageError | None:
+        sources = (source for found in self._sources if (source := found()) is not None)
+        id = next((id for source in sources if (id := source.place.moved()) is not None), None)
+        return None if id is None else self._error(f"parameter {str(id)!r}")
+
+    def of_others(self, num_ranks: int) -> Exception:
+        return self._error(f"a parameter on {num_ranks} other rank(s)")
+
+    def _error(self, which: str) -> StorageError:
+        return StorageError(
+            f"{which} has left the memory that the optimizer updates: the model was converted, or is on another device "
+            "than when the optimizer was built; move it back first, or convert it before the optimizer is built. "
+            "Nothing was updated"
+        )
 
 
 class Guards:
