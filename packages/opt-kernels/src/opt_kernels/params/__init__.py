@@ -4,7 +4,6 @@ For drop-in optimizers, and for packages that update pieces of parameters on sev
 what a write by other code means (`writes`), and whether an entry of a group may change (`GroupEntries`).
 """
 
-from opt_kernels.params.checks import overlapping
 from opt_kernels.params.count import Count
 from opt_kernels.params.entries import (
     CHOICES,
@@ -35,7 +34,7 @@ from opt_kernels.params.main import (
     make_main,
     values_of,
 )
-from opt_kernels.params.writes import FollowingMains, Writes, follow_write_, has_foreign_write
+from opt_kernels.params.writes import FollowingMains, Writes, follow_write_, has_foreign_write, overlapping
 
 __all__ = [
     "CHOICES", "FIXED", "FP16", "HELD", "HOOKS", "MAIN", "NEUTRAL", "REMAINDER", "RULE", "SCHEDULED", "WEIGHT_DECAY",
