@@ -237,5 +237,5 @@ def test_what_cannot_be_captured_is_refused(name: str) -> None:
 
 
 def test_a_cpu_has_no_graphs() -> None:
-    with pytest.raises(ConfigError, match="optimizer_cuda_graph=True: graphs on device 'cpu': only cuda devices have"):
+    with pytest.raises(ConfigError, match="optimizer_cuda_graph=True with device 'cpu': only cuda devices have"):
         get_optimizer(OptimizerConfig(lr=0.1, optimizer_cuda_graph=True), [nn.Linear(2, 2)])

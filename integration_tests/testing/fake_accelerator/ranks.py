@@ -45,6 +45,7 @@ class DeferredDevice(devices.Device):
     """The `Device` of one rank."""
 
     is_asynchronous = True
+    has_graphs = True
 
     def __init__(self, world: World, rank: int):
         super().__init__()

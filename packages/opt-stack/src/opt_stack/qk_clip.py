@@ -237,7 +237,7 @@ class QKClip:
             value = main.value()
             if isinstance(main, HostMain) and value is not main.target:
                 here = main.device.to_host(of_piece)
-                with main.device.on_host():
+                with main.memory():
                     scaled = value.float() * here.float()
             else:
                 scaled = value.float() * of_piece.float()

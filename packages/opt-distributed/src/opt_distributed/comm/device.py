@@ -87,7 +87,7 @@ class Device:
     is_asynchronous = False  # whether operations may return before they have run
 
     def __init__(self, device: torch.device | str = "cpu"):
-        self._device = torch.device(device)
+        self.torch_device = torch.device(device)
 
     def current_stream(self) -> Stream:
         """The stream to which operations are queued at present."""
@@ -150,11 +150,16 @@ class Device:
         """Allocate the memory of `tensor` and of its views again, uninitialised."""
         tensor.untyped_storage().resize_(tensor.nbytes)
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether work can be captured."""
+        return self.torch_device.type == "cuda"
+
     def graph(self) -> Graph:
         """Return an empty graph. Raises GraphError if the device does not support graphs."""
-        if self._device.type != "cuda":
-            raise GraphError(f"graphs on device {str(self._device)!r}: only cuda devices have them; run without")
-        return Graph(self._device)
+        if not self.has_graphs:
+            raise GraphError(f"graphs on device {str(self.torch_device)!r}: only cuda devices have them; run without")
+        return Graph(self.torch_device)
 
 
 class Accelerator(Device):
@@ -167,17 +172,17 @@ class Accelerator(Device):
         self._side: torch.Stream | None = None
 
     def current_stream(self) -> Stream:
-        return torch.accelerator.current_stream(self._device)
+        return torch.accelerator.current_stream(self.torch_device)
 
     def side_stream(self) -> Stream:
         if self._side is None:
-            self._side = torch.Stream(self._device)
+            self._side = torch.Stream(self.torch_device)
         return self._side
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         assert isinstance(stream, torch.Stream)
-        before = torch.accelerator.current_stream(self._device)
+        before = torch.accelerator.current_stream(self.torch_device)
         torch.accelerator.set_stream(stream)
         try:
             yield
@@ -207,7 +212,7 @@ class Accelerator(Device):
                 "copy from memory that has been freed by then; upload it before the capture"
             )
         # torch's pinned-memory allocator does not reuse the source before the copy has run.
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
@@ -216,10 +221,10 @@ class Accelerator(Device):
         return tensor.cpu()
 
     def holds(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type
+        return tensor.device.type == self.torch_device.type
 
     def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.torch_device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class HostCopy:

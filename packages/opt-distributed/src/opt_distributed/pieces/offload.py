@@ -15,6 +15,7 @@ to keep main values and moments of before each step. Copying these takes 1.8 tim
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,9 @@ class HostMain(Main):
     def updated(self) -> Main:
         return self.on_host
 
+    def memory(self) -> AbstractContextManager[None]:
+        return self.device.on_host()
+
     @property
     def staged(self) -> Tensor:
         """The host memory that stands in for the parameter, in its shape."""
@@ -70,14 +74,14 @@ class HostMain(Main):
         self.settle()
         if not self.is_copy:  # the bits of the parameter are the main values or a half of them
             self.staged.copy_(self.target)
-        with self.device.on_host():
+        with self.memory():
             return self.on_host.value()
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
         self.settle()
         here = self.device.to_host(value)
-        with self.device.on_host():
+        with self.memory():
             self.on_host.set_(here)
         self.target.copy_(self.staged)
 
@@ -85,7 +89,7 @@ class HostMain(Main):
     def reload_(self) -> None:
         self.settle()
         self.staged.copy_(self.target)
-        with self.device.on_host():
+        with self.memory():
             self.on_host.reload_()
 
     def settle(self) -> None:

@@ -37,19 +37,19 @@ Work = Callable[[list[Ready], Tensor, Groups], Verdict]
 class CapturedStep:
     """The part of a `Stepper`'s step that is captured when two successive steps freeze the same, and then replayed."""
 
-    def __init__(self, units: Sequence[Unit], sources: Sequence[Source], *, scaler: Scaler, device: torch.device):
+    def __init__(self, units: Sequence[Unit], sources: Sequence[Source], *, scaler: Scaler, device: devices.Device):
         """Raises GraphError if the device does not support graphs."""
         self.units = units
-        self.device = device
+        self.device = device.torch_device
+        self._accelerator = device
         self.scaler = scaler
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
-        self._accelerator = devices.device_of(device)
-        self._graph = self._accelerator.graph()
+        self._graph = device.graph()
         self._captured: tuple[Hashable, Verdict] | None = None  # the capture's key, and what replays write
         self._last: Hashable = None
         self._num_misses = 0  # successive steps with a new key
         rules = [bare(unit.rule) for unit in units]
-        self._table = HyperTable(rules, device=device, upload=self._accelerator.upload)
+        self._table = HyperTable(rules, device=self.device, upload=device.upload)
         self._copies: list[dict[int, Tensor]] = [{} for _ in units]
         self._memory: list[Tensor] = []  # which updates write
         for unit in units:

@@ -76,7 +76,7 @@ class Stepper:
         families: Sequence[Family],
         guards: Guards,
         everyone: Comm,
-        device: torch.device,
+        device: devices.Device,
         scaler: Scaler,
         limits: Limits,
         spans: Spans = profiler_spans,
@@ -98,13 +98,14 @@ class Stepper:
         self.everyone = everyone  # all ranks of all units, of one optimizer instance
         self.instances = instances  # the ranks in the place of this rank in all instances
         self._has_others = everyone.size > 1 or instances.size > 1
-        self.device = device  # of tensors that are sent between them
+        self.accelerator = device
+        self.device = device.torch_device  # of tensors that are sent between ranks
         self.scaler = scaler
         self.limits = limits
         self.spikes = spikes
         with torch.inference_mode(False):  # calls outside of inference mode must be able to write them, too
             # The sum and the number of the losses that this rank noted since its last step.
-            self.losses = torch.zeros(2, dtype=torch.float64, device=device)
+            self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.spans = spans
         self.peer_sums = peer_sums
         self.num_begun = 0  # steps since construction, for errors
@@ -114,7 +115,6 @@ class Stepper:
         self._guards = guards
         self._at_start = tuple(at_start)
         self._before: Outcome | None = None
-        self.accelerator = devices.device_of(device)
         self._flags = HostNumbers(self.accelerator)
         self._prepared: Prepared | None = None
         self._watch = watch

@@ -6,6 +6,7 @@ one byte an element. With 8-bit moments and gradient release, training takes fiv
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -66,6 +67,10 @@ class Main:
     def shape(self) -> torch.Size:
         """Shape of the target."""
         return self.target.shape
+
+    def memory(self) -> AbstractContextManager[None]:
+        """Let operations inside use the memory in which a rule updates these values: the device's or the host's."""
+        return nullcontext()
 
     def columns(self) -> MainColumns:
         """Return the tensors that an update writes."""

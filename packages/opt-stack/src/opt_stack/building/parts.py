@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from opt_config import ConfigError
 from opt_distributed.buffers import Metas, copied_ids
-from opt_distributed.comm import GraphError, Roles, from_all_replicas, group_of
+from opt_distributed.comm import Roles, from_all_replicas, group_of
 from opt_distributed.comm import device as devices
 from opt_distributed.layout import Computes
 from opt_distributed.pieces import PeerSums
@@ -33,14 +33,14 @@ from opt_kernels.hooks import bare, hooks_of
 from opt_kernels.params import MainFormat
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId
-from opt_stack.building.units import build_sources, build_units, part_name
+from opt_stack.building.sources import build_sources
+from opt_stack.building.units import build_units, part_name
 from opt_stack.planning.checks import SEPARATE_NORMS
 from opt_stack.planning.design import Design
 from opt_stack.rules.entries import ParamGroups
 from opt_stack.state.live import PieceRef, SharedCopies
 from opt_stack.state.weights import Evaluation, LoadedWeights, OptimizerStateGuard
 
-_GRAPH = "optimizer_cuda_graph=True"
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatron-Core's separate ones
 
 
@@ -48,7 +48,7 @@ NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatro
 class Parts:
     """What steps work on: memory is allocated."""
 
-    device: torch.device
+    device: devices.Device
     units: tuple[Unit, ...]
     families: tuple[Family, ...]
     peer_sums: PeerSums
@@ -61,23 +61,18 @@ class Parts:
 
 
 @torch.inference_mode(False)  # steps outside of inference mode must be able to write what is made here, too
-def build_parts(design: Design, device: torch.device) -> Parts:
+def build_parts(design: Design, device: devices.Device) -> Parts:
     """Allocate what the plan of `design` says, on `device`. Raises ConfigError."""
     plan = design.plan
     roles = design.roles
     config = design.config
-    if config.optimizer_cuda_graph:
-        if problem := next(_graph_problems(design, on_gpu=device.type == "cuda"), None):
-            raise ConfigError(f"{_GRAPH} with {problem}")
-        try:
-            devices.device_of(device).graph()
-        except GraphError as error:
-            raise ConfigError(f"{_GRAPH}: {error}") from error
+    if config.optimizer_cuda_graph and (problem := next(_graph_problems(design, device), None)):
+        raise ConfigError(f"optimizer_cuda_graph=True with {problem}")
     if config.barrier_with_L1_time and config.timers is None:
         raise ConfigError("barrier_with_L1_time=True has no effect without timers; set timers, or leave it at False")
-    sources = build_sources(design, device)
+    sources = build_sources(design, device.torch_device)
     slots = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms)))  # equal on all ranks
-    units = tuple(build_units(design, devices.device_of(device), sources, slots))
+    units = tuple(build_units(design, device, sources, slots))
     for param in design.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
@@ -86,7 +81,9 @@ def build_parts(design: Design, device: torch.device) -> Parts:
         of_family = [sources.of_buffers[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
         families.append(Family(sources=of_family, axes=axes))
     held = {piece.id: PieceRef(unit, piece) for unit in units for piece in unit.pieces}
-    spikes = Spikes(config.skip_sigma, config.skip_window, device) if math.isfinite(config.skip_sigma) else None
+    spikes = None
+    if math.isfinite(config.skip_sigma):
+        spikes = Spikes(config.skip_sigma, config.skip_window, device.torch_device)
     evaluation = Evaluation(units)
     loaded = LoadedWeights(
         [piece for _, piece in held.values()],
@@ -127,7 +124,7 @@ def build_stepper(design: Design, parts: Parts, groups: ParamGroups, copies: Sha
         own={name for rule in rules.values() for name in getattr(rule, "hyper_names", ())},
         everyone=totals if totals.size > 1 else instances,  # instances of one rank each
     )
-    written = [WrittenReplicas(copies, device=devices.device_of(parts.device))] if roles.everyone.size > 1 else []
+    written = [WrittenReplicas(copies, device=parts.device)] if roles.everyone.size > 1 else []
     guards = Guards(
         groups,
         sources,
@@ -164,10 +161,13 @@ def build_stepper(design: Design, parts: Parts, groups: ParamGroups, copies: Sha
     )
 
 
-def _graph_problems(design: Design, *, on_gpu: bool) -> Iterator[str]:
-    """Yield why a rule or a group does not support the capture of a step."""
+def _graph_problems(design: Design, device: devices.Device) -> Iterator[str]:
+    """Yield why the device, a rule or a group of ranks does not support the capture of a step."""
     plan = design.plan
     roles = design.roles
+    on_gpu = device.torch_device.type == "cuda"
+    if not device.has_graphs:
+        yield f"device {str(device.torch_device)!r}: only cuda devices have graphs; set it to False"
     for unit in plan.units:
         rule = bare(unit.rule)
         if not getattr(rule, "capturable", False):

@@ -1,179 +1,56 @@
-"""Gradient sources, and units with their pieces: main values and the rule's state, before the first step."""
+"""Units with their pieces: main values and the rule's state, before the first step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
-from opt_distributed.buffers import PRE_SHARDED, BufferPlan, ParamAndGradBuffer
-from opt_distributed.comm import Alone, Axes, Comm, group_of, is_outside, members, mesh_of, replicas_outside
+from opt_distributed.buffers import PRE_SHARDED, BufferPlan, Metas
+from opt_distributed.comm import Axes, Comm, HostComm, TorchComm, group_of, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
+from opt_distributed.layout import Computes, LayoutError, SplitMatrix
 from opt_distributed.pieces import (
-    BufferedGrads,
-    DTensorGrads,
+    ComputeStage,
     HostMain,
     HostSide,
     OwnedPiece,
-    ParamGrads,
-    PeerSums,
     Publisher,
     QuantizedSource,
-    ReducedMainGrads,
-    Source,
     Streamed,
-    check_marks,
     init_state,
     is_first_replica,
     local,
-    marked_ids,
     mesh_comms,
 )
 from opt_distributed.step import CutParams, CutRows, Unit
 from opt_kernels.backends import is_dense
 from opt_kernels.hooks import HookedUpdate, Hyperball, SpannedRows, hooks_of
 from opt_kernels.params import Main, make_main
-from opt_kernels.quantized import FP8, quantized
 from opt_kernels.rules import Needs
-from opt_kernels.works import NOT_SPLIT
+from opt_kernels.works import NOT_SPLIT, MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.planning.design import Design, is_megatron_wrapper
-from opt_stack.planning.matrices import PlacedMatrix, place_matrices
+from opt_stack.building.sources import Sources
+from opt_stack.planning.design import Design
+from opt_stack.planning.matrices import ComputePlan, Splits
 from opt_stack.planning.plan import UnitPlan
-from opt_stack.wording import logger
 
 PART_NUMEL = 1 << 24
 """Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24
 elements, an update takes about 10 ms and a copy 2 ms."""
 
 
-class Sources(NamedTuple):
-    """The gradient sources of a plan, by the names of its buffers."""
+class PlacedMatrix(NamedTuple):
+    """The description of the local part of a matrix for the rule, and the stage that gathers the whole matrix."""
 
-    of_buffers: Mapping[str, Source]
-    fp8: Mapping[str, QuantizedSource]  # publish the buffers whose parameters are quantised after the update
-    peer_sums: PeerSums
-
-
-def build_sources(design: Design, device: torch.device) -> Sources:
-    """Build the sources: those of wrapped chunks are their buffers."""
-    model = design.model
-    reducing = [chunk for chunk in design.request.chunks if model.shards_reduced or is_megatron_wrapper(chunk)]
-    reduced = {id(param) for chunk in reducing for param in chunk.parameters()}
-    averaged = _averaged_by_torch(design)
-    of_buffers: dict[str, Source] = {buffer.plan.name: buffer for buffer in design.wrapped_buffers}
-    plain = []
-    fp8 = {}
-    for buffer in design.plan.buffers:
-        if buffer.name not in of_buffers:
-            source = _source(buffer, design, device, reduced, averaged)
-            of_buffers[buffer.name] = source
-            plain.append(source)
-        if buffer.dtype is FP8:
-            stored = ((shape.id, quantized(model.params[shape.id])) for shape in buffer.params)
-            codes = {id: tensor for id, tensor in stored if tensor is not None}
-            sharing = design.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone()
-            fp8[buffer.name] = QuantizedSource(of_buffers[buffer.name], codes, sharing)
-    peer_sums = PeerSums(plain, model.metas, design.roles, qk_layernorm=model.qk_layernorm)
-    return Sources(of_buffers, fp8, peer_sums)
+    spec: MatrixSpec
+    stage: ComputeStage | None = None
 
 
-def _source(
-    buffer: BufferPlan,
-    design: Design,
-    device: torch.device,
-    reduced: set[int],  # `id` of parameters whose main_grad a wrapper reduces on every rank
-    averaged: set[int],  # `id` of parameters whose gradients torch's DistributedDataParallel averages
-) -> Source:
-    """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
-    params = {shape.id: design.params[shape.id] for shape in buffer.params}
-    axes = design.axes_of(buffer)
-    replicas = design.roles.dense.num_replicas
-    identities = set(map(id, params.values()))
-    is_reduced = identities <= reduced
-    if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
-        check_marks(params, design.metas, design.roles, qk_layernorm=design.model.qk_layernorm)
-    if buffer.kind is PRE_SHARDED:
-        outside = {name: replicas_outside(p, (axes.dp, axes.inter), name=str(name)) for name, p in params.items()}
-        return DTensorGrads(params, outside, dtype=buffer.grad_dtype)
-    if is_reduced and not buffer.kind.is_sharded:
-        return ReducedMainGrads(params)
-    marked = marked_ids(design.metas, design.roles, qk_layernorm=design.model.qk_layernorm)
-    is_marked = not marked.isdisjoint(params)  # then gradients are summed in a buffer
-    if axes.num_replicas == 1 and not is_marked and not is_reduced:
-        return ParamGrads(params, num_replicas=replicas)
-    memory = ParamAndGradBuffer(
-        buffer.layout,
-        params,
-        param_dtype=buffer.dtype,
-        grad_dtype=buffer.grad_dtype,
-        device=device,
-        sharded=buffer.kind.is_sharded,
-        holds_grads=False,
-        allocate=axes.dp.allocate,
-    )
-    if is_reduced:
-        finishes = [chunk.finish_grad_sync for chunk in design.model.wrapped.values()]
-        return ReducedMainGrads(params, finishes=finishes, memory=memory, comm=axes.dp)
-    if identities <= averaged and not is_marked:
-        return ParamGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
-    return BufferedGrads(memory, axes, num_replicas=replicas)
-
-
-def _averaged_by_torch(design: Design) -> set[int]:
-    """Return the `id` of parameters whose gradients torch's wrapper averages over exactly the data-parallel ranks.
-
-    The step reduces all others: those of wrappers over other ranks, and those that a wrapper ignores. A wrapper
-    averages the parameters that required gradients when the model was wrapped. If today's trainable parameters are
-    others, some were frozen or unfrozen since: the step reduces all of these, which leaves averaged gradients as they
-    are.
-    """
-    axes = design.roles.dense
-    averaged = set[int]()
-    for wrapper in (module for chunk in design.request.chunks for module in chunk.modules()):
-        if not isinstance(wrapper, TorchWrapper) or axes.inter.size > 1:
-            continue
-        if members(axes.dp) != dist.get_process_group_ranks(wrapper.process_group):
-            continue
-        trainable = {
-            param: None
-            for prefix, module in wrapper.module.named_modules()
-            for name, param in module.named_parameters(recurse=False)
-            if param.requires_grad and f"{prefix}.{name}" not in wrapper.parameters_to_ignore
-        }
-        if _reduced_by(wrapper, len(trainable)) == set(map(id, trainable)):
-            averaged.update(map(id, trainable))
-        else:
-            logger.info(
-                "parameters were frozen or unfrozen since DistributedDataParallel was built; the step reduces all"
-            )
-    if averaged:
-        logger.info("gradients are averaged by torch's DistributedDataParallel; the step does not reduce them again")
-    return averaged
-
-
-def _reduced_by(wrapper: TorchWrapper, num_trainable: int) -> set[int]:
-    """Return the `id` of the parameters that a wrapper of torch averages; empty if these are not `num_trainable`."""
-    recorded = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if recorded["num_parameter_tensors"] != num_trainable:
-        return set()
-    given = {id(param) for param in wrapper._module_parameters}
-    if len(given) == num_trainable:  # all that it was given
-        return given
-    buckets = wrapper.reducer._get_zeros_like_grad_buckets()  # takes the memory of these gradients for a moment
-    return {id(param) for bucket in buckets for param in bucket.parameters()}
-
-
-# --- units ------------------------------------------------------------------------------------------------------------
-
-
-def build_units(design: Design, queue: devices.Device, sources: Sources, slots: Sequence[str]) -> Iterator[Unit]:
+def build_units(design: Design, device: devices.Device, sources: Sources, slots: Sequence[str]) -> Iterator[Unit]:
     """Build the units, in the order of the step.
 
     Units on the device come first, so that it works while the host, which has to wait for the verdict, updates its own.
@@ -189,16 +66,9 @@ def build_units(design: Design, queue: devices.Device, sources: Sources, slots: 
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
     cut = {unit.name: _cut_params(unit, design) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
     for number, (planned, on_host) in enumerate(sides):
-        away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
+        away = device if on_host and device.is_asynchronous else None  # on a CPU, host and device are the same place
         computes_there = isinstance(placement, OnHost) and placement.compute == "host"
-        placed = place_matrices(
-            planned.compute,
-            {id: planned.splits.get(id, NOT_SPLIT) for id in planned.ids},
-            design.params,
-            design.metas,
-            design.axes_of(planned).tp,
-            copies=away if computes_there else None,
-        )
+        placed = _place_matrices(planned, design, copies=away if computes_there else None)
         written = [buffer.name for buffer in plan.buffers if last[buffer.name] == number]
         completes: list[Publisher] = [sources.fp8.get(name) or sources.of_buffers[name].place for name in written]
         completes.sort(key=lambda source: isinstance(source, QuantizedSource))  # the others may send early
@@ -272,7 +142,7 @@ def _pieces(
                 target = stored if is_whole else stored.detach().view(-1)[of_param]
                 numbers = unit.numbers[buffer.dtype]
                 main = make_main(numbers, target) if away is None else HostMain.of(numbers, target, away)
-            with main.device.on_host() if isinstance(main, HostMain) else nullcontext():
+            with main.memory():
                 value = main.updated.value()
                 state = init_state(rule, value, id=id, matrix=at.spec, stage=at.stage)
             if keeps_norm and is_whole and stored.numel() and not stored.any():
@@ -335,6 +205,97 @@ def part_name(meta: ParamMeta, axes: Axes) -> str:
     """Return the suffix that names this tensor-parallel part of a plain parameter; empty if it is whole."""
     is_part = meta.tensor_parallel and not meta.is_dtensor and axes.tp.size > 1
     return f"@{axes.tp.rank}of{axes.tp.size}" if is_part else ""
+
+
+# --- matrices that are cut over ranks: the stage that gathers each, and with whom its rule communicates ---------------
+
+
+def _place_matrices(unit: UnitPlan, design: Design, *, copies: devices.Device | None) -> dict[ParamId, PlacedMatrix]:
+    """Return the `PlacedMatrix` of every parameter of a unit. If the rule computes on the host, `copies` is the device
+    through which it communicates. The only collective calls are those of `Comm.part`, for axes in two hops.
+
+    Raises:
+        LayoutError: the local part of a DTensor does not match its placements.
+    """
+    # Sorted, because the order of a set differs between processes, but all ranks must make collectives in one order.
+    placed = {id: PlacedMatrix(unit.splits.get(id, NOT_SPLIT)) for id in sorted(unit.ids)}
+    known: dict[object, Comm] = {}  # one object for each group of ranks: rules batch only matrices with the same object
+    peers: dict[Comm, TensorParallel] = {}
+    for plan in unit.compute:
+        by_comms: dict[tuple[Comm, ...], list[SplitMatrix]] = {}  # one entry, unless meshes share axis names
+        for matrix in plan.layout.matrices:
+            along = []
+            for axis in plan.axes:
+                comm = design.axes_of(unit).tp
+                if axis.of_mesh is not None:
+                    [comm] = mesh_comms(design.params[matrix.id], [axis.of_mesh])
+                key = (comm.group if isinstance(comm, TorchComm) else comm, axis.hop)
+                if key not in known:
+                    ranks = next((ranks for ranks in axis.hop if comm.rank in ranks), None)
+                    part = comm if ranks is None else comm.part(ranks)
+                    known[key] = part if copies is None or part.size == 1 else HostComm(part, copies)
+                along.append(known[key])
+            by_comms.setdefault(tuple(along), []).append(matrix)
+        number = plan.tensor_parallel_axis
+        for comms, matrices in by_comms.items():
+            group = None if number is None else peers.setdefault(comms[number], tensor_parallel(comms[number]))
+            placed |= _placed(plan, comms, matrices, design.metas, unit.splits, group)
+    return placed
+
+
+def tensor_parallel(comm: Comm) -> TensorParallel:
+    """Return the process group over which a matrix is evenly split, as the callables that rules expect."""
+
+    def all_reduce(x: Tensor) -> Tensor:
+        total = x.contiguous().clone()
+        comm.all_reduce_(total)
+        return total
+
+    def all_gather(x: Tensor, dim: int) -> Tensor:
+        full = x.new_empty(comm.size * x.numel())
+        comm.all_gather_(full, x.contiguous().view(-1))
+        return torch.cat([part.view(x.shape) for part in full.chunk(comm.size)], dim)
+
+    return TensorParallel(rank=comm.rank, size=comm.size, all_reduce=all_reduce, all_gather=all_gather)
+
+
+def _placed(
+    plan: ComputePlan,
+    comms: tuple[Comm, ...],
+    matrices: list[SplitMatrix],
+    metas: Metas,
+    splits: Splits,
+    group: TensorParallel | None,
+) -> dict[ParamId, PlacedMatrix]:
+    """Place the matrices of one plan that are cut over one grid of ranks."""
+    number = plan.tensor_parallel_axis
+    num_parts = 1 if group is None else group.size
+    # Without the matrices of other meshes, which are exchanged in stages of their own.
+    layout = replace(plan.layout, matrices=tuple(matrices))
+    at = tuple(comm.rank for comm in comms)
+    of_whole = {}
+    of_part = {}
+    for matrix in matrices:
+        block = matrix.block(layout.sizes, at)
+        local_shape = metas[matrix.id].local_shape
+        if block.shape != local_shape:
+            raise LayoutError(
+                f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {layout.sizes} ranks, "
+                f"should have {block.shape} on this rank and has {local_shape}; shard it as fully_shard or "
+                'parallelize_module do, or set "optimizer": "adam" for it, in an override or in its group'
+            )
+        dim = None if number is None else matrix.dims[number]
+        spec = splits.get(matrix.id, NOT_SPLIT)
+        part = MatrixPart(matrix.id, matrix.shape, block.offset[-2])
+        whole = of_whole[matrix.id] = replace(spec, partition_dim=dim, tensor_parallel=group)
+        if layout.computes is Computes.OWNER:
+            of_part[matrix.id] = replace(spec, part=part)
+        else:  # the position is left out if equal parts imply it: a rule stacks only matrices of equal specs
+            equal = [size * num_parts if side == dim else size for side, size in enumerate(local_shape)]
+            is_implied = matrix.shape[-2:] == tuple(equal[-2:])
+            of_part[matrix.id] = whole if is_implied else replace(whole, part=part)
+    stage = ComputeStage(layout, comms, of_whole=of_whole) if layout.computes is Computes.OWNER else None
+    return {id: PlacedMatrix(spec, stage) for id, spec in of_part.items()}
 
 
 # --- what hooks sum over ranks: norms of parameters, and rows of gradients --------------------------------------------

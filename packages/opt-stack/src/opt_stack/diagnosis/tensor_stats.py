@@ -153,7 +153,7 @@ class TensorSums:
         *,
         order: Sequence[ParamId],  # of the parameters in the model
         roles: Roles,
-        device: torch.device,
+        device: devices.Device,
     ):
         """Gather the parameters of all ranks, with their groups, sizes and first ranks, and find the ranks that hold
         the same dense ones. Collective."""
@@ -200,7 +200,7 @@ class TensorSums:
 
     def watch_forward(self, model: nn.Module | None) -> None:
         """Find the first module of a model that overflows in the forward passes before each step."""
-        self._forward = ForwardWatch(model, self._device)
+        self._forward = ForwardWatch(model, self._device.torch_device)
 
     def expect(self, is_due: bool) -> None:
         """Note whether the next step is recorded: wrapped models reduce gradients before it, so that the norms of each
@@ -215,7 +215,7 @@ class TensorSums:
         """Add up gradients and main weights, before the update. `inverse` is 1 / loss scale; with `updates`, an update
         follows; with `spectrum`, singular values are computed of the matrices of matrix rules, in float32."""
         num_sums = self._num_before + NUM_COLUMNS * len(self.params)
-        self._sums = torch.zeros(num_sums, dtype=torch.float64, device=self._device)
+        self._sums = torch.zeros(num_sums, dtype=torch.float64, device=self._device.torch_device)
         self._table = self._sums[self._num_before :].view(-1, NUM_COLUMNS)
         self._before = []
         self._inverse = inverse
@@ -275,7 +275,7 @@ class TensorSums:
                 self._roles.dense.inter.all_reduce_(self._sums[NUM_COUNTS : self._num_before])
         self._sums[:1] = self._inverse
         self._sums[1] = self._forward.first
-        return devices.HostCopy(self._sums, devices.device_of(self._device))
+        return devices.HostCopy(self._sums, self._device)
 
     def _add_spreads(self) -> None:
         for piece in (piece for unit in self._units if unit.rule.needs is Needs.MATRICES for piece in unit.pieces):

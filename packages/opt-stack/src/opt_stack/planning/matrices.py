@@ -1,23 +1,15 @@
-"""Matrices that are cut over ranks: which rank computes each (`plan_compute`), and with whom it communicates
-(`place_matrices`)."""
+"""Matrices that are cut over ranks: which rank computes each."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
-import torch
-
 from opt_config import ConfigError
-from opt_distributed.buffers import Metas, Params
-from opt_distributed.comm import Comm, HostComm, TorchComm
-from opt_distributed.comm import device as devices
-from opt_distributed.layout import ComputeLayout, Computes, LayoutError, SplitMatrix, compute_layout
-from opt_distributed.pieces import ComputeStage, mesh_comms
+from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, compute_layout
 from opt_kernels.matrices import TpMode
 from opt_kernels.rules import MatrixRule, Rule, sums_over_blocks
-from opt_kernels.works import MatrixPart, MatrixSpec, TensorParallel
+from opt_kernels.works import MatrixSpec
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, ParamMeta
 
 TENSOR_PARALLEL = "tensor parallel"
@@ -238,109 +230,3 @@ def _check_blocks(layout: ComputeLayout) -> None:
                 f"muon_tp_mode='blockwise', but {matrix.id} of shape {matrix.shape} is cut into unequal "
                 "blocks, and this adaptive_muon_moment2_method sums over them; set muon_tp_mode='duplicated'"
             )
-
-
-# --- once the ranks are known -----------------------------------------------------------------------------------------
-
-
-class PlacedMatrix(NamedTuple):
-    """The description of the local part of a matrix for the rule, and the stage that gathers the whole matrix."""
-
-    spec: MatrixSpec
-    stage: ComputeStage | None = None
-
-
-def place_matrices(
-    compute: Iterable[ComputePlan],
-    splits: Splits,  # of every parameter of the unit
-    params: Params,
-    metas: Metas,
-    tensor_parallel_comm: Comm,
-    *,
-    copies: devices.Device | None,
-) -> dict[ParamId, PlacedMatrix]:
-    """Return the `PlacedMatrix` of every parameter of a unit. If the rule computes on the host, `copies` is the device
-    through which it communicates. The only collective calls are those of `Comm.part`, for axes in two hops.
-
-    Raises:
-        LayoutError: the local part of a DTensor does not match its placements.
-    """
-    # Sorted, because the order of a set differs between processes, but all ranks must make collectives in one order.
-    placed = {id: PlacedMatrix(splits[id]) for id in sorted(splits)}
-    known: dict[object, Comm] = {}  # one object for each group of ranks: rules batch only matrices with the same object
-    peers: dict[Comm, TensorParallel] = {}
-    for plan in compute:
-        by_comms: dict[tuple[Comm, ...], list[SplitMatrix]] = {}  # one entry, unless meshes share axis names
-        for matrix in plan.layout.matrices:
-            along = []
-            for axis in plan.axes:
-                comm = tensor_parallel_comm
-                if axis.of_mesh is not None:
-                    [comm] = mesh_comms(params[matrix.id], [axis.of_mesh])
-                key = (comm.group if isinstance(comm, TorchComm) else comm, axis.hop)
-                if key not in known:
-                    ranks = next((ranks for ranks in axis.hop if comm.rank in ranks), None)
-                    part = comm if ranks is None else comm.part(ranks)
-                    known[key] = part if copies is None or part.size == 1 else HostComm(part, copies)
-                along.append(known[key])
-            by_comms.setdefault(tuple(along), []).append(matrix)
-        number = plan.tensor_parallel_axis
-        for comms, matrices in by_comms.items():
-            group = None if number is None else peers.setdefault(comms[number], tensor_parallel(comms[number]))
-            placed |= _placed(plan, comms, matrices, metas, splits, group)
-    return placed
-
-
-def tensor_parallel(comm: Comm) -> TensorParallel:
-    """Return the process group over which a matrix is evenly split, as the callables that rules expect."""
-
-    def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        total = x.contiguous().clone()
-        comm.all_reduce_(total)
-        return total
-
-    def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
-        full = x.new_empty(comm.size * x.numel())
-        comm.all_gather_(full, x.contiguous().view(-1))
-        return torch.cat([part.view(x.shape) for part in full.chunk(comm.size)], dim)
-
-    return TensorParallel(rank=comm.rank, size=comm.size, all_reduce=all_reduce, all_gather=all_gather)
-
-
-def _placed(
-    plan: ComputePlan,
-    comms: tuple[Comm, ...],
-    matrices: list[SplitMatrix],
-    metas: Metas,
-    splits: Splits,
-    group: TensorParallel | None,
-) -> dict[ParamId, PlacedMatrix]:
-    """Place the matrices of one plan that are cut over one grid of ranks."""
-    number = plan.tensor_parallel_axis
-    num_parts = 1 if group is None else group.size
-    # Without the matrices of other meshes, which are exchanged in stages of their own.
-    layout = replace(plan.layout, matrices=tuple(matrices))
-    at = tuple(comm.rank for comm in comms)
-    of_whole = {}
-    of_part = {}
-    for matrix in matrices:
-        block = matrix.block(layout.sizes, at)
-        local = metas[matrix.id].local_shape
-        if block.shape != local:
-            raise LayoutError(
-                f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {layout.sizes} ranks, "
-                f"should have {block.shape} on this rank and has {local}; shard it as fully_shard or "
-                'parallelize_module do, or set "optimizer": "adam" for it, in an override or in its group'
-            )
-        dim = None if number is None else matrix.dims[number]
-        spec = splits[matrix.id]
-        part = MatrixPart(matrix.id, matrix.shape, block.offset[-2])
-        whole = of_whole[matrix.id] = replace(spec, partition_dim=dim, tensor_parallel=group)
-        if layout.computes is Computes.OWNER:
-            of_part[matrix.id] = replace(spec, part=part)
-        else:  # the position is left out if equal parts imply it: a rule stacks only matrices of equal specs
-            equal = [size * num_parts if side == dim else size for side, size in enumerate(local)]
-            is_implied = matrix.shape[-2:] == tuple(equal[-2:])
-            of_part[matrix.id] = whole if is_implied else replace(whole, part=part)
-    stage = ComputeStage(layout, comms, of_whole=of_whole) if layout.computes is Computes.OWNER else None
-    return {id: PlacedMatrix(spec, stage) for id, spec in of_part.items()}

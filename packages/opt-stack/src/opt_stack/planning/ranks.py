@@ -17,6 +17,7 @@ from torch import Tensor
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Problem
 from opt_distributed.buffers import matches
 from opt_distributed.comm import Axes, agree, agreed, from_all_replicas
+from opt_distributed.comm import device as devices
 from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES, Group
 from opt_kernels.quantized import quantized
@@ -185,7 +186,7 @@ def _fp8(design: Design) -> Refusals:
         )
 
 
-def common_device(design: Design) -> Generator[Any, Any, torch.device]:
+def common_device(design: Design) -> Generator[Any, Any, devices.Device]:
     """Refuse models on different kinds of device. Return this rank's; without tensors, one of the others' kind."""
     own = design.model.device
     per_rank = yield own
@@ -193,7 +194,7 @@ def common_device(design: Design) -> Generator[Any, Any, torch.device]:
     if len(kinds) > 1:
         ranks = "; ".join(f"{kind} on ranks {at}" for kind, at in kinds.items())
         yield f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind"
-    return own or torch.device(next(iter(kinds), "cpu"))
+    return devices.device_of(own or torch.device(next(iter(kinds), "cpu")))
 
 
 def _trained(design: Design) -> Refusals:
