@@ -1,6 +1,8 @@
 """The optimizer configuration of large-model training, checked when it is built."""
 
 from opt_config.choices import (
+    MATRIX_RULES,
+    MUON_FAMILY,
     ConstantScale,
     DynamicScale,
     FlatShards,
@@ -29,8 +31,9 @@ from opt_config.optimizer_config import (
 from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate, has_attribute, many
 
 __all__ = [
-    "AVERAGED", "FOREIGN_WORDS", "AdamOptimizerConfig", "ConfigError", "Configuration", "ConstantScale",
-    "DistributedDataParallelConfig", "DynamicScale", "FlatShards", "Interval", "LossScaling", "NoScale", "OnDevice",
+    "AVERAGED", "FOREIGN_WORDS", "MATRIX_RULES", "MUON_FAMILY", "AdamOptimizerConfig", "ConfigError", "Configuration",
+    "ConstantScale", "DistributedDataParallelConfig", "DynamicScale", "FlatShards", "Interval", "LossScaling",
+    "NoScale", "OnDevice",
     "OnHost", "OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "Placement", "Precision",
     "Problem", "Replicated", "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "changed_fields",
     "did_you_mean", "foreign_value", "has_attribute", "load_config", "many", "resolved",

@@ -9,6 +9,12 @@ import torch
 if TYPE_CHECKING:
     from opt_config.optimizer_config import OptimizerConfig
 
+MUON_FAMILY = ("muon", "adaptive_muon")
+"""The rules that honour `use_muon=False` on a parameter and `muon_scalar_optimizer`."""
+
+MATRIX_RULES = (*MUON_FAMILY, "muown", "soap", "soap_muon")
+"""The rules that update whole matrices only."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:

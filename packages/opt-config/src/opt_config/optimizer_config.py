@@ -296,6 +296,14 @@ class OptimizerConfig(Configuration):
         )
 
     @property
+    def elementwise_optimizer(self) -> str:
+        """The rule that reads `optimizer_options`: `optimizer`, or if that is a matrix rule of this stack, the one that
+        updates the parameters which it leaves."""
+        if self.optimizer in choices.MUON_FAMILY:
+            return self.muon_scalar_optimizer
+        return "adam" if self.optimizer in choices.MATRIX_RULES else self.optimizer
+
+    @property
     def averaged(self) -> dict[str, Any]:
         """The numbers, or a schedule, of the averages of the weights that are kept, by field; empty without them."""
         numbers = {name: getattr(self, name) for name in AVERAGED if getattr(self, name) is not None}

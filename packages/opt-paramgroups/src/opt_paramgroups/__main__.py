@@ -5,11 +5,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-from opt_config import ConfigError, OptimizerConfig, load_config
+from opt_config import MATRIX_RULES, ConfigError, OptimizerConfig, load_config
 from opt_paramgroups.groups import get_param_groups
 from opt_paramgroups.meta import model_chunks_of
 from opt_paramgroups.overrides import (
-    MATRIX_RULES,
     Overrides,
     get_matrix_rule_overrides,
     get_standard_config_overrides,

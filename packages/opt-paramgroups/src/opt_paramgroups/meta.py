@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_config import ConfigError, did_you_mean
-from opt_paramgroups.vocabulary import fused_qkv_rows, vocabulary_roles
+from opt_paramgroups.vocabulary import fused_qkv_rows, is_vector, vocabulary_roles
 
 # Wrappers hold the model as their only child, under one of these names, and own no parameters.
 _WRAPPED = frozenset({"module", "_orig_mod"})
@@ -163,6 +163,7 @@ class ParamMeta:
     is_embedding: bool = False
     guess: str = ""  # why it is taken for an embedding or output, if no module or attribute makes that certain
     use_muon: bool = True  # a matrix rule may update it
+    is_vector: bool = False  # or a stack of vectors, see `vocabulary.is_vector`
     grad_norm_group: str | None = None  # parameters of a group share a norm and are clipped by it
     qkv_split_shapes: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; (): not fused
     # Rows of one head, which a matrix rule updates as a separate matrix; several: of its matrices; 0: no heads
@@ -328,7 +329,13 @@ def make_meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta
         rows["head_rows"] = tuple(roles["head_rows"])
     local_shape, placements = dtensor_layout(param) or DTensorLayout(shape, ())
     return ParamMeta(
-        id=id, shape=shape, local_shape=local_shape, dtype=param.dtype, placements=placements, **{**roles, **rows}
+        id=id,
+        shape=shape,
+        local_shape=local_shape,
+        dtype=param.dtype,
+        placements=placements,
+        is_vector=is_vector(param, id.name),
+        **{**roles, **rows},
     )
 
 

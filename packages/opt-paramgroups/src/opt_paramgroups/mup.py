@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn import Parameter
 
-from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
+from opt_config import MUON_FAMILY, ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_paramgroups.meta import Metas, ParamId, describe
-from opt_paramgroups.overrides import MUON_FAMILY, Overrides
+from opt_paramgroups.overrides import Overrides
 
 Shapes = Mapping[ParamId, tuple[int, ...]]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from opt_config import (
+    MUON_FAMILY,
     ConfigError,
     Interval,
     OptimizerConfig,
@@ -26,7 +27,7 @@ from opt_paramgroups.vocabulary import is_vector
 from opt_scheduler import ParamGroupOverride
 
 __all__ = [
-    "MUON_FAMILY", "OVERRIDE_KEYS", "ConfigOverrides", "DefaultEntries", "elementwise_optimizer", "entries_of_rule",
+    "OVERRIDE_KEYS", "ConfigOverrides", "DefaultEntries", "entries_of_rule",
     "read_overrides", "unknown_entry", "value_problem",
 ]  # fmt: skip
 
@@ -194,13 +195,6 @@ def value_problem(entry: str, value: object) -> str:
     return ""
 
 
-MUON_FAMILY = ("muon", "adaptive_muon")
-"""The rules that honour `use_muon=False` on a parameter and `muon_scalar_optimizer`."""
-
-MATRIX_RULES = (*MUON_FAMILY, "muown", "soap", "soap_muon")
-"""The rules that update whole matrices only."""
-
-
 def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = True) -> Overrides:
     """Return the default overrides: no weight decay of biases and vectors, and decoupled learning rates.
 
@@ -230,17 +224,6 @@ def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = Tr
     return overrides
 
 
-def elementwise_optimizer(config: OptimizerConfig) -> str:
-    """Return the rule that reads `optimizer_options`: `optimizer`, or if that is one of `MATRIX_RULES`, the rule of the
-    parameters that it leaves: `muon_scalar_optimizer` for Muon's family, else Adam."""
-    return _left_to(config) if config.optimizer in MATRIX_RULES else config.optimizer
-
-
-def _left_to(config: OptimizerConfig) -> str:
-    """The rule of the parameters that a matrix rule leaves."""
-    return config.muon_scalar_optimizer if config.optimizer in MUON_FAMILY else "adam"
-
-
 def get_matrix_rule_overrides(
     config: OptimizerConfig, *, scalar_optimizer: str | None = None, by_name: bool = True
 ) -> Overrides:
@@ -263,7 +246,8 @@ def get_matrix_rule_overrides(
         attr="is_embedding_or_output_parameter",
         with_name_predicate=ParamWithNamePredicate("not for Muon" if honours_mark else "not a matrix", is_left_out),
     )
-    return {key: DefaultEntries(optimizer=scalar_optimizer or _left_to(config))}
+    of_rest = config.muon_scalar_optimizer if honours_mark else "adam"
+    return {key: DefaultEntries(optimizer=scalar_optimizer or of_rest)}
 
 
 def get_layer_decay_overrides(

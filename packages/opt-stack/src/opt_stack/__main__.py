@@ -13,10 +13,11 @@ from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, Who
 from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import aligned, as_text, group_rows, model_chunks_of
 from opt_stack.diagnosis.why import why
-from opt_stack.factory import make_design, read_groups, warn_of_guesses
+from opt_stack.factory import make_design, read_groups
 from opt_stack.planning.design import Request
 from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, state_text
 from opt_stack.planning.ranks import check_effects, check_ranks
+from opt_stack.records import warn_of_guesses
 from opt_stack.rules.registry import Registry, warn_of_unread_fields
 
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones

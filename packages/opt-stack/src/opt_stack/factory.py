@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers import (
     DistributedDataParallel,
-    Metas,
-    Params,
     WorldSizes,
     broadcast_replicas_,
     check_replicas,
@@ -20,21 +18,18 @@ from opt_distributed.buffers import (
     share_launch_order,
 )
 from opt_distributed.comm import Given, agreed, find_roles
-from opt_distributed.comm import device as devices
 from opt_kernels.hooks import GivenHooks
 from opt_paramgroups import (
     ParamGroup,
     get_param_groups,
 )
 from opt_paramgroups.overrides import ConfigOverrides
-from opt_paramgroups.vocabulary import is_vector
 from opt_stack.building.parts import build_parts, build_stepper, holds_parts, model_part
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.diagnosis.tensor_stats import TensorSums
 from opt_stack.optimizer import Optimizer
 from opt_stack.planning.checks import CHECKS, CHECKS_HERE, SHARED_FIELDS, refuse
 from opt_stack.planning.design import Design, Groups, Model, ModelChunks, Request, make_plan, read_model
-from opt_stack.planning.plan import Plan
 from opt_stack.planning.ranks import (
     RANK_CHECKS,
     check_peers,
@@ -44,11 +39,10 @@ from opt_stack.planning.ranks import (
     record_tp_modes,
     tp_modes,
 )
-from opt_stack.records import write_group_map, write_plan
-from opt_stack.rules.entries import ParamGroups, complete_groups, make_rules
-from opt_stack.rules.registry import Registry, warn_of_unread_fields, with_matrix_rule
+from opt_stack.records import record_design, write_group_map
+from opt_stack.rules.entries import ParamGroups, complete_groups, hooked_rules, with_entries_of_rules
+from opt_stack.rules.registry import Registry, with_matrix_rule
 from opt_stack.state.live import SharedCopies
-from opt_stack.wording import logger
 
 
 def get_optimizer(
@@ -203,7 +197,7 @@ def read_groups(request: Request, *, dumps_groups: bool = False) -> tuple[Model,
         gather=everyone.gather_objects,
         metas=model.metas,
         allow_unmatched=request.allow_unmatched,
-        extra_group_keys=None,  # `make_rules` knows the rules, and so which entries they read
+        extra_group_keys=None,  # `Registry.rules` knows the rules, and so which entries they read
     )
     return model, groups
 
@@ -260,11 +254,11 @@ def make_design(request: Request, model: Model, given_groups: ParamGroups, sizes
     """
     config = request.config
     config.validate()  # fields may have been assigned since it was built
-    groups = Groups.of(
-        *make_rules(
-            given_groups, request.registry, config, hooks=request.hooks, extra_group_keys=request.extra_group_keys
-        )
-    )
+    names = dict.fromkeys(group["optimizer"] for group in given_groups)
+    bare_rules, numbers = request.registry.rules(names, config)
+    rules = hooked_rules(bare_rules, request.hooks)
+    complete = with_entries_of_rules(given_groups, rules, numbers, config, request.extra_group_keys)
+    groups = Groups.of(complete, rules)
     plan = make_plan(request, model, groups, sizes or WorldSizes.of(request.roles))
     design = Design(request=request, model=model, groups=groups, plan=plan)
     refuse(design, CHECKS if sizes is not None else (*CHECKS_HERE, *CHECKS))
@@ -293,7 +287,7 @@ def _build(
         broadcast_replicas_(params, metas, roles)
     check_replicas(params, metas, roles)
     check_untrained(request.chunks, roles, broadcast=request.broadcast_params)
-    _log_design(design)
+    record_design(design)
     parts = agreed(everyone, lambda: build_parts(design, facts[common_device]))
     # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
     groups = design.groups.groups or [{"params": [], "param_ids": [], "name": "stub"}]
@@ -302,7 +296,7 @@ def _build(
     make_sums = partial(
         TensorSums, parts.units, parts.families, names, order=list(params), roles=roles, device=parts.device
     )
-    recorder = Recorder(config, roles, devices.device_of(parts.device).is_asynchronous, make_sums)
+    recorder = Recorder(config, roles, parts.device.is_asynchronous, make_sums)
     stepper = build_stepper(design, parts, groups, copies, recorder)
     if model.wrapped:
         share_launch_order(list(model.wrapped.values()))
@@ -319,57 +313,3 @@ def _build(
         copies=copies,
         recorder=recorder,
     )
-
-
-def _log_design(design: Design) -> None:
-    """Log the plan and its warnings, on one rank, and write it where the configuration says. Collective."""
-    request = design.request
-    config = request.config
-    everyone = request.roles.everyone
-    if everyone.rank == 0:
-        logger.info("%s", design.plan)
-    if request.roles.dense.dp.rank == 0:
-        warn_of_guesses(design.plan, design.metas)
-        if request.has_given_groups:
-            warn_of_vocabulary(design.plan, design.params, design.metas)
-    if request.by_name and everyone.rank == 0:  # Megatron-LM's command line sets fields of every rule
-        warn_of_unread_fields(design.groups.groups, request.registry, config)
-    writes = bool(config.config_logger_dir) and everyone.rank == 0
-    agreed(everyone, lambda: write_plan(config.config_logger_dir, design.plan) if writes else None)
-
-
-def warn_of_vocabulary(plan: Plan, params: Params, metas: Metas) -> None:
-    """Log a warning for each embedding, output layer and stack of vectors that the caller's groups give to a matrix
-    rule, of which `get_optimizer` would not update it."""
-    for unit in plan.units:
-        for id in sorted(unit.ids) if unit.needs_matrices else ():
-            meta = metas[id]
-            if meta.is_embedding_or_output:
-                guess = f" ({meta.guess})" if meta.guess else ""
-                kind = f"an embedding or output layer{guess}"
-                mark = "is_embedding_or_output_parameter"
-            elif is_vector(params[id], id.name):
-                kind = "a stack of vectors, such as biases of experts"
-                mark = "_no_weight_decay"
-            else:
-                continue
-            logger.warning(
-                "parameter %r of shape %s is %s, but its group gives it to %s: move it to a group with "
-                '"optimizer": "adam", or set its attribute %s to False to treat it as a hidden matrix',
-                str(id), meta.shape, kind, unit.rule.name, mark,
-            )  # fmt: skip
-
-
-def warn_of_guesses(plan: Plan, metas: Metas) -> None:
-    """Log a warning for each parameter that is treated as an embedding or output layer by its name or shape only."""
-    rules = [unit.rule.name for unit in plan.units if unit.needs_matrices]
-    if not rules and plan.config.decoupled_lr is None:
-        return
-    for unit in plan.units:
-        for id in sorted(id for id in unit.ids if metas[id].guess and not unit.needs_matrices):
-            logger.warning(
-                "parameter %r of shape %s is treated as an embedding or output layer: %s. It is updated by %s%s. "
-                "Set its attribute is_embedding_or_output_parameter to True to confirm, or to False to treat it as a "
-                "hidden matrix",
-                str(id), metas[id].shape, metas[id].guess, unit.rule.name, f", not {rules[0]}" if rules else "",
-            )  # fmt: skip

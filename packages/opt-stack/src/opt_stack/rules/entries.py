@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_config import AVERAGED, ConfigError, OptimizerConfig, did_you_mean
+from opt_config import AVERAGED, ConfigError, OptimizerConfig
 from opt_distributed.buffers import Metas, Params
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import (
@@ -24,9 +24,8 @@ from opt_kernels.matrices import TpMode
 from opt_kernels.params import CHOICES, HELD, HOOKS, Group
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamGroup, ParamId, completed_group
-from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
-from opt_stack.rules.registry import Registry
-from opt_stack.rules.trial import check_rule
+from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry, value_problem
+from opt_stack.rules.registry import HYPER_KEYS
 from opt_stack.wording import logger
 
 RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built
@@ -34,8 +33,6 @@ NOT_LOADED = (*RULE_RECORDS, *AVERAGED)
 """Entries of saved groups that a load does not write: rules and averages of weights are those of the present run."""
 ParamGroups = Sequence[Group]
 Pair = tuple[Group, Group]  # a current group and a saved one
-HYPER_KEYS = ("betas", "eps", "momentum")
-"""The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
 _DECAYS = ("weight_decay", "start_wd", "end_wd")
 _SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
 """Written or read by torch's, timm's and our schedulers."""
@@ -115,38 +112,34 @@ def complete_groups(
 # --- the rules of groups ----------------------------------------------------------------------------------------------
 
 
-def make_rules(
-    given_groups: ParamGroups,
-    registry: Registry,
-    config: OptimizerConfig,
-    *,
-    hooks: GivenHooks,
-    extra_group_keys: Collection[str],
-) -> tuple[list[ParamGroup], dict[str, Rule]]:
-    """Return the groups with the numbers that their rules read and they lack, and a record of the rules' choices; and
-    the rules by name, with their hooks.
-
-    Raises:
-        ConfigError: a rule is unknown or refuses the configuration; a group has an entry that nothing reads, or a
-            number that is out of bounds; a hook does not fit its rule.
-    """
-    groups = [dict(group) for group in given_groups]
-    made = _made(dict.fromkeys(group["optimizer"] for group in groups), registry, config)
-    averaged = {name: number for name, number in config.averaged.items() if not callable(number)}
-    hyper = {name: {**_hyper(name, rule, registry, config), **averaged} for name, rule in made.items()}
-    _check_entries(groups, hyper, config, extra_group_keys)
-    for group in groups:
-        for key, value in hyper[group["optimizer"]].items():
-            group.setdefault(key, value)
-        check_bounds(group, made[group["optimizer"]])
-    given = hooks if isinstance(hooks, Mapping) else dict.fromkeys(made, hooks)
-    if unused := [name for name, of_rule in given.items() if name not in made and of_rule]:
-        raise ConfigError(f"hooks has {unused[0]!r}, but parameters are updated by {', '.join(made)}; use these names")
+def hooked_rules(rules: Mapping[str, Rule], hooks: GivenHooks) -> dict[str, Rule]:
+    """Return the rules with their hooks. Raises ConfigError for hooks of no rule, or that do not fit their rule."""
+    given = hooks if isinstance(hooks, Mapping) else dict.fromkeys(rules, hooks)
+    if unused := [name for name, of_rule in given.items() if name not in rules and of_rule]:
+        raise ConfigError(f"hooks has {unused[0]!r}, but parameters are updated by {', '.join(rules)}; use these names")
     try:
-        rules = {name: hooked(rule, given.get(name, ())) for name, rule in made.items()}
+        return {name: hooked(rule, given.get(name, ())) for name, rule in rules.items()}
     except HookError as error:
         raise ConfigError(f"hooks: {error}") from error
+
+
+def with_entries_of_rules(
+    given_groups: ParamGroups,
+    rules: Mapping[str, Rule],  # with their hooks
+    numbers: Mapping[str, Mapping[str, Any]],  # that each rule reads, with their initial values
+    config: OptimizerConfig,
+    extra_group_keys: Collection[str],
+) -> list[ParamGroup]:
+    """Return the groups with the numbers that they lack, and a record of the choices and hooks of their rules.
+
+    Raises:
+        ConfigError: a group has an entry that nothing reads, a number that is out of bounds, or weight decay that its
+            rule or hooks ignore.
+    """
+    groups = [dict(group) for group in given_groups]
+    _check_entries(groups, numbers, config, extra_group_keys)
     for group in groups:
+        group |= {**numbers[group["optimizer"]], **group}
         rule = rules[group["optimizer"]]
         of_rule = hooks_of(rule)
         for key in _DECAYS:
@@ -161,54 +154,16 @@ def make_rules(
             except NumberError as error:
                 named = f"{error}".replace("weight_decay=", f"{key}=", 1)
                 raise ConfigError(f"group {group['name']!r}: {named}") from None
+        check_bounds(group, rule)
         group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
         if of_rule:
             group[HOOKS] = described(of_rule)
-    return groups, rules
-
-
-def _made(names: Iterable[str], registry: Registry, config: OptimizerConfig) -> dict[str, Rule]:
-    """Return the rules of these names. Raises ConfigError, also if none of them reads `optimizer_options`."""
-    made = {name: registry.rule(name, config) for name in names}
-    for name, rule in made.items():
-        if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
-            check_rule(name, rule, config)
-    reader = elementwise_optimizer(config)
-    if made and config.optimizer_options and not isinstance(made.get(reader), ElementwiseRule):
-        problem = "does not read them, since it is not elementwise"
-        if reader not in made:
-            problem = f"reads them, and updates no parameter of optimizer={config.optimizer!r}"
-        raise ConfigError(f"optimizer_options={dict(config.optimizer_options)!r}: {reader} {problem}; leave them out")
-    return made
-
-
-def _hyper(name: str, rule: Rule, registry: Registry, config: OptimizerConfig) -> Mapping[str, Any]:
-    """Return the hyper-parameters that the entry of a rule adds to groups.
-
-    Raises:
-        ConfigError: `hyper` returns a name that the rule never reads, or lacks one that the rule declares.
-    """
-    hyper = registry[name].hyper(config)
-    own = getattr(rule, "hyper_names", ())
-    allowed = (*HYPER_KEYS, *own)
-    for key in hyper:
-        if key not in allowed:
-            raise ConfigError(
-                f"optimizer={name!r}: RuleEntry.hyper returns {key!r}, which its rule never reads; allowed are "
-                f"{', '.join(allowed)}.{did_you_mean(key, allowed)} A rule reads further numbers from Hyper.own if "
-                f"it names them: hyper_names = ({key!r},)"
-            )
-    if missing := [key for key in own if key not in hyper]:
-        raise ConfigError(
-            f"optimizer={name!r}: its rule reads {missing[0]!r} (hyper_names), but RuleEntry.hyper returns "
-            "no value for it; return the initial value of groups"
-        )
-    return hyper
+    return groups
 
 
 def _check_entries(
     groups: ParamGroups,
-    read_by: Mapping[str, Collection[str]],  # for each optimizer, the hyper-parameters that its rule reads
+    read_by: Mapping[str, Collection[str]],  # the hyper-parameters that each rule reads
     config: OptimizerConfig,
     extra_group_keys: Collection[str],
 ) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from opt_config import ConfigError, OptimizerConfig, changed_fields, did_you_mean, foreign_value
+from opt_config import MUON_FAMILY, ConfigError, OptimizerConfig, changed_fields, did_you_mean, foreign_value
 from opt_kernels.formulas import FORMULAS, Formula
-from opt_kernels.hooks import check_numbers
+from opt_kernels.hooks import bare, check_numbers
 from opt_kernels.matrices import Decay
 from opt_kernels.params import RULE, Groups
 from opt_kernels.rules import (
@@ -26,12 +26,11 @@ from opt_kernels.rules import (
 )
 from opt_paramgroups import get_matrix_rule_overrides, get_standard_config_overrides
 from opt_paramgroups.overrides import (
-    MUON_FAMILY,
     ConfigOverrides,
-    elementwise_optimizer,
     entries_of_rule,
     read_overrides,
 )
+from opt_stack.rules.trial import check_rule
 from opt_stack.wording import logger
 
 
@@ -46,6 +45,8 @@ class RuleEntry:
     reads_fields: bool = True  # False: no number of the rule comes from a field such as adam_beta1
 
 
+HYPER_KEYS = ("betas", "eps", "momentum")
+"""The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
 _DEFAULTS = OptimizerConfig()
 # Fields of the configuration, by the options that they set.
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
@@ -135,7 +136,7 @@ def _options(formula: Formula, config: OptimizerConfig) -> Mapping[str, Any]:
 
     Raises ConfigError for an option that does not exist, or that is a field of the configuration.
     """
-    if not config.optimizer_options or elementwise_optimizer(config) != formula.name:
+    if not config.optimizer_options or config.elementwise_optimizer != formula.name:
         return {}
     options = config.optimizer_options
     of_fields = entries_of_rule(config, formula.name)
@@ -323,6 +324,51 @@ class Registry:
             raise
         except ValueError as error:  # the rule refuses its options
             raise ConfigError(f"optimizer={name!r}: {error}") from None
+
+    def rules(self, names: Iterable[str], config: OptimizerConfig) -> tuple[dict[str, Rule], dict[str, dict[str, Any]]]:
+        """Return the rules of these names, and the numbers that each adds to its groups. Rules of other packages are
+        tried.
+
+        Raises:
+            ConfigError: see `rule` and `check_rule`; or no rule reads `optimizer_options`.
+        """
+        rules = {name: self.rule(name, config) for name in names}
+        averaged = {name: number for name, number in config.averaged.items() if not callable(number)}
+        numbers = {name: {**self._numbers(name, rule, config), **averaged} for name, rule in rules.items()}
+        reader = config.elementwise_optimizer
+        if rules and config.optimizer_options and not isinstance(rules.get(reader), ElementwiseRule):
+            problem = "does not read them, since it is not elementwise"
+            if reader not in rules:
+                problem = f"reads them, and updates no parameter of optimizer={config.optimizer!r}"
+            options = dict(config.optimizer_options)
+            raise ConfigError(f"optimizer_options={options!r}: {reader} {problem}; leave them out")
+        for name, rule in rules.items():
+            if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
+                check_rule(name, rule, config)
+        return rules, numbers
+
+    def _numbers(self, name: str, rule: Rule, config: OptimizerConfig) -> Mapping[str, Any]:
+        """Return the initial values of the numbers that a rule reads from groups.
+
+        Raises:
+            ConfigError: `hyper` returns a name that the rule never reads, or lacks one that the rule declares.
+        """
+        numbers = self[name].hyper(config)
+        own = getattr(rule, "hyper_names", ())
+        allowed = (*HYPER_KEYS, *own)
+        for key in numbers:
+            if key not in allowed:
+                raise ConfigError(
+                    f"optimizer={name!r}: RuleEntry.hyper returns {key!r}, which its rule never reads; allowed are "
+                    f"{', '.join(allowed)}.{did_you_mean(key, allowed)} A rule reads further numbers from Hyper.own if "
+                    f"it names them: hyper_names = ({key!r},)"
+                )
+        if missing := [key for key in own if key not in numbers]:
+            raise ConfigError(
+                f"optimizer={name!r}: its rule reads {missing[0]!r} (hyper_names), but RuleEntry.hyper returns "
+                "no value for it; return the initial value of groups"
+            )
+        return numbers
 
     def needs_matrices(self, name: str, config: OptimizerConfig) -> bool:
         """Return whether the rule of `optimizer=name` updates whole matrices. Raises ConfigError as `rule`."""
