@@ -113,8 +113,8 @@ def _set_(
     """Set everything that is kept for a piece, from tensors by name: main values, states, averages and `extra`.
 
     A saved main value replaces the parameter, too, without a comparison. Main values that are lacking are those of the
-    parameter, and averages that are lacking begin anew. Without a number
-    of steps, the rule's is as before the first one. `is_decoded`: `saved` has values where the piece has codes.
+    parameter, and averages that are lacking begin anew. Without a number of steps, the rule's is as before the first
+    one. `is_decoded`: `saved` has values where the piece has codes.
     """
     if MAIN in saved:
         piece.main.set_(saved[MAIN].view(piece.main.shape))

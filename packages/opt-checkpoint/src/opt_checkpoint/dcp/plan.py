@@ -197,10 +197,11 @@ class _Groups(NamedTuple):
 
 
 def assign_parts(tensors: TensorsOfRanks) -> Parts:
-    """Assign every box of a main replica to the least loaded rank that holds the same box.
+    """Assign every box to the least loaded rank that holds it.
 
     A box that only one rank holds is written by that rank. The other boxes are assigned in Megatron-Core's greedy
-    order: fewest holders first, then largest. Boxes larger than a rank's fair share are first cut into rows.
+    order: fewest holders first, then largest. Boxes larger than a twelfth of a rank's fair share, and than 64 KiB, are
+    first cut into rows.
 
     Args:
         tensors: the validated contents of all ranks.

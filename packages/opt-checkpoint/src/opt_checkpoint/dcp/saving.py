@@ -10,11 +10,15 @@
 `run.save_load.carry_out_save` calls them, and lists the collectives between them. Rank 0 decides who writes what:
 
     a box that one rank has      that rank, whole
-    a box that several have      `plan.assign_parts`: the least loaded of them; of a large one, rows each. Whose replica
-                                 is the main one says what must be there, not who writes it
-    plain tensors                the same; under `"first_rank"`, the first rank that has it
+    a box that several have      `plan.assign_parts`: the least loaded of them, then the lowest; of one above a twelfth
+                                 of a rank's share, rows each. Whose replica is the main one says what must be there,
+                                 not who writes it
+    plain tensors                the same; under `"first_rank"`, the first rank that has it; without `lists_values`, as
+                                 other plain values
     sharded objects              the rank with the main replica
-    other plain values           `assign`: rank 0
+    other plain values           rank 0, together, and each once more under its key for stock readers (`assign`)
+    metadata, manifest, commit   rank 0, after all files are synced: `Store.commit` renames a directory, or creates the
+                                 `commit.json` of a bucket
 
 Every rank writes a file, even if it has nothing to write.
 

@@ -1,8 +1,8 @@
 """What is written in a save: a file by each rank; then, by rank 0, the index of all files.
 
-Each rank writes and syncs a file of its own in the folder of the save, `__RANK_0.distcp`. Rank 0 adds `.metadata`, for
-stock readers, `metadata.json`, for Megatron-Core's, and the manifest, and commits. While a directory is written, rank 0
-also keeps a lease in it (`store.lease`).
+Each rank writes and syncs a file of its own in the folder of the save, `__<rank>_0.distcp`. Rank 0 adds `.metadata`,
+for stock readers, `metadata.json`, for Megatron-Core's, and the manifest, and commits. While a directory is written,
+rank 0 also keeps a lease in it (`store.lease`).
 """
 
 from __future__ import annotations

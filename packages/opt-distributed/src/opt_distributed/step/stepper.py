@@ -8,10 +8,14 @@
 Where one rank refuses a step, the others learn of it by the sums of flags: which guard, and on how many ranks. All then
 do the same:
 
-    on a CPU            raise the guard's error in `_decide`, after an exchange of who is at fault (`Watch.on_refusal`)
+    on a CPU            raise an error in `_decide`, after an exchange of who is at fault (`Watch.on_refusal`)
     on an accelerator   update with `skip` set on the device, which changes nothing; publish the unchanged parameters;
-                        raise the error where the result is read, at the latest when the next step begins;
-                        `prepare_grads` reads the verdict, and raises it before an update
+                        raise an error where the result is read, at the latest when the next step begins; nobody is
+                        named. `prepare_grads` reads the verdict, and raises it before an update
+
+The first guard, in the order of `Guards`, says which error. The rank that found it raises its own; every other one
+raises `Refusal.of_others`: `UnusableGradientError`, or `StorageError` for parameters that moved. Where ranks only
+differ (`EqualGroups`), all raise `HyperError`.
 
 A *piece* is the part of a parameter that this rank updates. A *unit* is one rule with its pieces. A *source* has the
 gradients of one buffer, and publishes its parameters: sends new values to the ranks that hold them. A *family* is the

@@ -8,8 +8,12 @@ So a write is seen as another version, another address, or another storage at th
 
 What follows is the policy of the caller. Drop-ins follow, as torch.optim would: `follow_write_`, before each update
 (`optim.base`). The optimizer of opt-stack, on one rank or several, refuses the step: `has_foreign_write`, asked by
-`opt_stack.state.weights`; replicas on other ranks may not have been written. A load of state sets main value and
-parameter alike. A remainder is not a copy: a foreign write changes the upper half of the main value unnoticed.
+`opt_stack.state.weights`; replicas on other ranks may not have been written. A remainder is not a copy: a foreign write
+changes the upper half of the main value unnoticed.
+
+A load of the optimizer's own state compares nothing: a saved main value is written, rounded, to the parameter, and
+without one the main value begins as the parameter. Only a load of Megatron-Core's distributed form compares them, and
+refuses main weights that are shifted (`opt_stack.state.megatron_state`).
 
 Kernels write memory that autograd does not watch. Counting their writes makes a backward pass through an older graph
 raise, as after a step of torch's optimizers. An assignment to `param.data` leaves the version as it was, and may find
