@@ -124,9 +124,9 @@ def update_(
     grad_scale: Scalar = 1.0,
     skip: Skip = None,
 ) -> None:
-    """Same as `reference.update_`, except for the last bits. Works whose sweep cannot be compiled use torch, too.
+    """Same as `reference.update_`, except for the last bits, on as many threads as torch uses.
 
-    Raises LayoutError for tensors that cannot be swept.
+    Works whose sweep cannot be compiled use torch, too. Raises LayoutError for tensors that cannot be swept.
     """
     if elements.skipped(skip):
         return
@@ -143,38 +143,29 @@ def update_(
     rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, scale)])
     others: list[int] = []
     for sweep in sweeps:
-        if not _swept(sweep, columns, formula, rows, stochastic_rounding):
+        compiled = None
+        if sweep.codecs is not None:
+            macros = sweep.formats.macros(stochastic_rounding=stochastic_rounding)
+            compiled = attempt(sweep_source(formula, sweep.codecs), **macros)
+        if compiled is None:
             others += sweep.works
+            continue
+        at: Sequence[int] = columns.grads_at
+        if len(sweep.works) < len(at):
+            at = [at[i] for i in sweep.works]
+        table = array("q", sweep.before + array("q", at).tobytes() + sweep.after)
+        run(
+            compiled,
+            table=table.buffer_info()[0],
+            num_runs=len(sweep.works),
+            extra=rows.buffer_info()[0],
+            total=sweep.numel,
+            least=SHARE_NUMEL,
+        )
     if others:
         items = columns.items(codecs)
         rest = [Batch(batches[items[i].row].hyper, [items[i].work]) for i in others]
         torch_native.update_(rest, formula, codecs, stochastic_rounding=stochastic_rounding, grad_scale=scale)
-
-
-def _swept(
-    sweep: _Sweep, columns: elements.Columns, formula: Formula, rows: "array[float]", stochastic_rounding: bool
-) -> bool:
-    """Update the works of a sweep on as many threads as torch uses. False if it is not supported or cannot be
-    compiled."""
-    if sweep.codecs is None:
-        return False
-    macros = sweep.formats.macros(stochastic_rounding=stochastic_rounding)
-    compiled = attempt(sweep_source(formula, sweep.codecs), **macros)
-    if compiled is None:
-        return False
-    at: Sequence[int] = columns.grads_at
-    if len(sweep.works) < len(at):
-        at = [at[i] for i in sweep.works]
-    table = array("q", sweep.before + array("q", at).tobytes() + sweep.after)
-    run(
-        compiled,
-        table=table.buffer_info()[0],
-        num_runs=len(sweep.works),
-        extra=rows.buffer_info()[0],
-        total=sweep.numel,
-        least=SHARE_NUMEL,
-    )
-    return True
 
 
 def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]:
