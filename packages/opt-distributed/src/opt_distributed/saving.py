@@ -242,9 +242,9 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
 def restart_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
     """Set a piece to the state before its first step, with the main values and averages of `saved`, the state of
     another rule."""
-    kept = (_OF_MAIN, *unit.averages.specs)
-    keys = [key for spec, key in _keys(unit, piece, saved).items() if spec in kept]
-    _set_(unit, piece, _values(unit, piece, {key: saved[key] for key in keys}), step=None)
+    continued = (_OF_MAIN, *unit.averages.specs)
+    kept = {key: saved[key] for spec, key in _keys(unit, piece, saved).items() if spec in continued}
+    _set_(unit, piece, _values(unit, piece, kept), step=None)
 
 
 def _saves_values(piece: OwnedPiece) -> bool:
