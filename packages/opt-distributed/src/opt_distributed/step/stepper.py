@@ -272,7 +272,7 @@ class Stepper:
             ready,
             flags,
             self.limits,
-            losses=self.losses.clone(),
+            losses=self.losses,
             device=self.device,
             everyone=self.everyone,
             instances=self.instances,

@@ -137,8 +137,8 @@ def decide(
     measured = torch.cat([norms[:1], loss])
     bounds = torch.full_like(measured, torch.inf) if spikes is None else spikes.judge_(measured, unless=is_wrong)
     is_spike = measured > bounds
-    is_bad_loss = is_spike[1:] | ((num_losses > 0) & ~loss.isfinite())
-    reasons = torch.cat([overflow, is_above_limit, is_spike[:1], is_bad_loss, *wrong])
+    is_spike[1:] |= (num_losses > 0) & ~loss.isfinite()
+    reasons = torch.cat([overflow, is_above_limit, is_spike, *wrong])
     report = torch.cat([norms, reasons, loss, bounds, numbers[num_slots:]])
     return Verdict(norms, overflow[0], is_wrong, reasons.any(), inv_scale, report)
 
