@@ -324,8 +324,10 @@ class Orthogonalization:
         normalised: bool = False,  # x has the form that `inputs` describes
     ) -> Tensor:
         """The orthogonalised matrices, or this rank's part of them, (batch, rows, cols) of x's dtype."""
-        if cut is None or self.tp_mode is not TpMode.DUPLICATED:
-            return self._orthogonalised(x, self._summed(cut), normalised=normalised)
+        if self.tp_mode is TpMode.BLOCKWISE:
+            cut = None
+        if cut is None or self.tp_mode is TpMode.DISTRIBUTED:
+            return self._orthogonalised(x, cut, normalised=normalised)
         whole = cut.ranks.all_gather(x, x.dim() + cut.dim)
         done = self._orthogonalised(whole, None)
         part = x.shape[cut.dim]
@@ -340,16 +342,11 @@ class Orthogonalization:
         if has_norms or is_gathered:
             # What stands before or after Newton-Schulz must see x with its norm, unrounded. A gathered x is normalised
             # on every rank: a norm summed over ranks may differ in its last bit.
-            return Inputs(dtype, False, eps=self.eps)
-        summed = self._summed(cut)
+            return Inputs(dtype, False)
         all_reduce = None
-        if summed is not None:
-            all_reduce = summed.ranks.all_reduce
+        if cut is not None and self.tp_mode is TpMode.DISTRIBUTED:
+            all_reduce = cut.ranks.all_reduce
         return Inputs(self._dtype(dtype, device), True, all_reduce, self.eps)
-
-    def _summed(self, cut: Cut | None) -> Cut | None:
-        """The cut over whose ranks Gram matrices and norms are summed."""
-        return cut if self.tp_mode is TpMode.DISTRIBUTED else None
 
     def _orthogonalised(self, x: Tensor, cut: Cut | None, *, normalised: bool = False) -> Tensor:
         """Orthogonalise matrices, or parts of matrices, with what stands before and after Newton-Schulz."""
