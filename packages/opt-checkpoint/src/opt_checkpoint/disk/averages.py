@@ -40,12 +40,14 @@ def with_averages(index: CheckpointIndex, name: str, prefix: str = "") -> Checkp
     models = sorted(key.removesuffix(first) for key in weights if f".{key}".endswith(f".{first}"))
     models = [own for own in models if all(own + param in weights for param in averages)]
     models = [own for own in models if _OF_STATE.fullmatch(own) is None] or models  # a module may be called state
-    if len(models) != 1 and prefix not in models:
+    if prefix in models:
+        models = [prefix]
+    if len(models) != 1:
         raise CheckpointValueError(
             f"{index.path} holds {len(models)} models with the weights of these averages; pass the prefix of one of "
             f"them: {', '.join(models)}"
         )
-    own = prefix if prefix in models else models[0]
+    own = models[0]
     tensors = {key: stored for key, stored in weights.items() if key.startswith(own)}
     averaged = {own + param: stored for param, stored in averages.items()}
     if plain := sorted(tensors.keys() - averaged.keys()):
