@@ -88,9 +88,9 @@ def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) 
     The works share one row of the hyper-parameter table. Does not synchronize the host. With `couples`, the decay of
     the rule was already added to the gradient.
     """
-    ball = next((hook for hook in hooks if isinstance(hook, values.Hyperball)), None)
-    if ball is not None:
-        return _on_the_ball(ball, sums, hyper)
+    for hook in hooks:
+        if isinstance(hook, values.Hyperball):
+            return _on_the_ball(hook, sums, hyper)
     factors = torch.ones_like(sums[:, 0])
     for hook in sorted(hooks, key=lambda hook: not isinstance(hook, values.CautiousUpdate)):
         factors = factors * _factors(hook, sums, factors)
