@@ -183,7 +183,7 @@ class Unit:
                 run.count.advance(update.skip)
 
     def _update_fetched_(self, ready: Ready, update: Update, scale: float | Tensor) -> None:
-        runs = runs_of(ready.pieces, self.averages.names)
+        runs = runs_of(ready.pieces, ())  # units with averages compute on the host
         batches = self._batches(runs, update._replace(ready=ready))
         for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=update.skip, is_one_run=True):
             pass
