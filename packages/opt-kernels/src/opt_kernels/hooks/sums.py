@@ -88,32 +88,33 @@ def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) 
     The works share one row of the hyper-parameter table. Does not synchronize the host. With `couples`, the decay of
     the rule was already added to the gradient.
     """
+    found = columns(sums)
     for hook in hooks:
         if isinstance(hook, values.Hyperball):
-            return _on_the_ball(hook, sums, hyper)
-    factors = torch.ones_like(sums[:, 0])
+            return _on_the_ball(hook, found, hyper)
+    factors = torch.ones_like(found.numel)
     for hook in sorted(hooks, key=lambda hook: not isinstance(hook, values.CautiousUpdate)):
-        factors = factors * _factors(hook, sums, factors)
+        factors = factors * _factors(hook, found, factors)
     rate = hyper.lr * factors
     keep = torch.ones_like(rate)
-    p_squares = columns(sums).p_squares
-    products = columns(sums).products
+    p_squares = found.p_squares
+    products = found.products
     for hook in hooks:
         if isinstance(hook, values.RadialBrake):
             outward = torch.where(p_squares == 0, 0.0, products.clamp_max(0.0) / p_squares)  # c, or 0 for c > 0
             keep = keep + (1 - hook.outward) * rate * outward
     if any(isinstance(hook, values.RadiusPin) for hook in hooks):
         # w = keep p - rate u gets the length of its part along p: it is scaled by <w, p> / (|w| |p|).
-        lengths = (_squares_of_moved(sums, keep, rate) * p_squares).sqrt()
+        lengths = (_squares_of_moved(found, keep, rate) * p_squares).sqrt()
         scale = torch.where(lengths == 0, 1.0, (keep * p_squares - rate * products) / lengths)
         keep = scale * keep
         rate = scale * rate
     return keep - share_that_decays(hooks, hyper, couples=couples), rate
 
 
-def _squares_of_moved(sums: Tensor, keep: float | Tensor, rate: Tensor) -> Tensor:
+def _squares_of_moved(sums: Sums, keep: float | Tensor, rate: Tensor) -> Tensor:
     """|keep p - rate u|², (n,): it follows from the sums, so one reduction suffices."""
-    _, _, u_squares, p_squares, products = columns(sums)
+    _, _, u_squares, p_squares, products = sums
     squares = keep * keep * p_squares - 2 * keep * rate * products + rate * rate * u_squares
     return squares.clamp_min(0.0)
 
@@ -128,9 +129,9 @@ def share_that_decays(hooks: values.Hooks, hyper: Hyper, *, couples: bool) -> Sc
     return hyper.lr * hyper.weight_decay
 
 
-def _factors(hook: values.Hook, sums: Tensor, before: Tensor) -> Tensor:
+def _factors(hook: values.Hook, sums: Sums, before: Tensor) -> Tensor:
     """The factors of `hook`, (n,), for updates that were already multiplied by `before`."""
-    numel, kept, u_squares, p_squares, _ = columns(sums)
+    numel, kept, u_squares, p_squares, _ = sums
     u_norm = before * u_squares.sqrt()
     match hook:
         case values.CautiousUpdate():
@@ -156,9 +157,9 @@ def raise_rows_(update: Tensor, main: Tensor, ratio: Scalar) -> None:
         update.mul_((ratio * of_main / of_update).clamp_min_(1.0))
 
 
-def _on_the_ball(ball: values.Hyperball, sums: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
+def _on_the_ball(ball: values.Hyperball, sums: Sums, hyper: Hyper) -> tuple[Tensor, Tensor]:
     """R N(p - lr R N(u))."""
-    _, _, u_squares, p_squares, _ = columns(sums)
+    _, _, u_squares, p_squares, _ = sums
     radius = p_squares.sqrt() if ball.radius is None else torch.full_like(p_squares, ball.radius)
     step = torch.where(u_squares == 0, 0.0, hyper.lr * radius / u_squares.sqrt())
     norm = _squares_of_moved(sums, 1.0, step).sqrt()
