@@ -343,9 +343,8 @@ class Optimizer(GradientStatistics):
             for piece in pieces:
                 piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
         for unit, piece in self._held.values():
-            if unit.averages.specs:
-                unit.averages.restart_(piece)
-            elif self.evaluation.keeps_weights_of(unit):
+            unit.averages.restart_(piece)
+            if unit.rule.name in self.evaluation.rules:
                 reset_state_(unit, piece)
         self.loaded_weights.note_state_load()
         if state_dict is not None:
