@@ -16,7 +16,7 @@ _OF_STATE = re.compile(r"(?:.*\.)?state\.[^.]+\.(?:.*\.)?")
 logger = logging.getLogger(__name__)
 
 
-def with_averages(index: CheckpointIndex, name: str, prefix: str = "") -> CheckpointIndex:
+def with_averages(index: CheckpointIndex, name: str, prefix: str) -> CheckpointIndex:
     """Return one model of the checkpoint, with averages in place of weights, under the keys of these.
 
     Logs a warning that names the weights without average: buffers and frozen parameters. `prefix` tells models with

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import narrow
-from opt_kernels.works import Scalar, StateKind, States, StateSpec
+from opt_kernels.works import Scalar, StateKind, States, StateSpec, is_on_device
 
 BLOCK = 128  # elements that share a scale: 1/32 byte of scale per element
 TINY = torch.finfo(torch.float32).tiny  # smallest normal number: division by a smaller scale would overflow
@@ -247,7 +247,7 @@ def stalls(codec: StateCodec, beta: Scalar | str) -> bool:
     root. True for a beta on an accelerator, which the host does not read.
     """
     half_unit = HALF_UNITS.get(codec.dtype, 0.0)
-    if half_unit and isinstance(beta, Tensor) and beta.device.type != "cpu":
+    if half_unit and is_on_device(beta):
         return True
     if not (codec.signed or codec.block):
         half_unit /= 2

@@ -88,12 +88,12 @@ def _check_spans(param: Tensor, rule: Rule) -> None:
     scaled = [name for name, codec in rule.codecs.items() if codec.block]
     if local_spans is not None and (len(local_spans) <= 1 or not scaled):
         return
-    placements = param.placements if is_dtensor(param) else ()
+    assert is_dtensor(param)  # other tensors are one span
     reason = "its elements cannot be numbered"
     if local_spans:
         reason = f"its states {', '.join(scaled)} share scales across rows"
     raise ValueError(
-        f"stochastic_rounding=True with a DTensor of shape {tuple(param.shape)} placed {placements}: {reason}, so it "
-        "would be rounded unlike the whole parameter; shard it by rows (Shard(0)), keep its states in float32 "
-        "or bfloat16, or pass mains='remainder'"
+        f"stochastic_rounding=True with a DTensor of shape {tuple(param.shape)} placed {param.placements}: {reason}, "
+        "so it would be rounded unlike the whole parameter; shard it by rows (Shard(0)), keep its states in float32 or "
+        "bfloat16, or pass mains='remainder'"
     )
