@@ -82,7 +82,6 @@ class WeightAverages:
             piece.following.add(EMA)
         self.follow_([piece])
 
-    @torch.no_grad()
     def shown(self, piece: OwnedPiece) -> Tensor:
         """Return the weights to evaluate, in the shape of the piece, where its averages are kept."""
         self.follow_until_begun_(piece)
@@ -105,7 +104,6 @@ class WeightAverages:
                 raise ConfigError(f"ema_decay: the schedule returned {decay!r} for step {number}; must be in [0, 1)")
         return [decays[number] for number in numbers]
 
-    @torch.no_grad()
     def update_(self, pieces: Sequence[OwnedPiece], update: Update, scheduled: Sequence[float]) -> None:
         """Average all `pieces` of a unit, of which a rule has updated those that are ready.
 
