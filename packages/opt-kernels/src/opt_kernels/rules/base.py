@@ -397,9 +397,10 @@ def elementwise(formula: Formula, **options: Any) -> ElementwiseRule:
     choices = [choice.name for choice in formula.choices if choice.off_at_zero is None or choice.name in options]
     dtypes = {f"{state.name}_dtype": state.name for state in formula.declared}
     common = ("maximize", "stochastic_rounding", "backend")
+    allowed = [*choices, *dtypes, *common]
     for name, value in options.items():
-        if name not in (*choices, *dtypes, *common):
-            raise unknown(name, value, [*choices, *dtypes, *common], of=f"rule {formula.name!r}")
+        if name not in allowed:
+            raise unknown(name, value, allowed, of=f"rule {formula.name!r}")
     chosen = formula.with_constants(**{name: options[name] for name in choices if name in options})
     state_dtypes = {state: options[name] for name, state in dtypes.items() if name in options}
     given = {name: options[name] for name in common if name in options}
