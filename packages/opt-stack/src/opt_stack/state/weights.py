@@ -262,13 +262,11 @@ class Evaluation:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._shows_averages = any(unit.averages.specs for unit in units)
-        self._formulas = {}  # of units whose rules evaluate other weights than they train
-        self.rules = set()  # the names of these rules
+        self.rules = {}  # formulas that evaluate other weights than they train, by the names of their rules
         for unit in units:
             rule = bare(unit.rule)
             if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
-                self._formulas[unit.name] = rule.formula
-                self.rules.add(unit.rule.name)
+                self.rules[unit.rule.name] = rule.formula
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
         self._shown = Writes([])  # to the weights for evaluation
         self._rates = RisingRates()
@@ -293,7 +291,7 @@ class Evaluation:
 
     def keeps_weights_of(self, unit: Unit) -> bool:
         """Return whether the state of `unit` has weights other than the main values: its rule's, or averages."""
-        return bool(unit.averages.specs) or unit.name in self._formulas
+        return bool(unit.averages.specs) or unit.rule.name in self.rules
 
     @contextmanager
     def with_trained_weights(self) -> Iterator[None]:
@@ -331,7 +329,7 @@ class Evaluation:
                 if unit.averages.specs:
                     piece.main.target.copy_(unit.averages.shown(piece))
                 elif piece.step:
-                    piece.main.target.copy_(_evaluated(self._formulas[unit.name], unit, piece, groups))
+                    piece.main.target.copy_(_evaluated(self.rules[unit.rule.name], unit, piece, groups))
             for source in unit.completes:
                 source.publish_()
         complete()
