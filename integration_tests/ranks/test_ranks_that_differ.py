@@ -120,6 +120,16 @@ def test_a_group_that_differs_on_one_replica_is_refused_on_all() -> None:
     run_threads(4, rank_main)
 
 
+def test_a_mark_that_changes_no_group_may_differ() -> None:
+    def rank_main(comm: Comm) -> int:
+        model = matrix(is_part=False)
+        if comm.rank == 1:
+            model.w._no_weight_decay = True
+        return len(get_optimizer(OptimizerConfig(lr=0.1), [model], {}, pg_collection=roles_over(comm)).param_groups)
+
+    assert run_threads(2, rank_main) == [1, 1]
+
+
 # --- fields, marks, wrappers, files -----------------------------------------------------------------------------------
 
 FIELDS: Options = {

@@ -47,6 +47,14 @@ def test_groups_may_have_rules_of_their_own() -> None:
     assert optimizer.param_groups[1]["betas"] == (0.95, 0.98)
 
 
+@pytest.mark.parametrize(("name", "value"), [("betas", 0.9), ("weight_decay", [0.1, 0.2])])
+def test_a_tensor_of_another_shape_is_named(name: str, value: Any) -> None:
+    model = make_model()
+    groups = [{"params": list(model.parameters()), name: torch.tensor(value)}]
+    with pytest.raises(ConfigError, match=rf"group 'group 0': {name}=tensor.* is not allowed; pass "):
+        get_optimizer_based_on_param_groups(CONFIG, [model], groups)
+
+
 class Tagger(nn.Module):
     """An embedding, a hidden matrix, biases of experts, and a head that only its name tells."""
 

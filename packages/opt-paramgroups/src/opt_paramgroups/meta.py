@@ -163,7 +163,6 @@ class ParamMeta:
     is_embedding: bool = False
     guess: str = ""  # why it is taken for an embedding or output, if no module or attribute makes that certain
     use_muon: bool = True  # a matrix rule may update it
-    is_vector: bool = False  # or a stack of vectors, see `vocabulary.is_vector`
     grad_norm_group: str | None = None  # parameters of a group share a norm and are clipped by it
     qkv_split_shapes: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; (): not fused
     # Rows of one head, which a matrix rule updates as a separate matrix; several: of its matrices; 0: no heads
@@ -171,6 +170,7 @@ class ParamMeta:
     split_sizes: tuple[int, ...] = ()  # rows of the separate matrices that it concatenates; (): one matrix
     split_rows: tuple[int, ...] = ()  # rows that each of several matrices has in turn, again and again; (): one matrix
     codes: torch.dtype | None = None  # dtype of stored codes with scales; None: values of `dtype` are stored
+    is_vector: bool = False  # or a stack of vectors, see `vocabulary.is_vector`
 
     def __post_init__(self) -> None:
         if self.partition_dim is not None and not 0 <= self.partition_dim < len(self.shape):

@@ -114,17 +114,18 @@ class Optimizer(GradientStatistics):
         they are not trained.
 
         Raises:
-            ValueError: the loss scale is set, and `closure` has not read it; or `param_groups` of this rank hold an
-                entry that no step can use.
+            ValueError: the loss scale is set, and `closure` has not read it; `param_groups` of this rank hold an entry
+                that no step can use; or on every rank, if ranks have other numbers in their groups (HyperError), or a
+                parameter has left its memory (StorageError).
             RuntimeError: gradients of this rank are sparse or cannot be reduced; or on every rank, if on one
                 `param_groups` hold other parameters than those the optimizer was built with (there a ValueError, too),
                 weights were loaded into the model that the update would lose, or parameters of a wrapped model were
                 frozen since it was built.
             ReplicaError: on every rank, if replicas differ after a load or another write.
 
-        Where one rank refuses a step, all do, the others by an UnusableGradientError, a RuntimeError. On an accelerator
-        with several ranks the step is skipped on the device, and the first access to its result, or the next step,
-        raises the error. `opt_distributed.step.stepper` says what each rank does.
+        Where one rank refuses a step, all do, most often the others by an UnusableGradientError, a RuntimeError. On an
+        accelerator with several ranks the step is skipped on the device, and the first access to its result, or the
+        next step, raises the error. `opt_distributed.step.stepper` says what each rank does.
         """
         self.check_ready("a step", reads=False)
         if closure is not None:

@@ -29,14 +29,14 @@ def record_design(design: Design) -> None:
     everyone = request.roles.everyone
     if everyone.rank == 0:
         logger.info("%s", design.plan)
-    writes = bool(config.config_logger_dir) and everyone.rank == 0
-    agreed(everyone, lambda: _write_plan(config.config_logger_dir, design.plan) if writes else None)
     if request.roles.dense.dp.rank == 0:
         warn_of_guesses(design.plan, design.metas)
         if request.has_given_groups:
             warn_of_vocabulary(design.plan, design.metas)
     if request.by_name and everyone.rank == 0:  # Megatron-LM's command line sets fields of every rule
         warn_of_unread_fields(design.groups.groups, request.registry, config)
+    writes = bool(config.config_logger_dir) and everyone.rank == 0
+    agreed(everyone, lambda: _write_plan(config.config_logger_dir, design.plan) if writes else None)
 
 
 def warn_of_vocabulary(plan: Plan, metas: Metas) -> None:

@@ -197,7 +197,7 @@ class _Groups(NamedTuple):
 
 
 def assign_parts(tensors: TensorsOfRanks) -> Parts:
-    """Assign every box to the least loaded rank that holds it.
+    """Assign every box of a main replica to the least loaded rank that holds the same box, as any replica.
 
     A box that only one rank holds is written by that rank. The other boxes are assigned in Megatron-Core's greedy
     order: fewest holders first, then largest. Boxes larger than a twelfth of a rank's fair share, and than 64 KiB, are

@@ -11,12 +11,12 @@
 
     a box that one rank has      that rank, whole
     a box that several have      `plan.assign_parts`: the least loaded of them, then the lowest; of one above a twelfth
-                                 of a rank's share, rows each. Whose replica is the main one says what must be there,
-                                 not who writes it
+                                 of a rank's share and 64 KiB, rows each. A main replica says that a box must be
+                                 written, not by whom
     plain tensors                the same; under `"first_rank"`, the first rank that has it; without `lists_values`, as
                                  other plain values
     sharded objects              the rank with the main replica
-    other plain values           rank 0, together, and each once more under its key for stock readers (`assign`)
+    other plain values           rank 0, together; with `lists_values`, also under their keys, for stock readers
     metadata, manifest, commit   rank 0, after all files are synced: `Store.commit` renames a directory, or creates the
                                  `commit.json` of a bucket
 

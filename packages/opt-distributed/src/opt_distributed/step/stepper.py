@@ -13,9 +13,9 @@ do the same:
                         raise an error where the result is read, at the latest when the next step begins; nobody is
                         named. `prepare_grads` reads the verdict, and raises it before an update
 
-The first guard, in the order of `Guards`, says which error. The rank that found it raises its own; every other one
-raises `Refusal.of_others`: `UnusableGradientError`, or `StorageError` for parameters that moved. Where ranks only
-differ (`EqualGroups`), all raise `HyperError`.
+The first guard that does not withdraw, in the order of `Guards`, says which error. The rank that found it raises its
+own; every other one raises `Refusal.of_others`: `UnusableGradientError`, or `StorageError` for parameters that moved.
+Where ranks only differ, all raise one error: `HyperError` (`EqualGroups`), `ReplicaError` (`WrittenReplicas`).
 
 A *piece* is the part of a parameter that this rank updates. A *unit* is one rule with its pieces. A *source* has the
 gradients of one buffer, and publishes its parameters: sends new values to the ranks that hold them. A *family* is the

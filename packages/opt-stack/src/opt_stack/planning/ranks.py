@@ -32,7 +32,7 @@ MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
 """Fields of the configuration that may differ between ranks."""
 MAX_RANKS_SHOWN = 8  # for each value, in an error
 SHOWN = 60  # characters of each rule, from where they differ
-_RANK_FIELDS = frozenset({"local_shape", "placements"})  # fields of `ParamMeta` that depend on the rank
+_MAY_DIFFER_IN = frozenset({"local_shape", "placements", "is_vector"})  # fields of `ParamMeta`
 _NOT_COMPARED = frozenset({"params", "param_ids", "name"})  # entries of a group
 _NAMES_SHOWN = 4
 _DECAY = ("wd_mult", "start_wd", "end_wd")
@@ -315,7 +315,7 @@ def _peer_problems(design: Design, axes: Axes, *, experts: bool) -> list[str]:
     """Return how the dense parameters or the experts of this rank's peers differ. Collective."""
     problems = []
     ids = {id for unit in design.plan.units if unit.is_expert == experts for id in unit.ids}
-    attributes = [field.name for field in fields(ParamMeta) if field.name not in _RANK_FIELDS]
+    attributes = [field.name for field in fields(ParamMeta) if field.name not in _MAY_DIFFER_IN]
     numbers: DescribedParams = {}  # hyper-parameters
     local: DescribedParams = {}  # these, and the attributes
     for group in design.groups.groups:

@@ -141,6 +141,7 @@ def with_entries_of_rules(
     for group in groups:
         group |= {**numbers[group["optimizer"]], **group}
         rule = rules[group["optimizer"]]
+        check_bounds(group, rule)
         of_rule = hooks_of(rule)
         for key in _DECAYS:
             decay = group.get(key) or 0.0
@@ -154,7 +155,6 @@ def with_entries_of_rules(
             except NumberError as error:
                 named = f"{error}".replace("weight_decay=", f"{key}=", 1)
                 raise ConfigError(f"group {group['name']!r}: {named}") from None
-        check_bounds(group, rule)
         group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
         if of_rule:
             group[HOOKS] = described(of_rule)

@@ -330,9 +330,13 @@ class Registry:
         tried.
 
         Raises:
-            ConfigError: see `rule` and `check_rule`; or no rule reads `optimizer_options`.
+            ConfigError: see `rule` and `check_rule`; an entry gives other numbers than its rule reads; or no rule reads
+                `optimizer_options`.
         """
         rules = {name: self.rule(name, config) for name in names}
+        for name, rule in rules.items():
+            if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
+                check_rule(name, rule, config)
         averaged = {name: number for name, number in config.averaged.items() if not callable(number)}
         numbers = {name: {**self._numbers(name, rule, config), **averaged} for name, rule in rules.items()}
         reader = config.elementwise_optimizer
@@ -342,9 +346,6 @@ class Registry:
                 problem = f"reads them, and updates no parameter of optimizer={config.optimizer!r}"
             options = dict(config.optimizer_options)
             raise ConfigError(f"optimizer_options={options!r}: {reader} {problem}; leave them out")
-        for name, rule in rules.items():
-            if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
-                check_rule(name, rule, config)
         return rules, numbers
 
     def _numbers(self, name: str, rule: Rule, config: OptimizerConfig) -> Mapping[str, Any]:

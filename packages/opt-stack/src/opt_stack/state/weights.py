@@ -11,7 +11,8 @@ load of state. In the order of a step:
     `OptimizerStateGuard`             main values with parameters, of the pieces of this rank      UnusableGradientError
     `WrittenReplicas`                 the copies of ranks after a later write, on a CPU            ReplicaError
 
-After a load of the optimizer's own state the two agree, because it has written both (`opt_distributed.saving`).
+After a load of the optimizer's own state, main values and parameters agree: it has written both
+(`opt_distributed.saving`).
 
 Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters, and
 so do averages of weights. After a write without a load of state, a step warns about these.
