@@ -93,24 +93,22 @@ class CapturedStep:
             count.stay_on(self.device)
         addresses = tuple(map(Tensor.data_ptr, tensors))
         key = tuple(counts), addresses, self._table.frozen, limits
-        if self._captured is not None and self._captured[0] == key:
-            self._graph.replay()
-            return self._captured[1]
-        is_known = self._last == key
-        self._last = key
-        if not is_known:  # the first run compiles kernels and builds tables, which a capture must not do
-            self._captured = None
-            self._num_misses += 1
-            if self._num_misses == MANY_MISSES:
-                _LOG.warning(
-                    "the last %d steps ran without their graph: before each of them, memory of gradients, parameters "
-                    "or states has moved, or an entry of param_groups that is not a number has changed",
-                    MANY_MISSES,
-                )
-            return work(ready, flags, self._table.groups)
-        self._num_misses = 0
-        with self._graph.capture():
-            self._captured = (key, work(ready, flags, self._table.groups))
+        if self._captured is None or self._captured[0] != key:
+            is_known = self._last == key
+            self._last = key
+            if not is_known:  # the first run compiles kernels and builds tables, which a capture must not do
+                self._captured = None
+                self._num_misses += 1
+                if self._num_misses == MANY_MISSES:
+                    _LOG.warning(
+                        "the last %d steps ran without their graph: before each of them, memory of gradients, "
+                        "parameters or states has moved, or an entry of param_groups that is not a number has changed",
+                        MANY_MISSES,
+                    )
+                return work(ready, flags, self._table.groups)
+            self._num_misses = 0
+            with self._graph.capture():
+                self._captured = (key, work(ready, flags, self._table.groups))
         self._graph.replay()
         return self._captured[1]
 
