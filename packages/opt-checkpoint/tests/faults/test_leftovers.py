@@ -143,11 +143,13 @@ def test_a_lease_is_valid_while_its_process_runs_or_by_age(tmp_path: Path, holde
 
 
 def test_a_save_spares_another_running_save_of_its_process(tmp_path: Path) -> None:
-    (store := store_at(tmp_path)).begin("x", TOKEN)
+    store = store_at(tmp_path)
+    folder = store.folder("x", TOKEN)
+    store.begin("x", folder)
     for lives in (True, False):
         save(state_at(1, 0, 1), tmp_path / str(lives))
-        assert store.path(store.folder("x", TOKEN)).exists() == lives
-        lease_module.release(store.folder("x", TOKEN))
+        assert store.path(folder).exists() == lives
+        lease_module.release(folder)
 
 
 IN_BUCKET = pytest.mark.parametrize(
@@ -208,15 +210,16 @@ def test_a_lease_is_renewed_until_it_is_released(tmp_path: Path, monkeypatch: py
         bucket: lambda lease: bucket._head(lease)["last_modified"],
     }
     for store, when in changed.items():
-        store.begin("x", TOKEN)
-        lease = f"{store.folder('x', TOKEN)}/{LEASE}"
+        folder = store.folder("x", TOKEN)
+        store.begin("x", folder)
+        lease = f"{folder}/{LEASE}"
         deadline = time.monotonic() + 20
         first = when(lease)
         while when(lease) == first:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         (thread,) = [t for t in threading.enumerate() if TOKEN in t.name]
-        lease_module.release(store.folder("x", TOKEN))
+        lease_module.release(folder)
         assert not thread.is_alive()
 
 

@@ -103,16 +103,16 @@ def test_a_save_of_4096_files_survives_sporadic_failed_requests(bucket: ObjectPa
             raise ConnectionResetError(104, "connection reset", key)
 
     with Calls(fail):
-        store.begin("x", save_id)
         folder = store.folder("x", save_id)
+        store.begin("x", folder)
         sizes = {}
         for rank in range(4096):
             name = f"__{rank}_0.distcp"
             store.write(f"{folder}/{name}", lambda rank=rank: [b"rank", str(rank).encode()])
             sizes[name] = 4 + len(str(rank))
         store.write_small(folder, {"manifest.bin": b"manifest"})
-        store.check_files("x", save_id, sizes | {"manifest.bin": 8})
-        store.commit("x", save_id)
+        store.check_files(folder, sizes | {"manifest.bin": 8})
+        store.commit("x", folder)
     assert len(failed) > 5
     assert store.committed("x") == folder
 

@@ -134,8 +134,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         self._store = Directory(self.path.parent)
-        self._save_id = uuid.uuid4().hex  # rank 0's counts
-        self._folder = self._store.folder(self.path.name, self._save_id)
+        self._folder = self._store.folder(self.path.name, uuid.uuid4().hex)  # rank 0's counts
 
     def begin(self, assigned: Assigned) -> list[_WriteTo]:
         """Assign every array to a file, and create the files with their headers; on rank 0."""
@@ -147,7 +146,7 @@ class _Writer:
             described[key] = Described(tensors.shape_of(first), dtype)
         mapped = to_theirs(self.names, described)
         self._layout = layout_of(mapped.theirs, dtype=self.dtype, shard_bytes=self.shard_bytes)
-        self._store.begin(self.path.name, self._save_id)
+        self._store.begin(self.path.name, self._folder)
         self._store.write_small(self._folder, self._layout.headers)
         keys: list[dict[str, None]] = [{} for _ in range(tensors.ranks)]
         for rank, key in zip(parts.rank.tolist(), tensors.box_key[parts.box].tolist(), strict=True):
@@ -202,10 +201,10 @@ class _Writer:
 
     def commit(self) -> None:
         """Rename the folder to its final name, on rank 0, after all ranks have finished."""
-        self._store.commit(self.path.name, self._save_id)
+        self._store.commit(self.path.name, self._folder)
 
     def abandon(self) -> None:
-        self._store.abandon(self.path.name, self._save_id)
+        self._store.abandon(self._folder)
 
 
 def _runs(values: Tensor, box: Box, piece: Piece, array: Array) -> Iterator[tuple[int, memoryview]]:

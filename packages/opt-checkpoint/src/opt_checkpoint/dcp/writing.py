@@ -78,9 +78,12 @@ class CheckpointWriter:
     replace: bool = False
     committed: Callable[[], object] = lambda: None
 
+    def __post_init__(self) -> None:
+        self._folder = self.store.folder(self.target, self.save_id)  # rank 0's counts
+
     def begin(self, assigned: Assigned) -> list[str]:
         """Create the temporary location, on rank 0; return the save id for each rank. Raises like `Store.begin`."""
-        self.store.begin(self.target, self.save_id, replace=self.replace)
+        self.store.begin(self.target, self._folder, replace=self.replace)
         return [self.save_id] * len(assigned.to_ranks)
 
     def write(self, save_id: str, taken: Taken) -> WrittenFile:
@@ -132,16 +135,16 @@ class CheckpointWriter:
         for name, raw in contents.items():
             index.files[name] = StoredFile(size=len(raw), crc=crc32(raw))
         contents[MANIFEST] = encode_manifest(index)
-        self.store.write_small(self.store.folder(self.target, self.save_id), contents)
+        self.store.write_small(self._folder, contents)
         sizes = {name: file.size for name, file in index.files.items()}
         sizes[MANIFEST] = len(contents[MANIFEST])
-        self.store.check_files(self.target, self.save_id, sizes)
-        self.store.commit(self.target, self.save_id, replace=self.replace)
+        self.store.check_files(self._folder, sizes)
+        self.store.commit(self.target, self._folder, replace=self.replace)
         self.committed()
 
     def abandon(self) -> None:
         """Remove the files of a failed save, on rank 0, once all ranks have finished."""
-        self.store.abandon(self.target, self.save_id)
+        self.store.abandon(self._folder)
 
 
 def index_of(

@@ -57,7 +57,7 @@ class Bucket:
             raise RuntimeError(f"{place} came from another process, without credentials")
         self._place = place
         self._store = place.store
-        self._unknown: set[str] = set()  # saves that may have been committed
+        self._unknown: set[str] = set()  # folders of saves that may have been committed
 
     def path(self, name: str = "") -> ObjectPath:
         return self._place / name if name else self._place
@@ -71,10 +71,9 @@ class Bucket:
         if any(self._exists(_joined(target, name)) for name in (COMMIT, MANIFEST)):
             raise already_there(self.path(target))
 
-    def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
+    def begin(self, target: str, folder: str, *, replace: bool = False) -> None:
         if not replace:
             self.check_free(target)
-        folder = self.folder(target, save_id)
         lease = _joined(folder, LEASE)
         renew = lambda content: self.put(lease, content)
         Lease(folder, self.path(target).name, renew).start(renew)
@@ -117,8 +116,7 @@ class Bucket:
         for name, content in contents.items():
             self.put(_joined(folder, name), content)
 
-    def check_files(self, target: str, save_id: str, sizes: Mapping[str, int]) -> None:
-        folder = self.folder(target, save_id)
+    def check_files(self, folder: str, sizes: Mapping[str, int]) -> None:
         stored = self.sizes(folder, sizes)
         wrong = [name for name, size in sizes.items() if stored.get(name) != size]
         if wrong:
@@ -127,23 +125,22 @@ class Bucket:
                 f"size; nothing was committed"
             )
 
-    def commit(self, target: str, save_id: str, *, replace: bool = False) -> None:
+    def commit(self, target: str, folder: str, *, replace: bool = False) -> None:
         """Create the commit object.
 
         Raises:
             OSError: the message says so if it is unknown whether the checkpoint was committed.
         """
-        folder = self.folder(target, save_id)
         commit = _joined(target, COMMIT)
         stop_renewing(folder)
         self.remove(_joined(folder, LEASE))
-        content = encode_commit(save_id)
-        self._unknown.add(save_id)
+        content = encode_commit(folder.rpartition("/")[2])
+        self._unknown.add(folder)
         try:
             (self.put if replace else self._create)(commit, content)
         except FileExistsError:  # created by this save, whose first answer was lost, or by another save
             if self.read(commit) != content:
-                self._unknown.discard(save_id)
+                self._unknown.discard(folder)
                 raise already_there(self.path(target)) from None
         except FileNotFoundError:  # the bucket is gone
             raise
@@ -155,10 +152,9 @@ class Bucket:
             ) from error
         release(folder)
 
-    def abandon(self, target: str, save_id: str) -> None:
-        folder = self.folder(target, save_id)
+    def abandon(self, folder: str) -> None:
         try:
-            if save_id not in self._unknown:
+            if folder not in self._unknown:
                 self.discard(folder)
         finally:
             release(folder)

@@ -83,19 +83,19 @@ class Directory:
         if os.path.lexists(self.path(target)):
             raise already_there(self.path(target))
 
-    def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
+    def begin(self, target: str, folder: str, *, replace: bool = False) -> None:
         path = self.path(target)
-        folder = self.path(self.folder(target, save_id))
+        new = self.path(folder)
         if not replace:
             self.check_free(target)
         self.make_parents(path)
-        self.make_dir(folder)
-        lease = folder / LEASE
-        Lease(folder.name, path.name, lambda _: os.utime(lease)).start(lambda content: self._write_now(lease, content))
+        self.make_dir(new)
+        lease = new / LEASE
+        Lease(folder, path.name, lambda _: os.utime(lease)).start(lambda content: self._write_now(lease, content))
         now = lease.stat().st_mtime
         for left in _leftovers_in(path.parent):
             try:
-                if left != folder and _writer_of(left, now) is None:
+                if left != new and _writer_of(left, now) is None:
                     self._delete(left)
             except FileNotFoundError:  # another process deletes it too
                 continue
@@ -122,32 +122,32 @@ class Directory:
                 path = self.path(f"{folder}/{name}")
                 _append(synced.enter_context(self._file(path)), path, content)
 
-    def check_files(self, target: str, save_id: str, sizes: Mapping[str, int]) -> None:
+    def check_files(self, folder: str, sizes: Mapping[str, int]) -> None:
         """Do nothing: a folder is renamed before it is deleted, so that the rename of the commit fails."""
 
-    def commit(self, target: str, save_id: str, *, replace: bool = False) -> None:
+    def commit(self, target: str, folder: str, *, replace: bool = False) -> None:
         """Sync the folder, rename it, and sync its parent.
 
         If only the last step fails, the checkpoint stays: it is complete, and a reader may have opened it.
         """
         path = self.path(target)
-        folder = self.path(self.folder(target, save_id))
-        stop_renewing(folder.name)
-        self._remove_file(folder / LEASE)
-        self.sync_dir(folder)
+        new = self.path(folder)
+        stop_renewing(folder)
+        self._remove_file(new / LEASE)
+        self.sync_dir(new)
         old = None
         try:
             if replace and path.is_dir():  # abandoned or damaged; a crash before the next rename loses it
                 old = path.with_name(f"{_DELETING}{uuid.uuid4().hex}")
                 self.rename(path, old)
-            self.rename(folder, path)
+            self.rename(new, path)
         except BaseException as error:  # also Ctrl-C, before or after any of the renames
             if old is not None and os.path.lexists(old) and not os.path.lexists(path):
                 self.rename(old, path)
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise already_there(path) from error  # another save has committed in the meantime
             raise
-        release(folder.name)
+        release(folder)
         try:
             self.sync_dir(path.parent)
         except OSError as error:
@@ -159,8 +159,7 @@ class Directory:
         if old is not None:
             self._delete(old)
 
-    def abandon(self, target: str, save_id: str) -> None:
-        folder = self.folder(target, save_id)
+    def abandon(self, folder: str) -> None:
         try:
             if self.path(folder).is_dir():
                 self.discard(folder)

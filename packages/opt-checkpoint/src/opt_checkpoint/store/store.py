@@ -47,17 +47,17 @@ class Store(Protocol):
         """Return the full path of a name, for people."""
 
     def folder(self, target: str, save_id: str) -> str:
-        """Return the folder that all ranks of a save write to. No call is made."""
+        """Return the folder that all ranks of a save write to, named by 32 hexadecimal digits. No call is made."""
 
     def check_free(self, target: str) -> None:
         """Raise CheckpointExistsError if something is at a target."""
 
-    def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
+    def begin(self, target: str, folder: str, *, replace: bool = False) -> None:
         """Take a lease on the new folder of a save, and remove folders of dead saves.
 
         Args:
             target: the checkpoint.
-            save_id: 32 hexadecimal digits that name this save.
+            folder: of this save.
             replace: whether the commit may replace a checkpoint that is at `target`.
 
         Raises:
@@ -70,32 +70,31 @@ class Store(Protocol):
     def write_small(self, folder: str, contents: Mapping[str, bytes]) -> None:
         """Write new small files, by name."""
 
-    def check_files(self, target: str, save_id: str, sizes: Mapping[str, int]) -> None:
+    def check_files(self, folder: str, sizes: Mapping[str, int]) -> None:
         """Raise CheckpointCorruptError if a file of a save is gone or has another size, where that can go unnoticed.
 
         Another save removes the files of this one if its lease has expired. In a directory, the commit then fails.
 
         Args:
-            target: the checkpoint.
-            save_id: names this save.
+            folder: of this save.
             sizes: of all files, by name.
         """
 
-    def commit(self, target: str, save_id: str, *, replace: bool = False) -> None:
+    def commit(self, target: str, folder: str, *, replace: bool = False) -> None:
         """Make a checkpoint visible at once, after all its files are written, and end the lease.
 
         This commits it: in a directory by one rename of the folder, in a bucket by one object that names the folder.
 
         Args:
             target: the checkpoint.
-            save_id: names this save.
+            folder: of this save.
             replace: as for `begin`.
 
         Raises:
             CheckpointExistsError: another save has committed in the meantime.
         """
 
-    def abandon(self, target: str, save_id: str) -> None:
+    def abandon(self, folder: str) -> None:
         """Remove the folder of a failed save, unless it may have been committed."""
 
     def committed(self, target: str = "") -> str | None:
