@@ -14,8 +14,8 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.comm.collectives import Allocate, Comm, Pending, Sizes
 from opt_distributed.layout import Layout
-from opt_kernels.quantized import QuantizedParam, quantized
-from opt_paramgroups import Metas, ParamId, Params
+from opt_kernels.quantized import QuantizedParam
+from opt_paramgroups import Metas, ParamId
 
 
 class ParamWire(Protocol):
@@ -102,14 +102,15 @@ class Fp8Memory:
             self.params[slot.id].finish_()
 
 
-def move_fp8_in(layout: Layout, params: Params, *, device: torch.device, allocate: Allocate) -> Fp8Memory:
+def move_fp8_in(
+    layout: Layout, params: Mapping[ParamId, QuantizedParam], *, device: torch.device, allocate: Allocate
+) -> Fp8Memory:
     """Move the codes of `params` into a buffer.
 
     Raises:
         StorageError: parameters have several recipes, or the layout cuts runs that share a scale.
     """
-    found = {id: q for id, param in params.items() if (q := quantized(param)) is not None}
-    recipes = {q.recipe.name: q.recipe for q in found.values()}
+    recipes = {param.recipe.name: param.recipe for param in params.values()}
     if len(recipes) > 1:
         raise StorageError(f"fp8 parameters have the recipes {', '.join(recipes)}; use one for all of them")
     run = next((recipe.run for recipe in recipes.values()), 0)
@@ -124,8 +125,8 @@ def move_fp8_in(layout: Layout, params: Params, *, device: torch.device, allocat
     scales = allocate(layout.numel // run, dtype=torch.uint8, device=device) if run else None
     for slot in layout.slots():
         at = None if scales is None else scales[slot.start // run : slot.stop // run]
-        found[slot.id].move_(codes[slot.start : slot.stop], at)
-    return Fp8Memory(layout=layout, params=found, codes=codes, scales=scales, run=run)
+        params[slot.id].move_(codes[slot.start : slot.stop], at)
+    return Fp8Memory(layout=layout, params=params, codes=codes, scales=scales, run=run)
 
 
 def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Metas) -> None:
@@ -140,13 +141,26 @@ def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Metas) -
 
 @dataclass(slots=True, kw_only=True)
 class Fp8ThroughGrads:
-    """A `ParamWire`. `stage_` fills the memory; `stages` gathers one bucket of it, once after each `stage_`."""
+    """The gradients' memory, for parameters that keep their own; a `ParamWire`.
+
+    `stage_` fills it; `stages` gathers one bucket of it, once after each `stage_`.
+
+    Raises:
+        StorageError: a parameter has a recipe other than mxfp8.
+    """
 
     layout: Layout
     params: Mapping[ParamId, QuantizedParam]
     grad_data: Tensor  # (layout.numel,), two bytes an element or more
     is_staged: ClassVar[bool] = True
     _filled: set[int] = field(default_factory=set)  # buckets that have not been gathered since `stage_`
+
+    def __post_init__(self) -> None:
+        other = next((param.recipe.name for param in self.params.values() if param.recipe.name != "mxfp8"), None)
+        if other is not None:
+            raise StorageError(
+                f"reuse_grad_buf_for_mxfp8_param_ag=True, but fp8 parameters have the recipe {other!r}; set it to False"
+            )
 
     @property
     def values(self) -> Tensor:
@@ -175,18 +189,3 @@ class Fp8ThroughGrads:
             param.quantize_(values[slot.start : slot.stop].view(param.shape))
             param.finish_()
         values[bucket.start : bucket.stop].zero_()
-
-
-def through_grads(layout: Layout, params: Params, grad_data: Tensor) -> Fp8ThroughGrads:
-    """Create the wire of a buffer whose parameters keep their own memory.
-
-    Raises:
-        StorageError: a parameter has a recipe other than mxfp8.
-    """
-    found = {id: q for id, param in params.items() if (q := quantized(param)) is not None}
-    other = next((q.recipe.name for q in found.values() if q.recipe.name != "mxfp8"), None)
-    if other is not None:
-        raise StorageError(
-            f"reuse_grad_buf_for_mxfp8_param_ag=True, but fp8 parameters have the recipe {other!r}; set it to False"
-        )
-    return Fp8ThroughGrads(layout=layout, params=found, grad_data=grad_data)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
+from opt_distributed.buffers.param_wires import Fp8ThroughGrads, GatherInPlace, ParamWire, move_fp8_in
 from opt_distributed.buffers.stored import (
     Moved,
     ParamTensors,
@@ -23,7 +23,7 @@ from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Allocate, Comm, zeros
 from opt_distributed.layout import Layout, LayoutError, ParamShape, Slot
-from opt_kernels.quantized import FP8
+from opt_kernels.quantized import FP8, quantized
 from opt_paramgroups import ParamId, Params
 
 ALL = "all"  # the pattern that every name matches
@@ -120,12 +120,14 @@ class ParamAndGradBuffer:
         self.wire: ParamWire | None = None  # of the parameters, if ranks own shards of them
         self._freeable: Freeable | None = None  # `param_data` while parameters are elsewhere, unless they are in fp8
         place = form_of(self.params)
-        if sharded and reuses_grads and param_dtype is FP8:
-            self.wire = through_grads(layout, self.params, self.grad_data)
-        elif sharded and param_dtype is FP8:
-            self.wire = move_fp8_in(layout, self.params, device=device, allocate=allocate)
-            self.param_data = self.wire.codes
-            place = address
+        if sharded and param_dtype is FP8:
+            fp8 = {id: found for id, param in params.items() if (found := quantized(param)) is not None}
+            if reuses_grads:
+                self.wire = Fp8ThroughGrads(layout=layout, params=fp8, grad_data=self.grad_data)
+            else:
+                self.wire = move_fp8_in(layout, fp8, device=device, allocate=allocate)
+                self.param_data = self.wire.codes
+                place = address
         elif sharded:
             self.param_data = allocate(layout.numel, dtype=param_dtype, device=device)
             self.wire = GatherInPlace(layout, self.param_data)
