@@ -49,7 +49,7 @@ from opt_distributed.step.capture import CapturedStep
 from opt_distributed.step.guard import Guard
 from opt_distributed.step.guards import Guards
 from opt_distributed.step.hooked import add_over_ranks_, means_over_ranks
-from opt_distributed.step.outcome import Outcome, Scaler, StepResult, warn_of_deleted
+from opt_distributed.step.outcome import Outcome, Scaler, StepResult, Values, warn_of_deleted
 from opt_distributed.step.spikes import Spikes
 from opt_distributed.step.unit import Unit
 from opt_distributed.step.verdict import (
@@ -66,8 +66,6 @@ from opt_distributed.step.verdict import (
 )
 from opt_distributed.step.watch import Spans, Watch, profiler_spans
 from opt_kernels.precision import without_autocast
-
-__all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
 
 class Stepper:
@@ -412,7 +410,7 @@ class Stepper:
         """Return the result of the last step, or of gradients that are prepared, without waiting."""
         outcome = self._outcome()
 
-        def values() -> tuple[bool, float, int | None]:
+        def values() -> Values:
             report = self._read(outcome)
             return report.success, report.norms[0], report.num_zeros if self.limits.count_zeros else None
 
