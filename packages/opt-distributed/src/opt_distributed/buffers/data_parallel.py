@@ -143,7 +143,7 @@ class DistributedDataParallel(nn.Module):
                 reduced.append(GradBucket(buffer.memory, at, buffer.reduction, sums=buffer.sums.views))
                 if config.use_distributed_optimizer:  # else parameters are replicated
                     gathered.append(ParamBucket(buffer.memory, at, buffer.axes.dp))
-        self.param_sync = ParamSync(gathered, gathers=Gathers.IN_STEP, number=self._chunk)
+        self.param_sync = ParamSync(gathered, number=self._chunk)
         self.grad_sync = GradSync(
             reduced,
             in_backward=config.overlap_grad_reduce,

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence, Set
 from contextlib import AbstractContextManager
 
-from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync
+from opt_distributed.buffers.param_sync import ParamBucket, ParamSync
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.collectives import Comm
 from opt_paramgroups import ParamId
@@ -22,7 +22,7 @@ class GatheredParams:
         """Create those of a buffer of plain modules, whose gathers end in the step."""
         numbers = range(len(memory.layout.buckets)) if memory.wire is not None else ()
         buckets = [ParamBucket(memory, number, comm) for number in numbers]
-        return cls(memory, ParamSync(buckets, gathers=Gathers.IN_STEP), {memory})
+        return cls(memory, ParamSync(buckets), {memory})
 
     def moved(self) -> ParamId | None:
         """A parameter that has left the buffer; None if all are in it."""

@@ -67,9 +67,9 @@ class ParamSync:
     gather late because its forward took another path. With `Gathers.WHEN_ASKED` they start later: see `gather_order`.
     """
 
-    def __init__(self, buckets: Sequence[ParamBucket], *, gathers: Gathers, number: int = 0):
+    def __init__(self, buckets: Sequence[ParamBucket], *, number: int = 0):
         self.buckets = tuple(buckets)
-        self.gathers = gathers
+        self.gathers = Gathers.IN_STEP
         self.number = number  # of the chunk
         self.order: Sequence[int] = range(len(self.buckets))  # indices in `buckets`, in the order of use
         self._published: set[ParamAndGradBuffer] = set()
