@@ -15,7 +15,7 @@ from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.wires import naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
-from opt_distributed.comm.groups import root_of
+from opt_distributed.comm.groups import names_of, root_of
 from opt_distributed.pieces.sources import OwnMemory, ReadGrads, Run, check_unfused
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, Params, is_dtensor
 
@@ -66,7 +66,7 @@ def is_first_replica(tensor: Tensor) -> bool:
     coordinate = mesh.get_coordinate() or ()
     first = all(at == 0 for at, placed in zip(coordinate, tensor.placements) if placed.is_replicate())
     root = root_of(mesh)
-    other_axes = set(root.mesh_dim_names or ()).difference(mesh.mesh_dim_names or ())
+    other_axes = set(names_of(root)).difference(names_of(mesh))
     return first and all(root.get_local_rank(axis) == 0 for axis in other_axes.intersection(TENSOR_PARALLEL_AXES))
 
 
