@@ -129,20 +129,18 @@ class QuantizedSource:
             inner.lend_grad_storage_()
             values = {main.id: (main.of_param.start, main.target) for main in self._mains}
             inner.through_grads.stage_(values)
-            for main in self._mains:
-                main.is_updated = False
-                main.skip = None
         else:
             updated = [main for main in self._mains if main.is_updated]
             if not next(iter(self.params.values())).recipe.run:
                 self._rescale_(updated)
             for main in updated:
                 main.param.encode_(main.target.reshape(-1), main.of_param.start, skip=main.skip)
-                main.is_updated = False
                 main.keeps_scale = False
-                main.skip = None
             for param in self.params.values() if self.comm.size == 1 else ():
                 param.finish_()
+        for main in self._mains:
+            main.is_updated = False
+            main.skip = None
         inner.place.publish_()
 
     def _rescale_(self, updated: Sequence[QuantizedMain]) -> None:
