@@ -169,9 +169,7 @@ def _check_peers(chunks: Sequence[DistributedDataParallel], peers: Mapping[str, 
 # shape (num_experts,): `expert_bias`, floating point and not trained, and `local_tokens_per_expert`, to which its
 # forward adds this rank's token counts.
 @torch.no_grad()
-def update_router_biases_(
-    modules: Iterable[nn.Module], *, rate: float, comms: Sequence[Comm], compares: bool = False
-) -> None:
+def update_router_biases_(modules: Iterable[nn.Module], *, rate: float, comms: Sequence[Comm], compares: bool) -> None:
     """Update the `expert_bias` of every router among `modules` and their submodules; reset `local_tokens_per_expert`.
 
     bias += rate * sign(mean(tokens) - tokens): up where an expert had fewer tokens than the mean, down where it had

@@ -364,7 +364,7 @@ def checkpoint_to_safetensors(
     return sorted(target.iterdir())
 
 
-def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]:
+def left_out(path: AnyPath, *, select: str, prefix: str) -> list[str]:
     """Return what `checkpoint_to_safetensors` with these arguments leaves out as no tensor: plain values by path, and
     objects.
 

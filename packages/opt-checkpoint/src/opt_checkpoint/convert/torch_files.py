@@ -39,7 +39,7 @@ from opt_checkpoint.store.paths import local_path
 _GROUPS_FILE = "optimizer.data"
 
 
-def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> ShardedStateDict:
+def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] | None) -> ShardedStateDict:
     """Convert a full `optimizer.state_dict()` to the form of `sharded_optimizer`, so that any sharding can load it.
 
     Args:

@@ -324,7 +324,7 @@ def _write_all(path: Path, view: memoryview, write: Callable[[memoryview], int])
         view = view[written:]
 
 
-def open_regular(path: Path, *, follow: bool = False) -> int:
+def open_regular(path: Path, *, follow: bool) -> int:
     """Open a regular file for reading; returns a descriptor.
 
     A checkpoint may be untrusted: a symbolic link would lead out of its directory, and opening a FIFO would block.

@@ -46,7 +46,7 @@ def address(param: Tensor) -> int:
 
 
 def describe_stored(
-    model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0, by_name: bool = True
+    model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0, by_name: bool
 ) -> dict[ParamId, ParamMeta]:
     """`opt_paramgroups.describe`, with the dtype of the codes for fp8 parameters.
 
@@ -153,9 +153,7 @@ def copied_ids(params: Params, metas: Metas, roles: Roles) -> frozenset[ParamId]
 
 
 @torch.no_grad()
-def check_untrained(
-    chunks: Sequence[nn.Module], roles: Roles, *, broadcast: bool = False, model_chunk_offset: int = 0
-) -> None:
+def check_untrained(chunks: Sequence[nn.Module], roles: Roles, *, broadcast: bool, model_chunk_offset: int = 0) -> None:
     """Compare frozen parameters and persistent buffers of all ranks that hold copies, after a broadcast if `broadcast`.
 
     Collective. Names that only some of these ranks have are ignored.

@@ -267,7 +267,7 @@ Given = ProcessGroups | Roles | Any | None
 """What a caller may pass as groups: `ProcessGroups`, `Roles`, or an object with Megatron-Core's attributes."""
 
 
-def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh | None = None, sharded: bool) -> Roles:
+def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh | None, sharded: bool) -> Roles:
     """Find the groups of a step. Collective over the ranks of `groups`, or over the world without them.
 
     The first of these that exists: `groups`; `mesh`; the groups of Megatron-Core's initialised `parallel_state`; the

@@ -72,8 +72,8 @@ class Guards:
         *,
         everyone: Comm,
         instances: Comm,
-        first: Sequence[Guard] = (),
-        last: Sequence[Guard] = (),
+        first: Sequence[Guard],
+        last: Sequence[Guard],
     ):
         self._everyone = everyone
         self._instances = instances

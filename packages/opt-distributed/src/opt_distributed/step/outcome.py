@@ -197,7 +197,7 @@ class Scaler:
     on the device, always the same one, and reading it waits.
     """
 
-    def __init__(self, scale: float = 1.0, rule: DynamicScale | None = None):
+    def __init__(self, scale: float, rule: DynamicScale | None = None):
         self.rule = rule
         hysteresis = 0 if rule is None else rule.hysteresis
         self._known: list[float] | None = [float(scale), 0.0, float(hysteresis)]

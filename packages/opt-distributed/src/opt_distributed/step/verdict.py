@@ -191,7 +191,7 @@ def reduce_stats(
     device: torch.device,
     everyone: Comm,
     instances: Comm,
-    refuse: Callable[[Exception, Tensor], Tensor] | None = None,
+    refuse: Callable[[Exception, Tensor], Tensor] | None,
 ) -> Tensor:
     """Sum the statistics of all ranks in one float64 all-reduce.
 
