@@ -58,8 +58,7 @@ def committed_steps(directory: AnyPath) -> list[int]:
     series = Series(location_of(directory))
     for listed in steady_steps(series.store):
         gone = series.abandoned()
-        committed = [step for step in listed if series.is_committed(step) and not series.is_abandoned(step, gone)]
-        whole = [step for step in committed if series.is_whole(step, headers=True)]
+        whole = [step for step in listed if not series.is_abandoned(step, gone) and series.is_whole(step, headers=True)]
     return whole
 
 
