@@ -145,7 +145,7 @@ def _plain_copy(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {k: _plain_copy(v) for k, v in value.items()}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+    if type(value) in (list, tuple):
         return type(value)(_plain_copy(v) for v in value)
     return copy.deepcopy(value)
 
