@@ -155,7 +155,9 @@ def checkpoint_to_torch_file(
         os.replace(scratch / "whole.pt", target)
 
 
-def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = ("optimizer",), name: str = "") -> None:
+def checkpoint_to_dcp(
+    path: PathLike, folder: PathLike, *, at: tuple[str, ...] = ("optimizer",), name: str = ""
+) -> None:
     """Write a directory for stock `dcp.load` with `{"model": model_state, "optim": optimizer_state}` of
     `get_state_dict`.
 

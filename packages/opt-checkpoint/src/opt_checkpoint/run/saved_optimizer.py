@@ -78,7 +78,7 @@ def with_current_names(saved: SavedOptimizer, names: Iterable[str]) -> SavedOpti
     )
 
 
-def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ()) -> SavedOptimizer:
+def find_optimizer(opened: Opened, at: Path, names: Iterable[str] = ()) -> SavedOptimizer:
     """Find the optimizer under these keys of the saved state, such as `("optimizer",)`.
 
     Args:
@@ -90,7 +90,7 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     Raises:
         CheckpointKeyError: nothing is there that is an optimizer, or a state of it is incomplete.
     """
-    saved = lookup(opened.common, tuple(at))
+    saved = lookup(opened.common, at)
     index = opened.index
     prefix = "".join(f"{key}." for key in at)
     groups = lookup(saved, ("groups",))
@@ -134,7 +134,7 @@ def find_optimizer(opened: Opened, at: Sequence[str], names: Iterable[str] = ())
     return SavedOptimizer(groups=groups, names=saved_names, plain_state=plain, param_shapes={}, keys=keys)
 
 
-def _found_nothing(index: CheckpointIndex, at: Sequence[str]) -> str:
+def _found_nothing(index: CheckpointIndex, at: Path) -> str:
     """The message that no optimizer is stored at a place, with places where one may be."""
     prefixes = set()
     for key in index.tensors:
@@ -143,7 +143,7 @@ def _found_nothing(index: CheckpointIndex, at: Sequence[str]) -> str:
             prefixes.add(prefix)
     places = ", ".join(str(tuple(prefix.split(".")[1:])) for prefix in sorted(prefixes)[:4])
     hint = f". There are states at {places}" if places else ""
-    where = path_text(tuple(at)) or "its root"
+    where = path_text(at) or "its root"
     return f"{index.path} holds no optimizer at {where}; pass its place as at=(...){hint}"
 
 
@@ -175,10 +175,10 @@ def _of_megatron(opened: Opened, by_state: ByParam[str], names: Iterable[str]) -
     return SavedOptimizer((), (), plain, {}, keys)
 
 
-def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
+def _ours(opened: Opened, saved: Mapping[str, Any], at: Path) -> SavedOptimizer:
     """The optimizer of `sharded_optimizer`; or of opt-stack, whose states are known by their keys."""
     index = opened.index
-    prefixes = (f"{path_text(tuple(at))}.state." if at else PREFIX, PREFIX)
+    prefixes = (f"{path_text(at)}.state." if at else PREFIX, PREFIX)
     groups = _stored_value((*at, "groups"), opened)
     if "state_names" not in saved:
         names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
@@ -239,7 +239,7 @@ def _by_param(stored: Mapping[str, Any], prefix: str) -> ByParam[str]:
     return found
 
 
-def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> ByParam[Any]:
+def _fields(opened: Opened, at: Path, saved: Any, of: str) -> ByParam[Any]:
     """Values of the keys `<of><parameter or number>.<field>`: stored objects, tensors if they are of groups, and what
     our `save` stored of a flattened state dict."""
     index = opened.index
@@ -263,7 +263,7 @@ def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> ByParam[A
     return {name: {field: values[key] for field, key in own.items()} for name, own in fields.items()}
 
 
-def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[Group], list[list[str]]]:
+def _stock_groups(opened: Opened, at: Path, saved: Any) -> tuple[list[Group], list[list[str]]]:
     """Groups and the names of their parameters, which are stored by number or flattened by parameter."""
     listed = lookup(saved, ("param_groups",))
     if isinstance(listed, list):
