@@ -150,7 +150,6 @@ class CheckpointManager(Closing):
         self._resumed: int | None = None
         self._later: set[int] = set()
         self._loaded: int | None = None  # the step that was loaded last and not saved after
-        self._damaged: set[int] = set()  # by their checksums, on every rank
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
             with suppress(OSError):  # raised by the first use
@@ -231,7 +230,7 @@ class CheckpointManager(Closing):
                 f"opened; a series has one trainer. Stop one of them, and open a new manager to continue the series"
             )
         replace = step in steps and self.series.is_committed(step)
-        if replace and step not in (*self._left, *self._damaged, *self.series.abandoned()):
+        if replace and step not in (*self._left, *self.series.damaged, *self.series.abandoned()):
             findings = verify_checkpoint(self.series.path(step))  # all of it, before the save is refused
             replace = bool(findings)
             for finding in findings[:1]:
@@ -273,7 +272,7 @@ class CheckpointManager(Closing):
             CheckpointingException: the save that was running failed.
         """
         self.wait()
-        look = lambda: self.series.newest(self._damaged, at_most=at_most)
+        look = lambda: self.series.newest(at_most=at_most)
         return from_rank_0(self._ranks, look, f"listing {self.directory}")
 
     def best(self) -> int | None:
@@ -290,13 +289,13 @@ class CheckpointManager(Closing):
         if rule is None:
             raise CheckpointValueError("best() needs CheckpointManager(..., keep_best=KeepBest(count, mode))")
         self.wait()
-        look = lambda: self.series.best(rule, self._damaged)
+        look = lambda: self.series.best(rule)
         return next(iter(from_rank_0(self._ranks, look, f"listing {self.directory}")), None)
 
     def steps(self) -> list[int]:
         """Return all steps with committed and complete checkpoints, in order. Waits and raises like `latest`."""
         self.wait()
-        found = lambda: [step for step in committed_steps(self.directory) if step not in self._damaged]
+        found = lambda: [step for step in committed_steps(self.directory) if step not in self.series.damaged]
         return from_rank_0(self._ranks, found, f"listing {self.directory}")
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
@@ -412,7 +411,7 @@ class CheckpointManager(Closing):
             return True
         if from_rank_0(self._ranks, is_gone, what):
             raise removed(self.series.path(step))
-        self._damaged.add(step)
+        self.series.damaged.add(step)
         if self._ranks.rank == 0:
             warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=5)
         return False
@@ -427,11 +426,11 @@ class CheckpointManager(Closing):
         self._later.add(saved)
         stays = {self._resumed} if self._resumed is not None and len(self._later) < self._keep else set()
         self.series.add(saved, metric)
-        self._damaged.discard(saved)
+        self.series.damaged.discard(saved)
         self._left.pop(saved, None)
         try:
             self.series.finish(saved, save_id, stays)
-            best = [] if self._keep_best is None else self.series.best(self._keep_best, self._damaged)
-            self.series.retire(saved, self._keep, self._keep_every, self._damaged, stays.union(best))
+            best = [] if self._keep_best is None else self.series.best(self._keep_best)
+            self.series.retire(saved, self._keep, self._keep_every, stays.union(best))
         except (OSError, CheckpointCorruptError) as error:
             logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)

@@ -86,6 +86,7 @@ class Series:
     def __init__(self, directory: Location) -> None:
         self.directory = directory
         self.store = store_at(directory)
+        self.damaged: set[int] = set()  # steps that are known to be, besides those that are not whole
         self._issued: set[str] = set()  # saves of this process that may still be committed
         # Committed steps, which need not be looked at again: whether manifest and sizes are right; None if unknown.
         self._whole: dict[int, bool | None] = {}
@@ -115,11 +116,10 @@ class Series:
         """Return the steps whose checkpoint was committed. Raises like `is_committed`."""
         return {step for step in named_steps(self.store) if self.is_committed(step)}
 
-    def newest(self, damaged: Collection[int], *, at_most: int | None) -> int | None:
+    def newest(self, *, at_most: int | None) -> int | None:
         """Return the highest committed step that was not abandoned; None if no checkpoint was ever committed.
 
         Args:
-            damaged: steps that are known to be damaged, as are those that `retire` found to be.
             at_most: steps with a higher number are ignored; None for none.
 
         Raises:
@@ -133,7 +133,7 @@ class Series:
                 if at_most is not None and step > at_most:
                     continue
                 if self.is_committed(step) and not self.is_abandoned(step, gone):
-                    if step not in damaged and self._whole.get(step) is not False:
+                    if step not in self.damaged and self._whole.get(step) is not False:
                         return step
                     bad.append(step_name(step))
         if bad and at_most is None:
@@ -175,12 +175,11 @@ class Series:
                 logger.warning("%s does not count as kept: %s", self.path(step), error)
         return bool(self._whole[step])
 
-    def best(self, keep_best: KeepBest, damaged: Collection[int]) -> list[int]:
-        """Return the whole steps with the best metrics, the best one first.
+    def best(self, keep_best: KeepBest) -> list[int]:
+        """Return the whole steps with the best metrics, the best one first. Damaged and abandoned ones do not count.
 
         Args:
             keep_best: how many, and which are better.
-            damaged: steps that are known to be damaged; they do not count, as abandoned ones do not.
 
         Raises:
             OSError: a step cannot be read.
@@ -189,7 +188,7 @@ class Series:
             gone = self.abandoned()
             metrics: dict[int, float] = {}
             for step in listed:
-                if step not in damaged and not self.is_abandoned(step, gone) and self.is_whole(step):
+                if step not in self.damaged and not self.is_abandoned(step, gone) and self.is_whole(step):
                     metric = self._metrics.get(step)
                     if metric is not None:
                         metrics[step] = metric
@@ -200,23 +199,23 @@ class Series:
         new: int,
         keep: int,
         keep_every: int | None,
-        damaged: Collection[int],
         stays: Collection[int],
     ) -> None:
         """Delete all but the newest `keep` whole steps, by number, and the folders of dead saves to other steps.
+
+        Damaged steps stay for inspection and do not count, as abandoned ones do.
 
         Args:
             new: the step just saved, which stays.
             keep: how many steps to keep.
             keep_every: multiples of this stay; None for none.
-            damaged: steps that stay for inspection and do not count, as abandoned ones do.
             stays: steps that stay too; they count if they are among the newest.
         """
         gone = self.abandoned()
         kept = 0
         uncommitted = []
         for step in reversed(named_steps(self.store)):
-            if step in damaged or self.is_abandoned(step, gone):
+            if step in self.damaged or self.is_abandoned(step, gone):
                 continue
             if kept >= keep and step != new and keep_every is not None and step % keep_every == 0:
                 continue
