@@ -183,7 +183,7 @@ class Unit:
                 run.count.advance(update.skip)
 
     def _update_fetched_(self, ready: Ready, update: Update, scale: float | Tensor) -> None:
-        runs = runs_of(ready.pieces, ())  # units with averages compute on the host
+        runs = self._runs_of(ready.pieces)
         batches = self._batches(runs, update._replace(ready=ready))
         for _ in updating_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=update.skip, is_one_run=True):
             pass
@@ -234,11 +234,22 @@ class Unit:
         """The runs of these pieces. Those of all pieces are kept until one gets another `Count`: by a load, or an
         update of some of them."""
         if ready.pieces is not self.pieces:
-            return runs_of(ready.pieces, self.averages.names)
+            return self._runs_of(ready.pieces)
         if list(map(_COUNT, self.pieces)) != self._counts:  # loaded, or updated without the others
-            self._runs = runs_of(self.pieces, self.averages.names)
+            self._runs = self._runs_of(self.pieces)
             self._counts = list(map(_COUNT, self.pieces))
         return self._runs
+
+    def _runs_of(self, pieces: Sequence[OwnedPiece]) -> "list[PieceRun]":
+        """Group pieces in order: the same groups on every rank with the same pieces."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        num_decoded = 0
+        for index, piece in enumerate(pieces):
+            step = piece.count if piece.count.known is None else piece.count.known  # only the device may know it
+            num_decoded += piece.main.shape.numel() if isinstance(piece.main.updated, CodedMain) else 0
+            key = (piece.source, piece.bucket, piece.norm_slot, piece.group, step, num_decoded // DECODED_NUMEL)
+            found.setdefault(key, []).append(index)
+        return [PieceRun(at, [pieces[index] for index in at], self.averages.names) for at in found.values()]
 
     def settle(self) -> None:
         """Wait until host memory has the state of the last step."""
@@ -290,18 +301,6 @@ class PieceRun:
         for main in self.opened:
             main.close_(skip=skip)
         self.count.advance(skip)
-
-
-def runs_of(pieces: Sequence[OwnedPiece], averages: Collection[str]) -> list[PieceRun]:
-    """Group pieces in order: the same groups on every rank with the same pieces. `averages` are the names of theirs."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    num_decoded = 0
-    for index, piece in enumerate(pieces):
-        step = piece.count if piece.count.known is None else piece.count.known  # only the device may know the number
-        num_decoded += piece.main.shape.numel() if isinstance(piece.main.updated, CodedMain) else 0
-        key = (piece.source, piece.bucket, piece.norm_slot, piece.group, step, num_decoded // DECODED_NUMEL)
-        found.setdefault(key, []).append(index)
-    return [PieceRun(at, [pieces[index] for index in at], averages) for at in found.values()]
 
 
 def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
