@@ -146,9 +146,9 @@ def _refuse_local_shards(modules: Iterable[NamedModule], optimizer: Optimizer) -
 
 
 def names_by_group(optimizer: Optimizer, members: Sequence[NamedParam]) -> list[list[str]]:
-    """Return the names of the parameters of each group."""
-    names = {id(member.param): member.name for member in members}
-    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    """Return the names of the parameters of each group; `members` are those of all groups, in order."""
+    rest = iter(members)
+    return [[next(rest).name for _ in group["params"]] for group in optimizer.param_groups]
 
 
 def on_all_ranks(per_rank: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
