@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.stored import ParamTensors
 from opt_distributed.buffers.wires import InFlight, naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, Pending, Sizes
@@ -42,7 +43,6 @@ from opt_paramgroups import ParamId
 _OF_PARTS = "of matrices that ranks store parts of"
 AHEAD = 2
 """Runs that are gathered before the first is computed: this one, and one that arrives meanwhile."""
-Parts = Mapping[ParamId, Tensor]
 
 
 class _Joined(NamedTuple):
@@ -74,7 +74,9 @@ class _Way(NamedTuple):
 
     comm: Comm
     sizes: Sizes
-    sent: Callable[[Parts, Tensor], Tensor]  # flat, by peer, given the blocks that this rank has and a tensor like it
+    sent: Callable[
+        [ParamTensors, Tensor], Tensor
+    ]  # flat, by peer, given the blocks that this rank has and a tensor like it
     received: Callable[[Tensor], dict[ParamId, Tensor]]  # the blocks in what has come
 
 
@@ -100,7 +102,7 @@ class _Leg:
         self.to_owners = _Way(comm, Sizes(received=received, sent=sent), self._flat, self._joined)
         self.to_peers = _Way(comm, Sizes(received=sent, sent=received), self._cut, self._parts)
 
-    def _flat(self, blocks: Parts, like: Tensor) -> Tensor:
+    def _flat(self, blocks: ParamTensors, like: Tensor) -> Tensor:
         return torch.cat([like.new_empty(0), *(blocks[id].reshape(-1) for id in self._before)])
 
     def _joined(self, flat: Tensor) -> dict[ParamId, Tensor]:
@@ -108,7 +110,7 @@ class _Leg:
         num = len(self._after)
         return {joined.id: joined.joined(parts[number::num]) for number, joined in enumerate(self._after)}
 
-    def _cut(self, wholes: Parts, like: Tensor) -> Tensor:
+    def _cut(self, wholes: ParamTensors, like: Tensor) -> Tensor:
         cuts = [joined.cut(wholes[joined.id].to(like.dtype)) for joined in self._after]
         return torch.cat([like.new_empty(0), *chain.from_iterable(zip(*cuts, strict=True))])
 
@@ -124,7 +126,7 @@ class Exchange:
     that the current one reads afterwards, is allocated on the current stream and kept until `finish`.
     """
 
-    def __init__(self, what: str, ways: Sequence[_Way], blocks: Parts, like: Tensor):
+    def __init__(self, what: str, ways: Sequence[_Way], blocks: ParamTensors, like: Tensor):
         self._sent = blocks
         self._last = ways[-1]
         self._received = like.new_empty(sum(self._last.sizes.received))
@@ -133,7 +135,7 @@ class Exchange:
         self._flight = InFlight(stages, what, device=devices.device_of(like.device), is_staged=len(ways) > 1)
 
     @staticmethod
-    def _stages(ways: Sequence[_Way], blocks: Parts, received: Tensor) -> Iterator[Pending]:
+    def _stages(ways: Sequence[_Way], blocks: ParamTensors, received: Tensor) -> Iterator[Pending]:
         for way in ways:
             is_last = way is ways[-1]
             out = received if is_last else received.new_empty(sum(way.sizes.received))
@@ -186,12 +188,12 @@ class ComputeStage:
         of_id = {matrix_of(task.work): task for task in tasks}
         return [[of_id[id] for id in run] for run in self._runs(frozenset(of_id))]
 
-    def start_gather(self, parts: Parts) -> Exchange:
+    def start_gather(self, parts: ParamTensors) -> Exchange:
         """Start to gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""
         ways = [leg.to_owners for leg in self._legs(tuple(parts))]
         return Exchange("gather", ways, parts, next(iter(parts.values())))
 
-    def start_scatter(self, wholes: Parts, *, ids: Sequence[ParamId], like: Tensor) -> Exchange:
+    def start_scatter(self, wholes: ParamTensors, *, ids: Sequence[ParamId], like: Tensor) -> Exchange:
         """Start to return this rank's parts of the matrices `ids`, in the dtype of `like`.
 
         `wholes` are the matrices among them that this rank computed.
@@ -199,7 +201,7 @@ class ComputeStage:
         ways = [leg.to_peers for leg in reversed(self._legs(tuple(ids)))]
         return Exchange("return", ways, wholes, like)
 
-    def summed(self, sums: Parts) -> dict[ParamId, Tensor]:
+    def summed(self, sums: ParamTensors) -> dict[ParamId, Tensor]:
         """Add up `sums`, of any equal shapes, over the ranks that store the parts of a matrix. Once per axis."""
         flat = torch.cat([x.reshape(-1) for x in sums.values()])
         for comm in self.comms[self.layout.kept :]:
@@ -257,7 +259,7 @@ def updating_(
         return
     assert isinstance(rule, MatrixRule)
     here, staged = by_stage(batches, stages)
-    states: dict[str, Parts] = {}  # more states of each matrix, for a rule that reads them
+    states: dict[str, ParamTensors] = {}  # more states of each matrix, for a rule that reads them
     if sums_gradients(rule):
         squares: dict[ParamId, Tensor] = {}
         for stage, tasks in staged.items():
@@ -307,7 +309,7 @@ def _exchanged(
     rule: MatrixRule,
     stage: ComputeStage,
     run: Sequence[Task],
-    states: Mapping[str, Parts],
+    states: Mapping[str, ParamTensors],
     grad_scale: float | Tensor,
     skip: Tensor | None,
 ) -> Iterator[None]:
@@ -338,7 +340,7 @@ def _transformed(
     stage: ComputeStage,
     of_id: Mapping[ParamId, Task],
     wholes: dict[ParamId, Tensor],
-    states: Mapping[str, Parts],
+    states: Mapping[str, ParamTensors],
     skip: Tensor | None,
 ) -> dict[ParamId, Tensor]:
     """The directions of whole matrices. Those without elements have none, and stay."""
