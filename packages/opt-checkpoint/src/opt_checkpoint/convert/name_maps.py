@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from opt_checkpoint.boxes import Box
-from opt_checkpoint.convert.name_rules import NamePattern, NameRule, names_of
+from opt_checkpoint.convert.name_rules import NamePattern, NameRule, Names, names_of
 from opt_checkpoint.dcp.names import some_of
 from opt_checkpoint.disk.index import Within
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError
@@ -109,6 +109,9 @@ def _mapped(rules: Sequence[NameRule], tensors: Tensors, *, known: int) -> Mappe
     return mapped
 
 
+_Patterns: TypeAlias = dict[str, tuple[NamePattern, list[int]]]  # by text: a name, and the parts in its tensor
+
+
 class _Side(NamedTuple):
     """One side of a rule.
 
@@ -125,9 +128,9 @@ class _Side(NamedTuple):
     swapped: bool
 
     @property
-    def patterns(self) -> dict[str, tuple[NamePattern, list[int]]]:
+    def patterns(self) -> _Patterns:
         """By text: each distinct name, and the parts that are in the tensor of this name."""
-        found: dict[str, tuple[NamePattern, list[int]]] = {}
+        found: _Patterns = {}
         for number, pattern in enumerate(self.parts):
             found.setdefault(pattern.text, (pattern, []))[1].append(number)
         return found
@@ -145,7 +148,7 @@ _Names: TypeAlias = dict[tuple[str, Shape], str]  # of one side's tensors: by pa
 def _sides_of(rule: NameRule) -> _Sides:
     """Our side and their side; one without names has no parts."""
 
-    def patterns_of(names: str | tuple[str, ...]) -> tuple[NamePattern, ...]:
+    def patterns_of(names: Names) -> tuple[NamePattern, ...]:
         patterns = tuple(map(NamePattern, names_of(names))) if names else ()
         return patterns * rule.parts if len(patterns) == 1 else patterns
 

@@ -18,6 +18,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from opt_checkpoint.convert.reading import read_rows
 from opt_checkpoint.errors import CheckpointValueError
@@ -26,6 +27,7 @@ from opt_checkpoint.run.save_load import PathLike
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(:path)?\}")
 _NUMBER = "(0|[1-9][0-9]*)"
 _TEXT = "(.+)"
+Names: TypeAlias = str | tuple[str, ...]  # of one part, or of each part
 
 
 class NamePattern:
@@ -83,8 +85,8 @@ class NameRule:
         CheckpointingException: the fields contradict each other.
     """
 
-    ours: str | tuple[str, ...]
-    theirs: str | tuple[str, ...]
+    ours: Names
+    theirs: Names
     shares: tuple[int, ...] = ()
     groups: int = 1
     their_groups: int = 1
@@ -124,7 +126,7 @@ class NameRule:
         return max(len(given) for given in (self.ours, self.theirs, self.shares, ("",)) if isinstance(given, tuple))
 
 
-def names_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
+def names_of(names: Names) -> tuple[str, ...]:
     """Return one name or several as a tuple."""
     return (names,) if isinstance(names, str) else names
 
