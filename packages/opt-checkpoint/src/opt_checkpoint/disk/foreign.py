@@ -34,7 +34,7 @@ from opt_checkpoint.disk.index import (
     check_index,
 )
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.state.sharded import Path, Shape
 from opt_checkpoint.state.tensors import dtype_from_name
 from opt_checkpoint.store import Location, store_at
 
@@ -265,7 +265,7 @@ def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
     return index
 
 
-def _paths_of(metadata: Made, stored: Container[str]) -> dict[str, tuple[str | int, ...]]:
+def _paths_of(metadata: Made, stored: Container[str]) -> dict[str, Path]:
     """The paths of values in the saved state, by key, as stock planners that flatten it record them."""
     recorded = metadata.attributes.get("planner_data")
     if type(recorded) is not dict:

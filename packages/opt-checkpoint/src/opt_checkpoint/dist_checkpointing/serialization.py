@@ -78,7 +78,7 @@ def load(
     """
     _check_strategy(sharded_strategy)
 
-    def request(path: tuple[str | int, ...], value: Any) -> Any:
+    def request(_: object, value: Any) -> Any:
         return value if isinstance(value, ShardedBase | LocalNonpersistentObject | Tensor) else ABSENT
 
     sharded = map_leaves(from_megatron(sharded_state_dict), request, scoped=True)
@@ -99,7 +99,7 @@ def load_common_state_dict(checkpoint_dir: PathLike) -> StateDict:
 
 def load_content_metadata(checkpoint_dir: PathLike) -> dict[str, Any] | None:
     """Return the `content_metadata` of a checkpoint; None if there is none."""
-    found: dict[str, Any] | None = read_common(read_index(checkpoint_dir)).get(_METADATA)
+    found: dict[str, Any] | None = load_common_state_dict(checkpoint_dir).get(_METADATA)
     return found
 
 

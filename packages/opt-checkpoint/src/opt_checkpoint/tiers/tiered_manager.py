@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +39,7 @@ from opt_checkpoint.run.ranks import (
     ranks_of,
     same_everywhere,
 )
-from opt_checkpoint.run.save_load import LoadReport
+from opt_checkpoint.run.save_load import LoadReport, PathLike
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import EMPTY, ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location
@@ -100,7 +99,7 @@ class TieredCheckpointManager(Closing):
 
     def __init__(
         self,
-        local: str | os.PathLike[str],
+        local: PathLike,
         durable: AnyPath,
         *,
         durable_every: int,
