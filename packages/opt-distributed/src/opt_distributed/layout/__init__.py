@@ -6,6 +6,7 @@ from opt_distributed.layout.layout import (
     LayoutError,
     ParamShape,
     Piece,
+    Shape,
     Slot,
     flat_layout,
     replicated_layout,
@@ -24,6 +25,6 @@ from opt_distributed.layout.whole import (
 
 __all__ = [
     "Block", "Bucket", "ComputeLayout", "Computes", "Layout", "LayoutError", "OwnerLoad", "ParamShape",
-    "Piece", "Slot", "SplitMatrix", "compute_layout", "flat_layout", "owner_load", "replicated_layout",
+    "Piece", "Shape", "Slot", "SplitMatrix", "compute_layout", "flat_layout", "owner_load", "replicated_layout",
     "update_cost", "whole_layout",
 ]  # fmt: skip

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 from opt_paramgroups import ParamId
 
+Shape = tuple[int, ...]
+
 START_MULTIPLE = 64
 """Elements. Every parameter starts on a multiple of it: 128 bytes in 16-bit formats, a whole cache line."""
 
@@ -64,7 +66,7 @@ class ParamShape:
     """What a planner needs to know about a parameter."""
 
     id: ParamId
-    shape: tuple[int, ...]
+    shape: Shape
     shared_embedding: bool = False  # on several pipeline stages, which must cut it equally: alone in its bucket
     work: int | None = None  # of an update, relative to others; None: `update_cost` of the shape
 

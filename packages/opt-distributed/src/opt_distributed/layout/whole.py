@@ -25,6 +25,7 @@ from opt_distributed.layout.layout import (
     Layout,
     LayoutError,
     ParamShape,
+    Shape,
     Slot,
     bucket_multiple,
     check_plannable,
@@ -59,7 +60,7 @@ time of the reduction or gather itself. A larger number takes less time, but mak
 """
 
 
-def update_cost(shape: tuple[int, ...]) -> int:
+def update_cost(shape: Shape) -> int:
     """Relative cost of a matrix rule: m·n·min(m, n), the multiplications of a Newton-Schulz product; a vector's numel.
 
     The cost of a stack of matrices is the cost of one times their number.
@@ -170,8 +171,8 @@ class Computes(Enum):
 class Block(NamedTuple):
     """A block of a matrix: its offset and its shape."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Shape
+    shape: Shape
 
     @property
     def numel(self) -> int:
@@ -188,7 +189,7 @@ class SplitMatrix:
     """
 
     id: ParamId
-    shape: tuple[int, ...]  # of the whole matrix
+    shape: Shape  # of the whole matrix
     dims: tuple[int, ...]  # the dim that each axis of ranks cuts
     owner: Coordinate = ()  # with `Computes.OWNER`, along the gathered axes: the rank that computes its update
 
@@ -199,7 +200,7 @@ class SplitMatrix:
                     f"{self.id} is split along dim {dim}, but its shape is {self.shape}; pass 0 to ndim - 1"
                 )
 
-    def block(self, sizes: tuple[int, ...], at: Coordinate) -> Block:
+    def block(self, sizes: Shape, at: Coordinate) -> Block:
         """The block stored by the ranks whose coordinate begins with ``at``: cut by the first ``len(at)`` axes only.
 
         Sizes are those of `torch.chunk`: ``ceil(size / ranks)``, then a shorter one, then zeros.
@@ -224,7 +225,7 @@ class ComputeLayout:
     """
 
     matrices: tuple[SplitMatrix, ...]
-    sizes: tuple[int, ...]  # ranks along each axis
+    sizes: Shape  # ranks along each axis
     computes: Computes
     kept: int = 0  # leading axes over which nothing is gathered: each of their blocks is a matrix to the rule
 
@@ -314,7 +315,7 @@ def _by_owner(matrices: Iterable[SplitMatrix], amount: Callable[[SplitMatrix], i
 
 
 def compute_layout(
-    matrices: Iterable[SplitMatrix], *, sizes: tuple[int, ...], computes: Computes, kept: int = 0
+    matrices: Iterable[SplitMatrix], *, sizes: Shape, computes: Computes, kept: int = 0
 ) -> ComputeLayout:
     """Decide which ranks compute each matrix. Keeps the order of `matrices`.
 

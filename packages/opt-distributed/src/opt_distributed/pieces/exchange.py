@@ -25,7 +25,7 @@ from opt_distributed.buffers.stored import ParamTensors
 from opt_distributed.buffers.wires import InFlight, naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, Pending, Sizes
-from opt_distributed.layout import Block, ComputeLayout
+from opt_distributed.layout import Block, ComputeLayout, Shape
 from opt_kernels.backends import read_main
 from opt_kernels.matrices import scaled_grads, squares_in_float64, stacks
 from opt_kernels.rules import (
@@ -49,9 +49,9 @@ class _Joined(NamedTuple):
     """A matrix that a rank has after parts along one axis were joined."""
 
     id: ParamId
-    shape: tuple[int, ...]  # of the joined block
+    shape: Shape  # of the joined block
     dim: int  # along which its parts are joined
-    parts: Sequence[tuple[int, ...]]  # shapes of the parts, by peer
+    parts: Sequence[Shape]  # shapes of the parts, by peer
     numels: list[int]  # of the parts
 
     def joined(self, flat: Sequence[Tensor]) -> Tensor:
@@ -86,9 +86,7 @@ class _Leg:
     Every peer has parts of the matrices `before`; matrices `after` are joined on this rank.
     """
 
-    def __init__(
-        self, comm: Comm, before: Mapping[ParamId, tuple[int, ...]], to: Sequence[int], after: Sequence[_Joined]
-    ):
+    def __init__(self, comm: Comm, before: Mapping[ParamId, Shape], to: Sequence[int], after: Sequence[_Joined]):
         """`before` has the shapes of this rank's parts, and `to` the ranks that they are sent to, in this order."""
         self._before = before
         self._after = after
