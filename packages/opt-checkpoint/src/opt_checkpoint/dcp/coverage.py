@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from opt_checkpoint.state.sharded import Path, Shape, ShardedObject, is_main_rep
 from opt_checkpoint.state.tensors import dtype_from_name
 
 _SHOWN = 8
+_Problems: TypeAlias = Iterator[tuple[int, str]]  # the index of a key, and what is wrong with it
 _EXACT = 1 << 62  # above, products of sizes are computed by Python
 
 
@@ -173,7 +175,7 @@ def _object_problems(objects: Sequence[Sequence[ShardedObject]]) -> Iterator[str
             yield f"{key}: {len(mains)} of {count} ShardedObject are missing or too many"
 
 
-def _misfits(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
+def _misfits(t: TensorsOfRanks) -> _Problems:
     """Index and problem of each key whose dtype or shape differs between ranks."""
     first = t.first_of_key[t.key]  # (t,)
     has_other_axes = t.ndim != t.ndim[first]
@@ -187,7 +189,7 @@ def _misfits(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
         yield int(t.key[number]), ", ".join(held)
 
 
-def _overlaps(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
+def _overlaps(t: TensorsOfRanks) -> _Problems:
     """Index and problem of each key whose main replicas overlap."""
     mains = np.flatnonzero(t.main[t.owner])  # (mains,) boxes
     for left, right in overlapping_pairs(t.box_key[mains], t.offsets[mains], t.sizes[mains]):
@@ -209,7 +211,7 @@ def _overlaps(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
             )
 
 
-def _holes(t: TensorsOfRanks) -> Iterator[tuple[int, str]]:
+def _holes(t: TensorsOfRanks) -> _Problems:
     """Index and problem of each key that its main replicas do not cover: disjoint boxes do if their volumes add up."""
     mains = np.flatnonzero(t.main[t.owner])  # (mains,) boxes
     shape = t.shape[t.first_of_key]  # (keys, axes)

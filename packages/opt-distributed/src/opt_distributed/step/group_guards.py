@@ -23,6 +23,10 @@ _MAY_BE_UNREAD = frozenset({WEIGHT_DECAY, "betas"})  # numbers that have no effe
 _BITS = 20  # of a checksum: the sum of squares stays exact in float64 on up to 8,192 ranks
 
 
+Numbers = list[tuple[str, Any]]
+"""The numbers of a group, each after its entry."""
+
+
 class GroupError(ValueError):
     """An entry of a parameter group was changed in a way that no step supports."""
 
@@ -223,7 +227,7 @@ class EqualGroups:
             if len(of_ranks) > 1 and len(set(of_ranks)) == 1:
                 self._compared.append((*key, key in here))
         self.num_flags = 3 * len(self._compared)
-        self._numbers: list[list[tuple[str, Any]]] = []  # of the last step, for `error`; groups keep parameters alive
+        self._numbers: list[Numbers] = []  # of the last step, for `error`; groups keep parameters alive
 
     def flags(self, groups: Groups) -> Sequence[float]:
         self._numbers = []
@@ -250,11 +254,11 @@ class EqualGroups:
                 )
         return None
 
-    def _numbers_of(self, group: Group) -> list[tuple[str, Any]]:
+    def _numbers_of(self, group: Group) -> Numbers:
         return [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
 
 
-def _checksum(numbers: list[tuple[str, Any]]) -> int:
+def _checksum(numbers: Numbers) -> int:
     return crc32(repr(numbers).encode()) >> (32 - _BITS)
 
 
