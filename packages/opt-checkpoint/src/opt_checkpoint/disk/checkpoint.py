@@ -55,7 +55,9 @@ def read_index(path: AnyPath) -> CheckpointIndex:
         raise CheckpointNotFoundError(f"{where} does not exist, or is not a directory") from None
     if METADATA not in sizes:
         raise CheckpointNotFoundError(f"{where} is not a distributed checkpoint: no {MANIFEST} and no {METADATA} in it")
-    for name in [name for name in sizes if name.endswith(".distcp")]:
+    for name in sizes:
+        if not name.endswith(".distcp"):
+            continue
         start = bytearray(min(max(0, sizes[name]), len(FILE_MARK)))
         store.read_into(name, 0, memoryview(start))
         if start == FILE_MARK:

@@ -103,8 +103,8 @@ class DataFileWriter:
             hashed = PieceSums()
             whole = Box.whole(tuple(values.shape))
             parts = [whole] if is_plain else split_rows(whole, -(-nbytes // _COPY_BYTES))
-            for part in (whole.part_of(values, part) for part in parts):
-                view = bytes_view(contiguous(part))
+            for part in parts:
+                view = bytes_view(contiguous(whole.part_of(values, part)))
                 for first in range(0, len(view), HASH_PIECE_BYTES):
                     piece = view[first : first + HASH_PIECE_BYTES]
                     done = submit(hashed, piece)

@@ -261,7 +261,9 @@ class LocalTier:
 
         def check() -> list[str]:
             damaged = []
-            for owner in (owner for owner, holder in holders if holder == ranks.rank):
+            for owner, holder in holders:
+                if holder != ranks.rank:
+                    continue
                 path = self.place(step, owner)
                 try:
                     findings = verify_checkpoint(path)

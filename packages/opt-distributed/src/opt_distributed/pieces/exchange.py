@@ -218,7 +218,9 @@ class ComputeStage:
             by_owner = sorted(ids, key=owners.__getitem__)  # stable
             before = {id: self._block(id, self.at[: axis + 1]).shape for id in by_owner}
             after = []
-            for id in (id for id in ids if owners[id] == comm.rank):
+            for id in ids:
+                if owners[id] != comm.rank:
+                    continue
                 parts = [self._block(id, (*at, peer)).shape for peer in range(comm.size)]
                 dim = self.matrices[id].dims[axis]
                 after.append(_Joined(id, self._block(id, at).shape, dim, parts, list(map(prod, parts))))

@@ -223,8 +223,9 @@ class BufferedGrads:
         grads = {id: self.params[id].grad for id in self.ids}
         self.reduced.reduce_({id: None if is_sparse(grad) else grad for id, grad in grads.items()})
         check_dense(grads.keys(), grads.values())
-        for id in (id for id, grad in grads.items() if grad is None):
-            check_unfused(id, self.params[id])
+        for id, grad in grads.items():
+            if grad is None:
+                check_unfused(id, self.params[id])
 
     def has_grads(self) -> list[bool]:
         """For each of `ids`, whether it has a gradient here or on a peer; the host waits only if not here."""

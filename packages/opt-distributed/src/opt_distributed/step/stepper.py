@@ -462,8 +462,9 @@ class Stepper:
 
         Raises CollectiveError if a peer is lost.
         """
-        for source in (source for unit in self.units for source in unit.completes):
-            if isinstance(source, QuantizedSource):
-                source.share_extra_()
+        for unit in self.units:
+            for source in unit.completes:
+                if isinstance(source, QuantizedSource):
+                    source.share_extra_()
         for unit in self.units:
             self._publish(unit)
