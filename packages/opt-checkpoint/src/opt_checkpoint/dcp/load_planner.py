@@ -15,7 +15,6 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import boxes_of, columns_of, overlapping_pairs, view_of
 from opt_checkpoint.dcp.names import (
-    StrictHandling,
     Strictness,
     aliased,
     asked_plain,
@@ -80,7 +79,7 @@ class ShardedLoadPlanner:
         state: ShardedStateDict,
         opened: Opened,
         *,
-        strict: str | StrictHandling = "raise_missing",
+        strict: str = "raise_missing",
         dtype: str = "exact",
         aliases: Mapping[str, str] = EMPTY,
         safe_globals: SafeGlobals = (),

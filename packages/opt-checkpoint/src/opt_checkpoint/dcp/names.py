@@ -21,7 +21,7 @@ _MAINS = "optimizer.state.fp32_param."
 _STATE_PREFIX = re.compile(r"^optimizer\.state\.[^.]+\.")
 
 
-def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+def aliased(key: str, stored: Iterable[str], aliases: Mapping[str, str]) -> str:
     """Return the stored name of a key: the key itself, else the first stored name that replacing a prefix by `aliases`
     yields."""
     others = (new + key.removeprefix(old) for old, new in aliases.items() if key.startswith(old))
@@ -230,7 +230,7 @@ class Strictness(NamedTuple):
     unexpected: Reaction
 
     @classmethod
-    def parse(cls, value: str | StrictHandling) -> Strictness:
+    def parse(cls, value: str) -> Strictness:
         """Make one from the name of a mode.
 
         Raises:
