@@ -259,8 +259,7 @@ class GradBucket:
             CollectiveError: it failed, or exceeded the timeout of its group. The next calls until `begin` set
                 `problem`, because the contents of the buffer are undefined.
         """
-        if self.problem is None:
-            self.problem = self._find_assigned()
+        self.refuse(self._find_assigned())
         if self._flight is None:
             if self.state is BucketState.REDUCED:
                 self._adopt_or_note()
