@@ -209,7 +209,7 @@ def fingerprint(value: Any, start: int = 0, objects: dict[int, tuple[Any, int]] 
     if isinstance(value, set | frozenset):  # whose order depends on the hash seed of the process
         elements = sorted(fingerprint(element, 0, objects) for element in value)
         return fingerprint(elements, zlib.crc32(type(value).__name__.encode(), start))
-    if isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype):
+    if isinstance(value, int | float | complex | str | bytes | type(None) | torch.dtype):
         text = f"{type(value).__name__} {value!r}"
     elif isinstance(value, type) or isroutine(value):
         text = f"{getattr(value, '__module__', None)}.{value.__qualname__}"

@@ -65,7 +65,7 @@ def value_for(path: Path, template: Tensor, stored: Any) -> Tensor:
     wanted = f"{template.dtype} {list(template.shape)}"
     if not isinstance(stored, numbers.Number) or template.numel() != 1:
         raise CheckpointMismatchError(f"{where} is stored as {_form_of(stored)}, asked for as {wanted}; {_AS_STORED}")
-    number = stored if isinstance(stored, bool | int | float | complex) else complex(stored)  # type: ignore[call-overload]
+    number = stored if isinstance(stored, int | float | complex) else complex(stored)  # type: ignore[call-overload]
     try:
         value = torch.full((), number, dtype=template.dtype, device="cpu")
         held = value.item()

@@ -214,7 +214,7 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     """
     prefix = f"optimizer.state.{state_name}"
     key = f"{prefix}.{model_param.key}"
-    if isinstance(value, bool | int | float):
+    if isinstance(value, int | float):
         dtype = torch.float64 if isinstance(value, float) else None  # None: bool or int64
         value = torch.tensor(value, dtype=dtype, device="cpu")
     if isinstance(spec, LikeParam):
