@@ -162,7 +162,7 @@ class DistributedDataParallel(nn.Module):
                 param = self._params[id]
                 bind_main_grad(param, accumulator)
                 leave_out_of_pickles(param)
-                hook = grad_hook(self.grad_sync, id, accumulator)
+                hook = grad_hook(self.grad_sync, id)
                 param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

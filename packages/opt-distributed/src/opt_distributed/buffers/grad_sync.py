@@ -16,7 +16,7 @@ from typing import NamedTuple
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from opt_distributed.buffers.bucket import BucketState, GradBucket, LargeGrads, LaunchKey
 from opt_distributed.buffers.main_grad import (
@@ -214,7 +214,7 @@ class GradSync:
         finally:
             self.is_last_microbatch = before
 
-    def accumulate(self, id: ParamId, param: nn.Parameter, accumulator: Tensor) -> None:
+    def accumulate(self, id: ParamId, param: nn.Parameter) -> None:
         """Add a gradient that autograd left to its accumulator. In the last microbatch, launch buckets that are ready.
 
         A gradient that cannot be used is dropped: `finish` raises, after the reductions that other ranks take part in.
@@ -224,7 +224,7 @@ class GradSync:
         """
         bucket = self._bucket_of[id]
         bucket.check_accumulating(id)
-        adopt_main_grad_(param, accumulator, str(id))
+        adopt_main_grad_(param, bucket.accumulators[id], str(id))
         try:
             take_grad_(param, str(id))
         except SparseGradientError as error:
@@ -364,12 +364,12 @@ class GradSync:
         self.launch_order.sort()
 
 
-def grad_hook(grad_sync: GradSync, id: ParamId, accumulator: Tensor) -> Callable[[nn.Parameter], None]:
+def grad_hook(grad_sync: GradSync, id: ParamId) -> Callable[[nn.Parameter], None]:
     """The hook of a parameter. Python's garbage collector does not see through it: it must not keep the wrapper."""
     weak = ref(grad_sync)
 
     def hook(param: nn.Parameter) -> None:
         if (found := weak()) is not None:
-            found.accumulate(id, param, accumulator)
+            found.accumulate(id, param)
 
     return hook
