@@ -208,7 +208,7 @@ class GradBucket:
         self.check_here()
         bound = self.accumulators if self.state is BucketState.ACCUMULATING else self.views
         for id, view in bound.items():
-            adopt_main_grad_(self.memory.params[id], view, str(id))
+            adopt_main_grad_(self.memory.params[id], view, id)
 
     @torch.no_grad()
     def launch(self, iteration: int) -> None:

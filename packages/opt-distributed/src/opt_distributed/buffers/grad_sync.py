@@ -224,9 +224,9 @@ class GradSync:
         """
         bucket = self._bucket_of[id]
         bucket.check_accumulating(id)
-        adopt_main_grad_(param, bucket.accumulators[id], str(id))
+        adopt_main_grad_(param, bucket.accumulators[id], id)
         try:
-            take_grad_(param, str(id))
+            take_grad_(param, id)
         except SparseGradientError as error:
             param.grad = None
             bucket.refuse(error)

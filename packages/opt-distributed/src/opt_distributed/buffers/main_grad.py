@@ -6,6 +6,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from opt_paramgroups import ParamId
+
 
 class GradientError(RuntimeError):
     """A gradient arrived at the wrong time or in the wrong tensor, or a check rejected it."""
@@ -67,7 +69,7 @@ def main_grad(param: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
+def adopt_main_grad_(param: nn.Parameter, view: Tensor, id: ParamId) -> None:
     """If the caller bound another tensor to ``param.main_grad``, copy it to `view`, and bind `view` again.
 
     Callers of Megatron-Core rescale with ``param.main_grad = param.main_grad * factor``. Reductions use the buffer, so
@@ -82,7 +84,7 @@ def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
     if not isinstance(current, Tensor) or current.shape != view.shape:
         given = f"a tensor of shape {tuple(current.shape)}" if isinstance(current, Tensor) else repr(current)
         raise GradientError(
-            f"main_grad of {name} was replaced by {given}; it must be a tensor of shape {tuple(view.shape)}: write "
+            f"main_grad of {id} was replaced by {given}; it must be a tensor of shape {tuple(view.shape)}: write "
             "into it (param.main_grad.mul_(2)), or assign a tensor of that shape"
         )
     view.copy_(current.detach().clone())  # a clone: `current` may be another view of the same memory
@@ -90,7 +92,7 @@ def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
 
 
 @torch.no_grad()
-def take_grad_(param: nn.Parameter, name: str) -> None:
+def take_grad_(param: nn.Parameter, id: ParamId) -> None:
     """Add ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and drop ``param.grad``.
 
     Autograd does not record the sum, even if ``backward(create_graph=True)`` gave the gradient a graph.
@@ -102,7 +104,7 @@ def take_grad_(param: nn.Parameter, name: str) -> None:
     if grad is None:
         return
     if grad.layout is not torch.strided:
-        raise SparseGradientError(name, grad.layout)
+        raise SparseGradientError(str(id), grad.layout)
     fused = getattr(param, "grad_added_to_main_grad", False) and not getattr(param, "zero_out_wgrad", False)
     if not fused:
         main_grad(param).add_(grad)
