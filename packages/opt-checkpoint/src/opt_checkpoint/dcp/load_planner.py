@@ -124,13 +124,12 @@ class ShardedLoadPlanner:
             CheckpointMismatchError: shape, dtype or coverage do not fit.
         """
         index = self.index
-        where = str(self.index.path)
         self.flat = flatten_state(self._state)
         self._names = stored_names(self.flat, index, self._aliases)
         self._find_plain()
         self._find_missing()
-        check_stages(self.flat.tensors.values(), index.tensors, where)
-        self._strict.report_missing(self.missing, [*index.tensors, *index.objects], where)
+        check_stages(self.flat.tensors.values(), index.tensors, index.path)
+        self._strict.report_missing(self.missing, [*index.tensors, *index.objects], index.path)
         left_out = self.dropped | self._plain.keys()
         asked = [(self._names[path], shard) for path, shard in self.flat.tensors.items() if path not in left_out]
         within = [part for parts in self._within.values() for part in parts.values()]
@@ -338,7 +337,7 @@ class ShardedLoadPlanner:
             CheckpointKeyError: there are some, and `strict` does not allow that.
         """
         keys = self._stored_keys()
-        where = str(self.index.path)
+        where = self.index.path
         asked = np.zeros(len(keys), dtype=np.uint8)
         for bits in per_rank:
             asked |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(keys))

@@ -16,6 +16,7 @@ from opt_checkpoint.state.optimizer_state import LAYOUT_MARK, SPLIT_MARK
 from opt_checkpoint.state.sharded import Path, path_text
 from opt_checkpoint.state.tree import ABSENT, FlatState, is_below, leaves, lookup
 from opt_checkpoint.state.wrappers import former_names
+from opt_checkpoint.store import Location
 
 _MAINS = "optimizer.state.fp32_param."
 _STATE_PREFIX = re.compile(r"^optimizer\.state\.[^.]+\.")
@@ -241,13 +242,13 @@ class Strictness(NamedTuple):
         missing = _REACTIONS.get(reaction, "raise")  # Megatron-Core's "assume_ok" lets its load raise
         return cls(missing, missing if side == "all" else "allow")
 
-    def report_missing(self, keys: Sequence[str], stored: Sequence[str], where: str) -> None:
+    def report_missing(self, keys: Sequence[str], stored: Sequence[str], where: Location) -> None:
         """Raise CheckpointKeyError or log about keys that are requested but not stored."""
         if keys and self.missing != "allow":
             text = f"{len(keys)} requested key(s) are not in {where}: {some_of(keys)}{_hint(keys, stored)}"
             _react(self.missing, text, "strict='return_missing'")
 
-    def report_unexpected(self, keys: Sequence[str], where: str) -> None:
+    def report_unexpected(self, keys: Sequence[str], where: Location) -> None:
         """Raise CheckpointKeyError or log about keys that are stored but requested by no rank."""
         if keys:
             text = f"{len(keys)} key(s) of {where} are requested by no rank: {some_of(keys)}"
@@ -261,7 +262,7 @@ def _react(reaction: Reaction, text: str, instead: str) -> None:
         logger.warning(text)
 
 
-def warn_of_left_out(empty: Iterable[str], nones: Iterable[str], unexpected: Sequence[str], where: str) -> None:
+def warn_of_left_out(empty: Iterable[str], nones: Iterable[str], unexpected: Sequence[str], where: Location) -> None:
     """Warn where an empty dict or a None of the state stands for stored values that it does not load.
 
     Args:

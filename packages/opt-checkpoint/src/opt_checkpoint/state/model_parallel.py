@@ -102,7 +102,7 @@ def _before_number(name: str) -> str | None:
     return None if at is None else ".".join(parts[:at])
 
 
-def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], where: str) -> None:
+def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], where: object) -> None:
     """Refuse a list of layers that was not placed, if more layers are stored than it has: it may be a pipeline stage.
 
     Raises:
