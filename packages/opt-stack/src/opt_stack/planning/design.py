@@ -27,7 +27,7 @@ from opt_distributed.buffers import (
     uses_qk_layernorm,
 )
 from opt_distributed.comm import Alone, Axes, Roles
-from opt_distributed.pieces import WeightAverages
+from opt_distributed.pieces import NO_AVERAGES, WeightAverages
 from opt_kernels.hooks import GivenHooks, bare
 from opt_kernels.params import MainFormat
 from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
@@ -233,7 +233,7 @@ def _plan_units(
         if buffer.kind.assigns_whole:
             for shard in range(buffer.layout.num_shards):
                 shard_of.update((piece.id, shard) for _, piece in buffer.layout.owned(shard))
-    averages = WeightAverages(config)
+    averages = WeightAverages(config) if config.averaged else NO_AVERAGES
     for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
         rule = groups.rules[name]
         dtypes = {metas[id].stored_dtype for id in ids}
