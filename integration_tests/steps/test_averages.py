@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import on_device
 import pytest
 import torch
@@ -219,6 +220,35 @@ def test_the_decay_may_be_a_schedule_of_the_step() -> None:
     torch.testing.assert_close(kept(again, resumed, "ema")["first"], want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigError, match=r"ema_decay=0\.25: unknown entry"):
         built(two(), {ParamKey(name="second"): {"ema_decay": 0.25}}, ema_decay=schedule)
+
+
+@pytest.mark.parametrize(
+    "number", [np.array(0.5), np.float64(0.5), torch.tensor(0.5)], ids=["array", "scalar", "tensor"]
+)
+def test_a_schedule_may_return_any_kind_of_number(number: Any) -> None:
+    model = two()
+    used = decays_used(built(model, ema_decay=lambda step: number), model, 3)
+    assert used == pytest.approx([0.5, 0.5], abs=1e-5)
+
+
+def test_state_loaded_into_a_prepared_step_has_its_own_decay() -> None:
+    """The average was that of the weights, by the decay of the first step."""
+    schedule: Callable[[int], float] = lambda number: 0.0 if number == 1 else 0.9
+    model = two()
+    optimizer = built(model, ema_decay=schedule)
+    for number in range(4):
+        step(model, optimizer, number)
+    again = two()
+    resumed = built(again, ema_decay=schedule)
+    for param in again.parameters():
+        param.grad = torch.ones_like(param)
+    resumed.prepare_grads()
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    before = kept(again, resumed, "ema")["first"]
+    resumed.step_with_ready_grads()
+    want = before + 0.1 * (copies(again)["first"] - before)
+    torch.testing.assert_close(kept(again, resumed, "ema")["first"], want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_schedule_of_decays_out_of_bounds_is_an_error() -> None:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import opt_checkpoint
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
+from opt_stack import DistributedDataParallel, Optimizer, Registry, get_optimizer, release_gradients
 from opt_stack.state import weights as state_weights
 
 BF16 = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
@@ -263,6 +263,21 @@ def test_a_load_after_an_abandoned_iteration_warns() -> None:
     halves(model, Path())
     with pytest.warns(UserWarning, match=KEPT):
         backward(model, 1)
+
+
+def test_a_rule_under_another_name_evaluates_and_trains_on() -> None:
+    """`train()` left the weights for evaluation: the trained ones were lost."""
+    rules = Registry().with_rule(replace(Registry().entries["schedule_free"], name="alias"))
+    model = make_model()
+    optimizer = get_optimizer(replace(AVERAGED, optimizer="alias"), [model], {}, rules=rules)
+    train(model, optimizer, range(5))
+    trained = weights(model)
+    want, of_want = averaged()
+    optimizer.eval()
+    of_want.eval()
+    assert_equal(weights(model), weights(want))
+    optimizer.train()
+    assert_equal(weights(model), trained)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -96,7 +96,7 @@ def is_by_part(spec: StateSpec, piece: OwnedPiece) -> bool:
 def reset_state_(unit: Unit, piece: OwnedPiece) -> None:
     """Set the rule's state and the averages of a piece to those before the first step. Main values stay."""
     _reset_rule_(unit, piece)
-    unit.averages.restart_(piece)
+    unit.restart_averages_(piece)
 
 
 def _reset_rule_(unit: Unit, piece: OwnedPiece) -> None:
@@ -135,7 +135,7 @@ def _set_(
         else:
             values = torch.empty_like(target, dtype=torch.float32).copy_(value)
             encode_again_(codec, in_memory_order(target), piece.state[scale_name(name)], in_memory_order(values))
-    unit.averages.restart_(piece, saved.keys())
+    unit.restart_averages_(piece, saved.keys())
 
 
 def check_loaded(unit: Unit, piece: OwnedPiece, loaded: Collection[str]) -> None:

@@ -99,7 +99,7 @@ class WeightAverages:
         numbers = (torch.stack([piece.state[STEPS] for piece in pieces]) + 1).tolist()
         decays = {}
         for number in set(numbers):
-            decays[number] = decay = schedule(number)
+            decays[number] = decay = float(schedule(number))
             if not 0 <= decay < 1:
                 raise ConfigError(f"ema_decay: the schedule returned {decay!r} for step {number}; must be in [0, 1)")
         return [decays[number] for number in numbers]

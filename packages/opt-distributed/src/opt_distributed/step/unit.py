@@ -62,6 +62,7 @@ class Unit:
         self._runs: list[PieceRun] = []  # of all pieces
         self._counts: list[Count] = []  # of all pieces, when `_runs` were made
         self._decays: list[float] = []  # of the averages in the next step, by a schedule
+        self._has_restarted = False  # whether an average has begun anew since the step was prepared
         self._readers: list[ReadGrads] = []  # of all pieces, in order
         for source, pieces in groupby(self.pieces, key=_SOURCE):
             self._readers.append(source.reader([(piece.id, piece.of_param) for piece in pieces]))
@@ -79,6 +80,7 @@ class Unit:
         """
         if self.averages.specs:
             self.averages.follow_(self.pieces)
+            self._has_restarted = False
             self._decays = self.averages.scheduled(self.pieces)
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
@@ -160,10 +162,17 @@ class Unit:
                 if sender is not None and order:
                     sender.sync.updated([piece.id for run in runs for piece in run.pieces])
             if self.averages.specs and not here.is_skipped:  # all pieces, also those without a gradient in this step
+                if self._has_restarted:
+                    self._decays = self.averages.scheduled(self.pieces)
                 self.averages.update_(self.pieces, here, self._decays)
                 self.note_averaged()
         if self.host is not None and here.ready.pieces:
             self.host.return_(here.ready.pieces)
+
+    def restart_averages_(self, piece: OwnedPiece, loaded: Collection[str] = ()) -> None:
+        """Let the averages of a piece begin anew, except those `loaded` with its number of steps."""
+        self.averages.restart_(piece, loaded)
+        self._has_restarted = True
 
     def note_averaged(self) -> None:
         """Note that a step, which may be a replay of a graph, wrote the averages of all pieces."""

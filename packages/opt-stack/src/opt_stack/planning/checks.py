@@ -28,6 +28,7 @@ from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import ParamMeta
 from opt_stack.planning.design import Design, has_main_grads, is_megatron_wrapper
 from opt_stack.planning.plan import UnitPlan
+from opt_stack.rules.entries import evaluation_of
 from opt_stack.wording import and_more
 
 SEPARATE_NORMS = ("mtp",)
@@ -137,9 +138,8 @@ def _check_averages(design: Design) -> Reasons:
     config = design.config
     given = next((f"{name}={number}" for name, number in config.averaged.items()), "")
     for unit in design.plan.units if given else ():
-        rule = bare(unit.rule)
-        evaluates = isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None
-        if evaluates or any(spec.name in unit.averages.names for spec in rule.state_specs):
+        rule = unit.rule
+        if evaluation_of(rule) or any(spec.name in unit.averages.names for spec in rule.state_specs):
             yield f"{given}: optimizer={rule.name!r} keeps an average of its own; use only one of them"
         if unit.averages.looks_ahead and MainFormat.FP16_SCALED in unit.numbers.values():
             yield (

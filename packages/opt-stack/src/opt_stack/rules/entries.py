@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_config import AVERAGED, ConfigError, OptimizerConfig
 from opt_distributed.buffers import Metas, Params
-from opt_kernels.formulas import NumberError
+from opt_kernels.formulas import Formula, NumberError
 from opt_kernels.hooks import (
     GivenHooks,
     HookError,
@@ -224,6 +224,14 @@ def choices_of(rule: Rule) -> dict[str, Any]:
     if isinstance(rule, ElementwiseRule):
         return {**_recorded(rule), "maximize": rule.maximize}
     return dict(_options(rule))
+
+
+def evaluation_of(rule: Rule) -> Formula | None:
+    """Return the formula of a rule that evaluates other weights than it trains (schedule_free), else None."""
+    inner = bare(rule)
+    if isinstance(inner, ElementwiseRule) and inner.formula.evaluation is not None:
+        return inner.formula
+    return None
 
 
 def _recorded(rule: ElementwiseRule) -> dict[str, Any]:

@@ -34,13 +34,11 @@ from opt_distributed.finalize import unfinalized
 from opt_distributed.pieces import OwnedPiece, QuantizedMain, local
 from opt_distributed.saving import decoded, kept_states
 from opt_distributed.step import NOTHING_WRITTEN, Refusal, Unit, Written
-from opt_kernels.formulas import Formula, RisingRates
-from opt_kernels.hooks import bare
+from opt_kernels.formulas import RisingRates
 from opt_kernels.params import Writes, has_foreign_write, read_hyper
 from opt_kernels.precision import without_autocast
-from opt_kernels.rules import ElementwiseRule
 from opt_paramgroups import ParamId, is_dtensor
-from opt_stack.rules.entries import ParamGroups
+from opt_stack.rules.entries import ParamGroups, evaluation_of
 from opt_stack.wording import and_more
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -263,11 +261,8 @@ class Evaluation:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._shows_averages = any(unit.averages.specs for unit in units)
-        self.rules = {}  # formulas that evaluate other weights than they train, by the names of their rules
-        for unit in units:
-            rule = bare(unit.rule)
-            if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
-                self.rules[unit.rule.name] = rule.formula
+        # The rules that evaluate other weights than they train, by the names that groups have.
+        self._rules = {unit.name.partition("/")[0] for unit in units if evaluation_of(unit.rule) is not None}
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
         self._shown = Writes([])  # to the weights for evaluation
         self._rates = RisingRates()
@@ -292,7 +287,7 @@ class Evaluation:
 
     def keeps_weights_of(self, unit: Unit) -> bool:
         """Return whether the state of `unit` has weights other than the main values: its rule's, or averages."""
-        return bool(unit.averages.specs) or unit.rule.name in self.rules
+        return bool(unit.averages.specs) or evaluation_of(unit.rule) is not None
 
     @contextmanager
     def with_trained_weights(self) -> Iterator[None]:
@@ -316,12 +311,12 @@ class Evaluation:
         `complete` waits for gathers of parameters. With `was_loaded`, a load has set only the main values of each
         rank's own pieces.
         """
-        if self._trained is not None or not (self.rules or self._shows_averages):
+        if self._trained is not None or not (self._rules or self._shows_averages):
             return
         for unit in self._units:
             for source in unit.completes if was_loaded and self.keeps_weights_of(unit) else ():
                 source.publish_()
-        shown = [group for group in groups if self._shows_averages or group["optimizer"] in self.rules]
+        shown = [group for group in groups if self._shows_averages or group["optimizer"] in self._rules]
         moved = [param for group in shown for param in group["params"]]
         self._trained = _copies(moved)
         for unit in self._units:
@@ -330,7 +325,7 @@ class Evaluation:
                 if unit.averages.specs:
                     piece.main.target.copy_(unit.averages.shown(piece))
                 elif piece.step:
-                    piece.main.target.copy_(_evaluated(self.rules[unit.rule.name], unit, piece, groups))
+                    piece.main.target.copy_(_evaluated(unit, piece, groups))
             for source in unit.completes:
                 source.publish_()
         complete()
@@ -362,7 +357,10 @@ def _copies(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {param: local(param).detach().clone() for param in params}
 
 
-def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: ParamGroups) -> Tensor:
+def _evaluated(unit: Unit, piece: OwnedPiece, groups: ParamGroups) -> Tensor:
+    formula = evaluation_of(unit.rule)
+    assert formula is not None
+
     def evaluate(groups: ParamGroups, value: Tensor) -> Tensor:
         hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
         states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
