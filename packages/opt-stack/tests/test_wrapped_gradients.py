@@ -77,9 +77,10 @@ def test_one_optimizers_zero_grad_leaves_the_others_gradients(replaced: bool) ->
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("when", ["instead of backward", "after backward", "after finish_grad_sync"])
-def test_a_gradient_assigned_to_a_wrapped_param_stops_all_ranks(overlap: bool, when: str) -> None:
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+def test_a_gradient_assigned_to_a_wrapped_param_stops_all_ranks(overlap: bool, when: str, is_sparse: bool) -> None:
     """Gradients of `torch.autograd.grad`, assigned to `param.grad`, were lost; the step reported a norm of 0. After a
-    complete backward they were ignored."""
+    complete backward they were ignored. Sparse ones, which have no address, left the other ranks waiting."""
     of_wrapper = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
 
     def rank_main(comm: ThreadComm) -> None:
@@ -98,7 +99,7 @@ def test_a_gradient_assigned_to_a_wrapped_param_stops_all_ranks(overlap: bool, w
         if comm.rank == 0:
             params = list(net.parameters())
             for param, grad in zip(params, torch.autograd.grad(loss_of(net, inputs(2)), params), strict=True):
-                param.grad = grad
+                param.grad = grad.to_sparse() if is_sparse else grad
         message = r"grad of \w+.\w+ was assigned" if comm.rank == 0 else "1 other rank"
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()

@@ -357,7 +357,8 @@ class GradBucket:
             grad = self.memory.params[id].grad
             if grad is None:
                 continue
-            if grad.data_ptr() not in (self.views[id].data_ptr(), self.accumulators[id].data_ptr()):
+            own = (self.views[id].data_ptr(), self.accumulators[id].data_ptr())
+            if grad.layout is not torch.strided or grad.data_ptr() not in own:  # sparse tensors have no address
                 return UnusableGradientError(
                     f"grad of {id} was assigned, but gradients of a wrapped model accumulate in main_grad; write "
                     "param.main_grad.add_(grad) instead, or call zero_grad() to drop it"
