@@ -40,7 +40,7 @@ from opt_stack.planning.ranks import (
     tp_modes,
 )
 from opt_stack.records import record_design, write_group_map
-from opt_stack.rules.entries import ParamGroups, complete_groups, hooked_rules, with_entries_of_rules
+from opt_stack.rules.entries import ParamGroups, complete_groups, hooked_rules, with_rule_entries
 from opt_stack.rules.registry import Registry, with_matrix_rule
 from opt_stack.state.live import SharedCopies
 
@@ -257,7 +257,7 @@ def make_design(request: Request, model: Model, given_groups: ParamGroups, sizes
     names = dict.fromkeys(group["optimizer"] for group in given_groups)
     bare_rules, numbers = request.registry.rules(names, config)
     rules = hooked_rules(bare_rules, request.hooks)
-    complete = with_entries_of_rules(given_groups, rules, numbers, config, request.extra_group_keys)
+    complete = with_rule_entries(given_groups, rules, numbers, config, request.extra_group_keys)
     groups = Groups.of(complete, rules)
     plan = make_plan(request, model, groups, sizes or WorldSizes.of(request.roles))
     design = Design(request=request, model=model, groups=groups, plan=plan)

@@ -123,7 +123,7 @@ def hooked_rules(rules: Mapping[str, Rule], hooks: GivenHooks) -> dict[str, Rule
         raise ConfigError(f"hooks: {error}") from error
 
 
-def with_entries_of_rules(
+def with_rule_entries(
     given_groups: ParamGroups,
     rules: Mapping[str, Rule],  # with their hooks
     numbers: Mapping[str, Mapping[str, Any]],  # that each rule reads, with their initial values
