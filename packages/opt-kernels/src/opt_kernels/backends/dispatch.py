@@ -30,12 +30,12 @@ class Backend(Enum):
 
 
 _LOG = logging.getLogger(__name__)
-_OF_ELEMENTS = {Backend.REFERENCE: "backends.reference", Backend.TORCH: "backends.torch_native"}
+_ELEMENTWISE = {Backend.REFERENCE: "backends.reference", Backend.TORCH: "backends.torch_native"}
 # The module of each version.
 _VERSIONS: Mapping[str, Mapping[Backend, str]] = {
-    "update": {**_OF_ELEMENTS, Backend.CPP: "backends.cpp.update", Backend.TRITON: "backends.triton.update"},
+    "update": {**_ELEMENTWISE, Backend.CPP: "backends.cpp.update", Backend.TRITON: "backends.triton.update"},
     "grad_stats": {
-        **_OF_ELEMENTS,
+        **_ELEMENTWISE,
         Backend.CPP: "backends.cpp.grad_stats",
         Backend.TRITON: "backends.triton.grad_stats",
     },
@@ -46,8 +46,8 @@ _VERSIONS: Mapping[str, Mapping[Backend, str]] = {
     },
     "syrk": {Backend.TORCH: "matrices.syrk", Backend.CPP: "matrices.syrk.cpp", Backend.TRITON: "matrices.syrk.triton"},
 }
-_OF_DEVICE = {"cuda": Backend.TRITON, "cpu": Backend.CPP}  # other devices: torch operations
-# The requirement of a version, checked at its first use.
+_DEVICE_BACKENDS = {"cuda": Backend.TRITON, "cpu": Backend.CPP}  # other devices: torch operations
+# What a backend requires, checked at its first use.
 _REQUIRED: dict[Backend, Callable[[], bool]] = {
     Backend.TRITON: lambda: find_spec("triton") is not None,
     Backend.CPP: usable,
@@ -60,7 +60,7 @@ class BackendError(ValueError):
 
 
 def parse_backend(name: str | None) -> Backend | None:
-    """The backend of this name; None for None. Raises BackendError for an unknown name."""
+    """Return the backend of this name; None for None. Raises BackendError for an unknown name."""
     if name is None:
         return None
     try:
@@ -94,7 +94,7 @@ def check_installed(name: str | None) -> None:
 
 
 def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """`function` of the operation `op`, in the version `backend`, or for None the version for the device.
+    """Return `function` of the operation `op` in the version `backend`; None: the default for the device.
 
     Raises BackendError if that version does not exist or its requirement is not installed.
     """
@@ -103,7 +103,7 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
 
 @cache  # every step asks several times
 def _chosen(op: str, function: str, backend: str | None, device: str | None) -> Callable[..., Any]:
-    chosen = parse_backend(backend) or _suited(op, device)
+    chosen = parse_backend(backend) or _default_backend(op, device)
     if chosen not in _VERSIONS.get(op, {}):
         raise BackendError(
             f"backend={chosen.value!r} is not available for {op!r}; pass backend=None to choose by device"
@@ -116,37 +116,16 @@ def _chosen(op: str, function: str, backend: str | None, device: str | None) -> 
     return _function(op, function, chosen)
 
 
-def grad_stats(
-    grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0, backend: str | None = None
-) -> GradStats:
-    """Compute the statistics of `grads` (any shapes, any float dtypes, read only), by the version for their device.
-
-    For a `norm_type` other than 2, `sum_of_squares` is the sum of |g|^norm_type; for infinity, the maximum of |g|.
-    Raises ValueError unless `norm_type` is above 0, and BackendError for a `backend` that is not available.
-    """
-    sweep = version("grad_stats", "grad_stats", backend=backend, tensors=grads)
-    stats: GradStats = sweep(grads, count_zeros=count_zeros, norm_type=norm_type)
-    return stats
-
-
-def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
-    """One tensor of the batches, if there is any, to determine the device."""
-    for _, works in batches:
-        if works:
-            return [works.grads[0] if isinstance(works, Works) else works[0].grad]
-    return []
-
-
-def _suited(op: str, device: str | None) -> Backend:
-    """The backend for a type of devices. Without tensors nothing needs to be compiled."""
-    suited = _OF_DEVICE.get(device or "", Backend.TORCH)
-    if suited not in _VERSIONS[op]:
+def _default_backend(op: str, device: str | None) -> Backend:
+    """Return the backend for a device type. None, without tensors: torch, so that nothing is compiled for them."""
+    backend = _DEVICE_BACKENDS.get(device or "", Backend.TORCH)
+    if backend not in _VERSIONS[op]:
         return Backend.TORCH
-    if not _available(suited):
-        if suited is Backend.TRITON:
+    if not _available(backend):
+        if backend is Backend.TRITON:
             _warn_without_triton()
         return Backend.TORCH
-    return suited
+    return backend
 
 
 @cache  # warns once; `usable` logs a missing compiler
@@ -168,3 +147,24 @@ def _function(op: str, function: str, backend: Backend) -> Callable[..., Any]:
     _LOG.info("%s runs as %s.%s", op, module, function)
     loaded: Callable[..., Any] = vars(import_module(f"opt_kernels.{module}"))[function]
     return loaded
+
+
+def grad_stats(
+    grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0, backend: str | None = None
+) -> GradStats:
+    """Compute the statistics of `grads` (any shapes, any float dtypes, read only), by the version for their device.
+
+    For a `norm_type` other than 2, `sum_of_squares` is the sum of |g|^norm_type; for infinity, the maximum of |g|.
+    Raises ValueError unless `norm_type` is above 0, and BackendError for a `backend` that is not available.
+    """
+    sweep = version("grad_stats", "grad_stats", backend=backend, tensors=grads)
+    stats: GradStats = sweep(grads, count_zeros=count_zeros, norm_type=norm_type)
+    return stats
+
+
+def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
+    """Return the first gradient of the batches, which determines the device, as a list; empty if they have no works."""
+    for _, works in batches:
+        if works:
+            return [works.grads[0] if isinstance(works, Works) else works[0].grad]
+    return []

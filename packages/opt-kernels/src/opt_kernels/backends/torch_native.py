@@ -79,8 +79,8 @@ def update_(
 
 
 def _is_direct(run: Work, codecs: Codecs) -> bool:
-    """Whether a fused optimizer can update the tensors of a run themselves: all are in the compute dtype, and no out is
-    to be written."""
+    """Whether a fused optimizer can update a run's tensors in place: all of them have the compute dtype, and there is
+    no `out` to write."""
     dtype = elements.compute_dtype(run)
     if run.out is not None or run.main is None:
         return False
@@ -90,7 +90,7 @@ def _is_direct(run: Work, codecs: Codecs) -> bool:
 
 
 def _pieces(run: Work, codecs: Codecs) -> Iterator[Work]:
-    """The run in flat pieces."""
+    """Split a run into flat pieces of at most `PIECE_NUMEL` elements."""
     if run.grad.dim() == 1 and run.grad.numel() <= PIECE_NUMEL:
         yield run
         return
@@ -98,12 +98,12 @@ def _pieces(run: Work, codecs: Codecs) -> Iterator[Work]:
     states = {}
     for name, tensor in run.state.items():
         states[name] = torch.split(tensor.view(-1), PIECE_NUMEL // blocks.get(name, 1))
-    others = {}
+    mains = {}
     for name, tensor in elements.tensors_of_main(run).items():
-        others[name] = torch.split(tensor.view(-1), PIECE_NUMEL)
+        mains[name] = torch.split(tensor.view(-1), PIECE_NUMEL)
     for index, grad in enumerate(torch.split(run.grad.view(-1), PIECE_NUMEL)):
         state = {name: parts[index] for name, parts in states.items()}
-        changed: dict[str, Any] = {name: parts[index] for name, parts in others.items()}
+        changed: dict[str, Any] = {name: parts[index] for name, parts in mains.items()}
         changed["first"] = run.first + index * PIECE_NUMEL
         yield replace(run, grad=grad, state=state, **changed)
 
@@ -115,9 +115,9 @@ def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Update:
     def update(mains: Tensors, grads: Tensors, states: Mapping[str, Tensors]) -> None:
         for columns in zip(mains, grads, *(states[name] for name in names), strict=True):
             parts = [torch.split(column.view(-1), FORMULA_NUMEL) for column in columns]
-            for main, grad, *of_states in zip(*parts):
-                targets = (main, *of_states)
-                values = formula.updated(main, grad, dict(zip(names, of_states)), scalars)
+            for main, grad, *state in zip(*parts):
+                targets = (main, *state)
+                values = formula.updated(main, grad, dict(zip(names, state)), scalars)
                 # A new value may be another target itself, as after `slow = p`. Copy it before that target is written.
                 for index, value in enumerate(values):
                     if any(value is target for target in targets):
@@ -148,7 +148,7 @@ def _fused(formula: Formula, hyper: Hyper) -> Update | None:
             fused_adam(*tensors, amsgrad=amsgrad, maximize=False, **numbers)
 
         return adam
-    # With a buffer torch refuses a momentum of 0, which a tensor may hold.
+    # torch refuses a momentum of 0 if there is a buffer; a momentum given as a tensor may be 0.
     if formula.update is SGD.update and (float(hyper.momentum) or not constants["has_momentum"]):
         has_momentum = bool(constants["has_momentum"])
         numbers["momentum"] = float(hyper.momentum) if has_momentum else 0.0
@@ -191,9 +191,9 @@ def grad_stats(grads: Tensors, *, count_zeros: bool = True, norm_type: float = 2
     total = torch.cat(norms).double().square().sum()
     if not is_safe(float(total)):
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-    none = torch.zeros((), dtype=torch.int64, device=total.device)
-    num_zeros = torch.stack(zeros).sum() if zeros else none
-    return GradStats(sum_of_squares=total, nonfinite=none, zeros=num_zeros)
+    zero = torch.zeros((), dtype=torch.int64, device=total.device)
+    num_zeros = torch.stack(zeros).sum() if zeros else zero
+    return GradStats(sum_of_squares=total, nonfinite=zero, zeros=num_zeros)
 
 
 def is_safe(sum_of_squares: float) -> bool:

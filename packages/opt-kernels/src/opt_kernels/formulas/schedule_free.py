@@ -7,9 +7,9 @@ With y the parameter during training, g its scaled gradient, t the step (from 1)
     y <- y + c * (z - y) - s * (1 - b1 * (1 - c)) * u
     z <- z - s * u                      z is y before the first step
 
-The weights for evaluation are the average x = y + (1 - 1/b1) * (z - y); y = x + (1 - b1) * (z - x). exp_avg_sq is v.
-The weights w(i) are the paper's for an lr that does not rise: warm up with warmup_steps, and do not schedule lr.
-`RisingRates` warns of a schedule that does.
+The weights for evaluation are the average x = y + (1 - 1/b1) * (z - y); y = x + (1 - b1) * (z - x). In the
+code, exp_avg_sq is v, share is c and step_z is s. The weights w(i) are the paper's for an lr that does not rise: warm
+up with warmup_steps, and do not schedule lr. `RisingRates` warns of an lr that rises.
 """
 
 import warnings
@@ -25,7 +25,9 @@ def scalars(*, lr, weight_decay, beta1, beta2, eps, warmup_steps, step):
     k = maximum(warmup_steps, 1.0)
     early = minimum(step, k)
     warmth = early / k
-    share = warmth * warmth / (early * (early + 1) * (2 * early + 1) / (6 * k * k) + maximum(step - k, 0.0))
+    # w(1) + ... + w(t): (1^2 + ... + early^2) / k^2 during the warmup, and 1 for each step after it.
+    sum_of_weights = early * (early + 1) * (2 * early + 1) / (6 * k * k) + maximum(step - k, 0.0)
+    share = warmth * warmth / sum_of_weights
     return {
         "is_first": where(step == 1, 1.0, 0.0),
         "weight_decay": weight_decay,
@@ -78,8 +80,8 @@ SCHEDULE_FREE = Formula(
 class RisingRates:
     """Warns once if the learning rate of a group rises above its largest earlier one.
 
-    The paper weighs an iterate by the square of the largest rate so far. With a warmup outside of the rule, the weights
-    w(i) would let the first iterates count as much as all others.
+    The paper weighs an iterate by the square of the largest rate so far. With a warmup by a schedule instead
+    of warmup_steps, the weights w(i) would let the first iterates count as much as all others.
     """
 
     def __init__(self) -> None:

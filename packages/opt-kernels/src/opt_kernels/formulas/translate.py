@@ -11,9 +11,10 @@ from opt_kernels.works import Constants
 COMPARISONS = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 TINY = 2.0**-149  # the smallest positive float32
 HUGE = (2 - 2**-23) * 2.0**127  # the largest float32
+OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
 Lines = list[str]
 """Lines of source."""
-OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 def each(pattern: str, items: Iterable[object]) -> Lines:
@@ -22,10 +23,10 @@ def each(pattern: str, items: Iterable[object]) -> Lines:
 
 
 class Dialect:
-    """The syntax of a target language: patterns, and how it writes and calls. Names of a formula get a prefix, so that
-    none is a keyword there. The other defaults write nothing."""
+    """The syntax of a target language: its patterns of text, and the methods that write its source. Names of a formula
+    get a prefix, so that none of them is a keyword there. By default the other methods return no text."""
 
-    # Of conditions.
+    # Patterns of conditions.
     BOTH = "{} {}"
     EITHER = "{} {}"
     NEGATION = "{}"
@@ -165,13 +166,13 @@ def elements_among(body: Sequence[ast.stmt], elements: Collection[str]) -> set[s
     computed from such names in every assignment. Others may be scalars."""
     nodes = [node for statement in body for node in ast.walk(statement)]
     assignments = [node for node in nodes if isinstance(node, ast.Assign)]
-    found = {*elements, *syntax.assigned(assignments)}
+    names = {*elements, *syntax.assigned(assignments)}
     while True:
-        of_scalars = [node for node in assignments if found.isdisjoint(syntax.read(node))]
-        scalars = found.intersection(syntax.assigned(of_scalars))
+        from_scalars = [node for node in assignments if names.isdisjoint(syntax.read(node))]
+        scalars = names.intersection(syntax.assigned(from_scalars))
         if not scalars:
-            return found
-        found -= scalars
+            return names
+        names -= scalars
 
 
 def check(update: syntax.Function, names: Sequence[str], scalars: frozenset[str], constants: Constants) -> None:
@@ -236,7 +237,7 @@ class Check(Dialect):
         return ""
 
     def conditional(self, statement: ast.If) -> Lines:
-        """Check both branches. Afterwards the names are known that both assign."""
+        """Check both branches. Afterwards only names that both of them assign are known."""
         self._check_branch(statement.test)
         self.condition(statement.test)
         before = self.known
@@ -269,7 +270,7 @@ class Check(Dialect):
 
 
 class _CheckScalars(Check):
-    """The check of scalars, which are float64 and may call all functions."""
+    """Checks the scalars of a formula, which are float64 and may call all functions."""
 
     def literal(self, value: float) -> str:
         if not isfinite(value):

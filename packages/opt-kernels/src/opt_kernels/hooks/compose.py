@@ -61,8 +61,8 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
         before += ["hook_p = p", "p = hook_zero"]
         body = _Returns(parts.kept).visit(ast.Module(body, type_ignores=[])).body
     first = parsed(f"hook_scalar = {parts.scalar}\nweight_decay = 0.0")
-    names: list[ast.expr | None] = [ast.Constant(name) for name in values]
-    last = ast.Return(ast.Dict(names, list(values.values())))
+    keys: list[ast.expr | None] = [ast.Constant(name) for name in values]
+    last = ast.Return(ast.Dict(keys, list(values.values())))
     numbers = list(dict.fromkeys((*formula.number_names, "lr", "weight_decay")))
     scalars_with_hook = function_of([*first, *statements, last], [], numbers, like=formula.scalars)
     steps = [*parsed("\n".join(before)), *body]
@@ -71,7 +71,7 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
 
 
 def hyper_of(formula: Formula) -> Hyper:
-    """Numbers for trials of a formula: its defaults, with a momentum that is not 0."""
+    """Return numbers for trial steps of a formula: its defaults, with a momentum that is not 0."""
     betas = formula.defaults.get("betas")
     return Hyper(lr=0.0, betas=betas) if isinstance(betas, tuple) else Hyper(lr=0.0)
 

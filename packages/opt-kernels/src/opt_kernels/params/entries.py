@@ -15,7 +15,7 @@ RULE = "optimizer"  # names the rule; groups of torch's optimizers have none
 HOOKS = "hooks"  # a group's own hooks; in a state_dict, a record of them
 CHOICES = "choices"  # records the structure of the rule: ("maximize=False", ...)
 WEIGHT_DECAY = "weight_decay"
-SCHEDULED = ("lr", WEIGHT_DECAY)  # read in every step, and changed too often to be compared
+SCHEDULED = ("lr", WEIGHT_DECAY)  # read in every step; they change too often to be compared
 FIXED = (RULE, "name", "is_expert_parallel", "clip_grad", HOOKS)
 """Entries that decide how parameters are laid out, clipped and updated."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -45,18 +45,18 @@ class GroupEntries:
     """
 
     def __init__(self, is_watched: Callable[[int, str], bool]):
-        """`is_watched` tells whether an entry, given its group's index and its name, is compared."""
+        """`is_watched` returns whether an entry is compared, from the index of its group and its name."""
         self._is_watched = is_watched
         self._accepted: dict[int, tuple[Sequence[str], Group]] = {}  # all names, and the watched entries
 
     def accept(self, index: int, group: Group) -> None:
-        """Compare a group with its present entries from now on."""
+        """Accept the present entries of a group; `changes` compares it with them from now on."""
         watched = {name: frozen(value) for name, value in group.items() if self._is_watched(index, name)}
         self._accepted[index] = list(group), watched
 
     def changes(self, groups: Groups) -> list[Change]:
         """Return the groups that changed since they were accepted, or were never accepted."""
-        found = []
+        changed_groups = []
         for index, group in enumerate(groups):
             names, former = self._accepted.get(index, ((), {}))
             are_same = map(is_, map(group.get, former), former.values())
@@ -67,8 +67,8 @@ class GroupEntries:
                 if self._is_watched(index, name) and not (name in former and _is_same(frozen(value), former[name])):
                     changed.add(name)
             if changed or group.keys() != set(names):
-                found.append(Change(index, former, frozenset(changed)))
-        return found
+                changed_groups.append(Change(index, former, frozenset(changed)))
+        return changed_groups
 
 
 def frozen(value: object) -> object:

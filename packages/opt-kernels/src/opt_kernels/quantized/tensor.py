@@ -18,10 +18,10 @@ _UNDECLARED_VIEWS = {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_wit
 
 
 class ReadOnlyView(Tensor):
-    """A view of an fp8 parameter: a copy of its dequantised values, so that writing it would not change the parameter.
+    """A view of an fp8 parameter: a copy of its dequantised values. A write to it would not change the parameter.
 
-    Operations that write it raise QuantizationError, and its views are read-only, too. Results of other operations are
-    ordinary tensors. Code that writes through a raw pointer (`data_ptr`, `untyped_storage`) is not noticed.
+    Operations that write to it raise QuantizationError, and its views are read-only, too. Results of other operations
+    are ordinary tensors. Code that writes through a raw pointer (`data_ptr`, `untyped_storage`) is not noticed.
     """
 
     plain: Tensor  # the same memory
@@ -48,7 +48,7 @@ class ReadOnlyView(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, QuantizedTensor) for kind in types):
-            return NotImplemented  # the fp8 tensor among the arguments computes it
+            return NotImplemented  # the dispatch of the fp8 tensor among the arguments handles it
         kwargs = kwargs or {}
         refuse_writes(func, args, kwargs)
         plain_args, plain_kwargs = tree_map(_dequantized, (args, kwargs))
@@ -56,7 +56,7 @@ class ReadOnlyView(Tensor):
 
     @property
     def data(self) -> "ReadOnlyView":
-        """The same memory, apart from autograd."""
+        """The same memory, detached from autograd."""
         return ReadOnlyView.of(self.plain)
 
     @data.setter
@@ -76,7 +76,7 @@ class ReadOnlyView(Tensor):
         return self.plain.tolist()
 
     def share_memory_(self) -> NoReturn:
-        """Raises QuantizationError: other processes could write it."""
+        """Raises QuantizationError: other processes could write to it."""
         _refuse("share_memory_()")
 
     def __dlpack__(self, **kwargs: Any) -> NoReturn:
@@ -117,9 +117,9 @@ def refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments that an operation declares to write: tensors, lists of them, or None."""
-    for number, declared in enumerate(func._schema.arguments):
+    for position, declared in enumerate(func._schema.arguments):
         if declared.alias_info is not None and declared.alias_info.is_write:
-            yield args[number] if number < len(args) else kwargs.get(declared.name)
+            yield args[position] if position < len(args) else kwargs.get(declared.name)
 
 
 def _refuse(what: str) -> NoReturn:
@@ -229,13 +229,15 @@ class QuantizedTensor(Tensor):
         _copy(self, value)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = ["codes", "scales", *(["history"] if self.scaled.history is not None else [])]
+        names = ["codes", "scales"]
+        if self.scaled.history is not None:
+            names.append("history")
         return names, (self.scaled.recipe, self.shape, self.dtype, self.scaled.source)
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedTensor":
         recipe, shape, dtype, source = context
-        # `inner` has codes, scales and history under these names
+        # `inner` has the codes, scales and history under the names of the fields.
         scaled = QuantizedParam(recipe=recipe, shape=shape, source=source, **inner)
         return QuantizedTensor(scaled, dtype=dtype)
 
@@ -251,30 +253,31 @@ class QuantizedTensor(Tensor):
         self.copy_(values)
 
     def share_memory_(self) -> "QuantizedTensor":
-        """Raise QuantizationError, because another process would receive dequantised copies."""
+        """Raises QuantizationError: another process would receive dequantised copies."""
         raise QuantizationError(
             "share_memory_() of an fp8 tensor: its codes and scales cannot be shared between processes; quantise in "
             "each process"
         )
 
     def __dlpack__(self, **kwargs: Any) -> NoReturn:
-        """Raises QuantizationError: the values are nowhere in memory."""
+        """Raises QuantizationError: the dequantised values are not stored."""
         raise QuantizationError("__dlpack__() of an fp8 tensor, which keeps no values; export its dequantize()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
         if id(self) not in memo:
-            made = _clone(self)
-            made.requires_grad_(self.requires_grad)
-            made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "scaled"})
-            made.scaled.source = self.scaled.source
-            memo[id(self)] = made
-        found: QuantizedTensor = memo[id(self)]
-        return found
+            clone = _clone(self)
+            clone.requires_grad_(self.requires_grad)
+            clone.__dict__.update({k: v for k, v in self.__dict__.items() if k != "scaled"})
+            clone.scaled.source = self.scaled.source
+            memo[id(self)] = clone
+        copy: QuantizedTensor = memo[id(self)]
+        return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         values: Tensor = self.dequantize()
         if isinstance(self, nn.Parameter):
             values = nn.Parameter(values, requires_grad=self.requires_grad)
+            # torch marks parameters of tensor subclasses by `_is_param`; a plain parameter has no such mark.
             vars(values).update({k: v for k, v in vars(self).items() if k not in ("scaled", "_is_param")})
         return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -353,18 +356,19 @@ def quantize_linears_(
     """
     linears = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear)]
     chosen = {name: linear for name, linear in linears if only(name, linear)}
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    quantized: dict[nn.Parameter, nn.Parameter] = {}  # by weight, so that tied weights stay tied
     for name, linear in chosen.items():
         weight: nn.Parameter = linear.weight  # type: ignore[assignment]
-        if weight not in made and not isinstance(weight, QuantizedTensor):
+        if weight not in quantized and not isinstance(weight, QuantizedTensor):
             try:
-                quantized = QuantizedTensor.of(weight.detach(), recipe, keep_initial=keep_initial)
+                values = QuantizedTensor.of(weight.detach(), recipe, keep_initial=keep_initial)
             except QuantizationError as error:
                 raise QuantizationError(f"{name}.weight: {error}") from None
-            made[weight] = nn.Parameter(quantized, requires_grad=weight.requires_grad)
-            vars(made[weight]).update({key: value for key, value in vars(weight).items() if key != "_is_param"})
+            replacement = nn.Parameter(values, requires_grad=weight.requires_grad)
+            vars(replacement).update({key: value for key, value in vars(weight).items() if key != "_is_param"})
+            quantized[weight] = replacement
     for holder in module.modules():
         for key, param in holder._parameters.items():
-            if param is not None and param in made:
-                holder._parameters[key] = made[param]
+            if param is not None and param in quantized:
+                holder._parameters[key] = quantized[param]
     return [f"{name}.weight" for name in chosen]

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from opt_kernels import codecs as codec
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import read_main, skipped
 from opt_kernels.codecs import Codecs, StateCodec, codec_for, stalls, state_specs
+from opt_kernels.codecs import init_state as init_codec_state
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, State, number_of
 from opt_kernels.formulas.lion import LION
@@ -129,14 +129,13 @@ class MatrixRule(Rule, Protocol):
 GRAD_SQUARES = "grad_squares"
 """The entry of a whole work's state that holds ‖g‖² for a rule with `sums_gradients`. It is not kept."""
 
-
 WEIGHTS = "weights"
 """The entry of a whole work's state that holds the whole weights for a rule with `reads_weights`. It is not kept."""
 
 
 def reads_weights(rule: Rule) -> bool:
     """Whether `transform_` of a matrix rule reads `WEIGHTS`: whole matrices in the compute dtype, which the caller
-    gathers besides gradients. The rule then has an attribute of this name."""
+    gathers in addition to gradients. The rule then has an attribute of this name."""
     return bool(getattr(rule, "reads_weights", False))
 
 
@@ -147,7 +146,7 @@ def sums_gradients(rule: Rule) -> bool:
 
 
 def update_dtype(rule: Rule, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the narrowest dtype that holds what `transform_` of a matrix rule returns, in `dtype`, without rounding.
+    """Return the narrowest dtype that holds, without rounding, what `transform_` of a matrix rule returns in `dtype`.
 
     A rule whose last products are in 16 bits has a method of this name. A class that overrides `transform_` without it
     returns `dtype`: its directions may not fit what the base class declares.
@@ -192,14 +191,14 @@ def check_states(
     """
     for spec in rule.state_specs:
         state = states.get(spec.name)
-        wanted = None if spec.by_part and matrix.split_rows else spec.shape_for(shape)
+        declared_shape = None if spec.by_part and matrix.split_rows else spec.shape_for(shape)
         if state is None and spec.optional:
             continue
-        is_right = state is not None and (state.dtype is spec.dtype or (wide and state.dtype is torch.float64))
-        if state is None or not is_right or (wanted is not None and tuple(state.shape) != wanted):
+        has_dtype = state is not None and (state.dtype is spec.dtype or (wide and state.dtype is torch.float64))
+        if state is None or not has_dtype or (declared_shape is not None and tuple(state.shape) != declared_shape):
             found = "is missing" if state is None else f"has shape {tuple(state.shape)} and {state.dtype}"
             param = of or f"a parameter of shape {tuple(shape)}"
-            declared = str(spec.dtype) if wanted is None else f"{spec.dtype} of shape {wanted}"
+            declared = str(spec.dtype) if declared_shape is None else f"{spec.dtype} of shape {declared_shape}"
             raise RuleStateError(
                 f"state {spec.name!r} of {param} {found}, but rule {rule.name!r} declares {declared} ({spec.kind}); "
                 "return it from `init_state`, or declare it in `state_specs`"
@@ -236,14 +235,13 @@ class WholeMatrices(MatrixRule):
     __slots__ = ()
     numbers: ClassVar[tuple[Number, ...]] = ()
     capturable: ClassVar[bool] = False
+    needs = Needs.MATRICES
+    tp_mode = None  # it needs whole matrices
 
     @property
     def hyper_names(self) -> tuple[str, ...]:
         """The numbers that it reads from `Hyper.own`."""
         return tuple(number.name for number in self.numbers if number.name not in HYPER_FIELDS)
-
-    needs = Needs.MATRICES
-    tp_mode = None  # it needs whole matrices
 
     @property
     def codecs(self) -> Codecs:
@@ -308,6 +306,8 @@ class ElementwiseRule:
     hooks: tuple[Hashable, ...] = ()  # hooks that were composed into the formula, see `opt_kernels.hooks`
     codecs: Codecs = field(init=False, repr=False, compare=False)
     """The codecs of the states, by name."""
+    capturable = True  # a step reads no device tensor on the host
+    needs = Needs.ELEMENTS
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "update")
@@ -323,13 +323,9 @@ class ElementwiseRule:
             codecs[state.name] = codec_for(state.name, dtype, signed=state.signed)
         object.__setattr__(self, "codecs", codecs)
 
-    capturable = True  # a step reads no device tensor on the host
-
     @property
     def name(self) -> str:
         return self.formula.name
-
-    needs = Needs.ELEMENTS
 
     @property
     def hyper_names(self) -> tuple[str, ...]:
@@ -346,7 +342,7 @@ class ElementwiseRule:
         return tuple(choice.off_at_zero for choice in self.formula.choices if choice.off_at_zero)
 
     def init_state(self, main: Tensor) -> States:
-        return codec.init_state(self.codecs, main)
+        return init_codec_state(self.codecs, main)
 
     def in_float64(self) -> "ElementwiseRule":
         """The rule of float64 parameters: float32 states become float64, on a backend that supports float64."""
@@ -356,12 +352,13 @@ class ElementwiseRule:
 
     def formula_at(self, hyper: Hyper) -> Formula:
         """The formula for these numbers. States that it does not use keep their bits."""
-        switches = [(choice.name, choice.off_at_zero) for choice in self.formula.choices if choice.off_at_zero]
         constants = dict(self.formula.constants)
-        off = [
-            name for name, number in switches if constants[name] and _is_zero(number_of(hyper, number, self.formula))
-        ]
-        return self.formula.with_constants(**dict.fromkeys(off, False))
+        off = {}
+        for choice in self.formula.choices:
+            number = choice.off_at_zero
+            if number and constants[choice.name] and _is_zero(number_of(hyper, number, self.formula)):
+                off[choice.name] = False
+        return self.formula.with_constants(**off)
 
     def update_(self, batches: Sequence[Batch], *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
@@ -371,12 +368,12 @@ class ElementwiseRule:
             formula = self.formula_at(batch.hyper)
             codecs = tuple([self.codec_at(state, batch.hyper) for state in formula.states])
             by_sweep.setdefault((formula, codecs), []).append(batch)
-        for (formula, codecs), of_sweep in by_sweep.items():
+        for (formula, codecs), together in by_sweep.items():
             by_name = {state.name: codec for state, codec in zip(formula.states, codecs)}
-            sweep(of_sweep, formula, by_name, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
+            sweep(together, formula, by_name, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
 
     def codec_at(self, state: State, hyper: Hyper) -> StateCodec:
-        """The codec of a state: stochastic for an average that would stop short of its input, for these numbers."""
+        """Return the codec of a state: stochastic if, with these numbers, its average would stop short of its input."""
         codec = self.codecs[state.name]
         if state.beta and codec.dtype.itemsize < 4 and stalls(codec, number_of(hyper, state.beta, self.formula)):
             return replace(codec, stochastic=True)

@@ -41,7 +41,7 @@ from opt_kernels.works import Batch, Scalar, Skip, States, StateSpec, Task, Work
 @dataclass(frozen=True, kw_only=True)
 class NewtonSchulzRule:
     """The options of rules that orthogonalise matrices, with their scale s e: s is the factor of `scale_mode` for the
-    size of a matrix, and e `extra_scale_factor`. Other products than those of Newton-Schulz are float32."""
+    size of a matrix, and e `extra_scale_factor`. All products except those of Newton-Schulz are float32."""
 
     scale_mode: ScaleMode = ScaleMode.SPECTRAL
     extra_scale_factor: float = 1.0
@@ -57,28 +57,29 @@ class NewtonSchulzRule:
         object.__setattr__(self, "orthogonalization", Orthogonalization.of(self))
 
     def scale(self, *, rows: int, cols: int) -> float:
-        """s e of a matrix of this size."""
+        """Return s e of a matrix of this size."""
         return scale_factor(self.scale_mode, rows=rows, cols=cols) * self.extra_scale_factor
 
     def scales(self, work: Work) -> tuple[float, ...]:
-        """s e of each split part of the work, with s for the size of the whole part."""
+        """Return s e of each split part of the work, with s for the size of the whole part."""
         rows, cols = whole_size(work)
         sizes = work.matrix.split_rows or (rows,)
         groups = 1 if work.matrix.by_group else rows // sum(sizes)
         return tuple(self.scale(rows=size * groups, cols=cols) for size in sizes)
 
     def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
-        """O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""
+        """Return O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""
         work = tasks[0].work
-        orthogonalised = partial(self.orthogonalization, cut=cut_of_parts(work), normalised=normalised)
+        orthogonalise = partial(self.orthogonalization, cut=cut_of_parts(work), normalised=normalised)
         parts = split(inputs, work.matrix)
         by_shape: dict[torch.Size, list[int]] = {}
         for index, part in enumerate(parts):
             by_shape.setdefault(part.shape, []).append(index)
-        for same in by_shape.values():
-            stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
-            for index, part in zip(same, orthogonalised(stacked).chunk(len(same))):
-                parts[index] = part
+        for indices in by_shape.values():
+            stacked = torch.cat([parts[i] for i in indices]) if len(indices) > 1 else parts[indices[0]]
+            directions = orthogonalise(stacked).chunk(len(indices))
+            for index, direction in zip(indices, directions):
+                parts[index] = direction
         return join(parts, work.matrix, inputs.shape)
 
 
@@ -110,6 +111,9 @@ class MuonRule(NewtonSchulzRule):
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
     codecs: Codecs = field(init=False, repr=False, compare=False)
     """The codecs of the states, by name."""
+    capturable = True  # a step reads no device tensor on the host
+    name = "muon"
+    needs = Needs.MATRICES
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "muon")
@@ -120,12 +124,7 @@ class MuonRule(NewtonSchulzRule):
                 f"nuclear_scale=True with pre_norm={self.pre_norm.value!r}, post_norm={self.post_norm.value!r}: the "
                 "nuclear norm is that of an update which nothing else normalises; leave the norms at 'none'"
             )
-        NewtonSchulzRule.__post_init__(self)
-
-    capturable = True  # a step reads no device tensor on the host
-
-    name = "muon"
-    needs = Needs.MATRICES
+        NewtonSchulzRule.__post_init__(self)  # super() fails: `slots` makes another class than the one it names
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -156,20 +155,20 @@ class MuonRule(NewtonSchulzRule):
             grad.copy_(momentum)
 
     def inputs(self, work: Work) -> Inputs:
-        """The format in which `transform_` prefers the matrices of a work: where a class overrides it, as they are."""
+        """Return the format in which `transform_` prefers the matrices of a work: unchanged, if it is overridden."""
         if type(self).transform_ is not MuonRule.transform_:
             return Inputs(compute_dtype(work), False)
         return self.orthogonalization.inputs(compute_dtype(work), work.grad.device, cut_of_parts(work))
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Skip, *, normalised: bool = False) -> Tensor:
-        """O without its scale. `normalised`: as in `Inputs`."""
+        """Return O without its scale. `normalised`: as in `Inputs`."""
         return self.directions(tasks, inputs, normalised)
 
     def adapt_(self, task: Task, update: Tensor, skip: Skip) -> None:
         """Do nothing: O is not changed before it is scaled."""
 
     def update_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """Return the dtype of Newton-Schulz, which holds what `transform_` returns, unless that is scaled after it."""
+        """Return the dtype of Newton-Schulz, in which `transform_` returns O; `dtype` if O is scaled afterwards."""
         is_scaled = self.nuclear_scale or self.post_norm is not PostNorm.NONE
         return dtype if is_scaled else self.orthogonalization.dtype_of_products(dtype, device)
 

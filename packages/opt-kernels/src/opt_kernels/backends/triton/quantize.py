@@ -61,7 +61,7 @@ def read_state(
 
 @jit
 def no_outlier(x: tl.tensor, SCHEME: tl.constexpr, SIGNED: tl.constexpr) -> tl.tensor:
-    """Which values of a state are below `StateCodec.outlier`; all without scales."""
+    """Return the mask of the values of a state below `StateCodec.outlier`; without scales, of all values."""
     if SCHEME == "plain":
         return tl.full(x.shape, True, tl.int1)
     else:
@@ -174,9 +174,9 @@ def scale_of(largest: tl.tensor, SCHEME: tl.constexpr, IEEE: tl.constexpr, FINIT
 
 
 @jit
-def spread(of_groups: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+def spread(per_group: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """Repeat each group's number for all its elements: (BLOCK,)."""
-    wide = tl.broadcast_to(tl.expand_dims(of_groups, 1), (BLOCK // GROUP, GROUP))
+    wide = tl.broadcast_to(tl.expand_dims(per_group, 1), (BLOCK // GROUP, GROUP))
     return tl.reshape(wide, (BLOCK,))
 
 
@@ -193,7 +193,8 @@ def to_narrow(y: tl.tensor, words: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor
     smallest_normal = 0.015625 if SCHEME == "e4m3" else 6.103515625e-05  # 2^-6, 2^-14
     is_small = tl.abs(y) < smallest_normal
     if words is None:
-        normal = ((size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift) - (bias >> shift)
+        last_bit = (size >> shift) & 1  # of the mantissa that is kept: ties go to even
+        normal = ((size + ((1 << (shift - 1)) - 1) + last_bit) >> shift) - (bias >> shift)
         # The ulp of this power of two equals the spacing of the format's subnormals, so the addition rounds correctly.
         power = 16384.0 if SCHEME == "e4m3" else 128.0
         magnitude = tl.where(is_small, (tl.abs(y) + power).to(tl.uint32, bitcast=True) & 0xF, normal)
@@ -210,7 +211,7 @@ def to_narrow(y: tl.tensor, words: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor
 
 @jit
 def from_fp8(codes: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
-    """Bytes of e4m3 or e5m2 as float32; exact, subnormals included."""
+    """Convert bytes of e4m3 or e5m2 to float32, exactly, subnormals included."""
     shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21
     between = 1.329227995784916e36 if SCHEME == "e4m3" else 5.192296858534828e33  # 2^120, 2^112: ratio of the biases
     word = codes.to(tl.uint32)
