@@ -31,12 +31,12 @@ from opt_config.optimizer_config import (
 from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate, has_attribute, many
 
 __all__ = [
-    "AVERAGED", "FOREIGN_WORDS", "MATRIX_RULES", "MUON_FAMILY", "AdamOptimizerConfig", "ConfigError", "Configuration",
-    "ConstantScale", "DistributedDataParallelConfig", "DynamicScale", "FlatShards", "Interval", "LossScaling",
-    "NoScale", "OnDevice",
-    "OnHost", "OptimizerConfig", "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "Placement", "Precision",
-    "Problem", "Replicated", "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "changed_fields",
-    "did_you_mean", "foreign_value", "has_attribute", "load_config", "many", "resolved",
+    "AVERAGED", "FOREIGN_WORDS", "MATRIX_RULES", "MUON_FAMILY", "AdamOptimizerConfig", "ConfigError",
+    "Configuration", "ConstantScale", "DistributedDataParallelConfig", "DynamicScale", "FlatShards", "Interval",
+    "LossScaling", "NoScale", "OnDevice", "OnHost", "OptimizerConfig", "ParamKey", "ParamPredicate",
+    "ParamWithNamePredicate", "Placement", "Precision", "Problem", "Replicated", "SGDOptimizerConfig", "Sharding",
+    "UnknownFieldError", "WholeParams", "changed_fields", "did_you_mean", "foreign_value", "has_attribute",
+    "load_config", "many", "resolved",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--section", default="", help="the table that holds the configuration, such as train.optimizer")
     options = parser.parse_args(arguments)
     try:
-        print(json.dumps(resolved(load_config(options.path, section=options.section)), indent=2))
+        config = load_config(options.path, section=options.section)
+        print(json.dumps(resolved(config), indent=2))
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

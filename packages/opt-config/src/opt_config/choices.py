@@ -1,4 +1,4 @@
-"""The typed choices of an `OptimizerConfig`: precision, sharding, loss scaling, placement; with it as JSON values."""
+"""The typed choices of an `OptimizerConfig`: precision, sharding, loss scaling, placement; and all as JSON values."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the fields of `OptimizerConfig` may hold: intervals, choices, and which of them conflict."""
+"""What the fields of `OptimizerConfig` may hold: their intervals and choices, and which values conflict."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ SHARE = Interval(0, 1, low_open=True, high_open=False)
 
 _FIELDS_OF_INTERVALS = {
     NOT_NEGATIVE: "lr min_lr decoupled_lr decoupled_min_lr weight_decay clip_grad",
-    POSITIVE: ("loss_scale initial_loss_scale min_loss_scale adam_eps muon_extra_scale_factor adaptive_muon_eps"),
+    POSITIVE: "loss_scale initial_loss_scale min_loss_scale adam_eps muon_extra_scale_factor adaptive_muon_eps",
     POSITIVE_OR_INFINITE: "grad_norm_skip_threshold skip_sigma",
     AT_LEAST_TWO: "skip_window",
     AT_LEAST_ONE: (
@@ -55,6 +55,7 @@ _DTYPES = {
     "exp_avg_dtype": _MOMENTS,
     "exp_avg_sq_dtype": _MOMENTS,
 }
+_FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 _WORDS = {
     "muon_scale_mode": "spectral unit_rms_norm shape_scaling match_rms_adamw mup",
     "muon_fp32_matmul_prec": "highest high medium",
@@ -69,9 +70,8 @@ _WORDS = {
     "muon_post_norm": "none frobenius rows cols rows_cols cols_rows",
     "optimizer_offload_compute": "host device",
 }
-_FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
-_NAMES = {name: tuple(words.split()) for name, words in _WORDS.items()}
-CHOICES: Mapping[str, tuple[object, ...]] = {"fp8_recipe": _FP8_RECIPES, **_DTYPES, **_NAMES}
+_STRINGS = {name: tuple(words.split()) for name, words in _WORDS.items()}
+CHOICES: Mapping[str, tuple[object, ...]] = {"fp8_recipe": _FP8_RECIPES, **_DTYPES, **_STRINGS}
 
 # Fields without effect unless another one is set. Without it, a value other than the default is refused, because it
 # would be silently ignored.
@@ -91,11 +91,11 @@ _FIELDS_THAT_NEED = {
     "fp16": "initial_loss_scale min_loss_scale loss_scale_window hysteresis",  # else the loss scale is not dynamic
 }
 AVERAGED = ("ema_decay", "ema_nesterov_beta")
-"""Fields of which each switches on an average of the weights."""
+"""Fields that each switch on an average of the weights."""
 
 
 def field_problems(config: "OptimizerConfig") -> Iterator[Finding]:
-    """Find single fields that are out of their interval, not one of their choices, or no name or average."""
+    """Find single fields outside their interval or choices, an invalid name of a rule, and an invalid average."""
     yield from interval_problems(config, INTERVALS)
     yield from _choice_problems(config)
     if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
@@ -106,6 +106,16 @@ def field_problems(config: "OptimizerConfig") -> Iterator[Finding]:
             yield "ema_decay", "must have half_life, a fraction of the training, and num_steps, the number of its steps"
         elif decay["half_life"] not in SHARE or decay["num_steps"] not in AT_LEAST_ONE:
             yield "ema_decay", "half_life must be in (0, 1], and num_steps at least 1"
+
+
+def _choice_problems(config: "OptimizerConfig") -> Iterator[Finding]:
+    for name, allowed in CHOICES.items():
+        value = getattr(config, name)
+        if value is not None and value not in allowed:
+            known = [str(choice) for choice in allowed]
+            hint = did_you_mean(value, known) if isinstance(value, str) else ""
+            hint = f" {INT8_CODES.capitalize()}." if value is torch.int8 and "exp_avg" in name else hint
+            yield name, f"must be one of {', '.join(known)}.{hint}"
 
 
 def conflicts(config: "OptimizerConfig") -> Iterator[Finding]:
@@ -138,31 +148,22 @@ def conflicts(config: "OptimizerConfig") -> Iterator[Finding]:
         yield "min_loss_scale", f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
 
 
-def _averages(config: "OptimizerConfig") -> Iterator[Finding]:
-    for name in config.averaged:
-        if config.optimizer.lower() == "schedule_free":
-            yield name, "excludes optimizer='schedule_free', which keeps an average of its own; set only one of them"
-        if callable(config.averaged[name]) and config.optimizer_cuda_graph:
-            yield name, "is a schedule, for which the host counts steps; graphs count them on the device: set a number"
-        if config.optimizer_offload_compute == "device":
-            yield (
-                name,
-                "excludes optimizer_offload_compute='device', as the host computes averages; set that to 'host'",
-            )
-
-
 def _needs(config: "OptimizerConfig") -> Iterator[Finding]:
     for needed, names in _FIELDS_THAT_NEED.items():
-        for name in [] if changed_fields(config, [needed]) else changed_fields(config, names.split()):
+        if changed_fields(config, [needed]):
+            continue
+        for name in changed_fields(config, names.split()):
             yield name, f"has no effect without {needed}; set that too, or leave this at its default"
 
 
 def _learning_rates(config: "OptimizerConfig") -> Iterator[Finding]:
+    for low_name, high_name in (("min_lr", "lr"), ("decoupled_min_lr", "decoupled_lr")):
+        low = getattr(config, low_name)
+        high = getattr(config, high_name)
+        if low is not None and high is not None and low > high:
+            yield low_name, f"must not be above {high_name}={high!r}"
     min_lr = config.min_lr
     decoupled_lr = config.decoupled_lr
-    for name, low, high in (("lr", min_lr, config.lr), ("decoupled_lr", config.decoupled_min_lr, decoupled_lr)):
-        if low is not None and high is not None and low > high:
-            yield name.replace("lr", "min_lr"), f"must not be above {name}={high!r}"
     if decoupled_lr is not None and config.decoupled_min_lr is None and min_lr is not None and min_lr > decoupled_lr:
         yield "decoupled_lr", f"must not be below {min_lr=}, to which the schedule would raise it; set decoupled_min_lr"
 
@@ -254,11 +255,14 @@ def _shards(config: "OptimizerConfig") -> Iterator[Finding]:
         )
 
 
-def _choice_problems(config: "OptimizerConfig") -> Iterator[Finding]:
-    for name, allowed in CHOICES.items():
-        value = getattr(config, name)
-        if value is not None and value not in allowed:
-            known = [str(choice) for choice in allowed]
-            hint = did_you_mean(value, known) if isinstance(value, str) else ""
-            hint = f" {INT8_CODES.capitalize()}." if value is torch.int8 and "exp_avg" in name else hint
-            yield name, f"must be one of {', '.join(known)}.{hint}"
+def _averages(config: "OptimizerConfig") -> Iterator[Finding]:
+    for name in config.averaged:
+        if config.optimizer.lower() == "schedule_free":
+            yield name, "excludes optimizer='schedule_free', which keeps an average of its own; set only one of them"
+        if callable(config.averaged[name]) and config.optimizer_cuda_graph:
+            yield name, "is a schedule, for which the host counts steps; graphs count them on the device: set a number"
+        if config.optimizer_offload_compute == "device":
+            yield (
+                name,
+                "excludes optimizer_offload_compute='device', as the host computes averages; set that to 'host'",
+            )

@@ -31,7 +31,8 @@ class DistributedDataParallelConfig(Configuration):
     overlap_param_gather: bool = False
     """Gather each bucket's parameters during the forward pass, before they are used."""
     align_param_gather: bool = False
-    """The pipeline schedule starts the gathers, by `start_param_sync`. Reading a parameter starts its own."""
+    """The pipeline schedule starts the gathers, by `start_param_sync`. A read of a parameter starts them, too, for its
+    chunk and those before it."""
     use_distributed_optimizer: bool = False
     """Reduce-scatter gradients to shards and gather parameters. False: all-reduce gradients."""
     num_distributed_optimizer_instances: int = 1
@@ -67,7 +68,7 @@ class DistributedDataParallelConfig(Configuration):
     suggested_communication_unit_size: int | None = None
     keep_fp8_transpose_cache: bool = False
     nccl_ub: bool = False
-    """Allocate the buffers from NCCL's memory and register them with their process groups, which must be of NCCL."""
+    """Allocate the buffers from NCCL's memory and register them with their process groups, which must use NCCL."""
     fsdp_double_buffer: bool = False
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
     fsdp_all_gather_in_start_param_sync: bool = True
@@ -127,12 +128,12 @@ def _conflicts(config: DistributedDataParallelConfig) -> Iterator[Finding]:
             yield "reduce_scatter_with_fp32_accumulation", f"excludes {obstacle}; set only one of them"
 
 
-_FSDP = (
+_NO_FSDP = (
     "this wrapper has no FSDP; shard the model with torch's fully_shard, and pass it to get_optimizer without a wrapper"
 )
-_OF_FSDP = "is an option of Megatron-FSDP, which this wrapper does not have; leave it out"
+_FSDP_OPTION = "is an option of Megatron-FSDP, which this wrapper does not have; leave it out"
 
-_OPTIONS_OF_FSDP = (
+_FSDP_OPTIONS = (
     "gradient_reduce_div_fusion keep_fp8_transpose_cache fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail "
     "fsdp_all_gather_in_start_param_sync fsdp_manual_registration megatron_fsdp_use_decoupled_grad "
     "megatron_fsdp_cuda_graph_mode megatron_fsdp_max_pool_double_buffer megatron_fsdp_version"
@@ -144,16 +145,16 @@ _OPTIONS_WITH_A_COUNTERPART = {
     "megatron_fsdp_grad_comm_dtype": "grad_reduce_in_fp32 sets this dtype",
     "megatron_fsdp_enable_fine_grained_param_gather": "overlap_param_gather=True gathers by bucket",
 }
-_OTHERS = {
+_OTHER_REASONS = {
     "fp4_param_gather": "parameters are gathered in fp8 or more bits; set fp8_param_gather=True instead",
-    "use_megatron_fsdp": _FSDP,
-    "use_custom_fsdp": _FSDP,
+    "use_megatron_fsdp": _NO_FSDP,
+    "use_custom_fsdp": _NO_FSDP,
     "data_parallel_sharding_strategy": "must be 'no_shard'; set use_distributed_optimizer=True to shard main "
     "parameters and state, or shard the model with torch's fully_shard to shard parameters, too",
     "outer_dp_sharding_strategy": "must be 'no_shard'; set num_distributed_optimizer_instances to replicate the shards",
     "delay_wgrad_compute": "weight gradients must be complete when backward ends; leave it out",
 }
-_REASONS = dict.fromkeys(_OPTIONS_OF_FSDP.split(), _OF_FSDP) | _OTHERS
-_REASONS |= {name: f"{_OF_FSDP}; {counterpart}" for name, counterpart in _OPTIONS_WITH_A_COUNTERPART.items()}
+_REASONS = dict.fromkeys(_FSDP_OPTIONS.split(), _FSDP_OPTION) | _OTHER_REASONS
+_REASONS |= {name: f"{_FSDP_OPTION}; {counterpart}" for name, counterpart in _OPTIONS_WITH_A_COUNTERPART.items()}
 UNSUPPORTED_DATA_PARALLEL_FIELDS: Mapping[str, str] = MappingProxyType(_REASONS)
-"""By field: why a value other than its default is refused, and what to write instead."""
+"""By field: why a value other than the default is refused, and what to write instead."""

@@ -34,7 +34,8 @@ class Problem(NamedTuple):
         is_long = isinstance(self.value, int) and is_too_large(self.value)
         shown = "an int of hundreds of digits" if is_long else repr(self.value)
         hint = foreign_value(self.field, self.value)
-        return f"{self.field}={shown}: {self.reason}{'; ' * bool(hint)}{hint}"
+        text = f"{self.field}={shown}: {self.reason}"
+        return f"{text}; {hint}" if hint else text
 
 
 class ConfigError(ValueError):
@@ -95,14 +96,12 @@ def unknown_field(name: str, value: object, known: Iterable[str]) -> str:
     known = list(known)
     word = name.lower().lstrip("-").replace("-", "_")
     answer = f"write {word}" if word in known else FOREIGN_WORDS.get(word)
+    # "Set it in DistributedDataParallelConfig" is no answer for a field of that configuration.
     if answer is None or ("DistributedData" in answer and "bucket_size" in known):
         return f"unknown field.{did_you_mean(name, known)}"
     if answer == "set optimizer" and (rule := foreign_value("optimizer", value)):
         answer = rule
     return f"unknown field; {answer}."
-
-
-# --- the checks that all configurations share -------------------------------------------------------------------------
 
 
 class Dataclass(Protocol):
@@ -138,9 +137,8 @@ class Interval(NamedTuple):
         return f"{bound} and finite" if self.high_open else bound
 
 
-INT8_CODES = "for int8 codes with a scale per block, pass optimizer_options={'exp_avg_dtype': torch.int8}"
-
 AT_LEAST_ONE = Interval(1)
+INT8_CODES = "for int8 codes with a scale per block, pass optimizer_options={'exp_avg_dtype': torch.int8}"
 
 
 @cache
@@ -151,23 +149,23 @@ def field_types(cls: type) -> Mapping[str, Any]:
 
 
 Finding = tuple[str, str]
-"""A field, and what is allowed and what to do."""
+"""The name of a field, and what is allowed and what to do."""
 
 
 def check(
     config: Dataclass,
-    singly: Callable[[Any], Iterable[Finding]],
-    together: Callable[[Any], Iterable[Finding]],
+    find_invalid: Callable[[Any], Iterable[Finding]],
+    find_conflicts: Callable[[Any], Iterable[Finding]],
 ) -> None:
     """Raise `ConfigError` with every problem of `config`.
 
-    `singly` finds problems of single fields, of which those of a wrong type are left out; `together`, called once
-    every field is valid, finds conflicts between fields.
+    `find_invalid` finds problems of single fields, which count unless the field has a wrong type. `find_conflicts`
+    finds conflicts between fields, and is called only if every field is valid.
     """
     reasons = dict(_type_problems(config))
-    for name, reason in singly(config):
+    for name, reason in find_invalid(config):
         reasons.setdefault(name, reason)
-    if found := [*reasons.items()] or [*together(config)]:
+    if found := [*reasons.items()] or [*find_conflicts(config)]:
         problems = [Problem(name, getattr(config, name), reason) for name, reason in found]
         raise ConfigError.of(type(config).__name__, problems)
 
@@ -179,17 +177,17 @@ def changed_fields(config: Dataclass, names: Collection[str]) -> list[str]:
 
 
 def _type_problems(config: Dataclass) -> Iterator[Finding]:
-    """Find values that are not of the annotated type, NaN, and integers that no type of tensors and files holds."""
+    """Find values of another type than annotated, NaN, and integers of more than 64 bits, which no tensor holds."""
     for name, hint in field_types(type(config)).items():
         value = getattr(config, name)
         if not accepts(hint, value):
-            yield name, f"must be {type_words(hint)}{_hint_at_dtype(hint, value)}"
+            yield name, f"must be {type_words(hint)}{_dtype_hint(hint, value)}"
         elif int in options(hint) and isinstance(value, int) and not -(2**63) <= value < 2**63:
             yield name, "must be an integer of at most 64 bits"
 
 
 def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> Iterator[Finding]:
-    """Find numbers outside their intervals. Other values pass: whether they are allowed is a question of the type."""
+    """Find numbers outside their intervals. Other values pass: `_type_problems` finds those of a wrong type."""
     for name in field_types(type(config)):
         value = getattr(config, name)
         if name in intervals and isinstance(value, int | float) and value not in intervals[name]:
@@ -242,7 +240,7 @@ def type_words(hint: Any) -> str:
     return words[hint]
 
 
-def _hint_at_dtype(hint: Any, value: object) -> str:
+def _dtype_hint(hint: Any, value: object) -> str:
     if hint is not torch.dtype or not isinstance(value, str):
         return ""
     if value in ("int8", "torch.int8"):

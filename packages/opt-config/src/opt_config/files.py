@@ -23,13 +23,13 @@ from opt_config.errors import (
     unknown_field,
 )
 
-_NAMES_OF_DTYPES = {
+_DTYPE_NAMES = {
     torch.float32: ("float32", "fp32"),
     torch.float16: ("float16", "fp16"),
     torch.bfloat16: ("bfloat16", "bf16"),
     torch.uint8: ("uint8",),
 }
-DTYPES = {name: dtype for dtype, names in _NAMES_OF_DTYPES.items() for name in names}
+DTYPES = {name: dtype for dtype, names in _DTYPE_NAMES.items() for name in names}
 
 
 class Configuration(ABC):
@@ -138,7 +138,7 @@ def _parse_yaml(text: str) -> object:
         """Refuses keys that are given twice, and floats that are too large."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            # Before "<<" adds the keys of another mapping, which those of this one replace.
+            # Checked before "<<" merges another mapping, whose keys this one may repeat.
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             _check_given_once(keys)
             return super().construct_mapping(node, deep=deep)
@@ -167,7 +167,7 @@ def _parse_toml(text: str) -> object:
 
 
 def _check_given_once(keys: Sequence[str]) -> None:
-    """Raise ValueError for a key that a table has twice: readers differ in which of the values they take."""
+    """Raise ValueError for a key that a table has twice: parsers differ in which of the values they keep."""
     twice = [key for key, count in Counter(keys).items() if count > 1]
     if twice:
         raise ValueError(f"key {twice[0]!r} is given twice in one table; keep one of them")
@@ -178,7 +178,7 @@ def _parse_float(text: str) -> float:
 
 
 def _finite(text: str, value: float) -> float:
-    """Return `value`, the float that `text` says. Raise ValueError if it is infinite because no float is so large."""
+    """Return `value`, the float that `text` spells. Raise ValueError if it is infinite but `text` does not say so."""
     if math.isinf(value) and "inf" not in text.lower():
         raise ValueError(f"no float is as large as {text}; write a smaller number, or inf if that is meant")
     return value

@@ -109,7 +109,7 @@ WORDS_BY_LIBRARY: Mapping[str, Mapping[str, str]] = {
     "DeepSpeed": _DEEPSPEED,
     "Megatron-LM": _MEGATRON,
 }
-"""The words that share an answer, separated by blanks, and the answer."""
+"""By library: words that share an answer, separated by spaces, and the answer."""
 
 FOREIGN_WORDS: Mapping[str, str] = MappingProxyType(
     {word: answer for table in WORDS_BY_LIBRARY.values() for words, answer in table.items() for word in words.split()}
@@ -117,10 +117,10 @@ FOREIGN_WORDS: Mapping[str, str] = MappingProxyType(
 
 
 def foreign_value(field: str, value: object) -> str:
-    """Return what to write instead of another library's value of a field; empty if it is none.
+    """Return what to write instead of another library's value of a field; empty if the value is not one of these.
 
     >>> foreign_value("loss_scale", 0)
     'leave it out for dynamic loss scaling with fp16=True'
     """
-    shown = "{}" if isinstance(value, Mapping) else str(value).lower().replace("-", "_")
-    return FOREIGN_WORDS.get(f"{field}={shown}", "")
+    spelling = "{}" if isinstance(value, Mapping) else str(value).lower().replace("-", "_")
+    return FOREIGN_WORDS.get(f"{field}={spelling}", "")

@@ -208,12 +208,12 @@ class OptimizerConfig(Configuration):
     optimizer_offload_compute: str = "host"
     """Where offloaded state is updated: host, or device, to which it is fetched run by run, at most two at a time."""
     skip_sigma: float = math.inf
-    """Skip the step if its gradient norm is above the mean of the last `skip_window` steps by more than this many
-    standard deviations, or so its loss (`optimizer.note_loss`). The deviation counts as at least 1 % of the mean.
-    6 is usual. Stands beside `grad_norm_skip_threshold`: a step must pass both."""
+    """Skip the step if its gradient norm, or its loss (`optimizer.note_loss`), is above the mean of the last
+    `skip_window` steps by more than this many standard deviations. The deviation counts as at least 1 % of the mean.
+    6 is usual. Applies in addition to `grad_norm_skip_threshold`: a step must pass both."""
     skip_window: int = 128
     """Number of steps whose norms and losses `skip_sigma` compares with, at least 2. No step is skipped before half of
-    them were made, nor after that many were skipped in a row."""
+    them have been made, nor after that many have been skipped in a row."""
     ema_decay: float | Mapping[str, float] | Callable[[int], float] | None = None
     """Decay of an exponential moving average of the weights, which `optimizer.eval()` shows: a number in [0, 1), or a
     schedule, a function of the number of the step, from 1. {"half_life": 0.05, "num_steps": 20000}: the decay whose
@@ -226,7 +226,7 @@ class OptimizerConfig(Configuration):
     average."""
     ema_nesterov_beta: float | None = None
     """EMA-Nesterov: take gradients ahead of the weights, by this factor of an average of the changes that steps make: a
-    number in [0, 1), an entry of the parameter groups as `ema_decay`. None: gradients are taken at the weights."""
+    number in [0, 1), an entry of the parameter groups like `ema_decay`. None: gradients are taken at the weights."""
     ema_nesterov_gamma: float = 0.99
     """Decay of EMA-Nesterov's average of the changes."""
 
@@ -297,18 +297,19 @@ class OptimizerConfig(Configuration):
 
     @property
     def elementwise_optimizer(self) -> str:
-        """The rule that reads `optimizer_options`: `optimizer`, or if that is a matrix rule of this stack, the one that
-        updates the parameters which it leaves."""
+        """The rule that reads `optimizer_options`: `optimizer`, or if that is a matrix rule of this stack, the rule of
+        the parameters that it does not update."""
         if self.optimizer in choices.MUON_FAMILY:
             return self.muon_scalar_optimizer
         return "adam" if self.optimizer in choices.MATRIX_RULES else self.optimizer
 
     @property
     def averaged(self) -> dict[str, Any]:
-        """The numbers, or a schedule, of the averages of the weights that are kept, by field; empty without them."""
+        """The decays of the averages of the weights, as numbers or a schedule, by field; empty without averages."""
         numbers = {name: getattr(self, name) for name in AVERAGED if getattr(self, name) is not None}
-        if isinstance(given := self.ema_decay, Mapping):
-            numbers["ema_decay"] = 0.5 ** (1 / (given["half_life"] * given["num_steps"]))
+        decay = self.ema_decay
+        if isinstance(decay, Mapping):
+            numbers["ema_decay"] = 0.5 ** (1 / (decay["half_life"] * decay["num_steps"]))
         return numbers
 
 

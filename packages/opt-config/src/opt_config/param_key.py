@@ -11,7 +11,7 @@ from opt_config.errors import ConfigError
 
 T = TypeVar("T")
 
-_WORDS = {"is_embedding_or_output_parameter": "embedding or output", "is_embedding_parameter": "embedding"}
+_ATTRIBUTE_LABELS = {"is_embedding_or_output_parameter": "embedding or output", "is_embedding_parameter": "embedding"}
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ class ParamKey:
 
     @property
     def label(self) -> str:
-        """The key in words: its patterns, attributes and names of predicates, sorted, joined by "or".
+        """The key in words: its patterns, attributes and names of predicates, sorted and joined by "or".
 
         >>> ParamKey(name="*.bias", attr="is_embedding_parameter").label
         '*.bias or embedding'
         """
-        attrs = (_WORDS.get(attr, attr) for attr in many(self.attr))
+        attrs = (_ATTRIBUTE_LABELS.get(attr, attr) for attr in many(self.attr))
         predicates = {predicate.name for predicate in many(self.predicate)}
         predicates |= {predicate.name for predicate in many(self.with_name_predicate)}
         return " or ".join(sorted({*many(self.name), *attrs, *predicates}))
