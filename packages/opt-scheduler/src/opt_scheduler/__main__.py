@@ -60,17 +60,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the names of schedules, with their arguments")
-    as_table = commands.add_parser("table", help="numbers, one row per step")
-    as_table.add_argument("--at", type=_value, metavar="0,10,20", help="these steps only")
-    as_table.add_argument(
+    table_parser = commands.add_parser("table", help="numbers, one row per step")
+    table_parser.add_argument("--at", type=_value, metavar="0,10,20", help="these steps only")
+    table_parser.add_argument(
         "--rows", type=int, default=11, help="number of rows, in addition to the boundaries (%(default)s)"
     )
-    as_plot = commands.add_parser("plot", help="curves in the terminal, or as a PNG")
-    as_plot.add_argument("--png", type=Path, help="write a PNG; needs opt-scheduler[plot]")
-    as_plot.add_argument("--steps", type=float, help="last step; by default a little past the end")
-    as_plot.add_argument("--width", type=int, default=72, help="characters (%(default)s)")
-    as_plot.add_argument("--height", type=int, default=14, help="lines (%(default)s)")
-    for command in (as_table, as_plot):
+    plot_parser = commands.add_parser("plot", help="curves in the terminal, or as a PNG")
+    plot_parser.add_argument("--png", type=Path, help="write a PNG; needs opt-scheduler[plot]")
+    plot_parser.add_argument("--steps", type=float, help="last step; by default a little past the end")
+    plot_parser.add_argument("--width", type=int, default=72, help="characters (%(default)s)")
+    plot_parser.add_argument("--height", type=int, default=14, help="lines (%(default)s)")
+    for command in (table_parser, plot_parser):
         command.add_argument(
             "schedule", nargs="*", metavar="NAME KEY=VALUE", help="a schedule and its arguments, see optsched list"
         )
@@ -135,21 +135,22 @@ def _from_settings(given: Mapping[str, Any]) -> dict[str, Schedule]:
     problems = [unknown_name("field", name, SETTINGS) for name in given if name not in SETTINGS]
     problems += [f"{name} is missing" for name in ("max_lr", "lr_decay_steps") if name not in given]
     refuse(problems, where="[scheduler]")
-    s = Settings(**{"wd_incr_steps": given["lr_decay_steps"], **given})
-    shown: dict[str, Schedule] = {"lr": s}
-    if s.end_wd > 0 and s.wd_incr_style == "constant":
-        shown["weight_decay"] = constant(s.end_wd)
-    elif s.end_wd > 0:
-        shown["weight_decay"] = ramp(s.start_wd, s.end_wd, steps=s.wd_incr_steps, shape=s.wd_incr_style)
+    settings = Settings(**{"wd_incr_steps": given["lr_decay_steps"], **given})
+    shown: dict[str, Schedule] = {"lr": settings}
+    end = settings.end_wd
+    if end > 0 and settings.wd_incr_style == "constant":
+        shown["weight_decay"] = constant(end)
+    elif end > 0:
+        shown["weight_decay"] = ramp(settings.start_wd, end, steps=settings.wd_incr_steps, shape=settings.wd_incr_style)
     return shown
 
 
 def _table(schedules: Mapping[str, Schedule], args: argparse.Namespace) -> str:
     if args.at is None:  # about evenly spaced steps of the longest schedule, and every boundary
         end = max(schedule.horizon() for schedule in schedules.values())
-        shown = {0.0}.union(*(schedule.boundaries for schedule in schedules.values()))
-        shown.update(float(round(end * i / (args.rows - 1))) for i in range(1, args.rows))
-        return table(schedules, sorted(shown))
+        rows = {0.0}.union(*(schedule.boundaries for schedule in schedules.values()))
+        rows.update(float(round(end * i / (args.rows - 1))) for i in range(1, args.rows))
+        return table(schedules, sorted(rows))
     steps = args.at if isinstance(args.at, list) else [args.at]
     if not all(map(is_number, steps)):
         raise ScheduleError(f"--at={args.at!r} must be numbers separated by commas")

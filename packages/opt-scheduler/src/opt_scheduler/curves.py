@@ -37,7 +37,7 @@ NAMED: dict[str, Named] = {}
 
 
 def named(name: str, *, has_warmup: bool = False, **defaults: Any) -> Callable[[Build], Build]:
-    """Return a decorator: `get_schedule` builds `name` with the function. See `Named` for the other arguments."""
+    """Return a decorator for the function with which `get_schedule` builds `name`. Other arguments: see `Named`."""
 
     def register(build: Build) -> Build:
         NAMED[name] = Named(build, defaults, has_warmup)
@@ -65,7 +65,7 @@ class Ramp(Timed):
     end: float
     steps: float
     shape: str = "linear"
-    power: float | None = None  # of what is left
+    power: float | None = None  # of the remaining share of the way, which falls from 1 to 0; None: 1
     name: InitVar[str] = "ramp"  # of the function that was called, for errors
 
     def __post_init__(self, name: str) -> None:
@@ -81,7 +81,9 @@ class Ramp(Timed):
             left = 1.0 - xp.log(xp.minimum(step + 1.0, self.steps)) / math.log(self.steps)
         else:
             left = SHAPES[self.shape](xp.minimum(step / self.steps, 1.0), xp)
-        return self.end + (left if self.power is None else left**self.power) * (self.start - self.end)
+        if self.power is not None:
+            left = left**self.power
+        return self.end + left * (self.start - self.end)
 
 
 def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Schedule:
@@ -164,8 +166,8 @@ class Exponential(Timed):
         check_number("exponential", above=0, start=self.start, end=self.end, steps=self.steps)
 
     def array_at(self, step: Any, xp: Any) -> Any:
-        falling = self.start * (self.end / self.start) ** xp.minimum(step / self.steps, 1.0)
-        return xp.where(step >= self.steps, self.end, falling)
+        value = self.start * (self.end / self.start) ** xp.minimum(step / self.steps, 1.0)
+        return xp.where(step >= self.steps, self.end, value)  # the power may miss the end by a rounding
 
 
 @named("exponential", has_warmup=True)

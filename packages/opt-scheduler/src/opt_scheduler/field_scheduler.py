@@ -13,7 +13,7 @@ from .schedule import Plain, Schedule, ScheduleLike, as_schedule
 
 logger = logging.getLogger("opt_scheduler")
 
-_PEAK_STEPS = 1000  # at which the largest value is looked for
+_PEAK_STEPS = 1000  # the number of steps among which `_peak` looks for the largest value
 _POINTS = 4  # a callable is recorded by its values at the present step and at this many evenly spaced ones before
 
 
@@ -74,7 +74,7 @@ class FieldSchedule:
         return all(key in group and group[key] == value for key, value in self.where.items())
 
     def write_(self, group: Group, value: float, filled: set[int]) -> None:
-        """Set the field of `group` as `set_` does: to `value`, times what `relative` and an `lr_scale` ask for."""
+        """Set the field of `group` by `set_`: to `value`, times its initial value if `relative`, and its `lr_scale`."""
         if self.relative and self.initial not in group:
             group[self.initial] = float(self.current(group))
         base = float(group[self.initial]) if self.relative else 1.0
@@ -138,7 +138,7 @@ class FieldScheduler(GroupScheduler):
         )
         check_fields(self.schedules, self.param_groups)
         _check_lr_scales(self.param_groups)
-        _warn_of_flattened(self.schedules, self.param_groups)
+        _warn_if_flattened(self.schedules, self.param_groups)
         self._lrs_before = [float(group.get("lr", 0.0)) for group in self.param_groups]
         self.step(0)
 
@@ -150,14 +150,14 @@ class FieldScheduler(GroupScheduler):
                 each.write_(group, value, filled)
 
     def _base_lr(self, place: int, group: Group) -> float:
-        found = self._lr_schedule(group)
-        if found is None:
+        lr_schedule = self._lr_schedule(group)
+        if lr_schedule is None:
             return float(group["lr"])
-        if found.relative:
-            return float(group[found.initial])
+        if lr_schedule.relative:
+            return float(group[lr_schedule.initial])
         # Without lr_scale: torch stores this as initial_lr, and a relative schedule would apply it twice.
         before = self._lrs_before[place] if place < len(self._lrs_before) else float(group["lr"])
-        return _peak(found.schedule) or before
+        return _peak(lr_schedule.schedule) or before
 
     def writes_lr(self, group: Group) -> bool:
         return self._lr_schedule(group) is not None
@@ -207,13 +207,13 @@ class FieldScheduler(GroupScheduler):
 
 
 def _peak(schedule: Schedule) -> float | None:
-    """The largest value of a schedule over its length, at its boundaries and a thousand steps between them. None if
-    they are not known, as those of a callable."""
+    """The largest value of a schedule at its boundaries and at a thousand evenly spaced steps. None for a schedule with
+    neither an end nor boundaries, such as a callable."""
     end = schedule.length if schedule.length < math.inf else max(schedule.boundaries, default=None)
     if end is None:
         return None
-    even = [end * number / _PEAK_STEPS for number in range(_PEAK_STEPS + 1)]
-    return max(map(schedule, [*schedule.boundaries, *even]))
+    steps = [end * number / _PEAK_STEPS for number in range(_PEAK_STEPS + 1)]
+    return max(map(schedule, [*schedule.boundaries, *steps]))
 
 
 def _field_schedules(schedules: Schedules) -> list[FieldSchedule]:
@@ -238,7 +238,7 @@ def _check_lr_scales(groups: Sequence[Group]) -> None:
             raise ScheduleError(f"FieldScheduler: group {i}: lr_scale={scale!r} must be a number of at least 0")
 
 
-def _warn_of_flattened(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) -> None:
+def _warn_if_flattened(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) -> None:
     """Log a warning for each schedule that is about to replace different values by one."""
     for schedule in schedules:
         present = [schedule.current(group) for group in groups if schedule.matches(group)]
@@ -347,7 +347,8 @@ def _value(schedule: Schedule, step: float) -> float | None:
 
 
 def _label(plain: Entries) -> str:
-    return f"{plain['field']}" + (f" of groups with {plain['where']!r}" if plain["where"] else "")
+    groups = f" of groups with {plain['where']!r}" if plain["where"] else ""
+    return f"{plain['field']}{groups}"
 
 
 def _key(plain: Entries) -> tuple[str, str]:

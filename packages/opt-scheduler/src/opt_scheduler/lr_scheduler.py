@@ -92,11 +92,14 @@ class _Adapter(LRScheduler):
             "scheduler": self.scheduler.state_dict(),
             "last_epoch": self.last_epoch,
             "step_count": self._step_count,
-            "writes_groups": self._has_written(),
+            "writes_groups": self._writes_groups(),
         }
 
-    def _has_written(self) -> bool:
-        """Whether the groups have the values of `scheduler`, not those of another part of a composed scheduler."""
+    def _writes_groups(self) -> bool:
+        """Whether the groups have the values of `scheduler`, not those of another part of a composed scheduler.
+
+        Writes the values of `scheduler` to compare them, and puts the present ones back.
+        """
         present = self._entries()
         self.scheduler.seek(self.scheduler.num_steps)
         written = self._entries()

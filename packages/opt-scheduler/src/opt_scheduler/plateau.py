@@ -86,7 +86,7 @@ class Plateau(GroupScheduler):
         self.cooldown_left = 0
 
     def observe(self, metric: float) -> bool:
-        """Take one value of the metric, and return whether it lowered the learning rates, which it does at once.
+        """Record one value of the metric; return whether it lowered the learning rates, which takes effect at once.
 
         Raises:
             ScheduleError: `metric` is neither a number nor a tensor with one, or the scheduler inside was stepped.
@@ -95,7 +95,7 @@ class Plateau(GroupScheduler):
             value = float(metric)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ScheduleError(f"Plateau: metric={metric!r} must be one number") from error
-        self._check_in_step()
+        self._check_inner_step()
         if self._improves(value):
             self.best = value
             self.num_bad = 0
@@ -124,11 +124,11 @@ class Plateau(GroupScheduler):
         return value < self.best - margin if self.mode == "min" else value > self.best + margin
 
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
-        self._check_in_step()
+        self._check_inner_step()
         self.scheduler.seek(num_steps)
         self._scale_(groups)
 
-    def _check_in_step(self) -> None:
+    def _check_inner_step(self) -> None:
         if self.scheduler.num_steps != self.num_steps:
             raise ScheduleError(
                 f"Plateau: the scheduler inside is at step {self.scheduler.num_steps:g}, this one at "

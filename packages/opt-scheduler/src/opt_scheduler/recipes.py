@@ -12,7 +12,7 @@ from .schedule import Schedule, ScheduleLike, as_schedule
 
 
 def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: str = "linear") -> Schedule:
-    """Rise from `start` to the first value of `schedule` over `steps`, then `schedule` from its own step 0.
+    """Rise from `start` to the first value of `schedule` over `steps`, then follow `schedule` from its own step 0.
 
     With `start=0` the update at step 0 changes nothing; `start=peak / steps` avoids that. `steps=0` adds no warmup.
 
@@ -21,8 +21,10 @@ def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: s
     [0.0, 0.25, 0.5, 0.75, 1.0, 0.9, 0.0]
     """
     check_number("warmup", low=0, steps=steps)
-    peak = as_schedule(schedule)
-    return join(ramp(start, peak(0), steps=steps, shape=shape), peak) if steps > 0 else peak
+    curve = as_schedule(schedule)
+    if steps <= 0:
+        return curve
+    return join(ramp(start, curve(0), steps=steps, shape=shape), curve)
 
 
 def cooldown(
@@ -219,18 +221,17 @@ def _torchtitan(
     first = peak / max(warmup_steps, 1)
     rising_steps = max(warmup_steps - 1, 0)
     low = peak * min_lr_factor
-    times = {"steps": steps, "warmup_steps": rising_steps, "decay_steps": decay_steps}
-    return wsd(peak, start=first, end=low, shape=shape, **times)
+    return wsd(peak, steps=steps, warmup_steps=rising_steps, decay_steps=decay_steps, start=first, end=low, shape=shape)
 
 
-_OF_TRANSFORMERS = {  # names of HF transformers for the same curves
+_TRANSFORMERS_NAMES = {  # of HF transformers, for the same curves
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
     "cosine_with_restarts": "cosine_restarts",
     "warmup_stable_decay": "wsd",
 }
-SCHEDULE_NAMES = (*sorted(NAMED, key=str.lower), *sorted(_OF_TRANSFORMERS))
-NAMED.update((alias, NAMED[name]) for alias, name in _OF_TRANSFORMERS.items())
+SCHEDULE_NAMES = (*sorted(NAMED, key=str.lower), *sorted(_TRANSFORMERS_NAMES))
+NAMED.update((alias, NAMED[name]) for alias, name in _TRANSFORMERS_NAMES.items())
 
 
 def get_schedule(name: str, **arguments: Any) -> Schedule:

@@ -78,14 +78,14 @@ class Settings(Schedule):
         """Return the learning rate at `step` as a function of (max_lr, min_lr), which a group may override."""
         warmup = self.lr_warmup_steps
         init = self.init_lr
-        decayed = self._after_warmup(step, xp)
+        after_warmup = self._after_warmup(step, xp)
         if warmup <= 0 or (xp is NUMBERS and step > warmup):
-            return decayed
+            return after_warmup
         done = xp.minimum(step + self._warmup_lead, warmup)
 
         def warmed_up(high: float, low: float) -> Any:
             rising = xp.minimum(init + (high - init) * done / warmup, high)
-            return xp.where(step <= warmup, rising, decayed(high, low))
+            return xp.where(step <= warmup, rising, after_warmup(high, low))
 
         return warmed_up
 
@@ -105,7 +105,7 @@ class Settings(Schedule):
 
     @property
     def _anneal(self) -> tuple[float, float]:
-        """The step at which the learning rate begins to fall, and over how many steps it does."""
+        """The step at which the learning rate begins to fall, and the number of steps over which it falls."""
         if self.lr_decay_style == "WSD" and self.wsd_decay_steps is not None:
             return self.lr_decay_steps - self.wsd_decay_steps, self.wsd_decay_steps
         return self.lr_warmup_steps, self.lr_decay_steps - self.lr_warmup_steps
@@ -134,14 +134,15 @@ CHOICES = {"lr_decay_style": LR_STYLES, "lr_wsd_decay_style": (None, *WSD_STYLES
 def _not_numbers(s: Settings) -> Iterator[str]:
     for field in fields(s):
         value = getattr(s, field.name)
-        if field.name in (*CHOICES, "warmup_first") or value is field.default is None:
+        is_unset = value is None and field.default is None
+        if is_unset or field.name in (*CHOICES, "warmup_first"):
             continue
         if not is_number(value) or not math.isfinite(value):
             yield f"{field.name}={value!r} must be a finite number"
 
 
 def bounds_problems(s: Settings, bounds: Bounds) -> Iterator[str]:
-    """Yield a sentence for each reason why a group cannot anneal between these bounds, which it overrides or takes."""
+    """Yield a sentence for each reason why a group cannot anneal between these bounds, its own or those of `s`."""
     for name, value in bounds._asdict().items():
         if isinstance(value, str) or not value >= 0:
             yield f"{name}={value!r} must be a number, at least 0"
@@ -161,7 +162,7 @@ def bounds_problems(s: Settings, bounds: Bounds) -> Iterator[str]:
 
 
 def _problems(s: Settings) -> Iterator[str]:
-    """One sentence for each setting that is invalid, if all numbers are numbers."""
+    """One sentence for each invalid setting, once `_not_numbers` has found nothing."""
     if s.init_lr < 0:
         yield f"init_lr={s.init_lr!r} must be a number, at least 0"
     yield from bounds_problems(s, s.bounds)
@@ -225,16 +226,16 @@ def group_values(settings: Settings, groups: Sequence[Entries], step: float) -> 
     lr_of = settings.lr_formula(step)
     wd_of = settings.wd_formula(step)
     values: list[tuple[float, float]] = []
-    last = None
+    previous = None
     for i, group in enumerate(groups):
         overrides = _overrides(group)
-        if overrides != last:  # most groups have the overrides of the group before
+        if overrides != previous:  # most groups have the overrides of the group before
             bounds = settings.bounds._replace(**overrides)
             if problem := next(bounds_problems(settings, bounds), None):
                 raise ScheduleError(f"group {i} with {overrides or 'no overrides'}: {problem}")
             lr = lr_of(bounds.max_lr, bounds.min_lr)
             weight_decay = wd_of(bounds.start_wd, bounds.end_wd) * bounds.wd_mult
-            last = overrides
+            previous = overrides
         values.append((lr, weight_decay))
     return values
 

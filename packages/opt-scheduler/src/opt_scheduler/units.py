@@ -112,7 +112,7 @@ def rescale(schedule: ScheduleLike, *, old_batch: float, new_batch: float, done:
 def extend(schedule: ScheduleLike, *, at: float, steps: float, stretch_decay: bool = False) -> Schedule:
     """Return `schedule` for a run that decides at step `at` to end at step `steps` instead of at the schedule's end.
 
-    What is left of it is stretched, or compressed: it goes on from its present value and ends at the same one. A
+    The rest of it is stretched or compressed: it goes on from its present value and ends at the same value as before. A
     schedule with a constant phase, such as WSD, keeps its decay instead: the constant phase becomes longer, and `at` is
     any step of it. With `stretch_decay=True`, the decay of such a schedule is stretched too.
 
@@ -133,12 +133,14 @@ def extend(schedule: ScheduleLike, *, at: float, steps: float, stretch_decay: bo
     if not at < min(length, steps) or math.isinf(length):
         raise ScheduleError(f"extend: at={at!r} must be before {steps=} and before the schedule's end, step {length:g}")
     left = shift(given, -at)
+    value = given(at)
     phases = pairwise([0.0, *given.boundaries])
     plateaus = [(start, stop) for start, stop in phases if _is_constant(given, start, stop)]
+    is_on_plateau = any(start <= at <= stop and given(start) == value for start, stop in plateaus)
     if stretch_decay or not plateaus or steps == length:
         rest = stretch(left, (steps - at) / (length - at))
-    elif steps > length and any(start <= at <= stop and given(start) == given(at) for start, stop in plateaus):
-        rest = join(constant(given(at), steps=steps - length), left)
+    elif steps > length and is_on_plateau:
+        rest = join(constant(value, steps=steps - length), left)
     else:
         raise ScheduleError(
             f"extend: at={at!r} must be a step of the constant phase, which becomes longer until {steps=}; "
@@ -148,6 +150,7 @@ def extend(schedule: ScheduleLike, *, at: float, steps: float, stretch_decay: bo
 
 
 def _is_constant(schedule: Schedule, start: float, stop: float) -> bool:
-    """Whether a phase between two boundaries has one value, at its start and at points that no period has in common."""
+    """Whether a phase between two boundaries has one value, at its start and at irregularly spaced points."""
+    # Square roots of primes, so that no periodic schedule has the same value at all of these points.
     shares = (0.0, *(math.sqrt(prime) % 1.0 for prime in (2, 3, 5, 7, 11, 13)))
     return len({schedule(start + share * (stop - start)) for share in shares}) == 1
