@@ -39,7 +39,7 @@ class GroupKey(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The labels of all keys that match some parameter, and the group that this parameter belongs to."""
+    """The labels of all keys that match one parameter, and the group that it belongs to."""
 
     labels: frozenset[str]
     key: GroupKey
@@ -76,7 +76,8 @@ def seen_at(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Over
         return has_attribute(param, attr) if known is None else known
 
     matching = [key for key in overrides if key.matches(param, meta.id.name, has=has)]
-    set_by_caller = {e for key in matching if not isinstance(overrides[key], DefaultEntries) for e in overrides[key]}
+    by_caller = [overrides[key] for key in matching if not isinstance(overrides[key], DefaultEntries)]
+    set_by_caller = {entry for override in by_caller for entry in override}
     merged: dict[str, tuple[ParamKey, Hashable]] = {}
     for key in matching:
         for entry, value in overrides[key].items():
@@ -100,14 +101,14 @@ def _hashable(entry: str, value: Any) -> Hashable:
     raise ConfigError(f"config_overrides: {entry} has {value!r}: must be a number, a string or a tuple of these")
 
 
-def check_all_matched(keys: Sequence[ParamKey], params: Params) -> None:
+def refuse_unmatched(keys: Sequence[ParamKey], params: Params) -> None:
     """Raise `ConfigError` for these keys, which match no parameter, with near misses on this rank."""
     if keys:
         lines = [f"config_overrides[{key.label}]: matches no parameter.{_near_misses(key, params)}" for key in keys]
         raise ConfigError("\n".join([*lines, "Correct or drop the key, or pass allow_unmatched=True."]))
 
 
-def warn_of_frozen(unmatched: Sequence[ParamKey], frozen: Mapping[str, str]) -> None:
+def warn_if_frozen(unmatched: Sequence[ParamKey], frozen: Mapping[str, str]) -> None:
     """Log a warning for every key that matches frozen parameters only: it has no effect."""
     for key in unmatched:
         if name := frozen.get(key.label):
@@ -158,24 +159,25 @@ def group_names(seen: frozenset[Seen]) -> dict[GroupKey, str]:
     Raises `ConfigError` if a set of keys leads to two different groups, or if two groups have the same name.
     """
 
-    def both(labels: frozenset[str]) -> str:
+    def joined(labels: frozenset[str]) -> str:
         return " and ".join(f"({label})" if " or " in label and len(labels) > 1 else label for label in sorted(labels))
 
-    sets: dict[GroupKey, set[str]] = {}
+    parts_by_key: dict[GroupKey, set[str]] = {}
     for labels, key in seen:
-        sets.setdefault(key, set()).add(both(labels))
+        parts_by_key.setdefault(key, set()).add(joined(labels))
     names = {}
-    for key, of_key in sets.items():
-        name = "default" if key.entries is None else ", ".join(sorted(of_key))
+    for key, parts in parts_by_key.items():
+        name = "default" if key.entries is None else ", ".join(sorted(parts))
         names[key] = f"{name} (experts)" if key.is_expert else name
-    counts = Counter((both(labels), key.is_expert) for labels, key in seen)
+    counts = Counter((joined(labels), key.is_expert) for labels, key in seen)
     ambiguous = sorted({labels for (labels, _), count in counts.items() if count > 1})
     if ambiguous or len(set(names.values())) < len(names):
         raise ConfigError(
             f"config_overrides: {' and '.join(map(repr, ambiguous or names.values()))}: the same keys make different "
             "groups; give every rank the same overrides, and different predicates different names"
         )
-    return dict(sorted(names.items(), key=lambda item: (item[0].entries is not None, item[1], item[0].is_expert)))
+    ordered = sorted(names, key=lambda key: (key.entries is not None, names[key], key.is_expert))
+    return {key: names[key] for key in ordered}
 
 
 ParamGroup = dict[str, Any]
@@ -241,8 +243,8 @@ def get_param_groups(
             for key in overrides:
                 if key.matches(param, id.name):
                     frozen.setdefault(key.label, str(id))
-        of_qk_norms = [seen[id].key.entries for id, param in params.items() if is_qk_norm(param, id.name)]
-        qk_norms = frozenset(dict(entries or ()).get("wd_mult", 1.0) != 0.0 for entries in of_qk_norms)
+        qk_norm_overrides = [seen[id].key.entries for id, param in params.items() if is_qk_norm(param, id.name)]
+        qk_norms = frozenset(dict(entries or ()).get("wd_mult", 1.0) != 0.0 for entries in qk_norm_overrides)
     except Exception as error:
         gather(Report(str(error) or repr(error)))  # the other ranks wait in this collective
         raise
@@ -257,10 +259,10 @@ def get_param_groups(
     # Keys with a predicate are exempt: a condition may rightly match nothing, a misspelt name may not.
     named = [key for key in overrides if not (key.predicate or key.with_name_predicate)]
     unmatched = [key for key in named if key.label not in labels]
-    warn_of_frozen(unmatched, frozen)
+    warn_if_frozen(unmatched, frozen)
     check_qk_norms(config, frozenset[bool]().union(*(report.qk_norms for report in reports)))
     if not allow_unmatched:
-        check_all_matched([key for key in unmatched if key.label not in frozen], params)
+        refuse_unmatched([key for key in unmatched if key.label not in frozen], params)
     members: dict[GroupKey, dict[ParamId, nn.Parameter]] = {key: {} for key in names}
     for id, param in params.items():
         members[seen[id].key][id] = param
@@ -286,10 +288,11 @@ def get_param_groups_and_buffers(
     groups = get_param_groups(
         model_chunks, config, config_overrides, gather=gather, metas=metas, model_chunk_offset=model_chunk_offset
     )
-    attributes = {
-        number: getattr(chunk, buffer_name, None) for number, chunk in enumerate(model_chunks, model_chunk_offset)
-    }
-    buffers = {number: buffer for number, buffer in attributes.items() if buffer is not None and not callable(buffer)}
+    buffers = {}
+    for number, chunk in enumerate(model_chunks, model_chunk_offset):
+        buffer = getattr(chunk, buffer_name, None)
+        if buffer is not None and not callable(buffer):
+            buffers[number] = buffer
     return GroupsAndBuffers([group for group in groups if filter_fn(group)], buffers)
 
 
@@ -336,5 +339,5 @@ def completed_group(given: Mapping[str, Any], config: OptimizerConfig) -> ParamG
 
 
 def _times(value: Any, factor: Any) -> Any:
-    # An unset rate stays unset. Factor 1 keeps the exact value and type.
+    """`value * factor`. An unset rate stays unset, and factor 1 keeps the exact value and type."""
     return value if value is None or factor == 1.0 else value * factor

@@ -13,9 +13,8 @@ _STAGE = re.compile(
     r"(?:^|\.)(?:(?P<container>stages|features|downsample_layers)\.(\d+)\.|layers\.(\d+)\.(?=blocks\.|downsampl))"
 )
 _LAYER_OF_STAGE = re.compile(r"(?:(?:blocks?|layers?)\.)?(\d+)\.")
-_LAYER_OF_FEATURES = re.compile(
-    r"(\d+)\.(?:[^.]+\.|layer_scale$)"
-)  # not of `features.0.0.weight`, the convolution of the stem
+# Does not match `features.0.0.weight`, the convolution of the stem.
+_LAYER_OF_FEATURES = re.compile(r"(\d+)\.(?:[^.]+\.|layer_scale$)")
 _OUTPUT = re.compile(r"(?:^|\.)(?:unembed\w*|embed_out)(?:\.|$)")
 _INPUT = re.compile(
     r"embed|(?:^|\.)(?:wte|wpe|shared|stem|patch\w*|conv1|conv_proj|ln_pre|pre_layrnorm|\w+_token)(?:\.|$)"
@@ -28,7 +27,7 @@ class _Place(NamedTuple):
     tower: str  # the part of the name before the stages
     stage: int
     layer: int | None  # its number in the stage; None: it is in no layer, such as a downsampling
-    is_before: bool = False  # whether it is certain that what is in no layer comes before those of its stage
+    is_before: bool = False  # it is in no layer, and certainly comes before the layers of its stage
 
 
 def depths_by_name(names: Iterable[str]) -> dict[str, int | None]:
@@ -51,20 +50,13 @@ def depths_by_name(names: Iterable[str]) -> dict[str, int | None]:
         if place is not None:
             by_tower[place.tower].append(place)
     in_stages: dict[_Place, int | None] = {}
-    for tower, of_tower in by_tower.items():
-        if any(place.layer is not None for place in of_tower):
-            in_stages |= _depths_in_stages(tower, of_tower)
+    for tower, tower_places in by_tower.items():
+        if any(place.layer is not None for place in tower_places):
+            in_stages |= _depths_in_stages(tower, tower_places)
     depths = {}
     for name, place in places.items():
         depths[name] = in_stages[place] if place in in_stages else _depth_without_stages(name)
     return depths
-
-
-def _depth_without_stages(name: str) -> int | None:
-    layer = _LAYER.search(name)
-    if layer:
-        return int(layer[1]) + 1
-    return 0 if _INPUT.search(name) and not _OUTPUT.search(name) else None
 
 
 def _place(name: str) -> _Place | None:
@@ -88,16 +80,18 @@ def _depths_in_stages(tower: str, places: Sequence[_Place]) -> dict[_Place, int 
     """
     layers: dict[int, set[int]] = defaultdict(set)
     for place in places:
-        layers[place.stage] |= set() if place.layer is None else {place.layer}
+        stage_layers = layers[place.stage]  # so that a stage without layers has an entry, too
+        if place.layer is not None:
+            stage_layers.add(place.layer)
     numbers = sorted(layers)
     missing = [f"stage {stage}" for stage in range(numbers[-1]) if stage not in layers]
     for stage in numbers:
         before = range(max(layers[stage], default=0))
         missing += [f"layer {layer} of stage {stage}" for layer in before if layer not in layers[stage]]
     if missing:
-        of_tower = f" of {tower!r}" if tower else ""
+        suffix = f" of {tower!r}" if tower else ""
         raise ConfigError(
-            f"get_layer_decay_overrides: {missing[0]}{of_tower} is not in the model chunks, so that the layers before "
+            f"get_layer_decay_overrides: {missing[0]}{suffix} is not in the model chunks, so that the layers before "
             "the others cannot be counted; pass depth_of=, which maps the name of a parameter to its depth"
         )
     sizes = [len(layers[stage]) for stage in numbers]
@@ -105,13 +99,20 @@ def _depths_in_stages(tower: str, places: Sequence[_Place]) -> dict[_Place, int 
     ends_with_other = bool(in_no_layer and layers[0])
     depths: dict[_Place, int | None] = {}
     for place in places:
-        first = sum(sizes[: place.stage])
+        num_before = sum(sizes[: place.stage])
         if place.layer is not None:
-            depths[place] = first + place.layer + 1
+            depths[place] = num_before + place.layer + 1
         elif ends_with_other and not place.is_before:
-            depths[place] = first + sizes[place.stage]
-        elif first == sum(sizes):
+            depths[place] = num_before + sizes[place.stage]
+        elif num_before == sum(sizes):
             depths[place] = None
         else:
-            depths[place] = first + 1 if first else 0
+            depths[place] = num_before + 1 if num_before else 0
     return depths
+
+
+def _depth_without_stages(name: str) -> int | None:
+    layer = _LAYER.search(name)
+    if layer:
+        return int(layer[1]) + 1
+    return 0 if _INPUT.search(name) and not _OUTPUT.search(name) else None

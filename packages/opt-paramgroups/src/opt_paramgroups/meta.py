@@ -19,7 +19,7 @@ from opt_config import ConfigError, did_you_mean
 from opt_paramgroups.vocabulary import fused_qkv_rows, is_vector, vocabulary_roles
 
 # Wrappers hold the model as their only child, under one of these names, and own no parameters.
-_WRAPPED = frozenset({"module", "_orig_mod"})
+_WRAPPER_CHILDREN = frozenset({"module", "_orig_mod"})
 
 
 class ParamId(NamedTuple):
@@ -36,7 +36,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """Return the model inside data-parallel and torch.compile wrappers, so that wrapping does not change names."""
     while True:
         children = list(module.named_children())
-        if len(children) != 1 or children[0][0] not in _WRAPPED or any(True for _ in module.parameters(recurse=False)):
+        has_own_parameters = any(True for _ in module.parameters(recurse=False))
+        if len(children) != 1 or has_own_parameters or children[0][0] not in _WRAPPER_CHILDREN:
             return module
         module = children[0][1]
 
@@ -60,7 +61,7 @@ def parameters_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: i
 
 
 def frozen_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
-    """Return the parameters with `requires_grad=False`, likewise."""
+    """Return the parameters with `requires_grad=False`, in the same order. Tied parameters appear once."""
     return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if not param.requires_grad}
 
 
@@ -178,17 +179,17 @@ class ParamMeta:
                 f"{self.id}: partition_dim={self.partition_dim} of shape {self.shape}: must be in "
                 f"[0, {len(self.shape)})"
             )
-        given = {name: getattr(self, name) for name in sorted(_SPLITS)}
-        given = {name: value for name, value in given.items() if value}
+        given = {name: getattr(self, name) for name in sorted(_SPLITS) if getattr(self, name)}
         if len(given) > 1:
-            raise ConfigError(f"{self.id}: {' and '.join(f'{n}={v}' for n, v in given.items())}: set only one of them")
+            both = " and ".join(f"{name}={value}" for name, value in given.items())
+            raise ConfigError(f"{self.id}: {both}: set only one of them")
         rows = self.shape[-2] if len(self.shape) in (2, 3) else 0
         for name, value in given.items():
             if problem := self._problem_of_rows(name, rows):
                 raise ConfigError(f"{self.id}: {name}={value} of shape {self.shape}: {problem}")
 
     def _problem_of_rows(self, name: str, rows: int) -> str:
-        """Why separate matrices do not fit so many rows of each matrix on this rank; empty if they do."""
+        """Why the separate matrices do not fit the `rows` that this rank has of each matrix; empty if they do."""
         if name == "split_sizes":
             is_part = self.tensor_parallel and not self.is_dtensor  # the whole has a multiple of these rows
             num = sum(self.split_sizes)
@@ -196,7 +197,7 @@ class ParamMeta:
             is_wrong = min(self.split_sizes) <= 0 or not fits
             return "must be positive numbers of rows that make up the whole matrix" if is_wrong else ""
         group = self.head_group or self.split_rows or self.qkv_split_shapes
-        are_numbers = all(type(count) is int and count > 0 for count in group)  # not True
+        are_numbers = all(type(count) is int and count > 0 for count in group)  # True is no number of rows
         is_stack_of_qkv = name == "qkv_split_shapes" and len(self.shape) == 3
         if are_numbers and rows > 0 and rows % sum(group) == 0 and not is_stack_of_qkv:
             return ""
@@ -251,19 +252,19 @@ Params = Mapping[ParamId, nn.Parameter]
 Metas = Mapping[ParamId, ParamMeta]
 """Their descriptions, as `describe` returns them."""
 
-# field: attribute in Megatron-Core
 _FIELDS_OF_ATTRIBUTES = (
     "expert_tp shared shared_embedding shared_position_embedding pipeline_parallel tensor_parallel partition_dim "
     "partition_stride sequence_parallel average_gradients_across_tp is_embedding_or_output is_embedding use_muon "
     "grad_norm_group qkv_split_shapes head_rows split_sizes split_rows"
 )
-_OTHER_NAMES = {
+# Fields whose attributes have other names in Megatron-Core.
+_RENAMED = {
     "tensor_parallel": "tensor_model_parallel",
     "average_gradients_across_tp": "average_gradients_across_tp_domain",
     "is_embedding_or_output": "is_embedding_or_output_parameter",
     "is_embedding": "is_embedding_parameter",
 }
-_ATTRIBUTE_OF_FIELD = {name: _OTHER_NAMES.get(name, name) for name in _FIELDS_OF_ATTRIBUTES.split()}
+_ATTRIBUTE_OF_FIELD = {name: _RENAMED.get(name, name) for name in _FIELDS_OF_ATTRIBUTES.split()}
 _TRUE_BY_DEFAULT = frozenset({"use_muon", "partition_stride"})
 _FIELD_OF_ATTRIBUTE = {attr: field for field, attr in _ATTRIBUTE_OF_FIELD.items()}
 REFERENCE_ATTRIBUTES = ("allreduce", *_FIELD_OF_ATTRIBUTE)
@@ -314,7 +315,7 @@ def describe(
         if id(param) in qkv_rows and not read.keys() & _SPLITS:  # is_qkv is False on all matrices of Megatron-Core
             read["qkv_split_shapes"] = qkv_rows[id(param)]
     for which, fields in (overrides or {}).items():
-        for param_id in _meant(which, fields, params):
+        for param_id in _matching_ids(which, fields, params):
             roles[param_id] |= fields
             if "is_embedding_or_output" in fields:
                 roles[param_id].pop("guess", None)
@@ -360,7 +361,7 @@ def read_roles(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str])
     return roles
 
 
-def _meant(which: ParamId | str, fields: Mapping[str, Any], params: Params) -> list[ParamId]:
+def _matching_ids(which: ParamId | str, fields: Mapping[str, Any], params: Params) -> list[ParamId]:
     """The parameters to which an entry of `overrides` applies. Raises ConfigError for others, and for other fields."""
     for field in fields:
         if field not in _ROLES:

@@ -30,11 +30,16 @@ class _Traits(NamedTuple):
         return self.num_dims >= 2 and not self.is_embedding
 
     def scaled(self, config: OptimizerConfig, rule: str) -> list[str]:
-        """Which of its "lr" and "eps" muP scales: not a decoupled rate, nor where Muon scales its update."""
+        """Return which of "lr" and "eps" muP scales: no decoupled rate, and no rate where Muon scales the update."""
         decoupled = config.decoupled_lr is not None and self.is_embedding_or_output
         by_muon = rule in MUON_FAMILY and self.use_muon and self.num_dims == 2 and not self.is_embedding_or_output
-        has_lr = self.is_hidden != (rule == "sgd") and not (decoupled or by_muon)
-        return ["lr"] * has_lr + ["eps"] * (self.is_hidden and rule in _WITH_EPS)
+        entries = []
+        # SGD scales the rates of all parameters that are not hidden, other rules those of hidden ones.
+        if self.is_hidden != (rule == "sgd") and not (decoupled or by_muon):
+            entries.append("lr")
+        if self.is_hidden and rule in _WITH_EPS:
+            entries.append("eps")
+        return entries
 
 
 def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam") -> Overrides:
@@ -89,10 +94,12 @@ def get_mup_overrides_by_shape(
     """
     rule = optimizer_type.lower()
     widths: dict[tuple[str, str], float] = {}  # by entry and name
-    for id, meta in (metas if metas is not None else describe(model_chunks)).items():
-        traits = _Traits(len(meta.shape), meta.is_embedding, meta.is_embedding_or_output, meta.use_muon)
-        base = base_shapes.get(id)
+    if metas is None:
+        metas = describe(model_chunks)
+    for id, meta in metas.items():
         num_dims = len(meta.shape)
+        traits = _Traits(num_dims, meta.is_embedding, meta.is_embedding_or_output, meta.use_muon)
+        base = base_shapes.get(id)
         if base is None or len(base) != num_dims or prod(base) == 0:
             raise ConfigError(
                 f"base_shapes: parameter {str(id)!r} of shape {meta.shape} has base shape {base}; it must have "
@@ -110,13 +117,13 @@ def get_mup_overrides_by_shape(
                     f"muP: model chunks use the name {id.name!r} for parameters of widths {earlier:g} and {factor:g}; "
                     "make the overrides of each chunk separately"
                 )
-    names: dict[tuple[str, float], set[str]] = {}
+    names_by_width: dict[tuple[str, float], set[str]] = {}
     for (entry, name), width in widths.items():
-        names.setdefault((entry, width), set()).add(name)
+        names_by_width.setdefault((entry, width), set()).add(name)
     overrides: Overrides = {}
-    for (entry, width), called in names.items():
+    for (entry, width), names in names_by_width.items():
         if width != 1:
-            key = _name_key(entry, width, frozenset(called))
+            key = _name_key(entry, width, frozenset(names))
             overrides[key] = _rates(config, rule, width) if entry == "lr" else {"eps": config.adam_eps / width}
     return overrides
 
@@ -128,8 +135,11 @@ def shapes_of(model_chunks: Sequence[nn.Module]) -> dict[ParamId, tuple[int, ...
 
 def _rates(config: OptimizerConfig, rule: str, width: float) -> dict[str, float]:
     """The scaled learning rates. A rate that is not set stays unset."""
-    rates = {"max_lr": config.lr, "min_lr": config.min_lr}
-    return {name: rate * width if rule == "sgd" else rate / width for name, rate in rates.items() if rate is not None}
+    rates = {}
+    for name, rate in (("max_lr", config.lr), ("min_lr", config.min_lr)):
+        if rate is not None:
+            rates[name] = rate * width if rule == "sgd" else rate / width
+    return rates
 
 
 def _trait_key(entry: str, config: OptimizerConfig, rule: str) -> ParamKey:

@@ -125,30 +125,30 @@ def read_overrides(
 
 def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKey) -> Override:
     """The fields in which `override` differs from `config`, as entries of a group. Unset learning rates are ignored."""
-    per_key = _entries(override)
+    allowed = _entries_by_field(override)
     entries: dict[str, Any] = {}
     for field in dataclasses.fields(OptimizerConfig):
         value = getattr(override, field.name)
         common = getattr(config, field.name)
         if value == common or (field.name in ("lr", "min_lr") and value is None):
             continue
-        if field.name not in per_key:
+        if field.name not in allowed:
             reason = (
                 f"differs from {common!r} in the main configuration; an override with {override.optimizer} may change "
-                f"only {', '.join(per_key)}; derive it from the main configuration by dataclasses.replace(config, ...)"
+                f"only {', '.join(allowed)}; derive it from the main configuration by dataclasses.replace(config, ...)"
             )
             raise ConfigError(f"config_overrides[{key.label}]: {field.name}={value!r} {reason}")
-        entries |= per_key[field.name]
+        entries |= allowed[field.name]
     return entries
 
 
-_OF_MUON = {"momentum": ("muon_momentum",)}
+_MUON_FIELDS = {"momentum": ("muon_momentum",)}
 _FIELDS_OF_ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "adam": {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_eps",)},
     "lion": {"betas": ("lion_beta1", "lion_beta2")},
     "sgd": {"momentum": ("sgd_momentum",)},
-    "muon": _OF_MUON,
-    "adaptive_muon": _OF_MUON,
+    "muon": _MUON_FIELDS,
+    "adaptive_muon": _MUON_FIELDS,
 }
 """By rule: entries of its groups, and the fields that hold them. Fields have a prefix for each rule, entries do not."""
 
@@ -158,7 +158,7 @@ def entries_of_rule(config: OptimizerConfig, rule: str) -> dict[str, Any]:
     return {entry: attrgetter(*names)(config) for entry, names in _FIELDS_OF_ENTRIES.get(rule, {}).items()}
 
 
-def _entries(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
+def _entries_by_field(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
     """The fields that an override may change, with the group entries that each of them sets."""
     weight_decay = {"start_wd": override.weight_decay, "end_wd": override.weight_decay}
     per_field: dict[str, dict[str, Any]] = {"lr": {"max_lr": override.lr}, "min_lr": {"min_lr": override.min_lr}}
@@ -205,15 +205,16 @@ def get_standard_config_overrides(config: OptimizerConfig, *, by_name: bool = Tr
     and parameters marked `_no_weight_decay`. False: Megatron-Core's overrides, which know only 1-D parameters,
     `*.bias`, and norms called `q_layernorm` and `k_layernorm`.
     """
-    kept = None
+    decayed_norms = None
     if config.apply_wd_to_qk_layernorm:
-        kept = _QK_NORM if by_name else _QK_NORM_OF_MEGATRON
+        decayed_norms = _QK_NORM if by_name else _QK_NORM_OF_MEGATRON
 
     def is_undecayed(param: Parameter, name: str) -> bool:
-        is_one_dim = is_vector(param, name) if by_name else param.dim() == 1 or name.endswith(".bias")
-        return is_one_dim and not (kept and kept.search(name))
+        if decayed_norms and decayed_norms.search(name):
+            return False
+        return is_vector(param, name) if by_name else param.dim() == 1 or name.endswith(".bias")
 
-    label = "bias or vector, no QK norm" if kept else "bias or vector"
+    label = "bias or vector, no QK norm" if decayed_norms else "bias or vector"
     undecayed = ParamKey(with_name_predicate=ParamWithNamePredicate(label, is_undecayed))
     overrides: Overrides = {undecayed: {"wd_mult": 0.0}}
     if config.decoupled_lr is not None:
@@ -235,7 +236,6 @@ def get_matrix_rule_overrides(
     Muon's family also leaves parameters marked `use_muon=False`. `by_name`: as for `get_standard_config_overrides`, 2-D
     stacks of vectors are not matrices; False: all 2-D parameters are, as in Megatron-Core.
     """
-
     honours_mark = config.optimizer in MUON_FAMILY
 
     def is_left_out(param: Parameter, name: str) -> bool:
@@ -246,8 +246,8 @@ def get_matrix_rule_overrides(
         attr="is_embedding_or_output_parameter",
         with_name_predicate=ParamWithNamePredicate("not for Muon" if honours_mark else "not a matrix", is_left_out),
     )
-    of_rest = config.muon_scalar_optimizer if honours_mark else "adam"
-    return {key: DefaultEntries(optimizer=scalar_optimizer or of_rest)}
+    default = config.muon_scalar_optimizer if honours_mark else "adam"
+    return {key: DefaultEntries(optimizer=scalar_optimizer or default)}
 
 
 def get_layer_decay_overrides(
@@ -257,7 +257,9 @@ def get_layer_decay_overrides(
     num_layers: int | None = None,
     depth_of: Callable[[str], int | None] | None = None,
 ) -> Overrides:
-    """Shrink learning rates towards the input: `lr_mult = decay ** (num_layers + 1 - depth)` (arXiv 2106.08254).
+    """Return overrides that shrink learning rates towards the input (arXiv 2106.08254).
+
+    A parameter gets `lr_mult = decay ** (num_layers + 1 - depth)`.
 
     Args:
         model_chunks: the model.

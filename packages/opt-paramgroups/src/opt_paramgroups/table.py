@@ -23,8 +23,8 @@ class GroupRow(NamedTuple):
 
 _COPIED = ("name", "optimizer", "lr", "min_lr", "weight_decay")  # columns that are entries of the group
 _SHOWN_ELSEWHERE = (
-    *("params", "param_ids", *_COPIED, "max_lr", "is_expert_parallel"),
-    *("default_config", "wd_mult", "lr_mult", "is_decoupled_lr"),
+    *_COPIED,
+    *("params", "param_ids", "max_lr", "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr"),
 )
 
 
@@ -58,7 +58,9 @@ def cells(row: GroupRow) -> list[str]:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def headings() -> list[str]:

@@ -27,12 +27,12 @@ class Untrained(NamedTuple):
 def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, Untrained]:
     """Return frozen parameters, then persistent buffers.
 
-    A buffer is an expert's, or cut, if a parameter of its module is.
+    A buffer belongs to an expert, or is cut by tensor parallelism, if that is so for a parameter of its module.
     """
     found: dict[ParamId, Untrained] = {}
 
-    def add(id: ParamId, tensor: Tensor, marked: Iterable[Tensor]) -> None:
-        roles = [read_roles(id, one, frozenset(TENSOR_PARALLEL_AXES)) for one in marked]
+    def add(id: ParamId, tensor: Tensor, sources: Iterable[Tensor]) -> None:
+        roles = [read_roles(id, source, frozenset(TENSOR_PARALLEL_AXES)) for source in sources]
         marks = {name: any(role.get(name, False) for role in roles) for name in ("is_expert", "tensor_parallel")}
         found[id] = Untrained(tensor, make_meta(id, tensor, marks))
 
@@ -42,6 +42,6 @@ def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset:
         for prefix, module in nn.Module.named_modules(unwrapped(root)):
             for name, buffer in module._buffers.items():
                 if buffer is not None and not is_lazy(buffer) and name not in module._non_persistent_buffers_set:
-                    beside = (param for param in module._parameters.values() if param is not None)
-                    add(ParamId(chunk, f"{prefix}.{name}" if prefix else name), buffer, [buffer, *beside])
+                    siblings = (param for param in module._parameters.values() if param is not None)
+                    add(ParamId(chunk, f"{prefix}.{name}" if prefix else name), buffer, [buffer, *siblings])
     return found

@@ -66,16 +66,15 @@ def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
 
     `roots`: the unwrapped model chunks.
 
-    Certain are the matrices of `nn.Embedding` and `nn.EmbeddingBag`, parameters tied to them, the weights of the
-    modules that the model's `get_input_embeddings()` and `get_output_embeddings()` return, and the last `nn.Linear` if
-    its weight has the shape of an embedding. Guessed are the only other `nn.Linear` of such a shape, and matrices with
-    a name that is common for heads or embeddings.
+    The matrices of `nn.Embedding` and `nn.EmbeddingBag`, parameters tied to them, the weights of the modules that the
+    model's `get_input_embeddings()` and `get_output_embeddings()` return, and the last `nn.Linear` if its weight has
+    the shape of an embedding, are certain. The only other `nn.Linear` of such a shape, and matrices with a name that is
+    common for heads or embeddings, are guesses.
     """
-    tables = [
-        p for root in roots for module in root.modules() if isinstance(module, _TABLES) for p in module.parameters()
-    ]
+    modules = [module for root in roots for module in root.modules()]
+    tables = [param for module in modules if isinstance(module, _TABLES) for param in module.parameters()]
     roles = {id(param): VocabularyRole(is_embedding=True) for param in tables}
-    for param in _named_embeddings(roots):
+    for param in _named_embeddings(modules):
         roles.setdefault(id(param), VocabularyRole(is_embedding=False))
     matrices = [matrix for root in roots for matrix in _matrices(root)]
     has_output = any(isinstance(matrix.module, nn.Linear) and id(matrix.param) in roles for matrix in matrices)
@@ -86,9 +85,9 @@ def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
     return roles
 
 
-def _named_embeddings(roots: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """The matrices of the modules that a Hugging Face model names as its embeddings."""
-    for module in (module for root in roots for module in root.modules()):
+def _named_embeddings(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """The matrices of the modules that a Hugging Face model names as its input and output embeddings."""
+    for module in modules:
         for name in _GETTERS:
             if not callable(getattr(type(module), name, None)):
                 continue
@@ -149,12 +148,12 @@ def fused_qkv_rows(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
 
 
 def _qkv_rows_around(root: nn.Module, name: str) -> tuple[int, ...]:
-    """The rows by the transformer configuration of the innermost module that contains a parameter; () without one."""
+    """The rows by the transformer configuration of the innermost module around a parameter; () if none has one."""
     while name:
         name = name.rpartition(".")[0]
         config: Any = getattr(root.get_submodule(name), "config", None)
         if all(getattr(config, field, None) for field in ("num_attention_heads", "num_query_groups", "kv_channels")):
-            of_queries = config.num_attention_heads // config.num_query_groups * config.kv_channels
-            gate = (of_queries,) if getattr(config, "attention_output_gate", False) else ()
-            return (of_queries, *gate, config.kv_channels, config.kv_channels)
+            query_rows = config.num_attention_heads // config.num_query_groups * config.kv_channels
+            gate = (query_rows,) if getattr(config, "attention_output_gate", False) else ()
+            return (query_rows, *gate, config.kv_channels, config.kv_channels)
     return ()
