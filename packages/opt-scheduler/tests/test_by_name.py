@@ -108,6 +108,16 @@ def test_restarts_fit_into_the_steps() -> None:
     assert schedule.values([10, 20, 40, 80]) == [1.0, 0.5, 0.25, 0.0]
 
 
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_none_for_a_number_is_refused(name: str) -> None:
+    """YAML's null was a TypeError."""
+    given = RECIPES[name][1] if name in RECIPES else RUN | GIVEN.get(name, {})
+    for key in given:
+        if f"{key}=None" not in schedule_signatures()[name]:
+            with pytest.raises(ScheduleError, match="None"):
+                get_schedule(name, **given | {key: None})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -86,6 +86,7 @@ def test_flags_override_the_file_which_may_hold_any_schedules(
         (["table", "cosin", "peak=1"], "did you mean 'cosine'?"),
         (["table", "cosine", "peak", "steps=9"], "'peak' must be KEY=VALUE, for example peak=1e-3"),
         (["table", "cosine", "peak=1", "steps=9", *FLAGS], "lr is set twice"),
+        (["table", "cosine", "peak=1", "steps=9", "name=3"], "'name' is set twice: by 'cosine' and by '3'"),
         (["plot", "--file", "nowhere.toml"], "No such file or directory: 'nowhere.toml'"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
@@ -94,6 +95,19 @@ def test_what_cannot_be_shown_is_refused_with_a_reason(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"scheduler = 3\n", "scheduler=3 is not a table"), (b"[lr]\nname = '\xff'\n", "can't decode byte 0xff")],
+)
+def test_a_file_that_is_no_table_of_schedules_is_refused(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(content)
+    assert main(["table", "--file", str(file)]) == 2
     assert message in capsys.readouterr().err
 
 

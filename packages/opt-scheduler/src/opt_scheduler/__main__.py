@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text, flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at exit
-    except (ScheduleError, OSError, tomllib.TOMLDecodeError) as error:
+    except (ScheduleError, OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         print(f"optsched: {error}", file=sys.stderr)
         return 2
     return 0
@@ -88,7 +88,10 @@ def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
     """Return everything to show, by label: from the file, the name, the flags, or several of them."""
     tables: dict[str, Any] = tomllib.loads(args.file.read_text()) if args.file else {}
     flags = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
-    given = tables.pop("scheduler", {}) | flags
+    settings = tables.pop("scheduler", {})
+    if not isinstance(settings, Mapping):
+        raise ScheduleError(f"scheduler={settings!r} is not a table: put settings under [scheduler]")
+    given = settings | flags
     shown = {label: _from_table(label, plain) for label, plain in tables.items()}
     if args.schedule:
         name, *pairs = args.schedule
@@ -97,6 +100,8 @@ def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
             key, equals, text = pair.partition("=")
             if not equals:
                 raise ScheduleError(f"{key!r} must be KEY=VALUE, for example peak=1e-3")
+            if key == "name":
+                raise ScheduleError(f"'name' is set twice: by {name!r} and by {text!r}")
             arguments[key] = _value(text)
         shown["lr"] = get_schedule(name, **arguments)
     if given:

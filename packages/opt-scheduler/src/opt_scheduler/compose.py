@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from .errors import ScheduleError, check_number
+from .errors import ScheduleError, check_number, check_optional
 from .schedule import Scaled, Schedule, ScheduleLike, Steps, Wrapped, as_schedule, flat_parts
 from .shapes import NUMBERS, exact
 
@@ -94,7 +94,7 @@ class Clipped(Wrapped):
 
     def __post_init__(self) -> None:
         for bound in (self.low, self.high):
-            check_number("clip", bound=bound)
+            check_optional("clip", bound=bound)
         if self.low is None and self.high is None:
             raise ScheduleError("clip: needs low=, high= or both")
         if self.low is not None and self.high is not None and self.low > self.high:
@@ -198,7 +198,7 @@ class Restarts(Schedule):
     def __post_init__(self) -> None:
         if not 0 < self.schedule.length < math.inf:
             raise ScheduleError(f"{self.kind}: {self.schedule!r} has no end at which to begin again; pass steps=")
-        check_number(self.kind, low=1, times=self.times)
+        check_optional(self.kind, low=1, times=self.times)
         check_number(self.kind, above=0, t_mult=self.t_mult, decay=self.decay)
         if self.times is not None and not isinstance(self.times, int):
             raise ScheduleError(f"{self.kind}: times={self.times!r} must be a whole number")

@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from .errors import ScheduleError, check_number, unknown_name
+from .errors import ScheduleError, check_number, check_optional, unknown_name
 from .schedule import Constant, Schedule, Steps, Timed
 from .shapes import SHAPES, exact
 
@@ -70,7 +70,8 @@ class Ramp(Timed):
 
     def __post_init__(self, name: str) -> None:
         check_number(name, start=self.start, end=self.end)
-        check_number(name, above=0, steps=self.steps, power=self.power)
+        check_number(name, above=0, steps=self.steps)
+        check_optional(name, above=0, power=self.power)
         if self.shape == "log":
             check_number(name, low=2, steps=self.steps)
         elif self.shape not in SHAPES:
@@ -192,7 +193,8 @@ class Power(Timed):
 
     def __post_init__(self) -> None:
         check_number("power", start=self.start, exponent=self.exponent)
-        check_number("power", above=0, timescale=self.timescale, steps=self.steps)
+        check_number("power", above=0, timescale=self.timescale)
+        check_optional("power", above=0, steps=self.steps)
 
     def array_at(self, step: Any, xp: Any) -> Any:
         if self.steps is not None:

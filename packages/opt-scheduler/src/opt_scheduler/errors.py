@@ -37,20 +37,20 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def check_number(where: str, *, low: float = -math.inf, above: float = -math.inf, **given: float | None) -> None:
-    """Raise `ScheduleError` unless every value is a finite number, at least `low` and more than `above`.
-
-    None stands for an argument that was not given.
-    """
+def check_number(where: str, *, low: float = -math.inf, above: float = -math.inf, **given: float) -> None:
+    """Raise `ScheduleError` unless every value is a finite number, at least `low` and more than `above`."""
     for name, value in given.items():
-        if value is None:
-            continue
         if not is_number(value) or not math.isfinite(value):
             raise ScheduleError(f"{where}: {name}={value!r} must be a finite number{_quoted_number(value)}")
         if value < low:
             raise ScheduleError(f"{where}: {name}={value!r} must be at least {low:g}")
         if value <= above:
             raise ScheduleError(f"{where}: {name}={value!r} must be more than {above:g}")
+
+
+def check_optional(where: str, *, low: float = -math.inf, above: float = -math.inf, **given: float | None) -> None:
+    """Check the values as `check_number` does, except for None: an argument that was not given."""
+    check_number(where, low=low, above=above, **{name: value for name, value in given.items() if value is not None})
 
 
 def _quoted_number(value: object) -> str:

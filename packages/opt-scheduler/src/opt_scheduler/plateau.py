@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from .errors import ScheduleError, check_number, unknown_name
+from .errors import ScheduleError, check_number, check_optional, unknown_name
 from .groups import VERSION, Entries, Group, GroupScheduler, check_state, set_
 from .schedule import Plain
 
@@ -166,7 +166,7 @@ class Plateau(GroupScheduler):
         check_state("Plateau", state_dict, (*_STATE, "scheduler"))
         counts = {name: state_dict[name] for name in _STATE}
         check_number("Plateau", low=0, **{name: counts[name] for name in _STATE if name != "best"})
-        check_number("Plateau", best=counts["best"])
+        check_optional("Plateau", best=counts["best"])
         self.scheduler.load_state_dict(state_dict["scheduler"])
         for name, value in counts.items():
             setattr(self, name, value)

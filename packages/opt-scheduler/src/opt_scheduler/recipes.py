@@ -7,7 +7,7 @@ from typing import Any
 
 from .compose import followed, join, repeat, restarts
 from .curves import NAMED, constant, linear, named, piecewise_linear, ramp
-from .errors import ScheduleError, check_number, unknown_name
+from .errors import ScheduleError, check_number, check_optional, unknown_name
 from .schedule import Schedule, ScheduleLike, as_schedule
 
 
@@ -67,8 +67,10 @@ def wsd(
         ScheduleError: neither or both of `steps` and `stable_steps` are given; `decay_steps` is not above 0;
             `warmup_steps` or `stable_steps` is below 0; or the phases are longer than `steps`.
     """
-    check_number("wsd", low=0, warmup_steps=warmup_steps, stable_steps=stable_steps)
-    check_number("wsd", above=0, decay_steps=decay_steps, steps=steps)
+    check_number("wsd", low=0, warmup_steps=warmup_steps)
+    check_number("wsd", above=0, decay_steps=decay_steps)
+    check_optional("wsd", low=0, stable_steps=stable_steps)
+    check_optional("wsd", above=0, steps=steps)
     if (steps is None) == (stable_steps is None):
         raise ScheduleError(f"wsd: pass either steps or stable_steps, not {steps=} and {stable_steps=}")
     if stable_steps is None:
@@ -100,6 +102,7 @@ def one_cycle(
     >>> [round(v, 6) for v in one_cycle(1.0, up_steps=30, down_steps=70).values([0, 30, 65, 100])]
     [0.04, 1.0, 0.5, 0.0]
     """
+    check_number("one_cycle", peak=peak)
     check_number("one_cycle", above=0, up_steps=up_steps, down_steps=down_steps)
     first = peak / 25 if start is None else start
     return join(ramp(first, peak, steps=up_steps, shape=shape), ramp(peak, end, steps=down_steps, shape=shape))
@@ -147,6 +150,7 @@ def step_decay(start: float, *, factor: float, every: float, times: int) -> Sche
     >>> step_decay(1.0, factor=0.5, every=10, times=2).values([0, 9, 10, 20, 1000])
     [1.0, 1.0, 0.5, 0.25, 0.25]
     """
+    check_number("step_decay", start=start, factor=factor)
     check_number("step_decay", low=1, times=times)
     check_number("step_decay", above=0, every=every)
     values = [start * factor**i for i in range(times + 1)]
@@ -168,6 +172,8 @@ def _cosine_restarts(
 
 @named("piecewise_linear")
 def _linear_between(*, points: Sequence[Sequence[float]]) -> Schedule:
+    if not isinstance(points, Sequence) or not all(isinstance(point, Sequence) for point in points):
+        raise ScheduleError(f"piecewise_linear: {points=} must be a list of (step, value) points")
     return piecewise_linear(*map(tuple, points))  # type: ignore[arg-type]
 
 
@@ -213,6 +219,7 @@ def _torchtitan(
 
     As there, a decay that does not fit after the warmup is shortened.
     """
+    check_number("torchtitan", peak=peak)
     check_number("torchtitan", low=0, warmup_steps=warmup_steps)
     check_number("torchtitan", above=warmup_steps, steps=steps)
     left = steps - warmup_steps
@@ -264,10 +271,11 @@ def get_schedule(name: str, **arguments: Any) -> Schedule:
     missing = [key for key, default in known.items() if default is Parameter.empty and key not in arguments]
     if missing:
         raise ScheduleError(f"{name}: {' and '.join(missing)} must be given")
-    amounts = {key: amount for key, amount in arguments.items() if key.endswith("steps")}
+    given = {key: value for key, value in arguments.items() if value is not None or known[key] is not None}
+    amounts = {key: amount for key, amount in given.items() if key.endswith("steps")}
     check_number(name, low=0, **amounts)
     for key, amount in amounts.items():
-        if amount is not None and 0 < amount < 1:
+        if 0 < amount < 1:
             raise ScheduleError(
                 f"{name}: {key}={amount!r} is less than a step; for a fraction of the run, pass {amount!r} * steps"
             )

@@ -11,7 +11,7 @@ from numbers import Number
 from typing import Any, ClassVar, TypeAlias, overload
 
 from .draw import svg_plot, text_plot
-from .errors import ScheduleError, check_number, is_number, unknown_name
+from .errors import ScheduleError, check_number, check_optional, is_number, unknown_name
 from .shapes import NUMBERS, Array
 
 Plain: TypeAlias = dict[str, Any]  # a schedule or the state of a scheduler, in types of JSON
@@ -269,7 +269,7 @@ class Constant(Timed):
 
     def __post_init__(self) -> None:
         check_number("constant", value=self.value)
-        check_number("constant", above=0, steps=self.steps)
+        check_optional("constant", above=0, steps=self.steps)
 
     def array_at(self, step: Any, xp: Any) -> Any:
         return xp.full_like(step, self.value, dtype=float)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from .compose import followed, join, shift, stretch
 from .curves import constant
-from .errors import ScheduleError, check_number
+from .errors import ScheduleError, check_number, check_optional
 from .schedule import Schedule, ScheduleLike, as_schedule
 
 
@@ -46,7 +46,7 @@ class Batch:
     samples_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("Batch", above=0, **{field.name: getattr(self, field.name) for field in fields(self)})
+        check_optional("Batch", above=0, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     def convert(self, amount: float, unit: Unit, *, to: Unit) -> float:
         """Return `amount` of `unit` in another unit. It is not rounded, so a number of steps may be a fraction."""
