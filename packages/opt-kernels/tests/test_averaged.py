@@ -138,3 +138,11 @@ def test_a_rate_that_rises_is_warned_of_once(rates: tuple[float, ...]) -> None:
         assert [str(found.message).split(":")[0] for found in caught] == (
             [f"the lr of group 0 rose from {rates[0]:g} to {rate:g}"] if has_just_risen else []
         )
+
+
+def test_a_rate_on_a_device_hides_no_other() -> None:
+    rates = RisingRates()
+    unread = {"lr": torch.ones((), device="meta")}
+    rates.note(enumerate([unread, {"lr": 0.1}]))
+    with pytest.warns(UserWarning, match="the lr of group 1 rose from 0.1 to 0.2"):
+        rates.note(enumerate([unread, {"lr": 0.2}]))

@@ -136,6 +136,9 @@ def test_get_input_embeddings_decides_what_an_embedding_is():
             return None
 
     assert recognised(wrapped(HuggingFaceLike())) == {"table.weight": False, "odd.weight": False}
+    metas = {id.name: meta for id, meta in describe([HuggingFaceLike()]).items()}
+    assert metas["table.weight"].is_embedding  # muP scaled its rate as that of a hidden matrix
+    assert not metas["odd.weight"].is_embedding
     assert recognised(Bare()) == {}
 
 

@@ -357,6 +357,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "extend: at=1 must be a step of the constant phase": lambda: extend(WSD, at=1, steps=16),
     "extend: at=4 must be a step of the constant phase": lambda: extend(WSD, at=4, steps=9),
     "extend: at=10 must be a step of the constant phase": lambda: extend(MEGATRON.lr_schedule(), at=10, steps=16),
+    "piecewise_linear: points=((0,),) must be (step, value) pairs": (
+        lambda: get_schedule("piecewise_linear", points=[(0,)])
+    ),
     "ramp: shape='logarithm' is not known": lambda: get_schedule("WarmupLR", warmup_type="logarithm"),
     "ramp: steps=1 must be at least 2": lambda: ramp(0.0, 1.0, steps=1, shape="log"),
     "WarmupDecayLR: total_num_steps=900 must be more than 1000": (

@@ -16,7 +16,7 @@ _EMBEDDINGS = frozenset(
     | {"pos_embed", "position_embedding", "position_embeddings", "wte", "wpe"}
 )
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-_GETTERS = ("get_input_embeddings", "get_output_embeddings")  # of Hugging Face models
+_GETTERS = {"get_input_embeddings": True, "get_output_embeddings": False}  # of Hugging Face models: are they embeddings
 _FUSED_QKV = "linear_qkv.weight"  # in Megatron-Core's attention
 _STACKED_VECTOR = re.compile(
     r"(?:^|[._])bias(?:es)?\d*(?:_[^.]*)?(?:\.\d+)*$"  # experts.down_proj_bias, dt_bias, biases.0
@@ -74,8 +74,8 @@ def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
     modules = [module for root in roots for module in root.modules()]
     tables = [param for module in modules if isinstance(module, _TABLES) for param in module.parameters()]
     roles = {id(param): VocabularyRole(is_embedding=True) for param in tables}
-    for param in _named_embeddings(modules):
-        roles.setdefault(id(param), VocabularyRole(is_embedding=False))
+    for param, is_embedding in _named_embeddings(modules):
+        roles.setdefault(id(param), VocabularyRole(is_embedding))
     matrices = [matrix for root in roots for matrix in _matrices(root)]
     has_output = any(isinstance(matrix.module, nn.Linear) and id(matrix.param) in roles for matrix in matrices)
     unknown = [matrix for matrix in matrices if id(matrix.param) not in roles]
@@ -85,10 +85,11 @@ def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
     return roles
 
 
-def _named_embeddings(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """The matrices of the modules that a Hugging Face model names as its input and output embeddings."""
+def _named_embeddings(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, bool]]:
+    """The matrices of the modules that a Hugging Face model names as its input and output embeddings, and whether they
+    are those of inputs."""
     for module in modules:
-        for name in _GETTERS:
+        for name, is_embedding in _GETTERS.items():
             if not callable(getattr(type(module), name, None)):
                 continue
             try:
@@ -96,7 +97,7 @@ def _named_embeddings(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
             except (NotImplementedError, AttributeError):  # a model without such a layer
                 continue
             if isinstance(weight, nn.Parameter) and weight.dim() == 2:
-                yield weight
+                yield weight, is_embedding
 
 
 def _matrices(root: nn.Module) -> Iterator[_Matrix]:

@@ -89,7 +89,7 @@ def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
     tables: dict[str, Any] = tomllib.loads(args.file.read_text()) if args.file else {}
     flags = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
     settings = tables.pop("scheduler", {})
-    if not isinstance(settings, Mapping):
+    if not isinstance(settings, dict):
         raise ScheduleError(f"scheduler={settings!r} is not a table: put settings under [scheduler]")
     given = settings | flags
     shown = {label: _from_table(label, plain) for label, plain in tables.items()}

@@ -233,6 +233,8 @@ class PiecewiseLinear(Schedule):
     points: tuple[tuple[float, float], ...]  # (step, value), steps ascending from 0
 
     def __post_init__(self) -> None:
+        if any(len(point) != 2 for point in self.points):
+            raise ScheduleError(f"piecewise_linear: points={self.points!r} must be (step, value) pairs")
         steps = [step for step, _ in self.points]
         for step, value in self.points:
             check_number("piecewise_linear", step=step, value=value)

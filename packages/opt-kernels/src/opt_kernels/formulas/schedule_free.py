@@ -92,8 +92,10 @@ class RisingRates:
         """Note the rates of the numbered groups in this step. Rates on a device are not read."""
         for number, group in groups:
             lr = group["lr"]
-            if self._has_warned or is_on_device(lr):
+            if self._has_warned:
                 return
+            if is_on_device(lr):
+                continue
             rate = float(lr)
             largest = self._largest.setdefault(number, rate)
             if rate > largest:
