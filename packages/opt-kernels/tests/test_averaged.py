@@ -11,6 +11,7 @@ from drop_ins import parameter, step
 from torch import Tensor
 
 from opt_kernels import optim
+from opt_kernels.formulas import RisingRates
 from opt_kernels.params import MAIN
 
 KINDS: dict[str, dict[str, Any]] = {
