@@ -51,7 +51,7 @@ class CheckpointFailedError(CheckpointingException):
 
 
 class CheckpointStorageError(CheckpointFailedError, OSError):
-    """A save or load failed because a file system or store failed. `errno` is that of the first rank that failed so."""
+    """A save or load failed because a file system or store failed. `errno` is that of the first rank that has one."""
 
     @property
     def errno(self) -> int | None:  # type: ignore[override]  # of an attribute

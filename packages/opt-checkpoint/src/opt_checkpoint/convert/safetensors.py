@@ -112,9 +112,9 @@ class _WriteTo(NamedTuple):
 
     Args:
         folder: the temporary directory, in the parent of the target.
-        pieces: of the tensors that it writes.
-        tied: of all tied tensors.
-        arrays: those that these are in.
+        pieces: where the tensors that the rank writes go, by our key.
+        tied: the same for all tied tensors, which are compared rather than written.
+        arrays: the arrays of these pieces, by their name in the files.
     """
 
     folder: str
@@ -148,13 +148,13 @@ class _Writer:
         self._layout = layout_of(mapped.theirs, dtype=self.dtype, shard_bytes=self.shard_bytes)
         self._store.begin(self.path.name, self._folder)
         self._store.write_small(self._folder, self._layout.headers)
-        keys: list[dict[str, None]] = [{} for _ in range(tensors.ranks)]
+        keys_by_rank: list[dict[str, None]] = [{} for _ in range(tensors.ranks)]
         for rank, key in zip(parts.rank.tolist(), tensors.box_key[parts.box].tolist(), strict=True):
-            keys[rank][tensors.keys[key]] = None
+            keys_by_rank[rank][tensors.keys[key]] = None
         messages = []
-        for of_rank in keys:
-            pieces = {key: mapped.pieces[key] for key in of_rank if key in mapped.pieces}
-            wanted = {p.theirs for some in (*pieces.values(), *mapped.tied.values()) for p in some}
+        for keys in keys_by_rank:
+            pieces = {key: mapped.pieces[key] for key in keys if key in mapped.pieces}
+            wanted = {piece.theirs for group in (*pieces.values(), *mapped.tied.values()) for piece in group}
             arrays = {name: self._layout.arrays[name] for name in wanted}
             messages.append(_WriteTo(self._folder, pieces, mapped.tied, arrays))
         return messages
@@ -286,12 +286,13 @@ def _index_of(folder: Path, names: Sequence[NameRule]) -> CheckpointIndex:
     tensors = {}
     for key, described in mapped.ours.items():
         chunks = []
-        for piece in (mapped.tied if key in mapped.tied else mapped.pieces)[key]:
+        pieces = mapped.tied if key in mapped.tied else mapped.pieces
+        for piece in pieces[key]:
             array = found[piece.theirs]
             place = ByteRange(file=array.file, start=array.start, nbytes=array.nbytes)
             chunks.append(StoredChunk(box=piece.box, place=place, within=piece.within))
         tensors[key] = StoredTensor(shape=described.shape, dtype=described.dtype, chunks=tuple(chunks))
-    files = {file: StoredFile(size=(folder / file).stat().st_size) for file in {own.file for own in found.values()}}
+    files = {file: StoredFile(size=(folder / file).stat().st_size) for file in {array.file for array in found.values()}}
     padded = [NamePattern(name) for rule in names if rule.rows is not None for name in names_of(rule.ours)]
     is_padded = lambda key: any(pattern.match(key) is not None for pattern in padded)
     copies = {COPIES: frozenset(mapped.tied), PADDED: frozenset(filter(is_padded, tensors))}
@@ -365,15 +366,16 @@ def checkpoint_to_safetensors(
 
 
 def left_out(path: AnyPath, *, select: str, prefix: str) -> list[str]:
-    """Return what `checkpoint_to_safetensors` with these arguments leaves out as no tensor: plain values by path, and
-    objects.
+    """Return what `checkpoint_to_safetensors` with these arguments leaves out because it is not a tensor: the paths of
+    plain values, and the keys of objects.
 
-    A list of tensors is none of them. If the plain values cannot be loaded, their stored key is named.
+    A list of tensors is not reported. If the plain values cannot be loaded, the key they are stored under is.
     """
     index = read_index(path)
     names = set(index.objects)
     with suppress(CheckpointCorruptError):
         for leaf in leaves(read_common(index)):
+            # A list of tensors, which are stored under their own keys, has None in their places.
             if leaf.path and not (isinstance(leaf.value, list) and {*map(type, leaf.value)} == {type(None)}):
                 names.add(path_text(leaf.path))
         names.discard(COMMON_KEY)

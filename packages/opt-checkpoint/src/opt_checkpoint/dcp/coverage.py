@@ -17,7 +17,7 @@ from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.sharded import Path, Shape, ShardedObject, is_main_replica, path_text
 from opt_checkpoint.state.tensors import dtype_from_name
 
-_SHOWN = 8
+_SHOWN = 8  # problems in a message
 _Problems: TypeAlias = Iterator[tuple[int, str]]  # the index of a key, and what is wrong with it
 _EXACT = 1 << 62  # above, products of sizes are computed by Python
 
@@ -85,9 +85,10 @@ class TensorsOfRanks:
         flags, ndim, boxes, shapes, offsets, sizes = columns  # the last three are flat: axes one after another
         axes = max(1, int(ndim.max(initial=0)))
         owner = np.repeat(np.arange(len(key)), boxes)
-        copies = flags & PLAIN > 0  # (t,) whether a plain tensor has the key of an earlier one
-        plain = np.flatnonzero(copies)
-        copies[plain[np.unique(key[plain], return_index=True)[1]]] = False
+        is_copy = flags & PLAIN > 0  # (t,) whether a plain tensor has the key of one on a lower rank
+        plain = np.flatnonzero(is_copy)  # (plain tensors,) by rank, so that the first of a key is on the lowest one
+        firsts = plain[np.unique(key[plain], return_index=True)[1]]  # (plain keys,)
+        is_copy[firsts] = False
         return cls(
             keys=keys,
             dtype_names=dtypes,
@@ -97,14 +98,14 @@ class TensorsOfRanks:
             dtype=dtype,
             ndim=ndim,
             shape=_padded(shapes, ndim, axes, 1),
-            main=(flags & MAIN > 0) & ~copies,
+            main=(flags & MAIN > 0) & ~is_copy,
             may_repeat=flags & MAY_REPEAT > 0,
             owner=owner,
             box_key=key[owner],
             box_rank=rank[owner],
             offsets=_padded(offsets, ndim[owner], axes, 0),
             sizes=_padded(sizes, ndim[owner], axes, 1),
-            usable=~copies[owner] if first_holder_only else np.full(len(owner), True),
+            usable=~is_copy[owner] if first_holder_only else np.full(len(owner), True),
             itemsize=itemsize[dtype],
             first_of_key=np.unique(key, return_index=True)[1],
         )
@@ -157,16 +158,17 @@ def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Seque
 
 
 def _object_problems(objects: Sequence[Sequence[ShardedObject]]) -> Iterator[str]:
-    ranks = defaultdict[str, list[int]](list)
+    """Objects with several main replicas, and keys of which some are missing."""
+    main_ranks = defaultdict[str, list[int]](list)
     mains_of_key = dict[str, set[str]]()  # empty for a key that only replicas hold
     shapes = {item.key: item.global_shape for items in objects for item in items}
     for rank, items in enumerate(objects):
         for item in items:
             mains = mains_of_key.setdefault(item.key, set())
             if is_main_replica(item.replica_id):
-                ranks[item.unique_key].append(rank)
+                main_ranks[item.unique_key].append(rank)
                 mains.add(item.unique_key)
-    for key, holders in ranks.items():
+    for key, holders in main_ranks.items():
         if len(holders) > 1:
             yield f"Duplicate ShardedObject keys: {key} on ranks {holders}"
     for key, mains in mains_of_key.items():
@@ -240,8 +242,8 @@ def _holes(t: TensorsOfRanks) -> _Problems:
 def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:
     """Return values that differ between ranks, as `path (ranks ...)` with the ranks that differ from the first.
 
-    A rank need not have every plain value, but those that it has must be equal, and on rank 0, which writes them. Plain
-    tensors must be on all ranks: one that a rank lacks may have been forgotten there.
+    Rank 0 writes plain values: each value that any rank has must be there, and equal. A plain tensor must be on all
+    ranks, because a rank that lacks it may have forgotten it.
 
     Args:
         per_rank: fingerprints of plain values and plain tensors by path, for each rank.
@@ -271,8 +273,8 @@ def without_writer(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mappi
 
     Plain tensors are left out: a rank that holds one writes it.
     """
-    lacking: dict[Path, list[int]] = defaultdict(list)
+    holders: dict[Path, list[int]] = defaultdict(list)  # of the values that rank 0 lacks
     for rank, (prints, paths) in enumerate(zip(per_rank, plain, strict=True)):
         for path in prints.keys() - per_rank[0].keys() - set(paths.values()):
-            lacking[path].append(rank)
-    return sorted(f"{path_text(path)} (on ranks {ranks} only)" for path, ranks in lacking.items())
+            holders[path].append(rank)
+    return sorted(f"{path_text(path)} (on ranks {ranks} only)" for path, ranks in holders.items())

@@ -78,7 +78,7 @@ class Agreed(NamedTuple):
     """What follows from the offers of all ranks; the same on every rank.
 
     Args:
-        plan_name: of the plan that this save needs: a hash of the policy and the layouts of all ranks.
+        plan_name: the name of the plan that this save needs: a hash of the policy and the layouts of all ranks.
         is_cached: whether every rank has cached it.
         has_equal_common: whether plain values are equal on all ranks.
     """
@@ -140,8 +140,8 @@ def offer_of(held: Held, arguments: Mapping[str, str]) -> Offer:
 
 def agree(policy: str, offers: Sequence[Offer]) -> Agreed:
     """Decide from the offers of all ranks, which each of them has, whether to reuse a cached plan."""
-    about = [policy.encode(), b"\0", *(offer.layout for offer in offers)]
-    name = hashlib.sha256(b"".join(about)).digest()
+    layouts = [offer.layout for offer in offers]
+    name = hashlib.sha256(b"".join([policy.encode(), b"\0", *layouts])).digest()
     common = {offer.common for offer in offers}
     return Agreed(name, is_cached={offer.cached for offer in offers} == {name}, has_equal_common=len(common) == 1)
 

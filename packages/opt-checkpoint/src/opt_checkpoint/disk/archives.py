@@ -41,7 +41,7 @@ _NAMES = frozenset(
 _DESCRIPTION_BYTES = 1 << 20  # of a pickle that describes one tensor; a few hundred are needed
 
 
-def _known(name: Name) -> bool:
+def _is_known(name: Name) -> bool:
     is_storage = name.module in ("torch", "torch.storage") and name.name.endswith("Storage")
     return name in _NAMES or is_storage or is_dtype(name)
 
@@ -60,8 +60,8 @@ class _Slice(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._place.nbytes - self._position)
-        size = left if size is None or size < 0 else min(size, left)
+        remaining = max(0, self._place.nbytes - self._position)
+        size = remaining if size is None or size < 0 else min(size, remaining)
         data = self._files.read(self._place.part(self._position, size))
         self._position += size
         return data
@@ -88,22 +88,22 @@ def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: S
                 raise CheckpointCorruptError(
                     f"{where} is damaged: its description is compressed or too large ({pickled.file_size} bytes)"
                 )
-            # Called are _rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks, metadata), where the
-            # metadata are the conjugate and the negative bit, or _v3, which has the dtype before the metadata.
-            call = read_pickle(archive.read(pickled), "a stored tensor", _known)
+            # Either _rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks, metadata), whose optional
+            # metadata has the conjugate and negative bits; or _v3, which takes the dtype before the metadata.
+            call = read_pickle(archive.read(pickled), "a stored tensor", _is_known)
             storage, offset, stored_shape, strides, *rest = call.args
             _, kind, name, *_ = storage.args[0]  # the persistent id: "storage", class, name, device, number of elements
-            named = [value.name for value in rest if type(value) is Name and value.module == "torch"]
+            dtype_names = [value.name for value in rest if type(value) is Name and value.module == "torch"]
             stored_dtype = BY_STORAGE_CLASS.get(kind.name)
-            if named:
-                stored_dtype = dtype_from_name(named[0])
+            if dtype_names:
+                stored_dtype = dtype_from_name(dtype_names[0])
             is_tensor = call.of.name.startswith("_rebuild_tensor_v") and type(name) is str
             if not is_tensor or stored_dtype != dtype or stored_shape != shape:
                 raise CheckpointCorruptError(f"{where} does not hold {dtype} {shape}, as the index says")
             is_run = strides == row_major_strides(shape) or 0 in shape
-            has_bits = any(type(x) is dict and x for x in rest)  # the bytes are not the values
-            order = f"{root}/byteorder"  # archives of before torch 2.1 do not record it, and are little-endian
-            is_little = order not in archive.namelist() or archive.open(order).read(9) == b"little"
+            has_bits = any(type(x) is dict and x for x in rest)  # conjugate or negative: the bytes are not the values
+            byteorder = f"{root}/byteorder"  # not recorded before torch 2.1, whose archives are little-endian
+            is_little = byteorder not in archive.namelist() or archive.open(byteorder).read(9) == b"little"
             if offset or not is_run or has_bits or not is_little:
                 return None
             entry = archive.getinfo(f"{root}/data/{name}")
@@ -171,7 +171,7 @@ NUMPY_GLOBALS: SafeGlobals = (
 )  # fmt: skip
 """What `safe_globals` needs for numpy arrays and scalars, as in the RNG state of Megatron-Core."""
 
-_changing_globals = threading.Lock()  # torch keeps its list of safe globals in one place for all threads
+_globals_lock = threading.Lock()  # torch has one list of safe globals for all threads
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
     if nbytes > len(raw) or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointCorruptError("a stored object is compressed, which torch.save never does; it is not read")
     try:
-        with _changing_globals, safe_globals(list(allowed)):
+        with _globals_lock, safe_globals(list(allowed)):
             names = get_unsafe_globals_in_checkpoint(io.BytesIO(raw))
-            # Classes whose objects are a `NotLoaded` of their name.
+            # Each unknown class is replaced by one whose objects are `NotLoaded`.
             stubs = [(type("Stub", (), {"__new__": lambda *_, name=name: NotLoaded(name)}), name) for name in names]
             with safe_globals([*stubs, NotLoaded]):
                 return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
@@ -252,8 +252,8 @@ def loaded_whole(value: Any, name: str) -> Any:
     """
     classes = sorted(set(not_loaded_in(value)))
     if classes:
-        listed = ", ".join(name.removeprefix("builtins.") for name in classes)
-        is_numpy = any(name.startswith("numpy.") for name in classes)
+        listed = ", ".join(class_name.removeprefix("builtins.") for class_name in classes)
+        is_numpy = any(class_name.startswith("numpy.") for class_name in classes)
         hint = "; NUMPY_GLOBALS of opt_checkpoint has those of numpy" if is_numpy else ""
         raise CheckpointCorruptError(
             f"{name} cannot be loaded safely: it holds {listed}. If you trust this checkpoint, pass "

@@ -145,10 +145,10 @@ class CheckpointManager(Closing):
         self._closed = False
         self.series = Series(self.directory)
         self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
-        self._left: dict[int, set[str | None]] = {}  # on rank 0: saves of steps after the one that was loaded last
-        # On rank 0: the step that was loaded last, which stays until enough saves after it are committed; and these.
+        self._saves_after_loaded: dict[int, set[str | None]] = {}  # on rank 0, by step: those that this run may replace
+        # On rank 0: the step that was loaded last, and the steps saved since. It stays until there are `keep` of them.
         self._resumed: int | None = None
-        self._later: set[int] = set()
+        self._saved_since_load: set[int] = set()
         self._loaded: int | None = None  # the step that was loaded last and not saved after
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
@@ -192,7 +192,7 @@ class CheckpointManager(Closing):
         details = {"step": step} if number is None else {"step": step, "metric": to_details(number)}
         self._loaded = None
         save_id = uuid.uuid4().hex
-        # Once: by the call that begins a save in the background, which so refuses it, else by the save itself.
+        # Runs once: before a save in the background is started, so that it is refused here, else within the save.
         prepare = cache(lambda: self._prepare(step, save_id))
 
         def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
@@ -221,23 +221,24 @@ class CheckpointManager(Closing):
         steps = set(named_steps(self.series.store))
         known = self._known if self._known is not None else self.series.committed()
         foreign_steps = [found for found in sorted(steps - known) if self.series.is_committed(found)]
-        for left, saves in sorted(self._left.items()):
-            if self.series.save_of(left) not in {*saves, None}:
-                foreign_steps.append(left)
+        for later_step, saves in sorted(self._saves_after_loaded.items()):
+            if self.series.save_of(later_step) not in {*saves, None}:
+                foreign_steps.append(later_step)
         if foreign_steps:
             raise CheckpointExistsError(
                 f"step {foreign_steps[0]} in {self.directory} was saved by another trainer since this manager was "
                 f"opened; a series has one trainer. Stop one of them, and open a new manager to continue the series"
             )
         replace = step in steps and self.series.is_committed(step)
-        if replace and step not in (*self._left, *self.series.damaged, *self.series.abandoned()):
+        if replace and step not in (*self._saves_after_loaded, *self.series.damaged, *self.series.abandoned()):
             findings = verify_checkpoint(self.series.path(step))  # all of it, before the save is refused
             replace = bool(findings)
-            for finding in findings[:1]:
-                logger.warning("%s is damaged (%s) and is saved again", self.series.path(step), finding)
+            if replace:
+                logger.warning("%s is damaged (%s) and is saved again", self.series.path(step), findings[0])
         if step in steps and not replace:
             self.series.store.check_free(step_name(step))
-        self._left.get(step, set()).add(save_id)
+        if step in self._saves_after_loaded:
+            self._saves_after_loaded[step].add(save_id)
         self.series.begin(step, save_id)
         self._known = known | {step}
         return replace
@@ -272,8 +273,8 @@ class CheckpointManager(Closing):
             CheckpointingException: the save that was running failed.
         """
         self.wait()
-        look = lambda: self.series.newest(at_most=at_most)
-        return from_rank_0(self._ranks, look, f"listing {self.directory}")
+        find_newest = lambda: self.series.newest(at_most=at_most)
+        return from_rank_0(self._ranks, find_newest, f"listing {self.directory}")
 
     def best(self) -> int | None:
         """Return the step with the best metric, by `keep_best`, as seen by rank 0; None if none has a metric.
@@ -289,14 +290,14 @@ class CheckpointManager(Closing):
         if rule is None:
             raise CheckpointValueError("best() needs CheckpointManager(..., keep_best=KeepBest(count, mode))")
         self.wait()
-        look = lambda: self.series.best(rule)
-        return next(iter(from_rank_0(self._ranks, look, f"listing {self.directory}")), None)
+        find_best = lambda: self.series.best(rule)
+        return next(iter(from_rank_0(self._ranks, find_best, f"listing {self.directory}")), None)
 
     def steps(self) -> list[int]:
         """Return all steps with committed and complete checkpoints, in order. Waits and raises like `latest`."""
         self.wait()
-        found = lambda: [step for step in committed_steps(self.directory) if step not in self.series.damaged]
-        return from_rank_0(self._ranks, found, f"listing {self.directory}")
+        list_steps = lambda: [step for step in committed_steps(self.directory) if step not in self.series.damaged]
+        return from_rank_0(self._ranks, list_steps, f"listing {self.directory}")
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
         """Load a step, by default the newest good one. First waits for the running save.
@@ -344,7 +345,7 @@ class CheckpointManager(Closing):
         """
         self.wait()
         same_everywhere(self._ranks, "loading", step=step, verify=verify)  # they decide which exchanges follow
-        for left in reversed(range(LOAD_ATTEMPTS if step is None else 1)):
+        for attempts_left in reversed(range(LOAD_ATTEMPTS if step is None else 1)):
             number = step
             if step is None:
                 number = self.latest() if verify == "none" else self.latest_good()
@@ -355,7 +356,7 @@ class CheckpointManager(Closing):
                 report = read(self.series.path(chosen))
             except CheckpointNotFoundError:  # the same on every rank
                 self.series.forget(chosen)
-                if not left:
+                if not attempts_left:
                     raise
             else:
                 break
@@ -363,9 +364,9 @@ class CheckpointManager(Closing):
         self._loaded = chosen
         if self._ranks.rank == 0:
             self._resumed = chosen
-            self._later = set()
+            self._saved_since_load = set()
             self._known = self.series.committed()
-            self._left = {known: {self.series.save_of(known)} for known in self._known if known > chosen}
+            self._saves_after_loaded = {known: {self.series.save_of(known)} for known in self._known if known > chosen}
         return report
 
     def latest_good(self) -> int | None:
@@ -386,12 +387,22 @@ class CheckpointManager(Closing):
             CheckpointNotFoundError: its trainer has removed it; on every rank.
         """
 
-        def opened() -> tuple[str | None, Location, str | None, dict[str, StoredFile]]:
+        def read_files() -> tuple[str | None, Location, str | None, dict[str, StoredFile]]:
             try:
                 index = read_committed(self.series.path(step))
             except (CheckpointCorruptError, FileNotFoundError) as error:
                 return str(error), self.directory, None, {}
             return None, index.path, index.save_id, dict(index.files)
+
+        what = f"verifying step {step} of {self.directory}"
+        problem, folder, save_id, files = from_rank_0(self._ranks, read_files, what)
+        if problem is None and save_id not in self._verified:
+            path = reached_from(self.directory, folder)
+            share = dict(sorted(files.items())[self._ranks.rank :: self._ranks.size])
+            problem = next(filter(None, from_all(self._ranks, lambda: first_damage(path, share), what)), None)
+        if problem is None:
+            self._verified.add(save_id)
+            return True
 
         def is_gone() -> bool:
             if was_removed(self.series.path(step), save_id):
@@ -399,16 +410,6 @@ class CheckpointManager(Closing):
                 return True
             return False
 
-        what = f"verifying step {step} of {self.directory}"
-        problem, folder, save_id, files = from_rank_0(self._ranks, opened, what)
-        if problem is None and save_id not in self._verified:
-            path = reached_from(self.directory, folder)
-            share = sorted(files.items())
-            of_rank = dict(share[self._ranks.rank :: self._ranks.size])
-            problem = next(filter(None, from_all(self._ranks, lambda: first_damage(path, of_rank), what)), None)
-        if problem is None:
-            self._verified.add(save_id)
-            return True
         if from_rank_0(self._ranks, is_gone, what):
             raise removed(self.series.path(step))
         self.series.damaged.add(step)
@@ -423,11 +424,11 @@ class CheckpointManager(Closing):
         are committed. In an object store this also removes leftovers of dead saves of other steps. On disks every save
         does that.
         """
-        self._later.add(saved)
-        stays = {self._resumed} if self._resumed is not None and len(self._later) < self._keep else set()
+        self._saved_since_load.add(saved)
+        stays = {self._resumed} if self._resumed is not None and len(self._saved_since_load) < self._keep else set()
         self.series.add(saved, metric)
         self.series.damaged.discard(saved)
-        self._left.pop(saved, None)
+        self._saves_after_loaded.pop(saved, None)
         try:
             self.series.finish(saved, save_id, stays)
             best = [] if self._keep_best is None else self.series.best(self._keep_best)

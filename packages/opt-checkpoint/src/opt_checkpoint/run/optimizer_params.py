@@ -24,10 +24,10 @@ class NamedParam(NamedTuple):
     """A parameter of an optimizer.
 
     Args:
-        name: in the whole model.
-        param: the parameter.
+        name: its name in the whole model.
+        param: the parameter, which may be this rank's part.
         group: the group that contains it.
-        shape: of the parameter in the whole model.
+        shape: its shape in the whole model.
         marks: what is known without process groups.
         placed: where this rank's part belongs, if process groups were given.
     """
@@ -43,7 +43,7 @@ class NamedParam(NamedTuple):
         """Describe a state of the parameter under `key`.
 
         Args:
-            key: of the state.
+            key: the key of the state.
             value: this rank's tensor, with the layout of the parameter or equal on all ranks.
             rank: number of this rank among those that have the same plain tensors, if no groups were given.
 
@@ -61,9 +61,9 @@ class NamedParam(NamedTuple):
             described.marks = self.marks if self.marks.problem() else None
             return described
         if is_like_param:
-            of_param = make_sharded_optimizer_tensor(self.placed, value, "")
-            of_param.key = key
-            return of_param
+            like_param = make_sharded_optimizer_tensor(self.placed, value, "")
+            like_param.key = key
+            return like_param
         if value.dim() and not is_dtensor(value) and self.shape != tuple(self.param.shape):
             raise CheckpointValueError(
                 f"{key} has shape {tuple(value.shape)}, and its parameter is a part of shape "
@@ -89,9 +89,9 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
     """
     modules = list(named_modules(model))
     _refuse_local_shards(modules, optimizer)
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for found in modules:
-        if isinstance(found.module, sharded):
+        if isinstance(found.module, fsdp_module):
             found.module.reshard()  # FSDP2 leaves shards gathered after a forward without a backward pass
     params = named_parameters(modules)
     marks = marks_of(modules, params)
@@ -121,24 +121,23 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
                     f"with an optimizer of opt_stack.get_optimizer"
                 )
             shape = segments[0].global_shape
-        in_model = name if place is None else place.key
-        named.append(NamedParam(in_model, param, group, shape, marks[name], place))
+        full_name = name if place is None else place.key
+        named.append(NamedParam(full_name, param, group, shape, marks[name], place))
     return named
 
 
 def _refuse_local_shards(modules: Iterable[NamedModule], optimizer: Optimizer) -> None:
     """Raise CheckpointValueError if ranks keep states that no other rank can describe."""
-    place = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if isinstance(optimizer, getattr(place, "ZeroRedundancyOptimizer", ())):
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if isinstance(optimizer, getattr(zero, "ZeroRedundancyOptimizer", ())):
         raise CheckpointValueError(
             "ZeroRedundancyOptimizer keeps the state of each parameter on one rank only, so that it cannot be saved or "
             "loaded by name; use opt_stack.get_optimizer with use_distributed_optimizer=True, or the optimizer that it "
             "wraps, with torch.distributed.fsdp.fully_shard"
         )
-    place = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    kind = getattr(place, "FullyShardedDataParallel", ())
-    wrapped = next((found.module for found in modules if isinstance(found.module, kind)), None)
-    if wrapped is not None and has_other_ranks():
+    fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    wrapper = getattr(fsdp1, "FullyShardedDataParallel", ())
+    if any(isinstance(found.module, wrapper) for found in modules) and has_other_ranks():
         raise CheckpointValueError(
             "the model is in FullyShardedDataParallel, whose flat shards do not say what part of a parameter they are; "
             "use torch.distributed.fsdp.fully_shard, or save torch.distributed.checkpoint.state_dict.get_state_dict"

@@ -111,7 +111,7 @@ def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], wher
     lists: dict[str, int] = {}
     for tensor in tensors if has_other_ranks() else ():
         if tensor.marks is not None:
-            prefix, _, own_list = _parts_of(tensor.key, tensor.marks)
+            prefix, _, own_list = _split_key(tensor.key, tensor.marks)
             if own_list is not None:
                 lists[f"{prefix}{own_list}{own_list and '.'}"] = tensor.marks.list_len
     for key in stored if lists else ():
@@ -126,7 +126,7 @@ def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], wher
                 )
 
 
-class _Parts(NamedTuple):
+class _KeyParts(NamedTuple):
     """The parts of a key: a prefix of the caller or of another form, the name, and the list of layers in the name."""
 
     prefix: str
@@ -134,11 +134,11 @@ class _Parts(NamedTuple):
     list_name: str | None
 
 
-def _parts_of(key: str, marks: Marks) -> _Parts:
-    """The parts of the key that a tensor has now, which may be the caller's own."""
+def _split_key(key: str, marks: Marks) -> _KeyParts:
+    """Split the present key of a tensor. If it does not end with the tensor's name, the caller chose it: no prefix."""
     if key.endswith(marks.name):
-        return _Parts(key.removesuffix(marks.name), marks.name, marks.list_name)
-    return _Parts("", key, None if marks.list_name is None else _before_number(key))
+        return _KeyParts(key.removesuffix(marks.name), marks.name, marks.list_name)
+    return _KeyParts("", key, None if marks.list_name is None else _before_number(key))
 
 
 def has_other_ranks() -> bool:
@@ -146,6 +146,8 @@ def has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+# The list of experts and the number of one, as in `mlp.experts.3.up.weight` (groups 1 and 2), or its weight and the
+# number, as in `mlp.experts.up.weight3` (groups 3 and 4).
 _EXPERT_NUMBER = re.compile(
     r"^((?:.*\.)?\w*experts)\.(\d+)(?=\.|$)|^((?:.*\.)?\w*experts\.(?:.*\.)?(?:weight|bias))(\d+)$"
 )
@@ -164,7 +166,7 @@ class _Entry:
     """A tensor of a state that is not placed yet, its container, and its place in the whole model."""
 
     parent: Any
-    at: Any
+    at: Any  # key or index in `parent`
     tensor: ShardedTensor
     marks: Marks
     scope: str  # number of the `ScopedState`, and the prefix; names are unique in each
@@ -199,10 +201,10 @@ def place_(state: Any, axes: ModelAxes) -> None:
     trains = any(entry.marks.tensor.requires_grad for entry in entries)
     has_experts = any(marks.is_expert for marks in plain)
     per_rank = axes.all_ranks.gather_objects((bool(entries), trains, bool(plain), has_experts))
-    have_entries, training, have_plain, have_experts = zip(*per_rank)
+    have_entries, train, have_plain, have_experts = zip(*per_rank)
     if not any(have_entries):
         return
-    error = _missing_groups(axes, sum(training), any(have_plain), any(have_experts))
+    error = _missing_groups(axes, sum(train), any(have_plain), any(have_experts))
     if error is None:
         _name_experts(axes.ep, entries)
         _name_layers(axes.pp, entries)
@@ -212,7 +214,7 @@ def place_(state: Any, axes: ModelAxes) -> None:
     if error is None:
         try:
             for entry in entries:
-                entry.parent[entry.at] = _described(axes, entry)
+                entry.parent[entry.at] = _placed_tensor(axes, entry)
         except CheckpointingException as refused:
             error = str(refused)
     for rank, text in enumerate(axes.all_ranks.gather_objects(error)):
@@ -229,10 +231,10 @@ def _entries(state: Any) -> Iterator[_Entry]:
             scope = scopes.setdefault(id(node), len(scopes) + 1)
         for at, value in list(items_of(node)):
             if isinstance(value, ShardedTensor) and (marks := value.marks) is not None:
-                prefix, name, list_name = _parts_of(value.key, marks)
+                prefix, name, list_name = _split_key(value.key, marks)
                 entry = _Entry(node, at, value, marks, f"{scope}/{prefix}", prefix, name)
                 if marks.is_expert and (found := _EXPERT_NUMBER.match(name)):
-                    group = 2 if found[2] is not None else 4
+                    group = 2 if found[2] is not None else 4  # of the number
                     entry.expert = _Expert(f"{entry.scope}{found[group - 1]}", int(found[group]), found.span(group))
                 layers = None if list_name is None else f"{entry.scope}{list_name}"
                 entry.layers = None if entry.expert is not None and entry.expert.list_name == layers else layers
@@ -243,16 +245,16 @@ def _entries(state: Any) -> Iterator[_Entry]:
     return walk(state, 0) if isinstance(state, dict | list) else iter(())
 
 
-def _missing_groups(axes: ModelAxes, training: int, has_plain: bool, has_experts: bool) -> str | None:
+def _missing_groups(axes: ModelAxes, num_training: int, has_plain: bool, has_experts: bool) -> str | None:
     """A sentence if the groups do not account for all ranks; the same on every rank that was given these groups."""
-    ranks = {axes.all_ranks.size, training}
+    possible = {axes.all_ranks.size, num_training}  # groups may leave out ranks that train nothing
     dense = {"dp": axes.dense.size, "tp": axes.tp.size, "pp": axes.pp.size}
     expert = {"expt_dp": axes.expert.size, "expt_tp": axes.expert_tp.size, "ep": axes.ep.size, "pp": axes.pp.size}
     wanted = [("dense parameters", dense)] if has_plain else []
     wanted += [("experts", expert)] if has_experts else []
     for what, roles in wanted:
         count = math.prod(roles.values())
-        if count not in ranks:
+        if count not in possible:
             sizes = " x ".join(f"{role} of {size}" for role, size in roles.items())
             return (
                 f"the process groups account for {count} of {axes.all_ranks.size} ranks with {what} ({sizes}), so it "
@@ -272,15 +274,15 @@ def _name_experts(ep: Axis, entries: Sequence[_Entry]) -> None:
             numbered[entry.expert.list_name].add(entry.expert.number)
     others = {entry.scoped for entry in entries if entry.marks.is_expert and entry.expert is None}
     per_rank = ep.gather_objects((numbered, others))
-    first = {name: _first_number([own.get(name, set()) for own, _ in per_rank], ep.rank) for name in numbered}
+    offsets = {name: _number_offset([own.get(name, set()) for own, _ in per_rank], ep.rank) for name in numbered}
     counts = Counter(name for _, names in per_rank for name in names)
     for entry in entries:
         marks = entry.marks
         expert = entry.expert
-        start = None if expert is None else first[expert.list_name]
-        if expert is not None and start is not None:
+        offset = None if expert is None else offsets[expert.list_name]
+        if expert is not None and offset is not None:
             low, high = expert.span
-            entry.name = f"{entry.name[:low]}{expert.number + start}{entry.name[high:]}"
+            entry.name = f"{entry.name[:low]}{expert.number + offset}{entry.name[high:]}"
         elif expert is not None or (marks.is_expert and counts[entry.scoped] > 1):
             is_stack = expert is None and marks.tensor.dim() == 3 and not (marks.is_cut and marks.dim == 0)
             if is_stack and not is_dtensor(marks.tensor):
@@ -289,8 +291,8 @@ def _name_experts(ep: Axis, entries: Sequence[_Entry]) -> None:
                 entry.name = f"experts{ep.rank}of{ep.size}.{entry.name}"
 
 
-def _first_number(per_rank: Sequence[set[int]], rank: int) -> int | None:
-    """The number to add to those of this rank's experts: ranks count from 0 each, or all together. None: neither."""
+def _number_offset(per_rank: Sequence[set[int]], rank: int) -> int | None:
+    """The number to add to those of this rank's experts. None if ranks neither count from 0 each, nor all together."""
     if all(numbers == set(range(len(numbers))) for numbers in per_rank):
         return sum(map(len, per_rank[:rank]))
     every = sorted(number for numbers in per_rank for number in numbers)
@@ -309,17 +311,17 @@ def _name_layers(pp: Axis, entries: Sequence[_Entry]) -> None:
     names = {entry.scoped for entry in entries} - shared
     lengths = {entry.layers: entry.marks.list_len for entry in entries if entry.layers is not None}
     stages = pp.gather_objects((names, shared, lengths))
-    counts = Counter(name for of_stage, _, _ in stages for name in of_stage)
+    counts = Counter(name for stage_names, _, _ in stages for name in stage_names)
     renumbered = {entry.layers for entry in entries if entry.layers is not None and counts[entry.scoped] > 1}
     renumbered = set().union(*pp.gather_objects(renumbered))
     for entry in entries:
         if entry.scoped in shared:
-            entry.copy = sum(entry.scoped in of_stage for _, of_stage, _ in stages[: pp.rank])
+            entry.copy = sum(entry.scoped in stage_shared for _, stage_shared, _ in stages[: pp.rank])
         elif entry.layers in renumbered:
             parts = entry.name.split(".")
             at = next(index for index, part in enumerate(parts) if part.isdigit())
-            before = sum(own.get(entry.layers, 0) for _, _, own in stages[: pp.rank])
-            parts[at] = str(int(parts[at]) + before)
+            num_before = sum(stage_lengths.get(entry.layers, 0) for _, _, stage_lengths in stages[: pp.rank])
+            parts[at] = str(int(parts[at]) + num_before)
             entry.name = ".".join(parts)
         elif counts[entry.scoped] > 1:
             entry.name = f"stage{pp.rank}of{pp.size}.{entry.name}"
@@ -342,7 +344,12 @@ def _uneven_parts(tp: Axis, entries: Sequence[_Entry]) -> str | None:
     return None
 
 
-def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorFactory:
+def _placed_tensor(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorFactory:
+    """Return the tensor of an entry with its key, its position in the whole model, and its replica number.
+
+    Raises:
+        CheckpointingException: a tensor-parallel parameter has no `partition_dim`, or a stride that is not supported.
+    """
     marks = entry.marks
     tensor = entry.tensor
     if is_dtensor(marks.tensor):  # its mesh describes it, but not its experts or stages
