@@ -64,11 +64,11 @@ class LaunchOrder:
         """
         if not self.any_may_launch_early:
             return False
-        others = _others(self.chunks)
+        others = _outside_chunks(self.chunks)
         if others and not self._has_warned:
             self._has_warned = True
             gc.collect()  # unused models may be alive, because hooks and parameters form reference cycles
-            others = _others(self.chunks)
+            others = _outside_chunks(self.chunks)
             if others:
                 warnings.warn(
                     f"overlap_grad_reduce=True: {len(others)} more wrapped model chunks reduce over the same process "
@@ -131,7 +131,7 @@ _live: WeakSet["GradSync"] = WeakSet()
 _lock = threading.Lock()
 
 
-def _others(chunks: Sequence["GradSync"]) -> list["GradSync"]:
+def _outside_chunks(chunks: Sequence["GradSync"]) -> list["GradSync"]:
     """Live chunks outside of `chunks` that reduce over one of their groups."""
     with _lock:
         live = list(_live)
@@ -176,20 +176,20 @@ class GradSync:
         self.families: list[Family] = []
         self.groups: list[object] = []  # process groups, or a `Comm` that has none
         for is_expert in (False, True):
-            of_family = [bucket for bucket in buckets if bucket.reduction.is_expert == is_expert]
-            if of_family:
-                axes = of_family[0].reduction.axes
-                self.families.append(Family(axes, of_family, LargeGrads()))
+            family_buckets = [bucket for bucket in buckets if bucket.reduction.is_expert == is_expert]
+            if family_buckets:
+                axes = family_buckets[0].reduction.axes
+                self.families.append(Family(axes, family_buckets, LargeGrads()))
                 for comm in (axes.dp, axes.inter):
                     if comm.size > 1:
                         self.groups.append(group_of(comm) or comm)
         self._bucket_of = {id: bucket for bucket in self.buckets for id in bucket.ids}
         self._completed: dict[GradBucket, int] = {}  # in this iteration: buckets, and how many were complete before
         self.has_run = False  # whether a pass of this iteration may have launched buckets on some rank
-        self._finished = False
-        for number, bucket in enumerate(self.buckets):
+        self._is_finished = False
+        for index, bucket in enumerate(self.buckets):
             is_expert = bucket.reduction.is_expert
-            bucket.key = LaunchKey(not in_backward, -self.number, 0.0, is_expert, number)
+            bucket.key = LaunchKey(not in_backward, -number, 0.0, is_expert, index)
         self.launch_order = LaunchOrder([self])
         with _lock:
             _live.add(self)
@@ -202,7 +202,7 @@ class GradSync:
     @property
     def may_launch_early(self) -> bool:
         """Whether complete buckets may be launched before `finish`; the same on all ranks."""
-        return self.in_backward and not self._has_to_learn and not self._finished
+        return self.in_backward and not self._has_to_learn and not self._is_finished
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,7 +239,7 @@ class GradSync:
 
     def start(self) -> None:
         """Launch every bucket, complete or not, as soon as all buckets before it are launched."""
-        if not self._finished:
+        if not self._is_finished:
             for bucket in self.buckets:
                 bucket.check_here()
             self.is_started = True
@@ -270,17 +270,17 @@ class GradSync:
             UnusableGradientError: gradients must not be used (`GradBucket.problem`). All reductions are complete, so
                 that no other rank waits for this one.
         """
-        if not self._finished:
+        if not self._is_finished:
             for bucket in self.buckets:
                 bucket.check_here()
             self.launch_order.launch_through(self)
         for bucket in self.order:
             bucket.finish()
-        if self._has_to_learn and not self._finished:
-            self._learn()
-        if not self._finished:
+        if not self._is_finished:
+            if self._has_to_learn:
+                self._learn()
             self._judge()
-        self._finished = True
+        self._is_finished = True
         for bucket in self.order:
             if bucket.problem is not None:
                 raise bucket.problem
@@ -289,10 +289,10 @@ class GradSync:
         """Begin an iteration, in which gradients may accumulate again. Waits for pending reductions.
 
         If the gradients of the last iteration are dropped without a reduction, buckets may have been launched on this
-        rank but not on another, so that all buckets must be launched first. If only this rank drops an iteration, its
-        reductions met those of the iteration that the other ranks go on with, or of the next one, whose gradients are
-        wrong. The exchange that compares what is dropped then meets the exchange of their step, which fails before it
-        updates anything.
+        rank but not on another, so all buckets are launched first. If only this rank drops the iteration, its
+        reductions are matched with those of the iteration that the other ranks continue, or of their next one, whose
+        gradients are then wrong. The exchange that compares what is dropped is then matched with the exchange of their
+        step, which fails before it updates anything.
 
         Raises:
             GradientError: another rank drops another iteration, or none.
@@ -303,9 +303,9 @@ class GradSync:
                 self._compare_dropped(family.axes)
         for bucket in self.order:
             bucket.begin()
-        self.iteration += self._finished
+        self.iteration += self._is_finished
         self._completed = {}
-        self._finished = False
+        self._is_finished = False
         self.has_run = False
         self.is_started = False
 
@@ -341,21 +341,25 @@ class GradSync:
             if is_bad:
                 bucket.refuse(checks.problem())
         for family in self.families:
-            largest = max((one for one in family.buckets if one in norms), key=norms.__getitem__, default=None)
+            checked_buckets = [bucket for bucket in family.buckets if bucket in norms]
+            largest = max(checked_buckets, key=norms.__getitem__, default=None)
             if largest is not None:
                 largest.refuse(family.limit.verdict(norms[largest], largest.name))
 
     def _learn(self) -> None:
-        """Agree with the replicas of each family when its buckets are complete, and which ones may lack a gradient."""
-        num = len(self.buckets)
+        """Agree with the replicas of each family when its buckets are complete, and which may lack a gradient.
+
+        Collective over each family in turn: keys that differed between ranks would launch other buckets together.
+        """
+        num_buckets = len(self.buckets)
         for bucket in self.buckets:
             bucket.expected = {id: max(bucket.arrivals.get(id, 0), 1) for id in bucket.ids}
         for family in self.families:
-            seen = []
+            local = []
             for bucket in family.buckets:
                 lacks_grads = len(bucket.arrivals) < len(bucket.ids)
-                seen.append((self._completed.get(bucket, num) / num, lacks_grads))
-            reports = from_all_replicas(family.axes, seen)
+                local.append((self._completed.get(bucket, num_buckets) / num_buckets, lacks_grads))
+            reports = from_all_replicas(family.axes, local)
             for bucket, per_rank in zip(family.buckets, zip(*reports, strict=True), strict=True):
                 time, _ = per_rank[0]
                 is_late = not self.in_backward or any(is_late for _, is_late in per_rank)

@@ -111,7 +111,7 @@ def not_trained(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Moved:
-    """Detects a parameter of which `of`, such as the address, is not what it was."""
+    """Detects a parameter whose `of(param)`, such as its address, is no longer what it was at construction."""
 
     def __init__(self, params: Params, of: Callable[[Tensor], object]):
         self.params = params
@@ -134,10 +134,10 @@ def form_of(params: Params) -> Callable[[Tensor], object]:
 
 
 def check_replicas(params: Params, metas: Metas, roles: Roles, *, only: Collection[ParamId] | None = None) -> None:
-    """Compare the weights of all ranks that hold copies, or `only` some, the same on all ranks. Collective: every rank
-    calls it.
+    """Compare the weights of all ranks that hold copies. Collective: every rank calls it.
 
-    One small exchange for each group of ranks that hold copies. NaNs and signs of zeros are compared by their bits.
+    `only` are the parameters to compare, the same on all ranks; None: all. One small exchange for each group of ranks
+    that hold copies. NaNs and signs of zeros are compared by their bits.
 
     Raises:
         ReplicaError, on every rank: a parameter differs, or some of the ranks do not train it. Names the first such
@@ -209,8 +209,8 @@ def broadcast_replicas_(tensors: ParamTensors, metas: Metas, roles: Roles, *, ig
         names[comm], found = _difference(local, comm, ignore_missing=ignore_missing)
         error = error or found
     agree(roles.everyone, error)
-    for comm, of_comm in names.items():
-        for name in of_comm:
+    for comm, common in names.items():
+        for name in common:
             for part in parts[name]:
                 _broadcast_(part, comm)
     for tensor in tensors.values():
@@ -239,15 +239,16 @@ def _shapes(parts: Iterable[Tensor]) -> str:
 
 def _copies_by_comm(tensors: ParamTensors, metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
     """The parameters that are compared over each group, in one order on all ranks. Groups may have none on a rank."""
-    over: list[tuple[Comm, list[ParamId]]] = [(comm, []) for comm in roles.comms if comm.size > 1]
+    pairs: list[tuple[Comm, list[ParamId]]] = []
+    pairs += [(comm, []) for comm in roles.comms if comm.size > 1]  # first, so that ranks without tensors join, too
     for id, tensor in tensors.items():
-        over += [(comm, [id]) for comm in _comms(tensor, metas[id], roles)]
-    same: dict[object, Comm] = {}  # by process group, of which there may be several views
-    found: dict[Comm, list[ParamId]] = {}
-    for comm, ids in over:
-        first = same.setdefault(group_of(comm) or comm, comm)
-        found.setdefault(first, []).extend(ids)
-    return found
+        pairs += [(comm, [id]) for comm in _comms(tensor, metas[id], roles)]
+    first_view: dict[object, Comm] = {}  # by process group, of which there may be several views
+    by_comm: dict[Comm, list[ParamId]] = {}
+    for comm, ids in pairs:
+        view = first_view.setdefault(group_of(comm) or comm, comm)
+        by_comm.setdefault(view, []).extend(ids)
+    return by_comm
 
 
 def _comms(tensor: Tensor, meta: ParamMeta, roles: Roles) -> list[Comm]:
@@ -284,10 +285,10 @@ def _difference(
                 "tensor_model_parallel=True on it where each rank holds another part"
             )
     for name in common:
-        others = [n for n, values in zip(numbers, per_rank, strict=True) if values[name] != per_rank[0][name]]
-        if others:
+        differing = [n for n, values in zip(numbers, per_rank, strict=True) if values[name] != per_rank[0][name]]
+        if differing:
             return common, ReplicaError(
-                f"ranks hold different values of {name!r}: {others} differ from rank {numbers[0]}, but copies must "
+                f"ranks hold different values of {name!r}: {differing} differ from rank {numbers[0]}, but copies must "
                 "start equal; call torch.manual_seed with the same seed on all ranks before the model is made, load "
                 "the same checkpoint, or pass broadcast_params=True to get_optimizer (or DistributedDataParallel) to "
                 "start from the first rank's values"
@@ -313,6 +314,7 @@ def _parts(tensor: Any) -> Iterator[Tensor]:
 
 
 def _broadcast_(part: Tensor, comm: Comm) -> None:
+    """Copy a plain tensor of any dtype and strides from the first rank of `comm` to the others. Collective."""
     value = part.resolve_conj().resolve_neg()
     value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
     comm.broadcast_(value.view(-1).view(torch.uint8))  # in bytes: no backend sends every dtype

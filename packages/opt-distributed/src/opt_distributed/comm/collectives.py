@@ -41,47 +41,6 @@ def zeros(numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-# Let gloo's threads finish before the interpreter shuts down, so that scripts end with their exit status. When a gloo
-# collective completes, the thread that ran it releases its tensors, which requires the GIL. Python unwinds a thread
-# that requests the GIL during shutdown, and C++ then calls `terminate` ("terminate called without an active
-# exception"). So a script that ends right after its last collective would abort now and then, even if it has destroyed
-# its process groups: their threads live as long as anything refers to the groups. A script that ends while parameters
-# are being gathered would also break the gathers of its peers.
-
-FINISH_SECONDS = 5.0  # for pending collectives; one whose peer has died never completes
-RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of completed collectives; they need microseconds
-
-
-class _Started:
-    """A pending collective. It is kept alive until `wait` was called, even if nothing else refers to it."""
-
-    under_way: ClassVar[set["_Started"]] = set()
-
-    def __init__(self, work: Any, wait: Callable[[Any], object], then: Callable[[], object] | None):
-        self.work = work
-        self._wait = wait
-        self._then = then
-        self.under_way.add(self)
-
-    def wait(self) -> object:
-        result = self._wait(self.work)
-        self.under_way.discard(self)  # not after an error: it may still be under way
-        if self._then is not None:
-            self._then()
-            self._then = None
-        return result
-
-
-@atexit.register  # at import, so that hooks of scripts, which may destroy groups, run before
-def _finish_collectives() -> None:
-    if not TorchComm.is_used:
-        return
-    deadline = time.monotonic() + FINISH_SECONDS
-    while time.monotonic() < deadline and not all(started.work.is_completed() for started in _Started.under_way):
-        time.sleep(0.001)
-    time.sleep(RELEASE_SECONDS)
-
-
 Made = TypeVar("Made")
 
 
@@ -185,6 +144,46 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _OPS = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX}
 
+# Let gloo's threads finish before the interpreter shuts down, so that scripts end with their exit status. When a gloo
+# collective completes, the thread that ran it releases its tensors, which requires the GIL. Python unwinds a thread
+# that requests the GIL during shutdown, and C++ then calls `terminate` ("terminate called without an active
+# exception"). So a script that ends right after its last collective would abort now and then, even if it has destroyed
+# its process groups: their threads live as long as anything refers to the groups. A script that ends while parameters
+# are being gathered would also break the gathers of its peers.
+
+FINISH_SECONDS = 5.0  # for pending collectives; one whose peer has died never completes
+RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of completed collectives; they need microseconds
+
+
+class _Started:
+    """A pending collective. It is kept alive until `wait` was called, even if nothing else refers to it."""
+
+    under_way: ClassVar[set["_Started"]] = set()
+
+    def __init__(self, work: Any, wait: Callable[[Any], object], then: Callable[[], object] | None):
+        self.work = work
+        self._wait = wait
+        self._then = then
+        self.under_way.add(self)
+
+    def wait(self) -> object:
+        result = self._wait(self.work)
+        self.under_way.discard(self)  # not after an error: it may still be under way
+        if self._then is not None:
+            self._then()
+            self._then = None
+        return result
+
+
+@atexit.register  # at import, so that hooks of scripts, which may destroy groups, run before
+def _finish_collectives() -> None:
+    if not TorchComm.is_used:
+        return
+    deadline = time.monotonic() + FINISH_SECONDS
+    while time.monotonic() < deadline and not all(started.work.is_completed() for started in _Started.under_way):
+        time.sleep(0.001)
+    time.sleep(RELEASE_SECONDS)
+
 
 class TorchComm(Comm, Tells):
     """A `torch.distributed` process group to which this rank belongs. `allocate` allocates its buffers.
@@ -214,7 +213,7 @@ class TorchComm(Comm, Tells):
         kind = f"reduce_scatter {full.numel()}"
         if not self._is_gloo(full):
             return self._start(kind, full, async_op, _reduce_scatter, shard, full)
-        # torch's own, with gloo, is an all-reduce of a copy, too, and cannot be waited for with a timeout.
+        # With gloo, torch's own is an all-reduce of a copy, too, and has no wait with a timeout.
         part = full.view(self.size, -1)[self.rank]
         return self._start(kind, full, async_op, dist.all_reduce, full, then=lambda: shard.copy_(part))
 
@@ -234,7 +233,7 @@ class TorchComm(Comm, Tells):
             values: list[Any] = [None] * self.size
             dist.all_gather_object(values, value, group=self.group)
             return values
-        # The same two collectives; but the host would not read notices while it waits in torch's.
+        # The same two collectives as in torch's, where the host would not read notices while it waits.
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gather(torch.tensor([pickled.numel()], dtype=torch.int64, device="cpu"), "sizes of objects")
         sent = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
@@ -329,8 +328,9 @@ def telling(comms: Iterable[Comm], place: str = "", *, unless: type[Exception] |
         with at(place) if place else nullcontext():
             yield
     except Exception as error:
-        for comm in posting if not isinstance(error, unless) else ():
-            comm.tell(f"raised {type(error).__name__}: {error}", place=place)
+        if not isinstance(error, unless):
+            for comm in posting:
+                comm.tell(f"raised {type(error).__name__}: {error}", place=place)
         raise
 
 
@@ -366,13 +366,13 @@ def sum_together_(tensors: Iterable[Tensor], comm: Comm, *, scale: float = 1.0) 
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same in by_dtype.values():
-        joined = torch.cat([tensor.view(-1) for tensor in same])
-        comm.all_reduce_(joined)
+        flat = torch.cat([tensor.view(-1) for tensor in same])
+        comm.all_reduce_(flat)
         if scale != 1.0:
-            joined.mul_(scale)
+            flat.mul_(scale)
         start = 0
         for tensor in same:
-            tensor.view(-1).copy_(joined[start : start + tensor.numel()])
+            tensor.view(-1).copy_(flat[start : start + tensor.numel()])
             start += tensor.numel()
 
 
@@ -386,9 +386,9 @@ class HostComm(Comm, Tells):
         self.size = comm.size
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        there = self.device.upload(x)
-        self.comm.all_reduce_(there, op=op)
-        return self._back(x, there)
+        on_device = self.device.upload(x)
+        self.comm.all_reduce_(on_device, op=op)
+        return self._back(x, on_device)
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
         return self._through(self.comm.reduce_scatter_, shard, full)
@@ -400,9 +400,9 @@ class HostComm(Comm, Tells):
         return self._through(partial(self.comm.all_to_all_, sizes=sizes), out, x)
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
-        there = self.device.upload(x)
-        self.comm.broadcast_(there, src=src)
-        self._back(x, there)
+        on_device = self.device.upload(x)
+        self.comm.broadcast_(on_device, src=src)
+        self._back(x, on_device)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.comm.gather_objects(value)
@@ -417,6 +417,6 @@ class HostComm(Comm, Tells):
         collective(received, sent)
         return self._back(out, received)
 
-    def _back(self, x: Tensor, there: Tensor) -> Pending:
-        x.view(-1).copy_(self.device.to_host(there).view(-1))
+    def _back(self, x: Tensor, on_device: Tensor) -> Pending:
+        x.view(-1).copy_(self.device.to_host(on_device).view(-1))
         return DONE

@@ -1,8 +1,8 @@
 """`Device`: streams, events, graphs, pinned memory, and memory that is freed while work on it is queued.
 
 No other module of this package uses streams or events directly. On an accelerator, an operation returns before it has
-run. On a CPU it is complete when it returns, so that most methods of `Device` do nothing. The tests have
-a third implementation: a CPU that runs its operations later (`integration_tests/testing/fake_accelerator`).
+run. On a CPU it is complete when it returns, so that most methods of `Device` do nothing. The tests have a third
+implementation: a CPU that runs its operations later (`integration_tests/testing/fake_accelerator`).
 """
 
 import time
@@ -99,8 +99,8 @@ class Device:
 
     @contextmanager
     def joining_side_stream(self) -> Iterator[None]:
-        """After an error inside, let the current stream wait for the side stream, whose work the error may leave with
-        memory that is freed."""
+        """After an error inside, let the current stream wait for the side stream. Otherwise memory that the error frees
+        could be reused while queued work of the side stream still needs it."""
         try:
             yield
         except BaseException:
@@ -136,7 +136,7 @@ class Device:
         return True
 
     def on_host(self) -> AbstractContextManager[None]:
-        """Operations inside use host memory only, so that nothing is queued."""
+        """Declare that operations inside use host memory only, so that they are not queued."""
         return nullcontext()
 
     def release_(self, tensor: Tensor) -> None:

@@ -22,7 +22,7 @@ class World:
         self.size = size
         self.timeout_s = timeout_s
         self.box: list[Any] = [None] * size
-        self.left = [STAYS] * size  # why ranks will not come
+        self.left = [STAYS] * size  # by rank: why it will not come
         self.parts: dict[tuple[int, ...], World] = {}  # by their ranks
         self._turn = threading.Condition()
         self._num_here = self._num_meetings = 0
@@ -106,8 +106,8 @@ class ThreadComm(Comm, Tells):
 
     def part(self, ranks: Sequence[int]) -> Comm:
         key = tuple(ranks)
-        made = World(len(key), timeout_s=self._world.timeout_s)
-        return ThreadComm(self._world.parts.setdefault(key, made), key.index(self.rank))
+        world = self._world.parts.setdefault(key, World(len(key), timeout_s=self._world.timeout_s))
+        return ThreadComm(world, key.index(self.rank))
 
     def tell(self, why: str, *, place: str = "") -> None:
         self._world.left[self.rank] = Left(why, place)
@@ -120,12 +120,12 @@ class ThreadComm(Comm, Tells):
         world = self._world
         world.box[self.rank] = (kind, notices.here(), value)
         world.meet()
-        of_ranks = list(world.box)
+        messages = list(world.box)
         world.meet()  # no rank may overwrite the box before all have read it
-        for rank, (other, place, _) in enumerate(of_ranks):
+        for rank, (other, place, _) in enumerate(messages):
             if other != kind:
                 raise notices.CollectiveError(f"rank {rank} waits in {place or other}; {RESTART}")
-        return [value for _, _, value in of_ranks]
+        return [value for _, _, value in messages]
 
 
 def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
@@ -151,9 +151,8 @@ def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
     for thread in threads:
         thread.join(world.timeout_s)
     raised = [error for error in errors if error is not None]
-    raised.sort(key=_is_consequence)  # causes first
-    for error in raised:
-        raise error
+    if raised:
+        raise min(raised, key=_is_consequence)  # the first cause, else the first consequence
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"a rank of {size} was still running after {world.timeout_s} s")
     return results

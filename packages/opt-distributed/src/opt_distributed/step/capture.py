@@ -35,7 +35,7 @@ Work = Callable[[list[Ready], Tensor, Groups], Verdict]
 
 
 class CapturedStep:
-    """The part of a `Stepper`'s step that is captured when two successive steps freeze the same, and then replayed."""
+    """The captured part of a `Stepper`'s step: captured once two successive steps have the same key, then replayed."""
 
     def __init__(self, units: Sequence[Unit], sources: Sequence[Source], *, scaler: Scaler, device: devices.Device):
         """Raises GraphError if the device does not support graphs."""
@@ -46,7 +46,7 @@ class CapturedStep:
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
         self._graph = device.graph()
         self._captured: tuple[Hashable, Verdict] | None = None  # the capture's key, and what replays write
-        self._last: Hashable = None
+        self._last_key: Hashable = None
         self._num_misses = 0  # successive steps with a new key
         rules = [bare(unit.rule) for unit in units]
         self._table = HyperTable(rules, device=self.device, upload=device.upload)
@@ -56,28 +56,28 @@ class CapturedStep:
             for piece in unit.pieces:
                 self._memory += [piece.main.target, *piece.state.values(), *piece.main.kept.values()]
 
-    def lacking(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
+    def missing_grad_error(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
         """Return the error for a parameter that has no gradient on this rank; None if all have one."""
-        lacking = []
+        missing = []
         for source in self._buffered:
-            lacking += [id for id in source.ids if source.params[id].grad is None]
+            missing += [id for id in source.ids if source.params[id].grad is None]
         for unit, unit_grads in zip(self.units, ready, strict=True):
             if unit_grads.pieces is not unit.pieces:
-                there = {piece.id for piece in unit_grads.pieces}
-                lacking += [piece.id for piece in unit.pieces if piece.id not in there]
-        if not lacking:
+                present = {piece.id for piece in unit_grads.pieces}
+                missing += [piece.id for piece in unit.pieces if piece.id not in present]
+        if not missing:
             return None
         return UnusableGradientError(
-            f"{str(lacking[0])!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
+            f"{str(missing[0])!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
             "parameters every time; freeze those that are not used, or turn graphs off"
         )
 
     def step(self, work: Work, ready: Sequence[Ready], flags: Tensor, groups: Groups, limits: Limits) -> Verdict:
-        """Do `work`, or replay it. If gradients are lacking, `flags` must say that this rank refuses the step.
+        """Do `work`, or replay it. If gradients are missing, `flags` must say that this rank refuses the step.
 
         The tensors of the result are valid until the next call.
         """
-        is_complete = self.lacking(ready) is None
+        is_complete = self.missing_grad_error(ready) is None
         ready = [_in_fixed_memory(unit_grads, copies) for unit_grads, copies in zip(ready, self._copies, strict=True)]
         self._table.refresh_(groups)
         self.scaler.stay_on(self._accelerator)
@@ -94,8 +94,8 @@ class CapturedStep:
         addresses = tuple(map(Tensor.data_ptr, tensors))
         key = tuple(counts), addresses, self._table.frozen, limits
         if self._captured is None or self._captured[0] != key:
-            is_known = self._last == key
-            self._last = key
+            is_known = self._last_key == key
+            self._last_key = key
             if not is_known:  # the first run compiles kernels and builds tables, which a capture must not do
                 self._captured = None
                 self._num_misses += 1
@@ -114,8 +114,10 @@ class CapturedStep:
 
 
 def _in_fixed_memory(ready: Ready, copies: dict[int, Tensor]) -> Ready:
-    """Copy gradients that autograd allocates anew in each backward pass to `copies`, by position among the pieces.
-    Others are in buffers already."""
+    """Return `ready` with the gradients that autograd allocates anew in each backward pass copied to fixed memory.
+
+    `copies` has that memory, by position among the pieces; it is allocated here. Other gradients are in buffers.
+    """
     moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, ParamGrads | DTensorGrads)]
     if not moving:
         return ready

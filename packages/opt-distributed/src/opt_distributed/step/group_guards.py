@@ -40,7 +40,7 @@ class ReplacedParamsError(UnusableGradientError, ValueError):
 
 
 class SameParams(Refusal):
-    """Parameters were replaced, as by Accelerate's FSDP2, or moved to another group. No step would follow either."""
+    """Parameters were replaced, as by Accelerate's FSDP2, or moved to another group: a step would ignore either."""
 
     def __init__(self, built: Groups):
         self._ids = _ids_of_params(built)
@@ -63,8 +63,8 @@ def _ids_of_params(groups: Groups) -> list[list[int]]:
 
 
 class UsableGroups(Refusal):
-    """Knows the entries of the groups as they were built, and as the last step saw them: only numbers are read in every
-    step, so that a change of another entry would have no effect."""
+    """An entry of a group has changed in a way that no step supports. Only numbers are read in every step: a change of
+    another entry would have no effect. Compares with the groups as they were built, and as the last step saw them."""
 
     def __init__(self, groups: Groups, rules: Mapping[int, Rule]):
         self.rules = rules
@@ -129,8 +129,8 @@ class UsableGroups(Refusal):
                 yield str(error)
 
     def accept_loaded(self, groups: Groups) -> None:
-        """Keep torch's flags that a load wrote to the groups, which the load has checked, and numbers without effect:
-        they do not make a checkpoint unreadable."""
+        """Accept what a load wrote to the groups: torch's flags, which it has checked, and numbers without effect.
+        Refusing these would make the checkpoint unreadable."""
         for built, group in zip(self._built, groups, strict=True):
             for name in _FLAGS:
                 if name in group:
@@ -147,10 +147,10 @@ def _structure_problems(group: Group, built: Group) -> Iterator[str]:
             yield f"it has no entry {name!r} any more; groups keep the entries that they were built with"
     for name in (*FIXED, CHOICES):
         value = group.get(name)
-        of_build = built.get(name)
-        if value != of_build:
+        was = built.get(name)
+        if value != was:
             yield (
-                f"{name}={value!r} was set after the optimizer was built with {of_build!r}, which has no effect; build "
+                f"{name}={value!r} was set after the optimizer was built with {was!r}, which has no effect; build "
                 "another optimizer with it, and load this one's state_dict"
             )
     for name in _FLAGS:
@@ -175,10 +175,10 @@ def _number_problems(group: Group, built: Group) -> Iterator[str]:
         if name not in read:
             yield f"{name}={value!r} was added, but its rule does not read it; it reads {', '.join(read)}"
             continue
-        of_build = built[name]
-        if not _has_form_of(value, of_build):
-            form = f"{len(of_build)} numbers" if isinstance(of_build, tuple | list) else "a number"
-            yield f"{name}={value!r} was set where the optimizer was built with {of_build!r}; pass {form}"
+        was = built[name]
+        if not _has_form_of(value, was):
+            form = f"{len(was)} numbers" if isinstance(was, tuple | list) else "a number"
+            yield f"{name}={value!r} was set where the optimizer was built with {was!r}; pass {form}"
 
 
 def _has_form_of(value: Any, built: Any) -> bool:
@@ -209,9 +209,10 @@ class EqualGroups:
         """Collective: all ranks of `everyone` call it.
 
         Args:
-            groups: of this rank.
-            local: indices of those that have parameters on it.
+            groups: the groups of this rank.
+            local: the indices of those that have parameters on it.
             own: further entries that rules read, which are not fields of `Hyper`.
+            everyone: all ranks of the optimizer.
         """
         self._entries = (*HYPER_FIELDS, *FIXED, *sorted(set(own)))
         here = {}
@@ -219,12 +220,12 @@ class EqualGroups:
             group = groups[index]
             here[index, str(group.get("name", ""))] = _checksum(self._numbers_of(group))
         checksums: dict[tuple[int, str], list[int]] = {}
-        for of_rank in everyone.gather_objects(here) if everyone.size > 1 else ():
-            for key, checksum in of_rank.items():
+        for rank_checksums in everyone.gather_objects(here) if everyone.size > 1 else ():
+            for key, checksum in rank_checksums.items():
                 checksums.setdefault(key, []).append(checksum)
         self._compared = []  # indices, names, and whether they have parameters on this rank
-        for key, of_ranks in sorted(checksums.items()):
-            if len(of_ranks) > 1 and len(set(of_ranks)) == 1:
+        for key, values in sorted(checksums.items()):
+            if len(values) > 1 and len(set(values)) == 1:
                 self._compared.append((*key, key in here))
         self.num_flags = 3 * len(self._compared)
         self._numbers: list[Numbers] = []  # of the last step, for `error`; groups keep parameters alive

@@ -13,11 +13,11 @@ from opt_distributed.pieces.piece import Groups
 class Guard(Protocol):
     """Its flags are summed over ranks in the step's one reduction, so that every rank learns of an error in the step.
 
-    It belongs to the `Stepper.guards` of every rank, in one order, before the first step. Flags are local, and so are
+    All ranks append it to `Stepper.guards` in the same order, before the first step. Flags are local, and so are
     errors, except that of `WrittenReplicas` on a CPU, which compares copies. On an accelerator, a check that needs a
-    collective of its own runs at the start of the next step (`Stepper.at_start`). An accelerator
-    asks for the error after the step, at the latest when the next one begins, so a guard must not keep a model alive:
-    it holds the parts that it asks by weak references.
+    collective of its own runs at the start of the next step (the `at_start` of `Stepper`), and the error is asked for
+    after the step, at the latest when the next one begins. So a guard must not keep a model alive: it refers weakly to
+    the parts that it asks.
     """
 
     @property

@@ -116,7 +116,7 @@ class Stepper:
         self.sources = [source for family in families for source in family.sources]
         self._guards = guards
         self._at_start = tuple(at_start)
-        self._before: Outcome | None = None
+        self._previous: Outcome | None = None  # of the last step, whose errors the next one raises
         self._flags = HostNumbers(self.accelerator)
         self._prepared: Prepared | None = None
         self._watch = watch
@@ -148,7 +148,7 @@ class Stepper:
 
         Raises the errors of `prepare_grads` and `step_with_ready_grads`.
         """
-        with self._naming_the_step(begins=True):
+        with self._step_context(begins=True):
             ready, flags = self._begin(groups)
             if self._captured is None:
                 prepared = self._decide(ready, flags)
@@ -178,7 +178,7 @@ class Stepper:
                 guard that refuses the step; ranks that found nothing themselves raise UnusableGradientError or
                 StorageError. No parameter has changed.
         """
-        with self._naming_the_step(begins=True):
+        with self._step_context(begins=True):
             self._prepared = prepared = self._decide(*self._begin(groups))
             if overflow := self._read().overflow:
                 self._finish_(prepared, groups, success=False)
@@ -202,7 +202,7 @@ class Stepper:
         prepared = self._prepared
         self._prepared = None  # an update that raises half-way must not be made again
         success = self._read().success
-        with self._naming_the_step():
+        with self._step_context():
             if success:
                 self._guards.check_again(groups, prepared.max_norm)
             self._finish_(prepared, groups, success=success)
@@ -214,16 +214,16 @@ class Stepper:
         """Reduce and read the gradients, for each unit, and ask the guards for their flags. All ranks refuse a step for
         which one cannot read them.
 
-        Raises the errors of the step before, if nobody has read them.
+        Raises the errors of the step before, if they have not been read yet.
         """
-        before = self._before
-        self._before = None
+        previous = self._previous
+        self._previous = None
         self.last = None
         self._prepared = None
         for check in self._at_start:
-            check(before)
-        if before is not None and before.is_unread:
-            before.read()  # on an accelerator, where nobody names the ranks at fault, as `_read` does
+            check(previous)
+        if previous is not None and previous.is_unread:
+            previous.read()  # on an accelerator, where nobody names the ranks at fault, as `_read` does
         self.num_begun += 1
         self._guards.begin(groups)
         with self.spans("optimizer-copy-to-main-grad"):
@@ -242,7 +242,7 @@ class Stepper:
                 self._guards.refuse(error.with_traceback(None))  # its frames may keep parameters alive
                 ready.append(Ready([], []))
         if self._captured is not None:
-            self._guards.refuse(self._captured.lacking(ready))
+            self._guards.refuse(self._captured.missing_grad_error(ready))
         return ready, self._guards.flags()
 
     def _decide(self, ready: Sequence[Ready], flags: list[float]) -> Prepared:
@@ -301,21 +301,22 @@ class Stepper:
             numbers = [torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in (verdict.skip, *scales)]
             on_host = devices.HostCopy(torch.stack(numbers), self.accelerator)
         updates = [Update(unit_grads, groups, scales, skip, on_host) for unit_grads in ready]
-        each = list(zip(self.units, updates, strict=True))
-        # Sums over ranks of what hooks read of parameters that are cut; without such hooks nothing is sent.
-        means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in each], device=self.device)
-        begun = [unit.begin_(update, means) for unit, update in each]
-        add_over_ranks_([(unit.cut, step) for unit, step in zip(self.units, begun, strict=True)], device=self.device)
-        running = [
-            (unit, unit.updating_(update, of_hooks, sends=then is not None))
-            for (unit, update), of_hooks in zip(each, begun, strict=True)
-        ]
+        unit_updates = list(zip(self.units, updates, strict=True))
+        # Collective: sums over ranks what hooks read of parameters that are cut. Without such hooks nothing is sent.
+        means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in unit_updates], device=self.device)
+        hooked = [unit.begin_(update, means) for unit, update in unit_updates]
+        add_over_ranks_([(unit.cut, step) for unit, step in zip(self.units, hooked, strict=True)], device=self.device)
+        running = []
+        for (unit, update), step in zip(unit_updates, hooked, strict=True):
+            running.append((unit, unit.updating_(update, step, sends=then is not None)))
         early = (updating for unit, updating in running if unit.starts_early)
-        is_free = True  # one at a time: three runs of matrices are in memory
+        is_free = True  # one starts early at a time: three runs of matrices are in memory
         for unit, updating in running:
             with self.spans("optimizer-inner-step"):
                 if is_free:
-                    next(next(early, iter(())), None)
+                    next_early = next(early, None)
+                    if next_early is not None:
+                        next(next_early, None)  # starts its first exchange
                 for _ in updating:
                     pass
             if then is not None:
@@ -323,7 +324,7 @@ class Stepper:
             is_free = unit.starts_early
 
     def _replay_(self, captured: CapturedStep, ready: Sequence[Ready], flags: list[float]) -> None:
-        """A step whose work on the device is a graph, except at first and after something frozen has changed."""
+        """Make a step whose work on the device is a graph, except at first and after something frozen has changed."""
 
         def work(ready: Sequence[Ready], flags: Tensor, groups: Groups) -> Verdict:
             verdict = self._judge(ready, flags)
@@ -340,6 +341,7 @@ class Stepper:
             self._publish(unit)
 
     def _publish(self, unit: Unit) -> None:
+        """Send the new values of the buffers that no later unit writes to. Collective."""
         with self.spans("params-all-gather"):
             for source in unit.completes:
                 source.publish_()
@@ -361,18 +363,19 @@ class Stepper:
             self._watch.after(self._outcome(), groups, max_norm=max_norm)
 
     @contextmanager
-    def _naming_the_step(self, *, begins: bool = False) -> Iterator[None]:
+    def _step_context(self, *, begins: bool = False) -> Iterator[None]:
+        """Tell the peers of an error inside, and name the step in one of a collective. At the end, let go of groups."""
         try:
             with self.telling(self.num_begun + begins):
                 yield
         except CollectiveError as error:
             raise CollectiveError(f"step {self.num_begun}, {error}") from error
         finally:
-            self._guards.groups = ()  # an outcome that nobody reads keeps the guards, but must keep no parameter alive
+            self._guards.groups = ()  # an unread outcome keeps the guards alive, but must not keep parameters
 
     def telling(self, step: int) -> AbstractContextManager[None]:
-        """Tell ranks that wait for this one in `step`, a number, of an error that is raised inside. One that every rank
-        raises does no harm: then nobody waits."""
+        """Tell ranks that wait for this one in step number `step` of an error that is raised inside. An error that all
+        ranks raise does no harm: no rank waits then."""
         comms = [comm for family in self.families for comm in family.axes.comms]
         return telling((self.everyone, self.instances, *comms), f"step {step}")
 
@@ -384,7 +387,7 @@ class Stepper:
         outcome = Outcome(
             verdict, self._guards.agreed, self.num_begun, self.accelerator, owner=self, is_unread=is_unread
         )
-        self.last = self._before = outcome
+        self.last = self._previous = outcome
 
     def _outcome(self) -> Outcome:
         assert self.last is not None
