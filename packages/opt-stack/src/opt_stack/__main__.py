@@ -15,7 +15,7 @@ from opt_paramgroups import aligned, as_text, group_rows, model_chunks_of
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import make_design, read_groups
 from opt_stack.planning.design import Request
-from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes, state_text
+from opt_stack.planning.plan import MAIN_FORMAT_TEXTS, kept_bytes, main_bytes, state_text
 from opt_stack.planning.ranks import check_effects, check_ranks
 from opt_stack.records import warn_of_guesses
 from opt_stack.rules.registry import Registry, warn_of_unread_fields
@@ -31,24 +31,25 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
     """
     cells = [["kind", "dtype", "rule", "lr", "weight decay", "numbers", "state", "bytes per element"]]
     for dtype in dict.fromkeys((torch.float32, config.precision.params)):
-        model = nn.Module()  # with one parameter of each kind, on the meta device
+        module = nn.Module()  # with one parameter of each kind, on the meta device
         for name, shape in (("embedding", (WIDTH, WIDTH)), ("matrix", (WIDTH, WIDTH)), ("vector", (WIDTH,))):
-            model.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
-        model.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # Megatron-Core's mark
+            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+        module.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # Megatron-Core's mark
         if config.apply_wd_to_qk_layernorm:
-            model.q_layernorm = nn.RMSNorm(WIDTH, dtype=dtype, device="meta")
-        request = Request(config=config, chunks=(model,), registry=rules)
-        of_model, groups = read_groups(request)
-        design = make_design(request, of_model, groups, WorldSizes())
+            module.q_layernorm = nn.RMSNorm(WIDTH, dtype=dtype, device="meta")
+        request = Request(config=config, chunks=(module,), registry=rules)
+        model, groups = read_groups(request)
+        design = make_design(request, model, groups, WorldSizes())
         unit_of = {id: unit for unit in design.plan.units for id in unit.ids}
-        for id, meta in of_model.metas.items():
+        for id, meta in model.metas.items():
             group = groups[design.groups.index_of[id]]
             unit = unit_of[id]
             kept = kept_bytes(unit.rule, meta.shape, averages=unit.averages.specs)
             num_bytes = main_bytes(unit.numbers[dtype], meta.numel) + sum(kept.values())
             lr = "-" if group["lr"] is None else f"{group['lr']:g}"
+            mains = MAIN_FORMAT_TEXTS[unit.numbers[dtype]]
             row = [id.name, short(dtype), unit.rule.name, lr, f"{group['weight_decay']:g}"]
-            cells.append([*row, NUMBERS_IN_WORDS[unit.numbers[dtype]], state_text(kept), f"{num_bytes / meta.numel:g}"])
+            cells.append([*row, mains, state_text(kept), f"{num_bytes / meta.numel:g}"])
     match config.sharding:
         case Replicated():
             state = "whole on every data-parallel rank"
@@ -64,7 +65,7 @@ REFUSED = 2  # exit status for a configuration or a model that is not valid
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and print its result. On an error of the input, print it to stderr and return 2."""
+    """Run one command and print its result. Print an error of the input to stderr, and return `REFUSED`."""
     options = _parser().parse_args(arguments)
     try:
         if options.command == "why":
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.model is None:
             print(meaning(config, rules))
         else:
-            print(_of_model(options, config, rules))
+            print(_model_report(options, config, rules))
     except (CheckpointingException, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -113,8 +114,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Registry) -> str:
-    """Return the text for a model. On the meta device, a model of any size needs no memory."""
+def _model_report(options: argparse.Namespace, config: OptimizerConfig, rules: Registry) -> str:
+    """Return the groups or the plan of a model. On the meta device, a model of any size needs no memory."""
     with torch.device(options.device):
         chunks = model_chunks_of(options.model)
     request = Request(config=config, chunks=tuple(chunks), registry=rules)

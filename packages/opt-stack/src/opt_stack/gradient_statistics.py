@@ -72,11 +72,10 @@ class GradientStatistics(StateDicts):
                 `python -m opt_stack why` reads them.
             spectrum: also compute the largest / smallest singular value of the matrices of Muon and SOAP, by a
                 decomposition of each whole matrix.
-            forward: a model whose first module that overflows in a forward pass is noted, so that `why` names the
-                layer; a recording has those of its own rank. Costs a hook of every module, which reads the inputs and
-                the output of each call in training once more, in all steps; the host waits for nothing. The next call
-                of `stats_every` and the end of the optimizer remove the hooks. Call it before torch.compile traces the
-                model.
+            forward: a model, to note the first of its modules that overflows in a forward pass, so that `why` names
+                the layer; each rank records its own. A hook on every module reads the inputs and the output of each
+                call in training once more, in all steps; the host does not wait. The next call of `stats_every` and
+                the end of the optimizer remove the hooks. Call it before torch.compile traces the model.
 
         Raises:
             ValueError: `n` is negative, or ranks differ in `n`, `spectrum`, or whether there is a directory.
@@ -139,8 +138,8 @@ class GradientStatistics(StateDicts):
     def get_grad_norm(self, norm_type: float = 2.0) -> float:
         """Return the model's unscaled gradient norm before clipping, of the last `prepare_grads` or `step`.
 
-        Norms other than the 2-norm (`math.inf`: the largest element) are computed from the prepared gradients. Such a
-        call is collective, and is allowed only between `prepare_grads` and `step_with_ready_grads`.
+        Norms other than the 2-norm (`math.inf`: the largest element) are computed from the prepared gradients: that is
+        collective, and allowed only between `prepare_grads` and `step_with_ready_grads`.
 
         Raises:
             RuntimeError: `norm_type` is not 2, and no gradients are ready.

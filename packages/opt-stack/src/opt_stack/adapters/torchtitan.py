@@ -93,8 +93,8 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         self._follow_model_()
         saved = optimizer.state_dict()
         flat: dict[str, Any] = {}
-        for index, of_param in saved["state"].items():
-            flat |= {f"state.{self._names[index]}.{key}": value for key, value in of_param.items()}
+        for index, states in saved["state"].items():
+            flat |= {f"state.{self._names[index]}.{key}": value for key, value in states.items()}
         for group in saved["param_groups"]:
             for index in group["params"]:
                 flat |= {f"param_groups.{self._names[index]}.{key}": value for key, value in _hyper(group)}
@@ -110,9 +110,9 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         (optimizer,) = self.optimizers
         present = optimizer.state_dict()
         state = {}
-        for index, of_param in present["state"].items():
+        for index, states in present["state"].items():
             name = self._names[index]
-            state[index] = {key: _saved(state_dict, f"state.{name}.{key}") for key in of_param}
+            state[index] = {key: _saved(state_dict, f"state.{name}.{key}") for key in states}
         groups = [self._saved_group(state_dict, group) for group in present["param_groups"]]
         optimizer.load_state_dict({**present, "state": state, "param_groups": groups})
         self._follows_model = False
@@ -126,7 +126,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         """Return the group with the values with which all of its parameters were saved."""
         names = [self._names[index] for index in group["params"]]
         saved = dict(group)
-        for key in (key for key, _ in _hyper(group) if names):
+        for key, _ in _hyper(group) if names else ():
             values = [_saved(state_dict, f"param_groups.{name}.{key}") for name in names]
             for name, value in zip(names, values, strict=True):
                 if value != values[0]:
@@ -145,7 +145,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
 
 
 def _hyper(group: Group) -> Iterator[tuple[str, Any]]:
-    """Yield the hyper-parameters of a group and the choices of its rule. Not every group has a name and hooks."""
+    """Yield the hyper-parameters of a group and the choices of its rule, but not a name or hooks, which some lack."""
     return ((key, value) for key, value in group.items() if key not in (*HELD, HOOKS, "name"))
 
 

@@ -17,9 +17,10 @@ def ranks_apart(history: History) -> Sentences:
     found = []
     for norms in _replicas(history):
         for rank, values in norms.items() if len(norms) > 1 else ():
-            ratios = values - np.median([norms[peer] for peer in norms if peer != rank], 0)
-            for at, size in shifts(ratios, math.log(APART)):
-                total = abs(size) + abs(change(values, at))
+            peers = [norms[peer] for peer in norms if peer != rank]  # (peers, records)
+            ratios = values - np.median(peers, 0)  # (records,)
+            for at, shift in shifts(ratios, math.log(APART)):
+                total = abs(shift) + abs(change(values, at))
                 found.append((total, rank, at, math.exp(ratios[at])))
     if found:
         _, rank, at, ratio = max(found)
@@ -44,10 +45,10 @@ def equal_ranks(history: History) -> Sentences:
 
 
 def _replicas(history: History) -> list[dict[int, ndarray]]:
-    """Return the logarithms of the norms of each rank that was measured, for each set of replicas."""
+    """Return the logarithms of each measured rank's norms, (records,), by rank, for each set of replicas."""
     found: dict[int, dict[int, ndarray]] = {}
     for rank, first in history.run[-1].replicas_of.items():
-        norms = np.array([stats.rank_norms.get(rank) for stats in history.run], float)
+        norms = np.array([stats.rank_norms.get(rank) for stats in history.run], float)  # (records,), NaN if unknown
         values = np.log(np.maximum(norms, 1e-30))
         if np.isfinite(values[1:]).all():
             found.setdefault(first, {})[rank] = values

@@ -73,5 +73,5 @@ def add_modules_(package: ModuleType) -> None:
         names = {public_name: getattr(package, public_name) for public_name in public.split()}
         vars(module).update(names, __all__=list(names), __getattr__=partial(absent, module=module.__name__))
         sys.modules[module.__name__] = module
-        if not hasattr(package, name):  # a module of Megatron-Core may be called as its function
+        if not hasattr(package, name):  # a function may have the name of its module, as finalize_model_grads
             setattr(package, name, module)

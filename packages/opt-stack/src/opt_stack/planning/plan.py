@@ -124,7 +124,7 @@ def state_text(specs: Iterable[StateSpec]) -> str:
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-NUMBERS_IN_WORDS: Mapping[MainFormat, str] = {
+MAIN_FORMAT_TEXTS: Mapping[MainFormat, str] = {
     MainFormat.PARAM: "updated in place",
     MainFormat.FP32_COPY: "fp32 mains",
     MainFormat.REMAINDER: "fp32 as bf16 + 16-bit remainder",
@@ -145,8 +145,7 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     that one rank computes for its peers counts as equal shares."""
     total = 0
     rule = unit.side_rule(on_host=on_host)
-    # Of matrices that one rank computes for its peers: the whole shape, and the number of ranks that share the state.
-    owned = {}
+    owned = {}  # of matrices that one rank computes for its peers: the whole shape, and how many ranks share the state
     for compute in unit.compute:
         layout = compute.layout
         for matrix in layout.matrices if layout.computes is Computes.OWNER else ():
@@ -192,10 +191,10 @@ def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
     return sum(recipe.num_bytes(param.shape) for param in buffer.params)
 
 
-def main_bytes(numbers: MainFormat, numel: int) -> int:
+def main_bytes(main_format: MainFormat, numel: int) -> int:
     """Return the bytes of the main values of `numel` elements of one parameter, without the parameter itself."""
-    num_bytes = numel * _MAIN_BYTES[numbers]
-    if numbers is MainFormat.FP16_SCALED:
+    num_bytes = numel * _MAIN_BYTES[main_format]
+    if main_format is MainFormat.FP16_SCALED:
         num_bytes += 4 * -(-numel // FP16.block)
     return num_bytes
 
@@ -230,7 +229,7 @@ def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
 # --- the printed plan -------------------------------------------------------------------------------------------------
 
 
-WORDS: Mapping[Computes, str] = {
+COMPUTE_TEXTS: Mapping[Computes, str] = {
     Computes.PART: "each rank computes its own block",
     Computes.JOINT: "ranks compute their parts, products are summed",
     Computes.OWNER: "one rank gathers, computes and returns each, balanced by cost",
@@ -251,7 +250,7 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
     for plan in plans:
         ranks = " x ".join(str(axis.size) for axis in plan.axes)
         names = ", ".join(axis.name for axis in plan.axes)
-        line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
+        line = f"cut over {ranks} ranks ({names}): {COMPUTE_TEXTS[plan.layout.computes]}"
         if plan.tp_mode is TpMode.BLOCKWISE:
             has_blocks = True
             line += ", each tensor-parallel block as a separate matrix"
@@ -259,12 +258,12 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
             line += f" (muon_tp_mode={plan.tp_mode.value!r})"
         plans_of.setdefault(line, []).append(plan)
     for line, same in plans_of.items():
-        described = [plan.layout for plan in same]
-        count = sum(len(layout.matrices) for layout in described)
+        layouts = [plan.layout for plan in same]
+        count = sum(len(layout.matrices) for layout in layouts)
         noun = "matrix" if count == 1 else "matrices"
         yield f"{count} {noun} {line}"
-        if described[0].computes is Computes.OWNER:
-            loads = [owner_load(layout) for layout in described]
+        if layouts[0].computes is Computes.OWNER:
+            loads = [owner_load(layout) for layout in layouts]
             num_runs = max(load.num_runs for load in loads)
             numel = max(load.numel for load in loads)
             mebibytes = numel * 4 / 2**20  # gathered in fp32
@@ -275,25 +274,25 @@ def compute_lines(plans: Iterable[ComputePlan], *, num_teams: int = 1) -> Iterat
                 f"the slowest works {slowest:.2f} times the mean"
             )
             if same[0].tp_mode is TpMode.DUPLICATED and all(axis.is_tensor_parallel for axis in same[0].axes):
-                yield from _divided_lines(described, slowest, num_teams=num_teams)
+                yield from _distributed_lines(layouts, slowest, num_teams=num_teams)
     if has_blocks:
         yield f"  {BLOCKWISE_NOTE}"
 
 
-def _divided_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_teams: int) -> Iterator[str]:
-    """Say what muon_tp_mode='distributed' would give, if fewer ranks own a matrix than there are.
+def _distributed_lines(layouts: Sequence[ComputeLayout], slowest: float, *, num_teams: int) -> Iterator[str]:
+    """Compare the slowest rank with that of muon_tp_mode='distributed', if fewer ranks own a matrix than there are.
 
-    Both are relative to the mean work of whole matrices. Counted are the products of a Newton-Schulz step: the Gram
-    matrix of the side that is not cut, its square, which every rank computes, and what is applied to X.
+    Both times are relative to the mean over ranks with whole matrices. They count the products of a Newton-Schulz step:
+    the Gram matrix of the side that is not cut, its square, which every rank computes, and what is applied to X.
     """
     num_ranks = layouts[0].num_ranks * max(num_teams, len(layouts))
     num_owners = sum(len({matrix.owner for matrix in layout.matrices}) for layout in layouts)
     whole = sum(_products(matrix, 1) for layout in layouts for matrix in layout.matrices)
-    of_teams = [sum(_products(matrix, layout.num_ranks) for matrix in layout.matrices) for layout in layouts]
+    by_team = [sum(_products(matrix, layout.num_ranks) for matrix in layout.matrices) for layout in layouts]
     if num_owners < num_ranks:
         yield (
             f"  fewer owners than ranks ({num_owners} of {num_ranks}): slowest rank {slowest:.1f} times the mean; "
-            f"muon_tp_mode='distributed': {max(of_teams) * num_ranks / max(whole, 1):.1f}"
+            f"muon_tp_mode='distributed': {max(by_team) * num_ranks / max(whole, 1):.1f}"
         )
 
 
@@ -305,9 +304,9 @@ def _products(matrix: SplitMatrix, num_parts: int) -> int:
     if num_parts > 1:
         cuts_rows = matrix.dims[-1] == len(shape) - 2
         side = cols if cuts_rows else rows
-    of_sides = prod(shape) * 2 * side // num_parts
-    of_square = prod(shape[:-2]) * side**3
-    return of_sides + of_square
+    gram_and_apply = prod(shape) * 2 * side // num_parts
+    gram_square = prod(shape[:-2]) * side**3
+    return gram_and_apply + gram_square
 
 
 def unit_lines(plan: Plan) -> Iterator[str]:
@@ -315,8 +314,8 @@ def unit_lines(plan: Plan) -> Iterator[str]:
     for unit in plan.units:
         numel = sum(param.numel for buffer in plan.buffers for param in buffer.params if param.id in unit.ids)
         yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
-        for dtype, numbers in sorted(unit.numbers.items(), key=str):
-            yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
+        for dtype, main_format in sorted(unit.numbers.items(), key=str):
+            yield f"  {short(dtype)} parameters: {MAIN_FORMAT_TEXTS[main_format]}"
         kept = (*unit.rule.state_specs, *unit.averages.specs)
         yield f"  state: {state_text(kept)}; needs {unit.rule.needs.name.lower()}"
         if hooks := hooks_of(unit.rule):
@@ -326,8 +325,8 @@ def unit_lines(plan: Plan) -> Iterator[str]:
             yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
         if unit.finds_no_qkv:
             yield "  no fused q, k and v found to split: set qkv_split_shapes of these parameters, if there are any"
-        of_whole = [buffer for buffer in plan.buffers if buffer.kind.assigns_whole]
-        num_teams = max((b.layout.num_shards for b in of_whole if b.is_expert is unit.is_expert), default=1)
+        layer_wise = [buffer for buffer in plan.buffers if buffer.kind.assigns_whole]
+        num_teams = max((b.layout.num_shards for b in layer_wise if b.is_expert is unit.is_expert), default=1)
         for line in compute_lines(unit.compute, num_teams=num_teams):
             yield f"  {line}"
 
@@ -349,14 +348,14 @@ def buffer_lines(plan: Plan) -> Iterator[str]:
 
 def total_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines on bytes of state, clipping and loss scaling."""
-    ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
+    num_ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
 
     def by_rank(bytes_of: Callable[[int], int]) -> str:
-        shown = [f"{bytes_of(rank):,}" for rank in range(min(ranks, 9))]
+        shown = [f"{bytes_of(rank):,}" for rank in range(min(num_ranks, 9))]
         return listed(shown, 8)
 
-    on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
-    yield f"optimizer state: {by_rank(plan.state_bytes)} bytes on {on}"
+    where = "data-parallel rank 0" if num_ranks == 1 else f"data-parallel ranks 0..{num_ranks - 1}"
+    yield f"optimizer state: {by_rank(plan.state_bytes)} bytes on {where}"
     if plan.hosted:
         hosted = by_rank(partial(plan.state_bytes, on_host=True))
         staged = by_rank(partial(staging_bytes, plan))
@@ -372,9 +371,9 @@ def total_lines(plan: Plan) -> Iterator[str]:
         clip = f"to global norm {config.clip_grad}"
     match config.loss_scaling:
         case ConstantScale(scale=scale):
-            words = f"constant {scale:g}"
+            scaling = f"constant {scale:g}"
         case DynamicScale(initial=initial):
-            words = f"dynamic from {initial:g}"
+            scaling = f"dynamic from {initial:g}"
         case _:
-            words = "none"
-    yield f"clip: {clip}; loss scale: {words}"
+            scaling = "none"
+    yield f"clip: {clip}; loss scale: {scaling}"

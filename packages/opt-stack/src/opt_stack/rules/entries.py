@@ -69,8 +69,8 @@ def complete_groups(
             raise ConfigError(f"param_groups[{number}] is {type(given).__name__}; must be a dict with 'params'")
         name = given.get("name", f"group {number}")
         params_given = given["params"]
-        held = [params_given] if isinstance(params_given, Tensor) else list(params_given)
-        for param in held:
+        group_params = [params_given] if isinstance(params_given, Tensor) else list(params_given)
+        for param in group_params:
             if id(param) not in ids:
                 shown = f"{param!r}"
                 frozen = ""
@@ -95,7 +95,7 @@ def complete_groups(
                 f"param_groups: group {name!r} has lr={given['lr']!r} and lr_mult={given['lr_mult']!r}, but lr may "
                 "or may not include lr_mult; set lr alone, or lr_mult alone to multiply the configuration's lr"
             )
-        param_ids = [ids[id(param)] for param in held]
+        param_ids = [ids[id(param)] for param in group_params]
         are_experts = {metas[param_id].is_expert for param_id in param_ids}
         if len(are_experts) > 1:
             raise ConfigError(f"group {name!r} mixes experts (allreduce=False) and dense parameters; make two groups")
@@ -104,8 +104,8 @@ def complete_groups(
             raise ConfigError(
                 f"param_groups: two groups have name={name!r}; names must be unique: checkpoints find groups by name"
             )
-        of_group = {"name": name, "params": held, "param_ids": param_ids, "is_expert_parallel": is_expert}
-        groups.append(completed_group({**given, **of_group}, config))
+        known = {"name": name, "params": group_params, "param_ids": param_ids, "is_expert_parallel": is_expert}
+        groups.append(completed_group({**given, **known}, config))
     return groups
 
 
@@ -142,22 +142,22 @@ def with_rule_entries(
         group |= {**numbers[group["optimizer"]], **group}
         rule = rules[group["optimizer"]]
         check_bounds(group, rule)
-        of_rule = hooks_of(rule)
+        hooks = hooks_of(rule)
         for key in _DECAYS:
             decay = group.get(key) or 0.0
-            if decay and any(isinstance(hook, Hyperball) for hook in of_rule):
+            if decay and any(isinstance(hook, Hyperball) for hook in hooks):
                 raise ConfigError(
                     f"group {group['name']!r} has {key}={decay}, but Hyperball() fixes the norm of the weights "
                     "instead of decaying them; set weight_decay=0.0"
                 )
-            try:  # the default of OptimizerConfig.weight_decay is accepted
+            try:  # the default of OptimizerConfig.weight_decay is accepted, even if the rule ignores it
                 check_unread(rule, {**group, "weight_decay": 0.0 if decay == _DEFAULT_DECAY else decay})
             except NumberError as error:
                 named = f"{error}".replace("weight_decay=", f"{key}=", 1)
                 raise ConfigError(f"group {group['name']!r}: {named}") from None
         group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
-        if of_rule:
-            group[HOOKS] = described(of_rule)
+        if hooks:
+            group[HOOKS] = described(hooks)
     return groups
 
 
@@ -286,8 +286,9 @@ def warn_of_other_choices(group: Group, saved: Group) -> None:
             "group %r continues with hooks %s, but was saved with %s",
             group["name"], ", ".join(after) or "none", ", ".join(before) or "none",
         )  # fmt: skip
-    changed = [(n, saved[n], group.get(n)) for n in AVERAGED if n in saved and saved[n] != group.get(n)]
-    for name, was, now in (*_differences(group, saved), *changed):
+    changed = [name for name in AVERAGED if name in saved and saved[name] != group.get(name)]
+    averages = [(name, saved[name], group.get(name)) for name in changed]
+    for name, was, now in (*_differences(group, saved), *averages):
         logger.warning("group %r continues with %s=%s, but was saved with %s=%s", group["name"], name, now, name, was)
 
 
@@ -298,7 +299,7 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
         return
     before = _choice_texts(saved)
     after = _choice_texts(group)
-    for name in before.keys() & after.keys():
+    for name in sorted(before.keys() & after.keys()):  # in one order on all ranks
         if before[name] != after[name]:
             yield name, before[name], after[name]
 
@@ -333,7 +334,8 @@ def check_loaded_numbers(loaded: Iterable[Pair], rules: Mapping[str, Rule]) -> N
         flags = {flag: bool(choices.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
         for flag, own in {**flags, **recorded}.items():
             value = saved.get(flag, own)
-            if (bool(value) if isinstance(own, bool) else value) != own:
+            compared = bool(value) if isinstance(own, bool) else value
+            if compared != own:
                 raise ConfigError(
                     f"group {name!r} was saved with {flag}={value!r}, but optimizer {rule.name!r} has {own}; "
                     "build it with the saved option, or set it in the state dict to continue without it"

@@ -89,7 +89,7 @@ def formula_entry(formula: Formula) -> RuleEntry:
 
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
         of_fields = entries_of_rule(config, formula.name)
-        given = {name: value for name, value in _options(formula, config).items() if name in numbers}
+        given = {name: value for name, value in _optimizer_options(formula, config).items() if name in numbers}
         return {**numbers, **given, **of_fields}
 
     def make(config: OptimizerConfig) -> ElementwiseRule:
@@ -99,7 +99,7 @@ def formula_entry(formula: Formula) -> RuleEntry:
                 "eval() gathers them at once; leave it at False"
             )
         initial = hyper(config)
-        options = _options(formula, config)
+        options = _optimizer_options(formula, config)
         chosen: dict[str, Any] = {}
         for choice in formula.choices:
             if choice.name == "decoupled_weight_decay":
@@ -109,12 +109,18 @@ def formula_entry(formula: Formula) -> RuleEntry:
         if "decoupled_weight_decay" not in chosen and formula is not FORMULAS["sgd"]:
             _check_decoupled(config, formula.name)
         for state in formula.declared:
-            moment = config.precision.exp_avg if state.signed else config.precision.exp_avg_sq
-            if state.name.startswith("exp_avg") if state.signed else "exp_avg_sq" in state.name:
+            if state.signed:
+                moment = config.precision.exp_avg
+                is_moment = state.name.startswith("exp_avg")
+            else:
+                moment = config.precision.exp_avg_sq
+                is_moment = "exp_avg_sq" in state.name
+            if is_moment:
                 # Megatron-Core writes 8-bit floats as `torch.uint8`.
                 chosen[f"{state.name}_dtype"] = torch.float8_e4m3fn if moment == torch.uint8 else moment
         for name, value in options.items():
-            if name not in numbers:  # files name dtypes
+            if name not in numbers:
+                # A configuration from a file has dtypes by name.
                 named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
                 chosen[name] = named if isinstance(named, torch.dtype) else value
         rule = elementwise(formula, **chosen)
@@ -131,7 +137,7 @@ def formula_entry(formula: Formula) -> RuleEntry:
     )
 
 
-def _options(formula: Formula, config: OptimizerConfig) -> Mapping[str, Any]:
+def _optimizer_options(formula: Formula, config: OptimizerConfig) -> Mapping[str, Any]:
     """Return `optimizer_options` if they are for this formula, else nothing.
 
     Raises ConfigError for an option that does not exist, or that is a field of the configuration.
@@ -157,14 +163,14 @@ def _options(formula: Formula, config: OptimizerConfig) -> Mapping[str, Any]:
     return options
 
 
-def _options_of(config: OptimizerConfig, fields: Iterable[str]) -> dict[str, Any]:
+def _options_from_fields(config: OptimizerConfig, fields: Iterable[str]) -> dict[str, Any]:
     """Return the options that these fields of the configuration set, under their names without the prefix."""
     return {name.partition("_")[2]: getattr(config, name) for name in fields}
 
 
 def _soap(config: OptimizerConfig) -> SOAPRule:
     _check_decoupled(config, "soap")
-    return build_rule(SOAPRule, _options_of(config, _SOAP))
+    return build_rule(SOAPRule, _options_from_fields(config, _SOAP))
 
 
 def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
@@ -174,7 +180,7 @@ def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
             f"{name}={getattr(config, name)!r}: optimizer='soap_muon' updates its bases after every step; leave it at "
             "its default"
         )
-    return build_rule(SOAPMuonRule, _options_of(config, (*_FACTORS, *_NEWTON_SCHULZ)))
+    return build_rule(SOAPMuonRule, _options_from_fields(config, (*_FACTORS, *_NEWTON_SCHULZ)))
 
 
 def _check_decoupled(config: OptimizerConfig, name: str) -> None:
@@ -185,7 +191,7 @@ def _check_decoupled(config: OptimizerConfig, name: str) -> None:
 
 
 def _muon(config: OptimizerConfig) -> MuonRule:
-    options = _options_of(config, _MUON)
+    options = _options_from_fields(config, _MUON)
     if not config.decoupled_weight_decay:
         method = config.muon_weight_decay_method
         if method != "decoupled":
@@ -199,7 +205,7 @@ def _muon(config: OptimizerConfig) -> MuonRule:
 
 def _muown(config: OptimizerConfig) -> MuownRule:
     _check_decoupled(config, "muown")
-    return build_rule(MuownRule, _options_of(config, _NEWTON_SCHULZ))
+    return build_rule(MuownRule, _options_from_fields(config, _NEWTON_SCHULZ))
 
 
 def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
@@ -295,7 +301,7 @@ class Registry:
             ConfigError: an entry point cannot be loaded, is neither a RuleEntry nor a Formula, or has a name that is
                 taken.
         """
-        found = self
+        registry = self
         for point in entry_points(group=ENTRY_POINTS):
             where = f"entry point {point.name} = {point.value!r} of {ENTRY_POINTS}"
             try:
@@ -309,8 +315,8 @@ class Registry:
                     f"{where} names a {type(entry).__name__}; it must be an opt_kernels.formulas.Formula or an "
                     "opt_stack.RuleEntry"
                 )
-            found = found.with_rule(entry)
-        return found
+            registry = registry.with_rule(entry)
+        return registry
 
     def rule(self, name: str, config: OptimizerConfig) -> Rule:
         """Return the rule of `optimizer=name` for `config`.
@@ -400,14 +406,14 @@ def with_matrix_rule(
     Entries that the caller gives under the same key are kept. `by_name`: as for `get_standard_config_overrides`. Raises
     ConfigError if the rule is unknown or cannot be made from `config`, and for overrides that are not allowed.
     """
-    is_of_matrices = rules.needs_matrices(config.optimizer, config)
+    needs_matrices = rules.needs_matrices(config.optimizer, config)
     given = get_standard_config_overrides(config, by_name=by_name) if overrides is None else overrides
-    if not is_of_matrices:
+    if not needs_matrices:
         return given
     read = read_overrides(config, given, extra_group_keys=None)
     for key, entries in get_matrix_rule_overrides(config, by_name=by_name).items():
-        of_key = read.get(key, entries)
-        read[key] = of_key if "optimizer" in of_key else {**entries, **of_key}
+        given_entries = read.get(key, entries)
+        read[key] = given_entries if "optimizer" in given_entries else {**entries, **given_entries}
     return read
 
 

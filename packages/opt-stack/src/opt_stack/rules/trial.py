@@ -79,6 +79,7 @@ def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> N
             with torch.no_grad():
                 rule.update_([Batch(Hyper(lr=0.01, step=1), [work])])
         joined = join(out, remainder)
+        # A remainder of 8 bits gives main values 16 significant bits.
         if not torch.allclose(main, joined, rtol=1e-6 if dtype is torch.int16 else 2.0**-15, atol=1e-7):
             problem = f"updates a parameter differently, by up to {float((main - joined).abs().max()):.1e}"
     except ConfigError:
