@@ -25,6 +25,7 @@ from opt_checkpoint import (
     sharded_model,
     sharded_optimizer,
 )
+from opt_checkpoint.state import ModelAxes, Replica, place_
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer, run_threads
 
@@ -345,3 +346,25 @@ def test_local_state_of_another_stage_or_expert_rank_is_refused(is_expert: bool)
     kind = "experts" if is_expert else "dense"
     for rank, message in enumerate(run_threads(2, rank_main)):
         assert f"was saved on layout replicated, {kind} part {1 - rank} of 2, but this optimizer has" in message
+
+
+def test_uneven_parts_of_one_group_are_refused_on_all_ranks() -> None:
+    """Its ranks left out the comparison of experts, in which the others waited for them."""
+
+    def rank_main(comm: Comm) -> str:
+        first = comm.rank - comm.rank % 2
+        tp = comm.part([first, first + 1])
+        dp = comm.part([comm.rank % 2, comm.rank % 2 + 2])
+        model = nn.Module()
+        model.dense = nn.Parameter(torch.zeros(3 if comm.rank == 0 else 2, 4))
+        model.expert = nn.Parameter(torch.zeros(2, 4))
+        model.expert.allreduce = False
+        for param in model.parameters():
+            param.tensor_model_parallel = True
+            param.partition_dim = 0
+        state = {"model": sharded_model(model)}
+        axes = ModelAxes(all_ranks=comm, tp=tp, expert_tp=comm, ep=Alone(), pp=Alone(), dense=dp, expert=Replica(0, 1))
+        return refusal(lambda: place_(state, axes))
+
+    messages = run_threads(4, rank_main)
+    assert all("dense" in message for message in messages), messages

@@ -210,7 +210,9 @@ def place_(state: Any, axes: ModelAxes) -> None:
         _name_layers(axes.pp, entries)
         dense = [entry for entry in entries if not entry.marks.is_expert]
         experts = [entry for entry in entries if entry.marks.is_expert]
-        error = _uneven_parts(axes.tp, dense) or _uneven_parts(axes.expert_tp, experts)
+        uneven_dense = _uneven_parts(axes.tp, dense)
+        uneven_experts = _uneven_parts(axes.expert_tp, experts)  # collective, also for a rank with uneven dense parts
+        error = uneven_dense or uneven_experts
     if error is None:
         try:
             for entry in entries:
