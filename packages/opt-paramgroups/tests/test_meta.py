@@ -218,3 +218,16 @@ def test_attributes_of_fused_qkv_win_over_the_configuration():
         model = attention(24)
         mark(model.attention.linear_qkv.weight, **attributes)
         assert describe([model])[ParamId(0, "attention.linear_qkv.weight")].qkv_split_shapes == rows
+
+
+def test_a_model_may_define_parameters_without_arguments():
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(2, 2)
+            self.second = nn.Linear(2, 2)
+
+        def parameters(self):
+            return (param for param in super().parameters() if param.requires_grad)
+
+    assert len(describe([Frozen()])) == 4

@@ -142,6 +142,27 @@ def test_get_input_embeddings_decides_what_an_embedding_is():
     assert recognised(Bare()) == {}
 
 
+def test_an_input_embedding_of_a_body_is_one_that_its_head_is_tied_to():
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Linear(DIM, VOCAB, bias=False)
+
+        def get_input_embeddings(self):
+            return self.table
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Body()
+
+        def get_output_embeddings(self):
+            return self.body.table
+
+    [meta] = describe([Model()]).values()
+    assert meta.is_embedding
+
+
 @pytest.mark.parametrize("name", ["tokens", "head"])
 def test_an_attribute_has_the_last_word(name):
     model = GPT(head="head")

@@ -112,8 +112,9 @@ def test_restarts_fit_into_the_steps() -> None:
 def test_none_for_a_number_is_refused(name: str) -> None:
     """YAML's null was a TypeError."""
     given = RECIPES[name][1] if name in RECIPES else RUN | GIVEN.get(name, {})
-    for key in given:
-        if f"{key}=None" not in schedule_signatures()[name]:
+    signature = schedule_signatures()[name].split(", ")
+    for key in (argument.partition("=")[0] for argument in signature if not argument.endswith("=None")):
+        if key not in ("shape", "warmup_type", "decay_type"):
             with pytest.raises(ScheduleError, match="None"):
                 get_schedule(name, **given | {key: None})
 

@@ -177,7 +177,7 @@ def changed_fields(config: Dataclass, names: Collection[str]) -> list[str]:
 
 
 def _type_problems(config: Dataclass) -> Iterator[Finding]:
-    """Find values of another type than annotated, NaN, and integers of more than 64 bits, which no tensor holds."""
+    """Find values of another type than annotated, NaN, and integers that int64 does not hold."""
     for name, hint in field_types(type(config)).items():
         value = getattr(config, name)
         if not accepts(hint, value):

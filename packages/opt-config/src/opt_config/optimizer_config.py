@@ -305,7 +305,7 @@ class OptimizerConfig(Configuration):
 
     @property
     def averaged(self) -> dict[str, Any]:
-        """The decays of the averages of the weights, as numbers or a schedule, by field; empty without averages."""
+        """The numbers of the averages of the weights, or a schedule, by field: `ema_decay` and `ema_nesterov_beta`."""
         numbers = {name: getattr(self, name) for name in AVERAGED if getattr(self, name) is not None}
         decay = self.ema_decay
         if isinstance(decay, Mapping):

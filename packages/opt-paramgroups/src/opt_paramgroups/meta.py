@@ -36,8 +36,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """Return the model inside data-parallel and torch.compile wrappers, so that wrapping does not change names."""
     while True:
         children = list(module.named_children())
-        has_own_parameters = any(True for _ in module.parameters(recurse=False))
-        if len(children) != 1 or has_own_parameters or children[0][0] not in _WRAPPER_CHILDREN:
+        if len(children) != 1 or children[0][0] not in _WRAPPER_CHILDREN:
+            return module
+        if any(True for _ in module.parameters(recurse=False)):  # a wrapper has none of its own
             return module
         module = children[0][1]
 

@@ -88,8 +88,8 @@ def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
 def _named_embeddings(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, bool]]:
     """The matrices of the modules that a Hugging Face model names as its input and output embeddings, and whether they
     are those of inputs."""
-    for module in modules:
-        for name, is_embedding in _GETTERS.items():
+    for name, is_embedding in _GETTERS.items():
+        for module in modules:
             if not callable(getattr(type(module), name, None)):
                 continue
             try:

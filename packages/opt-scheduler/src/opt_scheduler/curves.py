@@ -1,7 +1,7 @@
 """The elementary schedules: each is one formula of the step. `compose` and `recipes` combine them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from inspect import Parameter, signature
 from itertools import pairwise
@@ -151,6 +151,7 @@ def polynomial(start: float, end: float, *, steps: float, power: float = 1.0) ->
     >>> polynomial(1.0, 0.0, steps=100, power=2).values([0, 50, 100])
     [1.0, 0.25, 0.0]
     """
+    check_number("polynomial", above=0, power=power)
     return Ramp(start=start, end=end, steps=steps, power=power, name="polynomial")
 
 
@@ -233,7 +234,7 @@ class PiecewiseLinear(Schedule):
     points: tuple[tuple[float, float], ...]  # (step, value), steps ascending from 0
 
     def __post_init__(self) -> None:
-        if any(len(point) != 2 for point in self.points):
+        if not all(isinstance(point, Sequence) and len(point) == 2 for point in self.points):
             raise ScheduleError(f"piecewise_linear: points={self.points!r} must be (step, value) pairs")
         steps = [step for step, _ in self.points]
         for step, value in self.points:

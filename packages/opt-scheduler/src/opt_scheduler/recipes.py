@@ -153,6 +153,8 @@ def step_decay(start: float, *, factor: float, every: float, times: int) -> Sche
     check_number("step_decay", start=start, factor=factor)
     check_number("step_decay", low=1, times=times)
     check_number("step_decay", above=0, every=every)
+    if not isinstance(times, int):
+        raise ScheduleError(f"step_decay: times={times!r} must be a whole number")
     values = [start * factor**i for i in range(times + 1)]
     return piecewise_constant(values, at=[every * (i + 1) for i in range(times)])
 
@@ -172,9 +174,11 @@ def _cosine_restarts(
 
 @named("piecewise_linear")
 def _linear_between(*, points: Sequence[Sequence[float]]) -> Schedule:
-    if not isinstance(points, Sequence) or not all(isinstance(point, Sequence) for point in points):
-        raise ScheduleError(f"piecewise_linear: {points=} must be a list of (step, value) points")
-    return piecewise_linear(*map(tuple, points))  # type: ignore[arg-type]
+    try:
+        rows = [tuple(point) for point in points]
+    except TypeError:
+        raise ScheduleError(f"piecewise_linear: {points=} must be a list of (step, value) points") from None
+    return piecewise_linear(*rows)  # type: ignore[arg-type]
 
 
 @named("WarmupLR")
@@ -219,7 +223,8 @@ def _torchtitan(
 
     As there, a decay that does not fit after the warmup is shortened.
     """
-    check_number("torchtitan", peak=peak)
+    check_number("torchtitan", peak=peak, min_lr_factor=min_lr_factor)
+    check_optional("torchtitan", decay_ratio=decay_ratio)
     check_number("torchtitan", low=0, warmup_steps=warmup_steps)
     check_number("torchtitan", above=warmup_steps, steps=steps)
     left = steps - warmup_steps

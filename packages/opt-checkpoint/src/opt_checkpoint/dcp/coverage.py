@@ -85,7 +85,7 @@ class TensorsOfRanks:
         flags, ndim, boxes, shapes, offsets, sizes = columns  # the last three are flat: axes one after another
         axes = max(1, int(ndim.max(initial=0)))
         owner = np.repeat(np.arange(len(key)), boxes)
-        is_copy = flags & PLAIN > 0  # (t,) whether a plain tensor has the key of one on a lower rank
+        is_copy = flags & PLAIN > 0  # (t,) whether a plain tensor has the key of an earlier one
         plain = np.flatnonzero(is_copy)  # (plain tensors,) by rank, so that the first of a key is on the lowest one
         firsts = plain[np.unique(key[plain], return_index=True)[1]]  # (plain keys,)
         is_copy[firsts] = False

@@ -24,7 +24,7 @@ def each(pattern: str, items: Iterable[object]) -> Lines:
 
 class Dialect:
     """The syntax of a target language: its patterns of text, and the methods that write its source. Names of a formula
-    get a prefix, so that none of them is a keyword there. By default the other methods return no text."""
+    get a prefix, so that none of them is a keyword there. By default `literal`, `call` and `branch` return no text."""
 
     # Patterns of conditions.
     BOTH = "{} {}"
@@ -237,7 +237,7 @@ class Check(Dialect):
         return ""
 
     def conditional(self, statement: ast.If) -> Lines:
-        """Check both branches. Afterwards only names that both of them assign are known."""
+        """Check both branches. Of the names that they assign, those of both are known afterwards."""
         self._check_branch(statement.test)
         self.condition(statement.test)
         before = self.known
