@@ -21,7 +21,7 @@ from opt_stack.building.parts import Parts
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import ClippedGrads, GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.design import Design
-from opt_stack.rules.entries import ParamGroups, evaluation_of
+from opt_stack.rules.entries import ParamGroups
 from opt_stack.state import AnyState
 from opt_stack.state.live import LiveState, PieceRef, SharedCopies, StateOffload
 from opt_stack.state.state_dicts import find_values
@@ -345,7 +345,7 @@ class Optimizer(GradientStatistics):
                 piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
         for unit, piece in self._held.values():
             unit.restart_averages_(piece)
-            if evaluation_of(unit.rule) is not None:
+            if unit.name in self.evaluation.formulas:
                 reset_state_(unit, piece)
         self.loaded_weights.note_state_load()
         if state_dict is not None:

@@ -26,7 +26,6 @@ from opt_distributed.pieces import HostMain, OwnedPiece, local
 from opt_kernels.precision import without_autocast
 from opt_paramgroups import is_dtensor
 from opt_stack.optimizer import Optimizer
-from opt_stack.rules.entries import evaluation_of
 
 Role = tuple[float, float]  # what the output of a row is used for: (a, b) if it is scaled by gamma^(a * alpha + b)
 QUERY = (1.0, 0.0)
@@ -284,7 +283,7 @@ class QKClip:
                     )
         for unit in self.optimizer.stepper.units:
             clipped = [piece.id for piece in unit.pieces if id(piece.param) in seen]
-            has_others = evaluation_of(unit.rule) is not None or unit.averages.looks_ahead
+            has_others = unit.name in self.optimizer.evaluation.formulas or unit.averages.looks_ahead
             if clipped and has_others:
                 yield (
                     f"the state of {str(clipped[0])!r} has other weights than its main values (of schedule_free or "

@@ -34,7 +34,7 @@ from opt_distributed.finalize import unfinalized
 from opt_distributed.pieces import OwnedPiece, QuantizedMain, local
 from opt_distributed.saving import decoded, kept_states
 from opt_distributed.step import NOTHING_WRITTEN, Refusal, Unit, Written
-from opt_kernels.formulas import RisingRates
+from opt_kernels.formulas import Formula, RisingRates
 from opt_kernels.params import Writes, has_foreign_write, read_hyper
 from opt_kernels.precision import without_autocast
 from opt_paramgroups import ParamId, is_dtensor
@@ -261,8 +261,10 @@ class Evaluation:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._shows_averages = any(unit.averages.specs for unit in units)
-        # The rules that evaluate other weights than they train, by the names that groups have.
-        self._rules = {unit.name.partition("/")[0] for unit in units if evaluation_of(unit.rule) is not None}
+        self.formulas = {}  # of the units that evaluate other weights than they train, by their names
+        for unit in units:
+            if (formula := evaluation_of(unit.rule)) is not None:
+                self.formulas[unit.name] = formula
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
         self._shown = Writes([])  # to the weights for evaluation
         self._rates = RisingRates()
@@ -287,7 +289,7 @@ class Evaluation:
 
     def keeps_weights_of(self, unit: Unit) -> bool:
         """Return whether the state of `unit` has weights other than the main values: its rule's, or averages."""
-        return bool(unit.averages.specs) or evaluation_of(unit.rule) is not None
+        return bool(unit.averages.specs) or unit.name in self.formulas
 
     @contextmanager
     def with_trained_weights(self) -> Iterator[None]:
@@ -311,12 +313,13 @@ class Evaluation:
         `complete` waits for gathers of parameters. With `was_loaded`, a load has set only the main values of each
         rank's own pieces.
         """
-        if self._trained is not None or not (self._rules or self._shows_averages):
+        if self._trained is not None or not (self.formulas or self._shows_averages):
             return
         for unit in self._units:
             for source in unit.completes if was_loaded and self.keeps_weights_of(unit) else ():
                 source.publish_()
-        shown = [group for group in groups if self._shows_averages or group["optimizer"] in self._rules]
+        optimizers = {name.partition("/")[0] for name in self.formulas}
+        shown = [group for group in groups if self._shows_averages or group["optimizer"] in optimizers]
         moved = [param for group in shown for param in group["params"]]
         self._trained = _copies(moved)
         for unit in self._units:
@@ -325,7 +328,7 @@ class Evaluation:
                 if unit.averages.specs:
                     piece.main.target.copy_(unit.averages.shown(piece))
                 elif piece.step:
-                    piece.main.target.copy_(_evaluated(unit, piece, groups))
+                    piece.main.target.copy_(_evaluated(self.formulas[unit.name], unit, piece, groups))
             for source in unit.completes:
                 source.publish_()
         complete()
@@ -357,10 +360,7 @@ def _copies(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {param: local(param).detach().clone() for param in params}
 
 
-def _evaluated(unit: Unit, piece: OwnedPiece, groups: ParamGroups) -> Tensor:
-    formula = evaluation_of(unit.rule)
-    assert formula is not None
-
+def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: ParamGroups) -> Tensor:
     def evaluate(groups: ParamGroups, value: Tensor) -> Tensor:
         hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
         states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
