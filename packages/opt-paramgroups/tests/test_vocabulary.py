@@ -142,7 +142,7 @@ def test_get_input_embeddings_decides_what_an_embedding_is():
     assert recognised(Bare()) == {}
 
 
-def test_an_input_embedding_of_a_body_is_one_that_its_head_is_tied_to():
+def test_an_input_embedding_wins_over_a_head_that_is_tied_to_it():
     class Body(nn.Module):
         def __init__(self):
             super().__init__()
