@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,6 +71,12 @@ def test_an_installed_package_registers_its_rule_or_is_reported(install: Any, so
         return
     with pytest.raises(ConfigError, match=re.escape(PACKAGES[source])):
         get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
+
+
+def test_a_name_that_units_could_not_be_told_by_is_refused() -> None:
+    """`eval()` and `train()` lost the trained weights of schedule_free under such a name."""
+    with pytest.raises(ConfigError, match=r"RuleEntry: name='mine/late' must not contain '/'"):
+        replace(Registry().entries["schedule_free"], name="mine/late")
 
 
 class NoNeeds:

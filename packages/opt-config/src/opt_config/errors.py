@@ -96,7 +96,7 @@ def unknown_field(name: str, value: object, known: Iterable[str]) -> str:
     known = list(known)
     word = name.lower().lstrip("-").replace("-", "_")
     answer = f"write {word}" if word in known else FOREIGN_WORDS.get(word)
-    # "Set it in DistributedDataParallelConfig" is no answer for a field of that configuration.
+    # "Set it in DistributedDataParallelConfig" does not help with a field of that configuration.
     if answer is None or ("DistributedData" in answer and "bucket_size" in known):
         return f"unknown field.{did_you_mean(name, known)}"
     if answer == "set optimizer" and (rule := foreign_value("optimizer", value)):

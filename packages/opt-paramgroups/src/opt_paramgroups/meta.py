@@ -198,7 +198,7 @@ class ParamMeta:
             is_wrong = min(self.split_sizes) <= 0 or not fits
             return "must be positive numbers of rows that make up the whole matrix" if is_wrong else ""
         group = self.head_group or self.split_rows or self.qkv_split_shapes
-        are_numbers = all(type(count) is int and count > 0 for count in group)  # True is no number of rows
+        are_numbers = all(type(count) is int and count > 0 for count in group)  # True does not count as 1
         is_stack_of_qkv = name == "qkv_split_shapes" and len(self.shape) == 3
         if are_numbers and rows > 0 and rows % sum(group) == 0 and not is_stack_of_qkv:
             return ""

@@ -16,7 +16,8 @@ _EMBEDDINGS = frozenset(
     | {"pos_embed", "position_embedding", "position_embeddings", "wte", "wpe"}
 )
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-_GETTERS = {"get_input_embeddings": True, "get_output_embeddings": False}  # of Hugging Face models: are they embeddings
+# Methods of Hugging Face models, and whether they return an embedding rather than an output layer.
+_GETTERS = {"get_input_embeddings": True, "get_output_embeddings": False}
 _FUSED_QKV = "linear_qkv.weight"  # in Megatron-Core's attention
 _STACKED_VECTOR = re.compile(
     r"(?:^|[._])bias(?:es)?\d*(?:_[^.]*)?(?:\.\d+)*$"  # experts.down_proj_bias, dt_bias, biases.0

@@ -111,7 +111,7 @@ def not_trained(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Moved:
-    """Detects a parameter whose `of(param)`, such as its address, is no longer what it was at construction."""
+    """Detects a parameter whose `of(param)`, such as its address, has changed since construction."""
 
     def __init__(self, params: Params, of: Callable[[Tensor], object]):
         self.params = params

@@ -40,8 +40,7 @@ class CapturedStep:
     def __init__(self, units: Sequence[Unit], sources: Sequence[Source], *, scaler: Scaler, device: devices.Device):
         """Raises GraphError if the device does not support graphs."""
         self.units = units
-        self.device = device.torch_device
-        self._accelerator = device
+        self._device = device
         self.scaler = scaler
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
         self._graph = device.graph()
@@ -49,7 +48,7 @@ class CapturedStep:
         self._last_key: Hashable = None
         self._num_misses = 0  # successive steps with a new key
         rules = [bare(unit.rule) for unit in units]
-        self._table = HyperTable(rules, device=self.device, upload=device.upload)
+        self._table = HyperTable(rules, device=device.torch_device, upload=device.upload)
         self._copies: list[dict[int, Tensor]] = [{} for _ in units]
         self._memory: list[Tensor] = []  # which updates write
         for unit in units:
@@ -80,7 +79,7 @@ class CapturedStep:
         is_complete = self.missing_grad_error(ready) is None
         ready = [_in_fixed_memory(unit_grads, copies) for unit_grads, copies in zip(ready, self._copies, strict=True)]
         self._table.refresh_(groups)
-        self.scaler.stay_on(self._accelerator)
+        self.scaler.stay_on(self._device)
         if not is_complete:
             return work(ready, flags, self._table.groups)
         # Everything that a capture freezes. Counts are compared by identity: loading state replaces them.
@@ -90,7 +89,7 @@ class CapturedStep:
             counts += [run.count for run in unit.runs(unit_grads)]
             tensors += unit_grads.grads
         for count in counts:
-            count.stay_on(self.device)
+            count.stay_on(self._device.torch_device)
         addresses = tuple(map(Tensor.data_ptr, tensors))
         key = tuple(counts), addresses, self._table.frozen, limits
         if self._captured is None or self._captured[0] != key:

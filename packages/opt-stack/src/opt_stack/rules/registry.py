@@ -36,13 +36,20 @@ from opt_stack.wording import logger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleEntry:
-    """How to create a rule from a configuration, and the hyper-parameters to write to every group."""
+    """How to create a rule from a configuration, and the hyper-parameters to write to every group.
+
+    Raises ConfigError for a name with "/", which separates the parts of a unit's name.
+    """
 
     name: str
     summary: str
     make: Callable[[OptimizerConfig], Rule]
     hyper: Callable[[OptimizerConfig], Mapping[str, Any]]  # group fields in addition to lr and weight_decay
     reads_fields: bool = True  # False: no number of the rule comes from a field such as adam_beta1
+
+    def __post_init__(self) -> None:
+        if "/" in self.name:
+            raise ConfigError(f"RuleEntry: name={self.name!r} must not contain '/'; use another separator, such as '.'")
 
 
 HYPER_KEYS = ("betas", "eps", "momentum")
