@@ -43,10 +43,7 @@ static inline Floats absolute(Floats x) { return Floats(Words(x) & all_words(MAG
 
 // The noise of a block, from element k of a group on.
 static inline void load_noise(const GroupNoise &noise, int64_t k, Words (&words)[4]) {
-    EACH {
-        memcpy(&words[q], noise.words + k + LANES * q, sizeof(Words));
-        words[q] ^= all_words(noise.hash);
-    }
+    EACH words[q] = Words(WIDE(loadu_ps)((const float *)(noise.words + k + LANES * q))) ^ all_words(noise.hash);
 }
 
 static inline void load_block(const float *values, Floats (&x)[4]) { EACH x[q] = WIDE(loadu_ps)(values + LANES * q); }
