@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import grad_stats
+from opt_kernels.codecs.narrow import NOISE_BLOCK
 from opt_kernels.dtensor import Span, are_dtensors, local
 from opt_kernels.optim.state import STEP
 from opt_kernels.params import MAIN, REMAINDER, Count, FollowingMains, Groups
@@ -143,7 +144,7 @@ class Rows:
                     key = (sweep, index, _kind(member), int(member.state[STEP]))
                     by_row.setdefault(key, []).append(member)
                 position += 1
-                first += param.numel()
+                first += -(-param.numel() // NOISE_BLOCK) * NOISE_BLOCK  # so that each begins with a block
         self._rows = []
         for (sweep, _, _, step), row in by_row.items():
             self._rows.append(_Row(sweep, row, step=step, on_device=steps_on_device))

@@ -78,9 +78,12 @@ struct StateNoise {
 
     // That of the group from element `at` of the run on; in `room` if it has elements of two blocks.
     inline GroupNoise group(uint32_t *room, int64_t at) const {
-        const GroupNoise head = from(at);
-        if (before == 0) return head;
-        const GroupNoise tail = from(at + GROUP - before);
+        return __builtin_expect(before == 0, true) ? from(at) : joined(room, at);
+    }
+
+   private:
+    __attribute__((noinline, cold)) GroupNoise joined(uint32_t *room, int64_t at) const {
+        const GroupNoise head = from(at), tail = from(at + GROUP - before);
         for (int64_t k = 0; k < GROUP - before; k++) room[k] = head[k];
         for (int64_t k = 0; k < before; k++) room[GROUP - before + k] = tail[k];
         return {room, 0};
