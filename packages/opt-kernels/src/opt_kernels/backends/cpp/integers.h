@@ -10,7 +10,7 @@ static inline int32_t code_by(float y, uint32_t noise) { return (int32_t(y * 655
 #ifdef WIDE
 // The codes of a block times `most`: to nearest, or by noise.
 template <bool ROUNDS>
-static inline void codes_of(const Floats (&y)[4], float most, const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
+static inline __attribute__((always_inline)) void codes_of(const Floats (&y)[4], float most, const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
     if constexpr (ROUNDS) {
         Words random[4];
         load_noise(noise, k, random);
@@ -65,7 +65,7 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
 
    private:
 #ifdef WIDE
-    static inline void decode_block(const int8_t *codes, float scale, float *values) {
+    static inline __attribute__((always_inline)) void decode_block(const int8_t *codes, float scale, float *values) {
         Floats code[4], y[4];
         load_codes(codes, code);
         EACH y[q] = WIDE(sub_ps)(all(254.0f), absolute(code[q]));
@@ -74,7 +74,7 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
         store_block(values, y);
     }
 
-    static inline void encode_block(const float *values, float factor, float offset, float most, int8_t *codes,
+    static inline __attribute__((always_inline)) void encode_block(const float *values, float factor, float offset, float most, int8_t *codes,
                                     const GroupNoise &noise, int64_t k) {
         Floats x[4], y[4];
         Words code[4];
@@ -135,7 +135,7 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
 
    private:
 #ifdef WIDE
-    static inline void decode_block(const uint8_t *codes, float scale, float *values) {
+    static inline __attribute__((always_inline)) void decode_block(const uint8_t *codes, float scale, float *values) {
         Floats root[4];
         load_codes(codes, root);
         EACH root[q] = WIDE(mul_ps)(root[q], all(scale));
@@ -143,7 +143,7 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
         store_block(values, root);
     }
 
-    static inline Words encode_block(const float *values, float inverse, uint8_t *codes, const GroupNoise &noise, int64_t k) {
+    static inline __attribute__((always_inline)) Words encode_block(const float *values, float inverse, uint8_t *codes, const GroupNoise &noise, int64_t k) {
         Floats x[4];
         Words code[4];
         load_block(values, x);

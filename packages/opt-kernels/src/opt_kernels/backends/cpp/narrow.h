@@ -3,6 +3,26 @@
 using E4M3 = Narrow<8, 3, 7>;
 using E5M2 = Narrow<8, 2, 15>;
 
+// Conversions of a register's halves.
+#if defined(WIDE) && defined(__AVX512BW__)
+#define HALVES(operation) _mm256_##operation
+using Halves = __m256i;
+#elif defined(WIDE) && defined(__F16C__)
+#define HALVES(operation) _mm_##operation
+using Halves = __m128i;
+#endif
+
+#ifdef HALVES
+static inline Halves store_halves(half *codes, Halves halves) {
+    memcpy(codes, &halves, sizeof halves);
+    return halves;
+}
+
+static inline bool has_zero_half(Halves halves) {
+    return HALVES(movemask_epi8)(HALVES(cmpeq_epi16)(halves, HALVES(set1_epi16)(0))) != 0;
+}
+#endif
+
 // A code's float under its scale; squared where the code is that of a root.
 template <bool SIGNED>
 static inline float scaled(float x, float scale) {
@@ -59,14 +79,13 @@ static inline void widen(const uint8_t *codes, float scale, float *values, int64
 template <class Float, bool SIGNED>
 static inline void widen(const half *codes, float scale, float *values, int64_t n) {
     int64_t k = 0;
-#if defined(__AVX512F__)
-    for (; k + 16 <= n; k += 16) {
-        const __m512 halves = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(codes + k)));
-        const __m512 y = _mm512_mul_ps(halves, _mm512_set1_ps(scale));
-        _mm512_storeu_ps(values + k, SIGNED ? y : _mm512_mul_ps(y, y));
+#ifdef HALVES
+    for (; k + LANES <= n; k += LANES) {
+        Halves part;
+        memcpy(&part, codes + k, sizeof part);
+        const Floats y = WIDE(mul_ps)(WIDE(cvtph_ps)(part), all(scale));
+        WIDE(storeu_ps)(values + k, SIGNED ? y : WIDE(mul_ps)(y, y));
     }
-#elif defined(__F16C__)
-    for (; k + 8 <= n; k += 8) widen_8<SIGNED>(_mm_loadu_si128((const __m128i *)(codes + k)), scale, values + k);
 #endif
     for (; k < n; k++) values[k] = scaled<SIGNED>(Float::value(codes[k].bits), scale);
 }
@@ -134,24 +153,13 @@ template <class Float, bool SIGNED>
 static inline bool narrow(const float *values, float factor, half *codes, int64_t n) {
     int64_t k = 0;
     int32_t smallest = 0xFFFF;
-#if defined(__AVX512F__)
-    __m256i each = _mm256_set1_epi16(-1);
-    for (; k + 16 <= n; k += 16) {
-        const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(values + k), _mm512_set1_ps(factor));
-        const __m256i halves = _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT);
-        each = _mm256_min_epu16(each, halves);
-        _mm256_storeu_si256((__m256i *)(codes + k), halves);
+#ifdef HALVES
+    Halves each = HALVES(set1_epi16)(-1);
+    for (; k + LANES <= n; k += LANES) {
+        const Floats y = WIDE(mul_ps)(WIDE(loadu_ps)(values + k), all(factor));
+        each = HALVES(min_epu16)(each, store_halves(codes + k, WIDE(cvtps_ph)(y, _MM_FROUND_TO_NEAREST_INT)));
     }
-    smallest = _mm256_movemask_epi8(_mm256_cmpeq_epi16(each, _mm256_setzero_si256())) ? 0 : smallest;
-#elif defined(__F16C__)
-    __m128i each = _mm_set1_epi16(-1);
-    for (; k + 8 <= n; k += 8) {
-        const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(values + k), _mm256_set1_ps(factor));
-        const __m128i halves = _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT);
-        each = _mm_min_epu16(each, halves);
-        _mm_storeu_si128((__m128i *)(codes + k), halves);
-    }
-    smallest = _mm_movemask_epi8(_mm_cmpeq_epi16(each, _mm_setzero_si128())) ? 0 : smallest;
+    smallest = has_zero_half(each) ? 0 : smallest;
 #endif
     for (; k < n; k++) {
         const int32_t code = int32_t(Float::code(values[k] * factor));
@@ -249,30 +257,25 @@ template <class Float, bool SIGNED>
 static inline bool narrow(const float *values, float factor, half *codes, int64_t n, const GroupNoise &noise) {
     int64_t k = 0;
     bool any_zero = false;
-#if defined(__AVX512BW__) && defined(__AVX512DQ__)
+#ifdef HALVES
     // A conversion that truncates drops the bits below the code's last one.
-    __m256i each = _mm256_set1_epi16(-1);
+    Halves each = HALVES(set1_epi16)(-1);
     for (; k + BLOCK <= n; k += BLOCK) {
-        Floats x[4], smallest = all(float_of(Float::NORMAL));
-        Words words[4], above[4];
+        Floats x[4];
+        Words words[4], above[4], random[4];
         load_block(values + k, x);
-        EACH words[q] = Words(_mm512_mul_ps(x[q], all(factor)));
-        EACH smallest = _mm512_range_ps(smallest, Floats(words[q]), 0b1010);  // of magnitudes; zeros are harmless
-        const bool any_small = _mm512_cmplt_ps_mask(smallest, all(float_of(Float::NORMAL))) != 0;
-        if (__builtin_expect(any_small, false) && !above_least(words, Float::NORMAL, above)) {
+        EACH words[q] = Words(WIDE(mul_ps)(x[q], all(factor)));
+        if (__builtin_expect(!above_least(words, Float::NORMAL, above), false)) {
             any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
             continue;
         }
-        Words random[4];
         load_noise(noise, k, random);
         EACH {
-            const Floats sum = Floats(_mm512_add_epi32(words[q], random[q]));
-            const __m256i halves = _mm512_cvtps_ph(sum, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-            each = _mm256_min_epu16(each, halves);
-            _mm256_storeu_si256((__m256i *)(codes + k + LANES * q), halves);
+            const Floats sum = Floats(WIDE(add_epi32)(words[q], random[q]));
+            each = HALVES(min_epu16)(each, store_halves(codes + k + LANES * q, WIDE(cvtps_ph)(sum, _MM_FROUND_TO_ZERO)));
         }
     }
-    any_zero |= _mm256_movemask_epi8(_mm256_cmpeq_epi16(each, _mm256_setzero_si256())) != 0;
+    any_zero |= has_zero_half(each);
 #endif
     return narrow_few<Float>(values, factor, codes, k, n, noise) || any_zero;
 }

@@ -51,12 +51,13 @@ static inline constexpr uint32_t taken(uint32_t word) {
     return word >> (32 - Codec::NOISE_BITS) | uint32_t(Codec::ODD);
 }
 
-// What it takes of the multiples of GOLDEN in a block. An odd hash keeps noise odd.
+// What it takes of the multiples of GOLDEN in a block, twice. An odd hash keeps noise odd.
 template <class Codec>
 struct Multiples {
-    alignas(64) uint32_t words[NOISE_BLOCK];
+    alignas(64) uint32_t words[2 * NOISE_BLOCK];
     constexpr Multiples() : words() {
-        for (int64_t k = 0; k < NOISE_BLOCK; k++) words[k] = taken<Codec>(uint32_t(k) * GOLDEN) ^ uint32_t(Codec::ODD);
+        for (int64_t k = 0; k < 2 * NOISE_BLOCK; k++)
+            words[k] = taken<Codec>(uint32_t(k % NOISE_BLOCK) * GOLDEN) ^ uint32_t(Codec::ODD);
     }
 };
 template <class Codec> static constexpr Multiples<Codec> MULTIPLES;
@@ -82,10 +83,10 @@ struct StateNoise {
     }
 
    private:
-    __attribute__((noinline, cold)) GroupNoise joined(uint32_t *room, int64_t at) const {
-        const GroupNoise head = from(at), tail = from(at + GROUP - before);
-        for (int64_t k = 0; k < GROUP - before; k++) room[k] = head[k];
-        for (int64_t k = 0; k < before; k++) room[GROUP - before + k] = tail[k];
+    __attribute__((noinline)) GroupNoise joined(uint32_t *room, int64_t at) const {
+        const GroupNoise head = from(at), tail = from(at + GROUP);
+        const int32_t left = int32_t(GROUP - before);
+        for (int32_t k = 0; k < int32_t(GROUP); k++) room[k] = head.words[k] ^ (k < left ? head.hash : tail.hash);
         return {room, 0};
     }
 };
