@@ -174,7 +174,7 @@ def newton_schulz(
         factor = _factor(gram, segment, product, is_start=number == 0)
         spare = torch.empty_like(x) if spare is None else spare
         before = x
-        x = torch.baddbmm(before, factor.rest, before, beta=factor.identity, out=spare)
+        x = dense_product(factor.rest, before, added=before, beta=factor.identity, out=spare)
         spare = None if before is given else before
     return x
 
