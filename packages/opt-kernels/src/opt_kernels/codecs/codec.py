@@ -107,9 +107,10 @@ class BlockCodec(StateCodec):
         """The scales of blocks whose largest magnitude is `largest`, float32, above zero."""
         raise NotImplementedError
 
-    def scaled(self, rows: Tensor, scale: Tensor) -> Tensor:
-        """The codes of blocks `rows` (n, block) before they are rounded; NaN for 0 / 0. `scale` is (n, 1)."""
-        return rows * (1.0 / torch.where(scale == 0, 1.0, scale).to(rows.dtype))
+    def factors(self, rows: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Two factors of the codes of blocks `rows` (n, block) before they are rounded; NaN for 0 / 0. `scale` is
+        (n, 1)."""
+        return rows, 1.0 / torch.where(scale == 0, 1.0, scale).to(rows.dtype)
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         _multiply_(values.copy_(codes), scales)
@@ -126,16 +127,20 @@ class BlockCodec(StateCodec):
         scale = torch.where(largest > 0, self.scale_of(largest), largest)
         scale.masked_fill_(largest.isinf(), torch.nan)
         scales.copy_(scale)
-        y = self.scaled(rows, scale[:, None]).view(-1)[: x.numel()].nan_to_num_(0.0)
+        left, right = self.factors(rows, scale[:, None])
+        is_float = self.dtype.is_floating_point
+        if words is not None and not is_float:
+            left = left.double()  # in which products of float32 numbers are exact
+        y = (left * right).view(-1)[: x.numel()].nan_to_num_(0.0)
         if not self.signed:
             y = torch.where(x > 0, y.clamp(min=self.smallest), y)
-        is_float = self.dtype.is_floating_point
         if words is None:
             codes.copy_(y if is_float else y.round_())
         elif is_float:
             narrow.round_(codes, y.float(), words)
         else:
-            codes.copy_(narrow.rounded_to_integers(y.float(), words))
+            rounded = narrow.rounded_to_integers(y, words, base=128 if self.signed else 1)
+            codes.copy_(rounded.clamp_(max=torch.iinfo(self.dtype).max))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +179,11 @@ class Companded(BlockCodec):
     def scale_of(self, largest: Tensor) -> Tensor:
         return largest.clamp(min=TINY)
 
-    def scaled(self, rows: Tensor, scale: Tensor) -> Tensor:
+    def factors(self, rows: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
         factor = 1.0 - 0.5 * (scale >= 1).to(rows.dtype)
         sums = rows.abs().double().add_(scale.clamp(min=TINY)).mul_(factor).to(rows.dtype)
-        return torch.div(rows, sums, out=sums).mul_(254 * factor)
+        return torch.div(rows, sums, out=sums), 254 * factor
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         values.copy_(codes)

@@ -120,14 +120,20 @@ def round_(target: Tensor, values: Tensor, words: Tensor) -> None:
         target.copy_(torch.where(values.isfinite(), target, nearest))
 
 
-def rounded_to_integers(values: Tensor, words: Tensor) -> Tensor:
-    """`values` (n,) float32, of at most 255, rounded stochastically to int32: with 16 bits of their fraction, plus
-    noise, which is odd so that a code whose product was rounded down stays."""
-    scaled = values.clamp(max=255)
-    scaled *= 65536.0
-    fixed = scaled.to(torch.int32)
-    fixed += upper_bits(words, 16) | 1
-    return fixed >> 16
+def rounded_to_integers(products: Tensor, words: Tensor, *, base: int) -> Tensor:
+    """Products of two float32 numbers, (n,) float64 of magnitude below 256, rounded stochastically to int32:
+
+        floor(fma(a, b, base + u)) - base,      u = (4 w + 2) / 2^16 with the upper 14 bits w of a word
+
+    in float32. `base` is 128 for products of both signs, of magnitude below 128, and 1 for others: sums are then
+    positive, and their unit is 2^-16 or less below 256. A code that lost or gained a unit stays: u is not that close
+    to 0 or 1.
+    """
+    noise = upper_bits(words, 14).double()
+    noise *= 2.0**-14
+    noise += base + 2.0**-15
+    sums = noise.add_(products).float()
+    return sums.to(torch.int32) - base
 
 
 def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ static inline int32_t at_least(int32_t a, int32_t b) { return a > b ? a : b; }
 constexpr int64_t NOISE_BLOCK = GROUP;
 constexpr uint32_t GOLDEN = 0x9E3779B9;
 
-// The noise of a group of a state, of as many bits as its codec takes.
+// The noise of a group of a state, in the form that its codec takes.
 struct GroupNoise {
     const uint32_t *words;
     uint32_t hash;
@@ -84,8 +84,9 @@ struct Plain {
     static inline void decode(const T *codes, const float *, float *values, int64_t n) {
         for (int64_t k = 0; k < n; k++) values[k] = read(codes[k]);
     }
-    static constexpr bool KEEPS = true, SHARES = false, STOCHASTIC = ROUNDS, ODD = false;
-    static constexpr int NOISE_BITS = 16;
+    static constexpr bool KEEPS = true, SHARES = false, STOCHASTIC = ROUNDS;
+    static constexpr uint32_t FIXED = 0;
+    static constexpr uint32_t taken(uint32_t word) { return word >> 16; }
     static inline float kept(float x) { return x; }
     static inline void store(T &code, float x, uint32_t noise) {
         if constexpr (STOCHASTIC) write_stochastically(code, x, noise);

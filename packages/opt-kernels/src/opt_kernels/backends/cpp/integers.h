@@ -3,19 +3,16 @@
 // The integer nearest to x, ties to even, |x| < 2^21, in the lower bits of a word.
 static inline uint32_t nearest(float x) { return word_of(x + 0x1.8p23f); }
 
-// The code of y, |y| <= 255, rounded stochastically: with 16 bits of its fraction, plus noise, which is odd so that a code
-// whose product was rounded down stays.
-static inline int32_t code_by(float y, uint32_t noise) { return (int32_t(y * 65536.0f) + int32_t(noise)) >> 16; }
+// Stochastic rounding: `narrow.rounded_to_integers`. The noise of an integer code is the float base + u.
 
 #ifdef WIDE
-// The codes of a block times `most`: to nearest, or by noise.
+// The codes of a block times `most`: to nearest, or by noise, with the base added.
 template <bool ROUNDS>
 static inline __attribute__((always_inline)) void codes_of(const Floats (&y)[4], float most, const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
     if constexpr (ROUNDS) {
         Words random[4];
         load_noise(noise, k, random);
-        EACH codes[q] = WIDE(cvttps_epi32)(WIDE(mul_ps)(y[q], all(most * 65536.0f)));
-        EACH codes[q] = WIDE(srai_epi32)(WIDE(add_epi32)(codes[q], random[q]), 16);
+        EACH codes[q] = WIDE(cvttps_epi32)(WIDE(fmadd_ps)(y[q], all(most), Floats(random[q])));
     } else {
         EACH codes[q] = WIDE(cvtps_epi32)(WIDE(mul_ps)(y[q], all(most)));
     }
@@ -24,8 +21,8 @@ static inline __attribute__((always_inline)) void codes_of(const Floats (&y)[4],
 
 template <bool SIGNED, bool ROUNDS>
 struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
-    static constexpr int NOISE_BITS = 16;
-    static constexpr bool ODD = true;
+    static constexpr uint32_t FIXED = 0x43000002;  // 128 + 2^-15
+    static constexpr uint32_t taken(uint32_t word) { return word >> 16 & 0xFFFC; }
 
     static inline float value(int code) { return float(code) / (254.0f - __builtin_fabsf(float(code))); }
 
@@ -57,9 +54,9 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
 #endif
 #pragma GCC ivdep
         for (; k < n; k++) {
-            const float y = values[k] / fma(__builtin_fabsf(values[k]), factor, offset) * most;
-            if constexpr (ROUNDS) codes[k] = int8_t(code_by(y, noise[k]));
-            else codes[k] = int8_t(nearest(y));
+            const float y = values[k] / fma(__builtin_fabsf(values[k]), factor, offset);
+            if constexpr (ROUNDS) codes[k] = int8_t(int32_t(fma(y, most, float_of(noise[k]))) - 128);
+            else codes[k] = int8_t(nearest(y * most));
         }
     }
 
@@ -83,15 +80,16 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
         EACH y[q] = WIDE(div_ps)(x[q], y[q]);
         codes_of<ROUNDS>(y, most, noise, k, code);
         const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
-        store_bytes(codes, WIDE(packs_epi16)(first, second));
+        if constexpr (ROUNDS) store_bytes(codes, WIDE(packus_epi16)(first, second) ^ WIDE(set1_epi8)(char(0x80)));
+        else store_bytes(codes, WIDE(packs_epi16)(first, second));
     }
 #endif
 };
 
 template <bool SIGNED, bool ROUNDS>
 struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
-    static constexpr int NOISE_BITS = 16;
-    static constexpr bool ODD = true;
+    static constexpr uint32_t FIXED = 0x3F800100;  // 1 + 2^-15
+    static constexpr uint32_t taken(uint32_t word) { return word >> 9 & 0xFFFC << 7; }
 
     static inline float value(int code, float scale) {
         const float root = float(code) * scale;
@@ -116,17 +114,19 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
         int32_t smallest = 0xFF;
 #ifdef WIDE
         Words each = all_words(~0u);
-        // Products with the inverse of the smallest scales would overflow.
-        for (; k + BLOCK <= n && (!ROUNDS || inverse < 0x1p100f); k += BLOCK)
+        for (; k + BLOCK <= n; k += BLOCK)
             each = WIDE(min_epu8)(each, encode_block(values + k, inverse, codes + k, noise, k));
         smallest = has_zero(each) ? 0 : smallest;
 #endif
 #pragma GCC ivdep
         for (; k < n; k++) {
-            const float y = values[k] * inverse;
             int32_t code;
-            if constexpr (ROUNDS) code = code_by(y < 255.0f ? y : 255.0f, noise[k]);
-            else code = nearest(y) & 0xFF;
+            if constexpr (ROUNDS) {
+                code = int32_t(fma(values[k], inverse, float_of(noise[k]))) - 1;
+                code = code < 255 ? code : 255;
+            } else {
+                code = nearest(values[k] * inverse) & 0xFF;
+            }
             smallest = code < smallest ? code : smallest;
             codes[k] = uint8_t(code);
         }
@@ -148,7 +148,9 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
         Words code[4];
         load_block(values, x);
         codes_of<ROUNDS>(x, inverse, noise, k, code);
-        const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
+        const Words base = WIDE(set1_epi16)(short(ROUNDS));
+        const Words first = WIDE(sub_epi16)(WIDE(packs_epi32)(code[0], code[1]), base);
+        const Words second = WIDE(sub_epi16)(WIDE(packs_epi32)(code[2], code[3]), base);
         const Words bytes = WIDE(packus_epi16)(first, second);
         store_bytes(codes, bytes);
         return bytes;

@@ -285,8 +285,8 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
 // A narrow float under a power of two, by which it is at most 2^EXPONENT: `codecs.Scaled`.
 template <class T, class Float, int EXPONENT, bool SIGNED, bool ROUNDS>
 struct Scaled : Coded<T, SIGNED, ROUNDS> {
-    static constexpr int NOISE_BITS = Float::SHIFT;
-    static constexpr bool ODD = false;
+    static constexpr uint32_t FIXED = 0;
+    static constexpr uint32_t taken(uint32_t word) { return word >> (32 - Float::SHIFT); }
 
     static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
         widen<Float, SIGNED>(codes, *scale, values, n);

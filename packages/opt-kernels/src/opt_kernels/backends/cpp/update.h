@@ -45,19 +45,12 @@ struct Noise {
     }
 };
 
-// What a codec takes of a noise word.
-template <class Codec>
-static inline constexpr uint32_t taken(uint32_t word) {
-    return word >> (32 - Codec::NOISE_BITS) | uint32_t(Codec::ODD);
-}
-
-// What it takes of the multiples of GOLDEN in a block, twice. An odd hash keeps noise odd.
+// What a codec takes of the multiples of GOLDEN in a block, twice.
 template <class Codec>
 struct Multiples {
     alignas(64) uint32_t words[2 * NOISE_BLOCK];
     constexpr Multiples() : words() {
-        for (int64_t k = 0; k < 2 * NOISE_BLOCK; k++)
-            words[k] = taken<Codec>(uint32_t(k % NOISE_BLOCK) * GOLDEN) ^ uint32_t(Codec::ODD);
+        for (int64_t k = 0; k < 2 * NOISE_BLOCK; k++) words[k] = Codec::taken(uint32_t(k % NOISE_BLOCK) * GOLDEN);
     }
 };
 template <class Codec> static constexpr Multiples<Codec> MULTIPLES;
@@ -74,7 +67,7 @@ struct StateNoise {
     // That of the elements from `at` of the run to the end of their block.
     inline GroupNoise from(int64_t at) const {
         const int64_t place = before + at;
-        return {MULTIPLES<Codec>.words + place % NOISE_BLOCK, taken<Codec>(blocks[place / NOISE_BLOCK])};
+        return {MULTIPLES<Codec>.words + place % NOISE_BLOCK, Codec::taken(blocks[place / NOISE_BLOCK]) | Codec::FIXED};
     }
 
     // That of the group from element `at` of the run on; in `room` if it has elements of two blocks.

@@ -132,14 +132,20 @@ def code(
             factor = tl.where(scale < 1.0, 1.0, 0.5)
             offset = tl.where(scale == 0.0, TINY, scale) * factor
             y = divide(x, tl.abs(x) * spread(factor, BLOCK) + spread(offset, BLOCK), IEEE)
-            y *= spread(254.0 * factor, BLOCK)
+            by = 254.0 * factor
         else:
-            y = x * spread(divide(1.0, tl.where(scale == 0.0, 1.0, scale), IEEE), BLOCK)
+            y = x
+            by = divide(1.0, tl.where(scale == 0.0, 1.0, scale), IEEE)
         if not FINITE:
             y = tl.where(spread(scale, BLOCK) >= 0.0, y, 0.0)
-        if words is not None:
-            fixed = (tl.minimum(y, 255.0) * 65536.0).to(tl.int32) + ((words >> 16) | 1).to(tl.int32)
-            y = (fixed >> 16).to(tl.float32)
+            by = tl.where(scale >= 0.0, by, 0.0)
+        if words is None:
+            y *= spread(by, BLOCK)
+        else:
+            base: tl.constexpr = 128 if SCHEME == "companded" else 1
+            u = (words >> 18).to(tl.float32) * 6.103515625e-05 + 3.0517578125e-05  # 2^-14, 2^-15
+            sums = tl.fma(y, spread(by, BLOCK), u + base)
+            y = tl.minimum(sums.to(tl.int32) - base, 255).to(tl.float32)
         if SCHEME == "root":
             y = tl.where(x > 0.0, tl.maximum(y, 1.0), y)
         # The sum's last bits are the integer nearest to y, ties to even.
