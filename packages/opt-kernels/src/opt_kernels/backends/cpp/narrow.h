@@ -177,7 +177,7 @@ static inline bool narrow_few(
     int32_t smallest = 0xFFFF;
 #pragma GCC ivdep
     for (int64_t k = begin; k < n; k++) {
-        const int32_t code = int32_t(Float::code(values[k] * factor, noise[k]));
+        const int32_t code = int32_t(Float::code(values[k] * factor, noise[k] & ((1u << Float::SHIFT) - 1)));
         smallest = code < smallest ? code : smallest;
         set(codes[k], uint32_t(code));
     }
@@ -222,10 +222,8 @@ static inline Words round_block(
     load_noise(noise, k, code);
     EACH code[q] = WIDE(add_epi32)(code[q], above[q]);
     EACH code[q] = WIDE(srai_epi32)(code[q], SHIFT);
-    // That of the smallest normal number. Sums below zero, which only zero has, become zero.
-    const Words least = WIDE(set1_epi16)(short(1 << (23 - SHIFT)));
-    const Words first = WIDE(add_epi16)(WIDE(packs_epi32)(code[0], code[1]), least);
-    const Words second = WIDE(add_epi16)(WIDE(packs_epi32)(code[2], code[3]), least);
+    // Sums below zero, which only zero has, become zero.
+    const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
     return store_signed<Float, SIGNED>(WIDE(packus_epi16)(first, second), words, codes);
 }
 #endif
@@ -285,7 +283,7 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
 // A narrow float under a power of two, by which it is at most 2^EXPONENT: `codecs.Scaled`.
 template <class T, class Float, int EXPONENT, bool SIGNED, bool ROUNDS>
 struct Scaled : Coded<T, SIGNED, ROUNDS> {
-    static constexpr uint32_t FIXED = 0;
+    static constexpr uint32_t FIXED = sizeof(T) == 1 ? 1u << 23 : 0;  // bytes count from the smallest normal number
     static constexpr uint32_t taken(uint32_t word) { return word >> (32 - Float::SHIFT); }
 
     static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
