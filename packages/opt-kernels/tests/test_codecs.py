@@ -177,6 +177,23 @@ def test_states_have_noise_unrelated_by_step_and_number() -> None:
     assert abs(spread.mean() - 0.5) < 4 * (1 / 12 / 1024) ** 0.5
 
 
+@pytest.mark.parametrize("word", [0, -1, 0x7FFF0000, -0x7FFF0000])
+@pytest.mark.parametrize("name", ["8-bit-signed", "8-bit-square"])
+def test_an_8_bit_number_is_given_its_code_again_by_any_noise(name: str, word: int) -> None:
+    """Though the product of its factors is not the code, but a few units off."""
+    (codec, signed) = CODECS[name]
+    codes = torch.arange(-127.0, 0.0) if signed else torch.arange(128.0, 255.0)
+    block = torch.cat([codes, codes.abs().max().view(1) if signed else torch.tensor([255.0])])
+    scales = torch.rand(400, 1, generator=torch.Generator().manual_seed(word)).add_(1.0)
+    values = (scales * block / 256).view(-1)
+    first = stored(codec, values if signed else values.square())
+    decoded = read(codec, first)
+    again = init_state({"x": codec}, decoded)
+    words = torch.full(decoded.shape, word, dtype=torch.int32)
+    codec.encode_(again["x"], again[scale_name("x")], decoded, words)
+    assert torch.equal(again["x"], first["x"])
+
+
 @pytest.mark.parametrize(("codec", "signed"), CODECS.values(), ids=CODECS.keys())
 def test_a_state_rounded_stochastically_is_right_on_average(codec: StateCodec, signed: bool) -> None:
     """Of what is stored, which is the root for states that are never negative; subnormal codes included."""

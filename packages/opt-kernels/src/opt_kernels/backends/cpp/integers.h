@@ -8,7 +8,7 @@ static inline uint32_t nearest(float x) { return word_of(x + 0x1.8p23f); }
 #ifdef WIDE
 // The codes of a block times `most`: to nearest, or by noise, with the base added.
 template <bool ROUNDS>
-static inline __attribute__((always_inline)) void codes_of(const Floats (&y)[4], float most, const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
+INLINE void codes_of(const Floats (&y)[4], float most, const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
     if constexpr (ROUNDS) {
         Words random[4];
         load_noise(noise, k, random);
@@ -62,7 +62,7 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
 
    private:
 #ifdef WIDE
-    static inline __attribute__((always_inline)) void decode_block(const int8_t *codes, float scale, float *values) {
+    INLINE void decode_block(const int8_t *codes, float scale, float *values) {
         Floats code[4], y[4];
         load_codes(codes, code);
         EACH y[q] = WIDE(sub_ps)(all(254.0f), absolute(code[q]));
@@ -71,8 +71,8 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
         store_block(values, y);
     }
 
-    static inline __attribute__((always_inline)) void encode_block(const float *values, float factor, float offset, float most, int8_t *codes,
-                                    const GroupNoise &noise, int64_t k) {
+    INLINE void encode_block(const float *values, float factor, float offset, float most, int8_t *codes,
+                             const GroupNoise &noise, int64_t k) {
         Floats x[4], y[4];
         Words code[4];
         load_block(values, x);
@@ -135,7 +135,7 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
 
    private:
 #ifdef WIDE
-    static inline __attribute__((always_inline)) void decode_block(const uint8_t *codes, float scale, float *values) {
+    INLINE void decode_block(const uint8_t *codes, float scale, float *values) {
         Floats root[4];
         load_codes(codes, root);
         EACH root[q] = WIDE(mul_ps)(root[q], all(scale));
@@ -143,7 +143,7 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
         store_block(values, root);
     }
 
-    static inline __attribute__((always_inline)) Words encode_block(const float *values, float inverse, uint8_t *codes, const GroupNoise &noise, int64_t k) {
+    INLINE Words encode_block(const float *values, float inverse, uint8_t *codes, const GroupNoise &noise, int64_t k) {
         Floats x[4];
         Words code[4];
         load_block(values, x);
