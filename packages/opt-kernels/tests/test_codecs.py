@@ -182,10 +182,11 @@ def test_states_have_noise_unrelated_by_step_and_number() -> None:
 def test_an_8_bit_number_is_given_its_code_again_by_any_noise(name: str, word: int) -> None:
     """Though the product of its factors is not the code, but a few units off."""
     (codec, signed) = CODECS[name]
-    codes = torch.arange(-127.0, 0.0) if signed else torch.arange(128.0, 255.0)
-    block = torch.cat([codes, codes.abs().max().view(1) if signed else torch.tensor([255.0])])
+    codes = torch.arange(-126.0, 128.0) if signed else torch.arange(2.0, 256.0)
+    block = torch.cat([codes[:127], codes[-1:], codes[127:], codes[-1:]])  # two blocks with one scale
+    shares = block / (254 - block.abs()) if signed else block
     scales = torch.rand(400, 1, generator=torch.Generator().manual_seed(word)).add_(1.0)
-    values = (scales * block / 256).view(-1)
+    values = (scales * shares / 256).view(-1)
     first = stored(codec, values if signed else values.square())
     decoded = read(codec, first)
     again = init_state({"x": codec}, decoded)

@@ -126,8 +126,8 @@ def rounded_to_integers(products: Tensor, words: Tensor, *, base: int) -> Tensor
         floor(fma(a, b, base + u)) - base,      u = (4 w + 2) / 2^16 with the upper 14 bits w of a word
 
     in float32. `base` is 128 for products of both signs, of magnitude below 128, and 1 for others: sums are then
-    positive, and their unit is at most 2^-16 below 256. A decoded number gets its code again: its product is off by
-    less than 1.5 of these units, and u differs by more from 0 and 1.
+    positive, and their unit is at most 2^-16 below 256. A decoded number, if normal, gets its code again: its product
+    is off by less than 1.5 of these units, and u differs by more from 0 and 1.
     """
     noise = upper_bits(words, 14).double()
     noise *= 2.0**-14

@@ -45,7 +45,7 @@ class Member(NamedTuple):
     state: States
     rule: Rule
     matrix: MatrixSpec
-    spans: tuple[Span, ...]  # of the local elements, by their numbers among those of all parameters
+    spans: tuple[Span, ...]  # of the local elements, by their numbers among those of all parameters: see `Rows`
 
 
 class _Row:

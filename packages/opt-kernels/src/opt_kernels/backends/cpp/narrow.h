@@ -177,7 +177,8 @@ static inline bool narrow_few(
     int32_t smallest = 0xFFFF;
 #pragma GCC ivdep
     for (int64_t k = begin; k < n; k++) {
-        const int32_t code = int32_t(Float::code(values[k] * factor, noise[k] & ((1u << Float::SHIFT) - 1)));
+        const uint32_t below = noise[k] & ((1u << Float::SHIFT) - 1);  // the noise without what is FIXED
+        const int32_t code = int32_t(Float::code(values[k] * factor, below));
         smallest = code < smallest ? code : smallest;
         set(codes[k], uint32_t(code));
     }

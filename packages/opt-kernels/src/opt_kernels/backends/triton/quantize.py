@@ -143,9 +143,10 @@ def code(
             y *= spread(by, BLOCK)
         else:
             base: tl.constexpr = 128 if SCHEME == "companded" else 1
+            most: tl.constexpr = 127 if SCHEME == "companded" else 255
             u = (words >> 18).to(tl.float32) * 6.103515625e-05 + 3.0517578125e-05  # 2^-14, 2^-15
             sums = tl.fma(y, spread(by, BLOCK), u + base)
-            y = tl.minimum(sums.to(tl.int32) - base, 255).to(tl.float32)
+            y = tl.minimum(sums.to(tl.int32) - base, most).to(tl.float32)
         if SCHEME == "root":
             y = tl.where(x > 0.0, tl.maximum(y, 1.0), y)
         # The sum's last bits are the integer nearest to y, ties to even.

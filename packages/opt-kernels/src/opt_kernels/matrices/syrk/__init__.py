@@ -3,8 +3,6 @@
 Here with torch's matrix products; `cpp` and `triton` have further versions, which `dispatch` chooses by device.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -23,9 +21,6 @@ def symmetric_product(
 
     On a CPU, only blocks up to the diagonal are computed if the matrices are large enough for this to be faster.
     """
-    if _is_slow(left):
-        wide = None if added is None else added.float()
-        return symmetric_product(left.float(), right.float(), alpha=alpha, added=wide, beta=beta).to(left.dtype)
     if not halving_pays(left):
         return dense_product(left, right, alpha=alpha, added=added, beta=beta)
     batch, m, _ = left.shape
@@ -50,36 +45,13 @@ def symmetric_product(
 
 
 def dense_product(
-    left: Tensor,
-    right: Tensor,
-    *,
-    alpha: float = 1.0,
-    added: Tensor | None = None,
-    beta: float = 0.0,
-    out: Tensor | None = None,
+    left: Tensor, right: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0
 ) -> Tensor:
     """The same product with every element computed; also correct if it is not symmetric."""
-    if _is_slow(left):
-        wide = None if added is None else added.float()
-        product = dense_product(left.float(), right.float(), alpha=alpha, added=wide, beta=beta)
-        return product.to(left.dtype) if out is None else out.copy_(product)
     if added is None:
-        product = torch.bmm(left, right, out=out)
+        product = torch.bmm(left, right)
         return product if alpha == 1.0 else product.mul_(alpha)
-    return torch.baddbmm(added, left, right, beta=beta, alpha=alpha, out=out)
-
-
-def _is_slow(left: Tensor) -> bool:
-    """Whether torch multiplies matrices of this dtype and device up to 36 times as slowly as in float32. The products
-    of bfloat16 numbers are exact in float32, in which hardware sums them, too."""
-    return left.dtype is torch.bfloat16 and left.is_cpu and not multiplies_bfloat16()
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Whether torch has matrix products of bfloat16 for this processor: those of oneDNN."""
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return supported is not None and bool(supported())
+    return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
 
 
 def halving_pays(left: Tensor) -> bool:
