@@ -8,19 +8,10 @@ import pytest
 import torch
 from elementwise_works import device_of, on
 from matrix_works import HYPER, moved, tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opt_kernels import MatrixError
 from opt_kernels.hooks import ClipUpdateRms, hooked
-from opt_kernels.matrices import (
-    CoefficientType,
-    Decay,
-    MatmulPrecision,
-    PostNorm,
-    PreNorm,
-    ScaleMode,
-    orthogonalization,
-)
+from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, PostNorm, PreNorm, ScaleMode
 from opt_kernels.matrices.orthogonalization import reference_newton_schulz as newton_schulz
 from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment, update_dtype
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
@@ -177,33 +168,6 @@ def test_gradients_are_read_in_any_dtype_and_scaled():
             POLAR_EXACT.update_([Batch(HYPER, [Work(grad=grad, main=main, state=state)])], grad_scale=scale)
             torch.testing.assert_close(state["momentum_buffer"], 0.1 * float(scale) * grad.float())
             torch.testing.assert_close(main, moved(POLAR_EXACT, torch.zeros(24, 40), grad.float()), rtol=0, atol=1e-5)
-
-
-class Products(TorchDispatchMode):
-    """The dtypes of all batched matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
-            self.dtypes.add(args[-1].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("options", [{}, {"pre_norm": PreNorm.ROWS}], ids=["normalised", "not"])
-def test_processors_without_bfloat16_iterate_in_float32(options, monkeypatch):
-    rule = MuonRule(use_syrk=False, **options)
-    updates = []
-    for is_slow in (False, True):
-        monkeypatch.setattr(orthogonalization, "multiplies_bfloat16", lambda is_slow=is_slow: not is_slow)
-        with Products() as products:
-            updates.append(moved(rule, torch.zeros(24, 40), tensor(24, 40)))
-        assert products.dtypes == {torch.float32 if is_slow else torch.bfloat16}
-        assert update_dtype(rule, torch.float32, torch.device("cpu")) is torch.bfloat16
-    assert not torch.equal(*updates)
-    torch.testing.assert_close(*updates, rtol=0.1, atol=0.02 * float(updates[0].abs().max()))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])

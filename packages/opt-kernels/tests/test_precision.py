@@ -10,7 +10,7 @@ import torch
 from matrix_works import grads_of, moved, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opt_kernels.matrices import orthogonalization
+from opt_kernels.matrices import syrk
 from opt_kernels.precision import MatmulPrecision, fp32_products, tf32_products
 from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SOAPRule
 
@@ -75,7 +75,7 @@ RULES: dict[str, tuple[Rule, set[bool]]] = {
 
 @pytest.mark.parametrize("user", USERS)
 def test_rules_choose_float32_precision_and_restore_the_users(user: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orthogonalization, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(syrk, "multiplies_bfloat16", lambda: True)
     if user.startswith("newer") and not HAS_NEWER:
         pytest.skip("torch 2.9 brought this API")
     USERS[user]()

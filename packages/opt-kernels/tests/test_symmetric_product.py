@@ -8,6 +8,7 @@ import torch
 from elementwise_works import on
 from tiers import NIGHT
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.matrices import syrk
@@ -69,6 +70,37 @@ def test_halves_are_mirrored_and_views_of_a_batch_taken(backend: str, device: to
     assert_close(found, x.cpu().double() @ x.cpu().double().mT)
     assert all(torch.equal(found[i : i + 1], product(x[i : i + 1], x[i : i + 1].mT)) for i in range(3))
     assert torch.equal(found, product(x.contiguous(), x.contiguous().mT)) or backend == "torch"
+
+
+class Multiplied(TorchDispatchMode):
+    """The dtypes of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.dtypes.add(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_processors_without_bfloat16_multiply_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syrk, "multiplies_bfloat16", lambda: False)
+    x, added = matrices(96, 256, torch.bfloat16), matrices(96, 96, torch.bfloat16)
+    added = ((added + added.mT) / 2).contiguous()
+    out = torch.empty_like(x)
+    with Multiplied() as multiplied:
+        plain = syrk.symmetric_product(x, x.mT, alpha=1.5)
+        gram = dense_product(x, x.mT, alpha=1.5, added=added, beta=-0.5)
+        applied = dense_product(gram, x, added=x, beta=2.0, out=out)
+    assert multiplied.dtypes == {torch.float32}
+    assert applied is out
+    assert gram.dtype is torch.bfloat16
+    wide = x.double()
+    assert_close(plain, 1.5 * wide @ wide.mT)
+    assert_close(gram, 1.5 * wide @ wide.mT - 0.5 * added.double())
+    assert_close(out, gram.double() @ wide + 2.0 * wide)
 
 
 def test_products_of_commuting_matrices_equal_in_either_order() -> None:

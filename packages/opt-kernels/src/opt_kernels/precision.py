@@ -20,8 +20,8 @@ __all__ = ["MatmulPrecision", "fp32_products", "multiplies_bfloat16", "tf32_prod
 class MatmulPrecision(NamedChoice):
     """The precision of matrix products, with torch's names."""
 
-    # 16 bits: fp16 on GPUs (three more bits; normalised matrices need no range), bf16 elsewhere, rounded from fp32 on
-    # processors that do not multiply it
+    # 16 bits: fp16 on GPUs (three more bits; normalised matrices need no range), bf16 elsewhere; each product in fp32
+    # and rounded on processors that do not multiply it
     MEDIUM = "medium"
     HIGH = "high"  # fp32 operands, TF32 products if the device supports them
     HIGHEST = "highest"  # fp32

@@ -35,7 +35,7 @@ from opt_kernels.matrices.coefficients import (
 )
 from opt_kernels.matrices.muon import EPS, Inputs, PostNorm, PreNorm
 from opt_kernels.matrices.syrk import dense_product
-from opt_kernels.precision import MatmulPrecision, fp32_products, multiplies_bfloat16
+from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.works import AllReduce, NamedChoice, Scalar
 
 __all__ = [
@@ -174,7 +174,7 @@ def newton_schulz(
         factor = _factor(gram, segment, product, is_start=number == 0)
         spare = torch.empty_like(x) if spare is None else spare
         before = x
-        x = torch.baddbmm(before, factor.rest, before, beta=factor.identity, out=spare)
+        x = dense_product(factor.rest, before, added=before, beta=factor.identity, out=spare)
         spare = None if before is given else before
     return x
 
@@ -402,14 +402,11 @@ class Orthogonalization:
             product = dense_product
             if self.use_syrk:
                 product = version("syrk", "symmetric_product", backend=self.backend, tensors=[x])
-            is_slow = dtype is torch.bfloat16 and wide.is_cpu and not multiplies_bfloat16()
-            of_products = torch.float32 if is_slow else dtype
             # Products of 16 or 64 bits do not depend on the setting.
             with fp32_products(self.fp32_matmul_prec) if dtype is torch.float32 else nullcontext():
                 done = newton_schulz(
-                    wide, segments=segments, dtype=of_products, product=product, normalised=normalised, **common
+                    wide, segments=segments, dtype=dtype, product=product, normalised=normalised, **common
                 )
-            done = done.to(dtype)
         done = done.to(x.dtype)
         return done.mT if transpose else done
 

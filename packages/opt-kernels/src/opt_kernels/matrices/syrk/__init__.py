@@ -6,6 +6,8 @@ Here with torch's matrix products; `cpp` and `triton` have further versions, whi
 import torch
 from torch import Tensor
 
+from opt_kernels.precision import multiplies_bfloat16
+
 BLOCK_ROWS = 4  # rows of blocks: 10/16 of the work; eight would save 1/16 more and lose it again in calls
 
 
@@ -21,7 +23,7 @@ def symmetric_product(
 
     On a CPU, only blocks up to the diagonal are computed if the matrices are large enough for this to be faster.
     """
-    if not halving_pays(left):
+    if is_slow(left) or not halving_pays(left):
         return dense_product(left, right, alpha=alpha, added=added, beta=beta)
     batch, m, _ = left.shape
     out = left.new_empty(batch, m, m)
@@ -45,13 +47,42 @@ def symmetric_product(
 
 
 def dense_product(
-    left: Tensor, right: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0
+    left: Tensor,
+    right: Tensor,
+    *,
+    alpha: float = 1.0,
+    added: Tensor | None = None,
+    beta: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The same product with every element computed; also correct if it is not symmetric."""
+    """The same product with every element computed; also correct if it is not symmetric. Into `out`, if given."""
+    if is_slow(left):
+        return _rounded_product(left, right, alpha=alpha, added=added, beta=beta, out=out)
     if added is None:
-        product = torch.bmm(left, right)
+        product = torch.bmm(left, right, out=out)
         return product if alpha == 1.0 else product.mul_(alpha)
-    return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
+    return torch.baddbmm(added, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def _rounded_product(
+    left: Tensor, right: Tensor, *, alpha: float, added: Tensor | None, beta: float, out: Tensor | None
+) -> Tensor:
+    """`dense_product` in float32, in which products of bfloat16 numbers are exact, rounded. One matrix at a time."""
+    if out is None:
+        out = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
+    for i in range(len(left)):
+        product = left[i].float() @ right[i].float()
+        if alpha != 1.0:
+            product *= alpha
+        if added is not None:
+            product.add_(added[i], alpha=beta)
+        out[i] = product
+    return out
+
+
+def is_slow(left: Tensor) -> bool:
+    """Whether torch multiplies matrices of this dtype and device up to 36 times as slowly as in float32."""
+    return left.dtype is torch.bfloat16 and left.is_cpu and not multiplies_bfloat16()
 
 
 def halving_pays(left: Tensor) -> bool:
