@@ -87,7 +87,8 @@ class Multiplied(TorchDispatchMode):
 
 def test_processors_without_bfloat16_multiply_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syrk, "multiplies_bfloat16", lambda: False)
-    x, added = matrices(96, 256, torch.bfloat16), matrices(96, 96, torch.bfloat16)
+    x = matrices(96, 256, torch.bfloat16)
+    added = matrices(96, 96, torch.bfloat16)
     added = ((added + added.mT) / 2).contiguous()
     out = torch.empty_like(x)
     with Multiplied() as multiplied:
