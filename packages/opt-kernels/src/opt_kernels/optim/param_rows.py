@@ -45,7 +45,7 @@ class Member(NamedTuple):
     state: States
     rule: Rule
     matrix: MatrixSpec
-    spans: tuple[Span, ...]  # of the local elements, by their numbers among those of all parameters: see `Rows`
+    spans: tuple[Span, ...]  # of the local elements, by their numbers among those of all parameters
 
 
 class _Row:
@@ -144,7 +144,7 @@ class Rows:
                     key = (sweep, index, _kind(member), int(member.state[STEP]))
                     by_row.setdefault(key, []).append(member)
                 position += 1
-                first += -(-param.numel() // NOISE_BLOCK) * NOISE_BLOCK  # so that each begins with a block
+                first += -(-param.numel() // NOISE_BLOCK) * NOISE_BLOCK  # each begins with a block: sweeps are faster
         self._rows = []
         for (sweep, _, _, step), row in by_row.items():
             self._rows.append(_Row(sweep, row, step=step, on_device=steps_on_device))

@@ -117,8 +117,7 @@ def _warn_once(reason: str) -> None:
     log = _LOG.info if _warned() else _LOG.warning
     log(
         "CPU steps run on torch's operations instead of compiled sweeps, up to 40 times as slow with 8-bit or fp8 "
-        "states: %s (set "
-        "OPT_KERNELS_CPP=0 to choose that)",
+        "states: %s (set OPT_KERNELS_CPP=0 to choose that)",
         reason,
     )
     _warned().append(reason)

@@ -30,15 +30,13 @@ static inline float scaled(float x, float scale) {
     return SIGNED ? y : y * y;
 }
 
-#if defined(__F16C__)
+#if defined(__AVX2__) && defined(__F16C__)
 template <bool SIGNED>
 static inline void widen_8(__m128i halves, float scale, float *values) {
     const __m256 y = _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(scale));
     _mm256_storeu_ps(values, SIGNED ? y : _mm256_mul_ps(y, y));
 }
-#endif
 
-#if defined(__AVX2__) && defined(__F16C__)
 // Halves of codes in their upper bytes.
 static inline __m256i halves_of(E5M2, __m256i codes) { return codes; }
 static inline float scale_of_halves(E5M2, float scale) { return scale; }

@@ -23,7 +23,7 @@ def symmetric_product(
 
     On a CPU, only blocks up to the diagonal are computed if the matrices are large enough for this to be faster.
     """
-    if is_slow(left) or not halving_pays(left):
+    if _is_slow(left) or not halving_pays(left):
         return dense_product(left, right, alpha=alpha, added=added, beta=beta)
     batch, m, _ = left.shape
     out = left.new_empty(batch, m, m)
@@ -56,7 +56,7 @@ def dense_product(
     out: Tensor | None = None,
 ) -> Tensor:
     """The same product with every element computed; also correct if it is not symmetric. Into `out`, if given."""
-    if is_slow(left):
+    if _is_slow(left):
         return _rounded_product(left, right, alpha=alpha, added=added, beta=beta, out=out)
     if added is None:
         product = torch.bmm(left, right, out=out)
@@ -80,7 +80,7 @@ def _rounded_product(
     return out
 
 
-def is_slow(left: Tensor) -> bool:
+def _is_slow(left: Tensor) -> bool:
     """Whether torch multiplies matrices of this dtype and device up to 36 times as slowly as in float32."""
     return left.dtype is torch.bfloat16 and left.is_cpu and not multiplies_bfloat16()
 
