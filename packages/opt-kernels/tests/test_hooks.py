@@ -24,7 +24,6 @@ from opt_kernels.hooks import (
 )
 from opt_kernels.hooks.compose import hyper_of
 from opt_kernels.hooks.sums import subtract_row_means_, sums_of
-from opt_kernels.matrices import MatmulPrecision
 from opt_kernels.rules import SGD, Adam, AdaptiveMuonRule, Lion, MuonRule, elementwise
 from opt_kernels.works import Batch, Work
 
@@ -41,8 +40,7 @@ RULES = {
     "lion": Lion,
     "sgd": lambda **options: SGD(nesterov=True, **options),
 }
-EXACT = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)
-MATRIX_RULES = {"muon": EXACT, "adaptive_muon": AdaptiveMuonRule(muon=EXACT)}
+MATRIX_RULES = {"muon": MuonRule(), "adaptive_muon": AdaptiveMuonRule()}
 HOOKS = {  # by name, with their options
     "l2": {"CoupledDecay": {}},
     "cautious-decay": {"CautiousDecay": {}},
