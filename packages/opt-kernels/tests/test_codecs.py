@@ -202,7 +202,8 @@ def test_a_state_rounded_stochastically_is_right_on_average(codec: StateCodec, s
     stored = size.view(7, -1).T.reshape(-1)  # every block has the largest one
     values = stored if signed else stored.square()
     state = init_state({"x": codec}, values)
-    words = narrow.noise_of_state(len(values), first=0, step=1, number=1, device=values.device)
+    place = {"first": 0, "step": 1, "device": values.device}
+    words = narrow.noise_of_state(len(values), **place, number=1, period=codec.noise_period)
     codec.encode_(state["x"], state[scale_name("x")], values, words)
     found = torch.empty_like(values)
     codec.decode_(found, state["x"], state[scale_name("x")])

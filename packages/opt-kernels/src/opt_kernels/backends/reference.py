@@ -117,5 +117,6 @@ def write_(
     for number, ((name, codec), value) in enumerate(zip(codecs.items(), kept, strict=True), start=1):
         words = None
         if codec.stochastic:
-            words = narrow.noise_of_state(len(main), **place, number=number, device=main.device)
+            which = {"number": number, "period": codec.noise_period}
+            words = narrow.noise_of_state(len(main), **place, **which, device=main.device)
         codec.encode_(run.state[name], run.state.get(scale_name(name)), value, words)

@@ -37,7 +37,9 @@ word. Infinities and NaN are cast without noise.
 States take the upper bits of words that cost less: one hash for 128 elements, and multiples of the golden ratio between
 them. The words of one element in different steps, and those of different states, are unrelated.
 
-    word(i) of state k, counted from 1  =  word(i >> 7), at step + k * 0x632BE5AB, ^ (i & 127) * 0x9E3779B9
+    word(i) of state k, counted from 1  =  word(i >> 7), at step + k * 0x632BE5AB, ^ (i mod period) * 0x9E3779B9
+
+where period is 128, or 32 for 8-bit integers: processors keep 32 words in registers.
 """
 
 import math
@@ -120,20 +122,18 @@ def round_(target: Tensor, values: Tensor, words: Tensor) -> None:
         target.copy_(torch.where(values.isfinite(), target, nearest))
 
 
-def rounded_to_integers(products: Tensor, words: Tensor, *, base: int) -> Tensor:
-    """Products of two float32 numbers, (n,) float64 of magnitude below 256, rounded stochastically to int32:
+def rounded_to_integers(products: Tensor, words: Tensor) -> Tensor:
+    """Products of two float32 numbers, (n,) float64 of magnitude below 256, rounded stochastically to float32 integers:
 
-        floor(fma(a, b, base + u)) - base,      u = (4 w + 2) / 2^16 with the upper 14 bits w of a word
+        round(fma(a, b, u)),      u = (4 w + 2) / 2^16 - 1/2 with the upper 14 bits w of a word
 
-    in float32. `base` is 128 for products of both signs, of magnitude below 128, and 1 for others: sums are then
-    positive, and their unit is at most 2^-16 below 256. A decoded number, if normal, gets its code again: its product
-    is off by less than 1.5 of these units, and u differs by more from 0 and 1.
+    in float32, ties to even. A decoded number, if normal, gets its code again: its product is off by less than 1.5 of
+    the largest units that a sum has, 2^-16, and u differs from -1/2 and 1/2 by at least 2.
     """
     noise = upper_bits(words, 14).double()
     noise *= 2.0**-14
-    noise += base + 2.0**-15
-    sums = noise.add_(products).float()
-    return sums.to(torch.int32) - base
+    noise += 2.0**-15 - 0.5
+    return noise.add_(products).float().round_()
 
 
 def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
@@ -152,13 +152,15 @@ def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
     return _scramble_(index)
 
 
-def noise_of_state(numel: int, *, first: int, step: int, number: int, device: torch.device) -> Tensor:
+def noise_of_state(
+    numel: int, *, first: int, step: int, number: int, period: int = NOISE_BLOCK, device: torch.device
+) -> Tensor:
     """The noise words, (numel,) int32, of the `number`-th state, from 1, for the elements from index `first` on."""
     block, offset = divmod(first, NOISE_BLOCK)
     end = offset + numel
     stream = step + number * STREAM
     of_blocks = noise(-(-end // NOISE_BLOCK), first=block, step=stream, device=device)
-    within = torch.arange(NOISE_BLOCK, dtype=torch.int32, device=device)
+    within = torch.arange(NOISE_BLOCK, dtype=torch.int32, device=device) % period
     within *= _signed(GOLDEN)
     words = of_blocks[:, None] ^ within
     return words.view(-1)[offset:end]

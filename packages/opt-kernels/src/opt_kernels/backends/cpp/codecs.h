@@ -12,6 +12,7 @@
 //   KEEPS                                       whether kept(x) is x
 //   SHARES                                      whether the values of a group share a scale
 //   STOCHASTIC                                  whether it rounds stochastically, else to nearest
+//   PERIOD                                      of the noise of the elements of a block
 //   taken(word), FIXED                          the bits that it takes of a noise word, and those that its noise always has
 //   encode(values, largest, codes, scale, n, noise)
 //                                               writes codes and scale; `largest` is max |value|, as the word of a float,
@@ -72,11 +73,12 @@ static inline void store_bytes(void *codes, Words bytes) {
 #endif
 }
 
-static inline bool has_zero(Words bytes) {
+static inline bool any_below(Words bytes, uint8_t limit) {
 #if defined(__AVX512BW__)
-    return _mm512_testn_epi8_mask(bytes, bytes) != 0;
+    return _mm512_cmplt_epu8_mask(bytes, _mm512_set1_epi8(char(limit))) != 0;
 #else
-    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())) != 0;
+    const Words below = _mm256_min_epu8(bytes, _mm256_set1_epi8(char(limit - 1)));
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, below)) != 0;
 #endif
 }
 #endif

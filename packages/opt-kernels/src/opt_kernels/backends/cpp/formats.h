@@ -28,6 +28,7 @@ constexpr uint32_t GOLDEN = 0x9E3779B9;
 struct GroupNoise {
     const uint32_t *words;
     uint32_t hash;
+    bool repeats;  // after the PERIOD of the codec: the group is one block
     inline uint32_t operator[](int64_t k) const { return words[k] ^ hash; }
 };
 
@@ -37,7 +38,8 @@ struct GroupNoise {
 template <int BITS, int MANTISSA, int BIAS>
 struct Narrow {
     static constexpr int SHIFT = 23 - MANTISSA;
-    static constexpr uint32_t SIGN = 1u << (BITS - 1), NORMAL = (128u - BIAS) << 23;  // smallest normal, as a word
+    static constexpr uint32_t SIGN = 1u << (BITS - 1), FIRST_NORMAL = 1u << MANTISSA;
+    static constexpr uint32_t NORMAL = (128u - BIAS) << 23;  // of FIRST_NORMAL, as a word
 
     // Of a finite code.
     static inline float value(uint32_t code) {
@@ -85,6 +87,7 @@ struct Plain {
         for (int64_t k = 0; k < n; k++) values[k] = read(codes[k]);
     }
     static constexpr bool KEEPS = true, SHARES = false, STOCHASTIC = ROUNDS;
+    static constexpr int64_t PERIOD = NOISE_BLOCK;
     static constexpr uint32_t FIXED = 0;
     static constexpr uint32_t taken(uint32_t word) { return word >> 16; }
     static inline float kept(float x) { return x; }

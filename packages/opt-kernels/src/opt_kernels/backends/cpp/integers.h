@@ -3,27 +3,53 @@
 // The integer nearest to x, ties to even, |x| < 2^21, in the lower bits of a word.
 static inline uint32_t nearest(float x) { return word_of(x + 0x1.8p23f); }
 
-// Stochastic rounding: `narrow.rounded_to_integers`. The noise of an integer code is the float base + u.
-
 #ifdef WIDE
-// The codes of a block times `most`: to nearest, or by noise, with the base added.
-template <bool ROUNDS>
-INLINE void codes_of(const Floats (&y)[4], float most, const GroupNoise &noise, int64_t k, Words (&codes)[4]) {
-    if constexpr (ROUNDS) {
-        Words random[4];
-        load_noise(noise, k, random);
-        EACH codes[q] = WIDE(cvttps_epi32)(WIDE(fmadd_ps)(y[q], all(most), Floats(random[q])));
+// Calls `encode` for each block of a group, with its first element and its noise. Returns the end of the last one.
+template <bool ROUNDS, class Encode>
+INLINE int64_t encode_blocks(int64_t n, const GroupNoise &noise, Encode encode) {
+    int64_t k = 0;
+    Words words[4] = {};
+    if (ROUNDS) load_noise(noise, 0, words);
+    if (!ROUNDS || noise.repeats) {
+        for (; k + BLOCK <= n; k += BLOCK) encode(k, words);
     } else {
-        EACH codes[q] = WIDE(cvtps_epi32)(WIDE(mul_ps)(y[q], all(most)));
+        for (; k + BLOCK <= n; k += BLOCK) {
+            load_noise(noise, k, words);
+            encode(k, words);
+        }
     }
+    return k;
 }
 #endif
 
-template <bool SIGNED, bool ROUNDS>
-struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
-    static constexpr uint32_t FIXED = 0x43000002;  // 128 + 2^-15
-    static constexpr uint32_t taken(uint32_t word) { return word >> 16 & 0xFFFC; }
+// Common to both. Stochastic rounding is that of `narrow.rounded_to_integers`; the noise of a code is the float u + 3/2.
+template <class T, bool SIGNED, bool ROUNDS>
+struct Integers : Coded<T, SIGNED, ROUNDS> {
+    static constexpr int64_t PERIOD = 32;
+    static constexpr uint32_t FIXED = 0x3F800100;  // 1 + 2^-15
+    static constexpr uint32_t taken(uint32_t word) { return word >> 9 & 0xFFFC << 7; }
 
+   protected:
+    // y times `most`, with noise if there is any: the code is the nearest integer.
+    static inline float unrounded(float y, float most, const GroupNoise &noise, int64_t k) {
+        if constexpr (ROUNDS) return fma(y, most, float_of(noise[k]) - 1.5f);
+        else return y * most;
+    }
+
+#ifdef WIDE
+    INLINE void codes_of(const Floats (&y)[4], float most, const Words (&noise)[4], Words (&codes)[4]) {
+        Floats x[4];
+        EACH {
+            if constexpr (ROUNDS) x[q] = WIDE(fmadd_ps)(y[q], all(most), WIDE(sub_ps)(Floats(noise[q]), all(1.5f)));
+            else x[q] = WIDE(mul_ps)(y[q], all(most));
+        }
+        EACH codes[q] = WIDE(cvtps_epi32)(x[q]);
+    }
+#endif
+};
+
+template <bool SIGNED, bool ROUNDS>
+struct Companded : Integers<int8_t, SIGNED, ROUNDS> {
     static inline float value(int code) { return float(code) / (254.0f - __builtin_fabsf(float(code))); }
 
     static inline void decode(const int8_t *codes, const float *scales, float *values, int64_t n) {
@@ -50,13 +76,14 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
         *scale = largest == 0 ? 0.0f : divisor;
         int64_t k = 0;
 #ifdef WIDE
-        for (; k + BLOCK <= n; k += BLOCK) encode_block(values + k, factor, offset, most, codes + k, noise, k);
+        k = encode_blocks<ROUNDS>(n, noise, [&](int64_t at, const Words (&words)[4]) __attribute__((always_inline)) {
+            encode_block(values + at, factor, offset, most, codes + at, words);
+        });
 #endif
 #pragma GCC ivdep
         for (; k < n; k++) {
             const float y = values[k] / fma(__builtin_fabsf(values[k]), factor, offset);
-            if constexpr (ROUNDS) codes[k] = int8_t(int32_t(fma(y, most, float_of(noise[k]))) - 128);
-            else codes[k] = int8_t(nearest(y * most));
+            codes[k] = int8_t(nearest(Companded::unrounded(y, most, noise, k)));
         }
     }
 
@@ -71,26 +98,22 @@ struct Companded : Coded<int8_t, SIGNED, ROUNDS> {
         store_block(values, y);
     }
 
-    INLINE void encode_block(const float *values, float factor, float offset, float most, int8_t *codes,
-                             const GroupNoise &noise, int64_t k) {
+    INLINE void encode_block(
+        const float *values, float factor, float offset, float most, int8_t *codes, const Words (&noise)[4]) {
         Floats x[4], y[4];
         Words code[4];
         load_block(values, x);
         EACH y[q] = WIDE(fmadd_ps)(absolute(x[q]), all(factor), all(offset));
         EACH y[q] = WIDE(div_ps)(x[q], y[q]);
-        codes_of<ROUNDS>(y, most, noise, k, code);
+        Companded::codes_of(y, most, noise, code);
         const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
-        if constexpr (ROUNDS) store_bytes(codes, WIDE(packus_epi16)(first, second) ^ WIDE(set1_epi8)(char(0x80)));
-        else store_bytes(codes, WIDE(packs_epi16)(first, second));
+        store_bytes(codes, WIDE(packs_epi16)(first, second));
     }
 #endif
 };
 
 template <bool SIGNED, bool ROUNDS>
-struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
-    static constexpr uint32_t FIXED = 0x3F800100;  // 1 + 2^-15
-    static constexpr uint32_t taken(uint32_t word) { return word >> 9 & 0xFFFC << 7; }
-
+struct Root : Integers<uint8_t, SIGNED, ROUNDS> {
     static inline float value(int code, float scale) {
         const float root = float(code) * scale;
         return root * root;
@@ -114,19 +137,14 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
         int32_t smallest = 0xFF;
 #ifdef WIDE
         Words each = all_words(~0u);
-        for (; k + BLOCK <= n; k += BLOCK)
-            each = WIDE(min_epu8)(each, encode_block(values + k, inverse, codes + k, noise, k));
-        smallest = has_zero(each) ? 0 : smallest;
+        k = encode_blocks<ROUNDS>(n, noise, [&](int64_t at, const Words (&words)[4]) __attribute__((always_inline)) {
+            each = WIDE(min_epu8)(each, encode_block(values + at, inverse, codes + at, words));
+        });
+        smallest = any_below(each, 1) ? 0 : smallest;
 #endif
 #pragma GCC ivdep
         for (; k < n; k++) {
-            int32_t code;
-            if constexpr (ROUNDS) {
-                code = int32_t(fma(values[k], inverse, float_of(noise[k]))) - 1;
-                code = code < 255 ? code : 255;
-            } else {
-                code = nearest(values[k] * inverse) & 0xFF;
-            }
+            const int32_t code = nearest(Root::unrounded(values[k], inverse, noise, k)) & 0xFF;
             smallest = code < smallest ? code : smallest;
             codes[k] = uint8_t(code);
         }
@@ -143,14 +161,12 @@ struct Root : Coded<uint8_t, SIGNED, ROUNDS> {
         store_block(values, root);
     }
 
-    INLINE Words encode_block(const float *values, float inverse, uint8_t *codes, const GroupNoise &noise, int64_t k) {
+    INLINE Words encode_block(const float *values, float inverse, uint8_t *codes, const Words (&noise)[4]) {
         Floats x[4];
         Words code[4];
         load_block(values, x);
-        codes_of<ROUNDS>(x, inverse, noise, k, code);
-        const Words base = WIDE(set1_epi16)(short(ROUNDS));
-        const Words first = WIDE(sub_epi16)(WIDE(packs_epi32)(code[0], code[1]), base);
-        const Words second = WIDE(sub_epi16)(WIDE(packs_epi32)(code[2], code[3]), base);
+        Root::codes_of(x, inverse, noise, code);
+        const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
         const Words bytes = WIDE(packus_epi16)(first, second);
         store_bytes(codes, bytes);
         return bytes;

@@ -3,23 +3,38 @@
 using E4M3 = Narrow<8, 3, 7>;
 using E5M2 = Narrow<8, 2, 15>;
 
-// Conversions of a register's halves.
+// Conversions of registers of halves: half a register each.
 #if defined(WIDE) && defined(__AVX512BW__)
-#define HALVES(operation) _mm256_##operation
+#define HALVES
 using Halves = __m256i;
+static inline Words whole(Halves first, Halves second) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+}
 #elif defined(WIDE) && defined(__F16C__)
-#define HALVES(operation) _mm_##operation
+#define HALVES
 using Halves = __m128i;
+static inline Words whole(Halves first, Halves second) { return _mm256_set_m128i(second, first); }
 #endif
 
 #ifdef HALVES
-static inline Halves store_halves(half *codes, Halves halves) {
-    memcpy(codes, &halves, sizeof halves);
-    return halves;
+// Stores a block as halves. Returns the smaller magnitudes of either half of it.
+template <int ROUNDING>
+static inline Words store_halves(half *codes, const Floats (&x)[4]) {
+    const Words first = whole(WIDE(cvtps_ph)(x[0], ROUNDING), WIDE(cvtps_ph)(x[1], ROUNDING));
+    const Words second = whole(WIDE(cvtps_ph)(x[2], ROUNDING), WIDE(cvtps_ph)(x[3], ROUNDING));
+    WIDE(storeu_ps)((float *)codes, Floats(first));
+    WIDE(storeu_ps)((float *)(codes + 2 * LANES), Floats(second));
+    const Words size = WIDE(set1_epi16)(0x7FFF);
+    return WIDE(min_epu16)(first & size, second & size);
 }
 
-static inline bool has_zero_half(Halves halves) {
-    return HALVES(movemask_epi8)(HALVES(cmpeq_epi16)(halves, HALVES(set1_epi16)(0))) != 0;
+static inline bool any_half_below(Words halves, uint16_t limit) {
+#if defined(__AVX512BW__)
+    return _mm512_cmplt_epu16_mask(halves, _mm512_set1_epi16(short(limit))) != 0;
+#else
+    const Words below = _mm256_min_epu16(halves, _mm256_set1_epi16(short(limit - 1)));
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi16(halves, below)) != 0;
+#endif
 }
 #endif
 
@@ -136,7 +151,7 @@ static inline bool narrow(const float *values, float factor, uint8_t *codes, int
     Words each = all_words(~0u);
     for (; k + BLOCK <= n && is_moderate; k += BLOCK)
         each = WIDE(min_epu8)(each, narrow_block<Float, SIGNED>(values + k, normal, codes + k));
-    smallest = has_zero(each) ? 0 : smallest;
+    smallest = any_below(each, 1) ? 0 : smallest;
 #endif
 #pragma GCC ivdep
     for (; k < n; k++) {
@@ -150,25 +165,28 @@ static inline bool narrow(const float *values, float factor, uint8_t *codes, int
 template <class Float, bool SIGNED>
 static inline bool narrow(const float *values, float factor, half *codes, int64_t n) {
     int64_t k = 0;
-    int32_t smallest = 0xFFFF;
+    bool any_zero = false;
 #ifdef HALVES
-    Halves each = HALVES(set1_epi16)(-1);
-    for (; k + LANES <= n; k += LANES) {
-        const Floats y = WIDE(mul_ps)(WIDE(loadu_ps)(values + k), all(factor));
-        each = HALVES(min_epu16)(each, store_halves(codes + k, WIDE(cvtps_ph)(y, _MM_FROUND_TO_NEAREST_INT)));
+    Words each = all_words(~0u);
+    for (; k + BLOCK <= n; k += BLOCK) {
+        Floats x[4];
+        load_block(values + k, x);
+        EACH x[q] = WIDE(mul_ps)(x[q], all(factor));
+        each = WIDE(min_epu16)(each, store_halves<_MM_FROUND_TO_NEAREST_INT>(codes + k, x));
     }
-    smallest = has_zero_half(each) ? 0 : smallest;
+    any_zero = any_half_below(each, 1);
 #endif
     for (; k < n; k++) {
-        const int32_t code = int32_t(Float::code(values[k] * factor));
-        smallest = code < smallest ? code : smallest;
+        const uint32_t code = Float::code(values[k] * factor);
+        any_zero |= code == 0;
         codes[k].bits = uint16_t(code);
     }
-    return smallest == 0;
+    return any_zero;
 }
 
-// Stochastic rounding. Above the smallest normal number, a code is the upper bits of a word with noise, except for its
-// bias; blocks with a smaller one that is not zero take more operations.
+// Stochastic rounding. From the smallest normal number on, a code is the upper bits of a word with noise, except for its
+// bias. Below it words have smaller units than codes, so that noise lifts fewer of them to it than it should: a block with
+// a code below the first normal one is rounded again.
 template <class Float, class Code>
 static inline bool narrow_few(
     const float *values, float factor, Code *codes, int64_t begin, int64_t n, const GroupNoise &noise) {
@@ -184,26 +202,17 @@ static inline bool narrow_few(
 }
 
 #ifdef WIDE
-static inline bool any_above(Words words, uint32_t limit) {
-#if defined(__AVX512BW__)
-    return _mm512_cmpgt_epu32_mask(words, all_words(limit)) != 0;
-#else
-    const Words most = _mm256_max_epu32(words, all_words(limit));
-    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(most, all_words(limit))) != -1;
-#endif
+// The bytes of a block of magnitudes less that of the smallest normal number, with noise. Sums below zero become zero.
+template <class Float>
+static inline Words with_noise(const Words (&above)[4], const Words (&noise)[4]) {
+    Words code[4];
+    EACH code[q] = WIDE(srai_epi32)(WIDE(add_epi32)(above[q], noise[q]), Float::SHIFT);
+    const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
+    return WIDE(packus_epi16)(first, second);
 }
 
-// Magnitudes of a block less `least`, that of the smallest normal number; false if one of them is below it. The
-// difference of zero wraps around to the smallest of those below.
-static inline bool above_least(const Words (&words)[4], uint32_t least, Words (&above)[4]) {
-    Words largest = all_words(0);
-    EACH above[q] = WIDE(sub_epi32)(words[q] & all_words(MAGNITUDE), all_words(least));
-    EACH largest = WIDE(max_epu32)(largest, above[q]);
-    return !any_above(largest, 0u - least);
-}
-
-// For a block with magnitudes below `least`: what they have in units of the smallest code in place of a difference.
-static inline void count_below(const Words (&words)[4], uint32_t least, Words (&above)[4]) {
+// Changes differences from `least`, the smallest normal number: those of what is below it are then in units of codes.
+static inline void in_units_of_codes(const Words (&words)[4], uint32_t least, Words (&above)[4]) {
     const Floats units = all(float_of((277u << 23) - least));  // 2^23 of them are the smallest normal number
     Floats size[4];
     EACH size[q] = WIDE(min_ps)(absolute(Floats(words[q])), all(float_of(least)));
@@ -211,19 +220,6 @@ static inline void count_below(const Words (&words)[4], uint32_t least, Words (&
     EACH above[q] = WIDE(max_epi32)(above[q], all_words(0));
     EACH above[q] = WIDE(add_epi32)(above[q], WIDE(cvttps_epi32)(size[q]));
     EACH above[q] = WIDE(sub_epi32)(above[q], all_words(1u << 23));
-}
-
-template <class Float, bool SIGNED>
-static inline Words round_block(
-    const Words (&words)[4], const Words (&above)[4], const GroupNoise &noise, int64_t k, uint8_t *codes) {
-    constexpr int SHIFT = Float::SHIFT;
-    Words code[4];
-    load_noise(noise, k, code);
-    EACH code[q] = WIDE(add_epi32)(code[q], above[q]);
-    EACH code[q] = WIDE(srai_epi32)(code[q], SHIFT);
-    // Sums below zero, which only zero has, become zero.
-    const Words first = WIDE(packs_epi32)(code[0], code[1]), second = WIDE(packs_epi32)(code[2], code[3]);
-    return store_signed<Float, SIGNED>(WIDE(packus_epi16)(first, second), words, codes);
 }
 #endif
 
@@ -236,16 +232,21 @@ static inline bool narrow(const float *values, float factor, uint8_t *codes, int
     // NORMAL over a power of two, as in the version without noise.
     const uint32_t power = word_of(factor), least = Float::NORMAL + (127u << 23) - power;
     const bool is_moderate = power - (63u << 23) < 128u << 23;
-    Words each = all_words(~0u);
     for (; k + BLOCK <= n && is_moderate; k += BLOCK) {
         Floats x[4];
-        Words words[4], above[4];
+        Words words[4], above[4], random[4];
         load_block(values + k, x);
+        load_noise(noise, k, random);
         EACH words[q] = Words(x[q]);
-        if (__builtin_expect(!above_least(words, least, above), false)) count_below(words, least, above);
-        each = WIDE(min_epu8)(each, round_block<Float, SIGNED>(words, above, noise, k, codes + k));
+        EACH above[q] = WIDE(sub_epi32)(words[q] & all_words(MAGNITUDE), all_words(least));
+        Words bytes = with_noise<Float>(above, random);
+        if (__builtin_expect(any_below(bytes, Float::FIRST_NORMAL), false)) {
+            in_units_of_codes(words, least, above);
+            bytes = with_noise<Float>(above, random);
+            any_zero |= any_below(bytes, 1);
+        }
+        store_signed<Float, SIGNED>(bytes, words, codes + k);
     }
-    any_zero |= has_zero(each);
 #endif
     return narrow_few<Float>(values, factor, codes, k, n, noise) || any_zero;
 }
@@ -256,23 +257,16 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
     bool any_zero = false;
 #ifdef HALVES
     // A conversion that truncates drops the bits below the code's last one.
-    Halves each = HALVES(set1_epi16)(-1);
     for (; k + BLOCK <= n; k += BLOCK) {
         Floats x[4];
-        Words words[4], above[4], random[4];
+        Words random[4];
         load_block(values + k, x);
-        EACH words[q] = Words(WIDE(mul_ps)(x[q], all(factor)));
-        if (__builtin_expect(!above_least(words, Float::NORMAL, above), false)) {
-            any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
-            continue;
-        }
         load_noise(noise, k, random);
-        EACH {
-            const Floats sum = Floats(WIDE(add_epi32)(words[q], random[q]));
-            each = HALVES(min_epu16)(each, store_halves(codes + k + LANES * q, WIDE(cvtps_ph)(sum, _MM_FROUND_TO_ZERO)));
-        }
+        EACH x[q] = Floats(WIDE(add_epi32)(Words(WIDE(mul_ps)(x[q], all(factor))), random[q]));
+        const Words sizes = store_halves<_MM_FROUND_TO_ZERO>(codes + k, x);
+        if (__builtin_expect(any_half_below(sizes, Float::FIRST_NORMAL), false))
+            any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
     }
-    any_zero |= has_zero_half(each);
 #endif
     return narrow_few<Float>(values, factor, codes, k, n, noise) || any_zero;
 }
@@ -282,6 +276,7 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
 // A narrow float under a power of two, by which it is at most 2^EXPONENT: `codecs.Scaled`.
 template <class T, class Float, int EXPONENT, bool SIGNED, bool ROUNDS>
 struct Scaled : Coded<T, SIGNED, ROUNDS> {
+    static constexpr int64_t PERIOD = NOISE_BLOCK;
     static constexpr uint32_t FIXED = sizeof(T) == 1 ? 1u << 23 : 0;  // bytes count from the smallest normal number
     static constexpr uint32_t taken(uint32_t word) { return word >> (32 - Float::SHIFT); }
 

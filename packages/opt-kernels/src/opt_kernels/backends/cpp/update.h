@@ -45,12 +45,13 @@ struct Noise {
     }
 };
 
-// What a codec takes of the multiples of GOLDEN in a block, twice.
+// What a codec takes of the multiples of GOLDEN: a block that may begin anywhere in a period.
 template <class Codec>
 struct Multiples {
-    alignas(64) uint32_t words[2 * NOISE_BLOCK];
+    static constexpr int64_t NUM_WORDS = Codec::PERIOD + NOISE_BLOCK;
+    alignas(64) uint32_t words[NUM_WORDS];
     constexpr Multiples() : words() {
-        for (int64_t k = 0; k < 2 * NOISE_BLOCK; k++) words[k] = Codec::taken(uint32_t(k % NOISE_BLOCK) * GOLDEN);
+        for (int64_t k = 0; k < NUM_WORDS; k++) words[k] = Codec::taken(uint32_t(k % Codec::PERIOD) * GOLDEN);
     }
 };
 template <class Codec> static constexpr Multiples<Codec> MULTIPLES;
@@ -66,8 +67,9 @@ struct StateNoise {
 
     // That of the elements from `at` of the run to the end of their block.
     inline GroupNoise from(int64_t at) const {
-        const int64_t place = before + at;
-        return {MULTIPLES<Codec>.words + place % NOISE_BLOCK, Codec::taken(blocks[place / NOISE_BLOCK]) | Codec::FIXED};
+        const uint64_t place = uint64_t(before + at);  // unsigned: divided by shifts
+        const uint32_t hash = Codec::taken(blocks[place / NOISE_BLOCK]) | Codec::FIXED;
+        return {MULTIPLES<Codec>.words + place % Codec::PERIOD, hash, true};
     }
 
     // That of the group from element `at` of the run on; in `room` if it has elements of two blocks.
@@ -80,7 +82,7 @@ struct StateNoise {
         const GroupNoise head = from(at), tail = from(at + GROUP);
         const int32_t left = int32_t(GROUP - before);
         for (int32_t k = 0; k < int32_t(GROUP); k++) room[k] = head.words[k] ^ (k < left ? head.hash : tail.hash);
-        return {room, 0};
+        return {room, 0, false};
     }
 };
 

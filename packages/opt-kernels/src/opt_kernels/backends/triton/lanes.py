@@ -246,12 +246,15 @@ def noise(at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
 
 
 @jit
-def noise_of_state(at: tl.tensor, first: tl.tensor, step: tl.tensor, STATE: tl.constexpr) -> tl.tensor:
+def noise_of_state(
+    at: tl.tensor, first: tl.tensor, step: tl.tensor, STATE: tl.constexpr, SCHEME: tl.constexpr
+) -> tl.tensor:
     """Noise words (uint32) of a state, counted from 1, as `noise` has them for mains."""
     place = (first & 127).to(tl.int32) + at
     stream = step.to(tl.uint32, bitcast=True) + STATE * tl.full((), 0x632BE5AB, tl.uint32)
     hashed = noise(place >> 7, first >> 7, stream)
-    return hashed ^ ((place & 127).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
+    period: tl.constexpr = 32 if SCHEME == "companded" or SCHEME == "root" else 128
+    return hashed ^ ((place & (period - 1)).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
 
 
 @jit

@@ -142,11 +142,9 @@ def code(
         if words is None:
             y *= spread(by, BLOCK)
         else:
-            base: tl.constexpr = 128 if SCHEME == "companded" else 1
-            most: tl.constexpr = 127 if SCHEME == "companded" else 255
-            u = (words >> 18).to(tl.float32) * 6.103515625e-05 + 3.0517578125e-05  # 2^-14, 2^-15
-            sums = tl.fma(y, spread(by, BLOCK), u + base)
-            y = tl.minimum(sums.to(tl.int32) - base, most).to(tl.float32)
+            u = (words >> 18).to(tl.float32) * 6.103515625e-05 - 0.499969482421875  # 2^-14, 1/2 - 2^-15
+            most: tl.constexpr = 127.0 if SCHEME == "companded" else 255.0
+            y = tl.minimum(tl.fma(y, spread(by, BLOCK), u), most)  # approximate divisions may lead beyond it
         if SCHEME == "root":
             y = tl.where(x > 0.0, tl.maximum(y, 1.0), y)
         # The sum's last bits are the integer nearest to y, ties to even.

@@ -213,7 +213,7 @@ def _tile(formula: Formula) -> Lines:
         body += [f"if {have_scales}:", *_indented(dropping)]
     for i, signed in signs:
         options = f"start, n, STATE{i}, BLOCK, SCHEME{i}, {signed}, IEEE, True, FULL"
-        words = f"noise_of_state(at, first, step, {i + 1}) if ROUNDS{i} else None"
+        words = f"noise_of_state(at, first, step, {i + 1}, SCHEME{i}) if ROUNDS{i} else None"
         body.append(f"write_state(codes{i}, scales{i}, new_{i}, {words}, {options})")
     formats = "".join(each("STATE#: tl.constexpr, SCHEME#: tl.constexpr, ROUNDS#: tl.constexpr, ", states))
     return [
