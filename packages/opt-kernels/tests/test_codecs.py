@@ -167,7 +167,8 @@ def test_the_noise_of_neighbours_and_of_steps_is_unrelated() -> None:
 
 def test_states_have_noise_unrelated_by_step_and_number() -> None:
     def words(step: int, number: int) -> Tensor:
-        return narrow.noise_of_state(1 << 17, first=0, step=step, number=number, device=torch.device("cpu"))
+        place = {"first": 0, "step": step, "device": torch.device("cpu")}
+        return narrow.noise_of_state(1 << 17, **place, number=number, period=narrow.NOISE_BLOCK)
 
     # One word of each block: those between are multiples of the golden ratio from it.
     draws = [words(*which)[5 :: narrow.NOISE_BLOCK] for which in ((1, 1), (2, 1), (1, 2), (2, 2))]
@@ -193,6 +194,15 @@ def test_an_8_bit_number_is_given_its_code_again_by_any_noise(name: str, word: i
     words = torch.full(decoded.shape, word, dtype=torch.int32)
     codec.encode_(again["x"], again[scale_name("x")], decoded, words)
     assert torch.equal(again["x"], first["x"])
+
+
+def test_the_largest_of_a_block_in_float64_gets_the_largest_code_by_any_noise() -> None:
+    """Though the scale is rounded to float32: a code beyond the largest would wrap around to zero."""
+    (codec, _) = CODECS["8-bit-square"]
+    values = torch.linspace(1.0, 1.05, 20_000, dtype=torch.float64).repeat_interleave(128)
+    state = init_state({"x": codec}, values)
+    codec.encode_(state["x"], state[scale_name("x")], values, torch.full(values.shape, -1, dtype=torch.int32))
+    assert (state["x"] == 255).all()
 
 
 @pytest.mark.parametrize(("codec", "signed"), CODECS.values(), ids=CODECS.keys())

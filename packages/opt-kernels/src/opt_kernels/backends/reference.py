@@ -117,6 +117,7 @@ def write_(
     for number, ((name, codec), value) in enumerate(zip(codecs.items(), kept, strict=True), start=1):
         words = None
         if codec.stochastic:
-            which = {"number": number, "period": codec.noise_period}
-            words = narrow.noise_of_state(len(main), **place, **which, device=main.device)
+            words = narrow.noise_of_state(
+                len(main), **place, number=number, period=codec.noise_period, device=main.device
+            )
         codec.encode_(run.state[name], run.state.get(scale_name(name)), value, words)

@@ -48,7 +48,7 @@ class StateCodec:
     signed: bool = True  # False for states that are never negative
     stochastic: bool = False  # whether numbers are rounded stochastically instead of to nearest
     block: ClassVar[int] = 0  # number of elements that share one float32 scale; 0 without scales
-    noise_period: ClassVar[int] = narrow.NOISE_BLOCK  # as `narrow` defines it
+    noise_period: ClassVar[int] = narrow.NOISE_BLOCK  # elements after which noise repeats within a block
 
     @property
     def outlier(self) -> float:
@@ -140,7 +140,8 @@ class BlockCodec(StateCodec):
         elif is_float:
             narrow.round_(codes, y.float(), words)
         else:
-            codes.copy_(narrow.rounded_to_integers(y, words))
+            rounded = narrow.rounded_to_integers(y, words)
+            codes.copy_(rounded.clamp_(max=torch.iinfo(self.dtype).max))  # float64 may exceed its float32 scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +176,7 @@ class Companded(BlockCodec):
     """
 
     dtype: torch.dtype = torch.int8
-    noise_period = 32
+    noise_period = narrow.PERIOD_OF_INTEGERS
 
     def scale_of(self, largest: Tensor) -> Tensor:
         return largest.clamp(min=TINY)
@@ -200,7 +201,7 @@ class Root(BlockCodec):
 
     dtype: torch.dtype = torch.uint8
     signed: bool = False
-    noise_period = 32
+    noise_period = narrow.PERIOD_OF_INTEGERS
 
     def scale_of(self, largest: Tensor) -> Tensor:
         # By a tensor: on GPUs torch divides by a number as a product with its rounded reciprocal.

@@ -39,7 +39,7 @@ them. The words of one element in different steps, and those of different states
 
     word(i) of state k, counted from 1  =  word(i >> 7), at step + k * 0x632BE5AB, ^ (i mod period) * 0x9E3779B9
 
-where period is 128, or 32 for 8-bit integers: processors keep 32 words in registers.
+where the period is 128, or 32 for 8-bit integers: processors keep 32 words in registers.
 """
 
 import math
@@ -91,6 +91,7 @@ WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
 STREAM = 0x632BE5AB
 NOISE_BLOCK = 128  # elements of a state that share a hash
+PERIOD_OF_INTEGERS = 32
 
 
 def round_(target: Tensor, values: Tensor, words: Tensor) -> None:
@@ -127,8 +128,9 @@ def rounded_to_integers(products: Tensor, words: Tensor) -> Tensor:
 
         round(fma(a, b, u)),      u = (4 w + 2) / 2^16 - 1/2 with the upper 14 bits w of a word
 
-    in float32, ties to even. A decoded number, if normal, gets its code again: its product is off by less than 1.5 of
-    the largest units that a sum has, 2^-16, and u differs from -1/2 and 1/2 by at least 2.
+    in float32, ties to even. A decoded number, if normal, gets its code again, and so the largest number of a block the
+    largest code: its product is off by less than 1.5 of the largest units that a sum has, 2^-16, and u differs from
+    -1/2 and 1/2 by at least 2.
     """
     noise = upper_bits(words, 14).double()
     noise *= 2.0**-14
@@ -152,9 +154,7 @@ def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
     return _scramble_(index)
 
 
-def noise_of_state(
-    numel: int, *, first: int, step: int, number: int, period: int = NOISE_BLOCK, device: torch.device
-) -> Tensor:
+def noise_of_state(numel: int, *, first: int, step: int, number: int, period: int, device: torch.device) -> Tensor:
     """The noise words, (numel,) int32, of the `number`-th state, from 1, for the elements from index `first` on."""
     block, offset = divmod(first, NOISE_BLOCK)
     end = offset + numel

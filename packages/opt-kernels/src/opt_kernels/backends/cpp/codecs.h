@@ -12,7 +12,7 @@
 //   KEEPS                                       whether kept(x) is x
 //   SHARES                                      whether the values of a group share a scale
 //   STOCHASTIC                                  whether it rounds stochastically, else to nearest
-//   PERIOD                                      of the noise of the elements of a block
+//   PERIOD                                      elements after which noise repeats within a block of it
 //   taken(word), FIXED                          the bits that it takes of a noise word, and those that its noise always has
 //   encode(values, largest, codes, scale, n, noise)
 //                                               writes codes and scale; `largest` is max |value|, as the word of a float,

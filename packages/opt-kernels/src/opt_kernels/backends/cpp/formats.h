@@ -28,7 +28,7 @@ constexpr uint32_t GOLDEN = 0x9E3779B9;
 struct GroupNoise {
     const uint32_t *words;
     uint32_t hash;
-    bool repeats;  // after the PERIOD of the codec: the group is one block
+    bool repeats;  // whether words repeat after the codec's PERIOD: the group lies in one block of noise
     inline uint32_t operator[](int64_t k) const { return words[k] ^ hash; }
 };
 

@@ -3,25 +3,6 @@
 // The integer nearest to x, ties to even, |x| < 2^21, in the lower bits of a word.
 static inline uint32_t nearest(float x) { return word_of(x + 0x1.8p23f); }
 
-#ifdef WIDE
-// Calls `encode` for each block of a group, with its first element and its noise. Returns the end of the last one.
-template <bool ROUNDS, class Encode>
-INLINE int64_t encode_blocks(int64_t n, const GroupNoise &noise, Encode encode) {
-    int64_t k = 0;
-    Words words[4] = {};
-    if (ROUNDS) load_noise(noise, 0, words);
-    if (!ROUNDS || noise.repeats) {
-        for (; k + BLOCK <= n; k += BLOCK) encode(k, words);
-    } else {
-        for (; k + BLOCK <= n; k += BLOCK) {
-            load_noise(noise, k, words);
-            encode(k, words);
-        }
-    }
-    return k;
-}
-#endif
-
 // Common to both. Stochastic rounding is that of `narrow.rounded_to_integers`; the noise of a code is the float u + 3/2.
 template <class T, bool SIGNED, bool ROUNDS>
 struct Integers : Coded<T, SIGNED, ROUNDS> {
@@ -30,18 +11,36 @@ struct Integers : Coded<T, SIGNED, ROUNDS> {
     static constexpr uint32_t taken(uint32_t word) { return word >> 9 & 0xFFFC << 7; }
 
    protected:
-    // y times `most`, with noise if there is any: the code is the nearest integer.
-    static inline float unrounded(float y, float most, const GroupNoise &noise, int64_t k) {
-        if constexpr (ROUNDS) return fma(y, most, float_of(noise[k]) - 1.5f);
-        else return y * most;
+    // y times `factor`, with noise if there is any: the code is the nearest integer.
+    static inline float unrounded(float y, float factor, const GroupNoise &noise, int64_t k) {
+        if constexpr (ROUNDS) return fma(y, factor, float_of(noise[k]) - 1.5f);
+        else return y * factor;
     }
 
 #ifdef WIDE
-    INLINE void codes_of(const Floats (&y)[4], float most, const Words (&noise)[4], Words (&codes)[4]) {
+    // Calls `encode` for each block of a group, with its first element and its noise. Returns the end of the last one.
+    template <class Encode>
+    INLINE int64_t encode_blocks(int64_t n, const GroupNoise &noise, Encode encode) {
+        static_assert(BLOCK % PERIOD == 0, "one load of noise serves every block");
+        int64_t k = 0;
+        Words words[4] = {};
+        if (ROUNDS) load_noise(noise, 0, words);
+        if (!ROUNDS || noise.repeats) {
+            for (; k + BLOCK <= n; k += BLOCK) encode(k, words);
+        } else {
+            for (; k + BLOCK <= n; k += BLOCK) {
+                load_noise(noise, k, words);
+                encode(k, words);
+            }
+        }
+        return k;
+    }
+
+    INLINE void codes_of(const Floats (&y)[4], float factor, const Words (&noise)[4], Words (&codes)[4]) {
         Floats x[4];
         EACH {
-            if constexpr (ROUNDS) x[q] = WIDE(fmadd_ps)(y[q], all(most), WIDE(sub_ps)(Floats(noise[q]), all(1.5f)));
-            else x[q] = WIDE(mul_ps)(y[q], all(most));
+            if constexpr (ROUNDS) x[q] = WIDE(fmadd_ps)(y[q], all(factor), WIDE(sub_ps)(Floats(noise[q]), all(1.5f)));
+            else x[q] = WIDE(mul_ps)(y[q], all(factor));
         }
         EACH codes[q] = WIDE(cvtps_epi32)(x[q]);
     }
@@ -76,7 +75,7 @@ struct Companded : Integers<int8_t, SIGNED, ROUNDS> {
         *scale = largest == 0 ? 0.0f : divisor;
         int64_t k = 0;
 #ifdef WIDE
-        k = encode_blocks<ROUNDS>(n, noise, [&](int64_t at, const Words (&words)[4]) __attribute__((always_inline)) {
+        k = Companded::encode_blocks(n, noise, [&](int64_t at, const Words (&words)[4]) __attribute__((always_inline)) {
             encode_block(values + at, factor, offset, most, codes + at, words);
         });
 #endif
@@ -137,7 +136,7 @@ struct Root : Integers<uint8_t, SIGNED, ROUNDS> {
         int32_t smallest = 0xFF;
 #ifdef WIDE
         Words each = all_words(~0u);
-        k = encode_blocks<ROUNDS>(n, noise, [&](int64_t at, const Words (&words)[4]) __attribute__((always_inline)) {
+        k = Root::encode_blocks(n, noise, [&](int64_t at, const Words (&words)[4]) __attribute__((always_inline)) {
             each = WIDE(min_epu8)(each, encode_block(values + at, inverse, codes + at, words));
         });
         smallest = any_below(each, 1) ? 0 : smallest;

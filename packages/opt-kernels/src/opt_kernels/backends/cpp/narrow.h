@@ -3,7 +3,7 @@
 using E4M3 = Narrow<8, 3, 7>;
 using E5M2 = Narrow<8, 2, 15>;
 
-// Conversions of registers of halves: half a register each.
+// `Halves` are the floats of a register in fp16; `whole` joins two of them to a register.
 #if defined(WIDE) && defined(__AVX512BW__)
 #define HALVES
 using Halves = __m256i;
@@ -17,7 +17,7 @@ static inline Words whole(Halves first, Halves second) { return _mm256_set_m128i
 #endif
 
 #ifdef HALVES
-// Stores a block as halves. Returns the smaller magnitudes of either half of it.
+// Stores a block in fp16. Returns the magnitudes of its two registers of codes, the smaller ones.
 template <int ROUNDING>
 static inline Words store_halves(half *codes, const Floats (&x)[4]) {
     const Words first = whole(WIDE(cvtps_ph)(x[0], ROUNDING), WIDE(cvtps_ph)(x[1], ROUNDING));
@@ -185,8 +185,8 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
 }
 
 // Stochastic rounding. From the smallest normal number on, a code is the upper bits of a word with noise, except for its
-// bias. Below it words have smaller units than codes, so that noise lifts fewer of them to it than it should: a block with
-// a code below the first normal one is rounded again.
+// bias. Below it words have smaller units than codes, so that noise lifts fewer of them to it than it should: a block in
+// which a code is below the first normal one is rounded again, unless all such codes are those of zeros.
 template <class Float, class Code>
 static inline bool narrow_few(
     const float *values, float factor, Code *codes, int64_t begin, int64_t n, const GroupNoise &noise) {
@@ -202,6 +202,21 @@ static inline bool narrow_few(
 }
 
 #ifdef WIDE
+// Whether any magnitude of a block is below `least`, but not zero, which wraps around.
+static inline bool any_small(const Words (&words)[4], uint32_t least) {
+    Words smallest = all_words(~0u);
+    EACH {
+        const Words wrapped = WIDE(sub_epi32)(words[q] & all_words(MAGNITUDE), all_words(1));
+        smallest = WIDE(min_epu32)(smallest, wrapped);
+    }
+#if defined(__AVX512BW__)
+    return _mm512_cmplt_epu32_mask(smallest, all_words(least - 1)) != 0;
+#else
+    const Words below = _mm256_min_epu32(smallest, all_words(least - 2));
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi32(smallest, below)) != 0;
+#endif
+}
+
 // The bytes of a block of magnitudes less that of the smallest normal number, with noise. Sums below zero become zero.
 template <class Float>
 static inline Words with_noise(const Words (&above)[4], const Words (&noise)[4]) {
@@ -211,7 +226,7 @@ static inline Words with_noise(const Words (&above)[4], const Words (&noise)[4])
     return WIDE(packus_epi16)(first, second);
 }
 
-// Changes differences from `least`, the smallest normal number: those of what is below it are then in units of codes.
+// Differences of magnitudes from `least`, that of the smallest normal number: for those below it in units of codes, too.
 static inline void in_units_of_codes(const Words (&words)[4], uint32_t least, Words (&above)[4]) {
     const Floats units = all(float_of((277u << 23) - least));  // 2^23 of them are the smallest normal number
     Floats size[4];
@@ -241,8 +256,10 @@ static inline bool narrow(const float *values, float factor, uint8_t *codes, int
         EACH above[q] = WIDE(sub_epi32)(words[q] & all_words(MAGNITUDE), all_words(least));
         Words bytes = with_noise<Float>(above, random);
         if (__builtin_expect(any_below(bytes, Float::FIRST_NORMAL), false)) {
-            in_units_of_codes(words, least, above);
-            bytes = with_noise<Float>(above, random);
+            if (any_small(words, least)) {
+                in_units_of_codes(words, least, above);
+                bytes = with_noise<Float>(above, random);
+            }
             any_zero |= any_below(bytes, 1);
         }
         store_signed<Float, SIGNED>(bytes, words, codes + k);
@@ -259,13 +276,16 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
     // A conversion that truncates drops the bits below the code's last one.
     for (; k + BLOCK <= n; k += BLOCK) {
         Floats x[4];
-        Words random[4];
+        Words words[4], random[4];
         load_block(values + k, x);
         load_noise(noise, k, random);
-        EACH x[q] = Floats(WIDE(add_epi32)(Words(WIDE(mul_ps)(x[q], all(factor))), random[q]));
+        EACH words[q] = Words(WIDE(mul_ps)(x[q], all(factor)));
+        EACH x[q] = Floats(WIDE(add_epi32)(words[q], random[q]));
         const Words sizes = store_halves<_MM_FROUND_TO_ZERO>(codes + k, x);
-        if (__builtin_expect(any_half_below(sizes, Float::FIRST_NORMAL), false))
-            any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
+        if (__builtin_expect(any_half_below(sizes, Float::FIRST_NORMAL), false)) {
+            any_zero |= any_half_below(sizes, 1);
+            if (any_small(words, Float::NORMAL)) any_zero |= narrow_few<Float>(values, factor, codes, k, k + BLOCK, noise);
+        }
     }
 #endif
     return narrow_few<Float>(values, factor, codes, k, n, noise) || any_zero;

@@ -247,14 +247,13 @@ def noise(at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
 
 @jit
 def noise_of_state(
-    at: tl.tensor, first: tl.tensor, step: tl.tensor, STATE: tl.constexpr, SCHEME: tl.constexpr
+    at: tl.tensor, first: tl.tensor, step: tl.tensor, STATE: tl.constexpr, PERIOD: tl.constexpr
 ) -> tl.tensor:
-    """Noise words (uint32) of a state, counted from 1, as `noise` has them for mains."""
+    """Noise words (uint32) of a state, counted from 1, as `noise` has them for mains. PERIOD is a power of two."""
     place = (first & 127).to(tl.int32) + at
     stream = step.to(tl.uint32, bitcast=True) + STATE * tl.full((), 0x632BE5AB, tl.uint32)
     hashed = noise(place >> 7, first >> 7, stream)
-    period: tl.constexpr = 32 if SCHEME == "companded" or SCHEME == "root" else 128
-    return hashed ^ ((place & (period - 1)).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
+    return hashed ^ ((place & (PERIOD - 1)).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32))
 
 
 @jit

@@ -145,7 +145,7 @@ def code(
             u = (words >> 18).to(tl.float32) * 6.103515625e-05 - 0.499969482421875  # 2^-14, 1/2 - 2^-15
             most: tl.constexpr = 127.0 if SCHEME == "companded" else 255.0
             y = tl.fma(y, spread(by, BLOCK), u)
-            y = tl.minimum(tl.maximum(y, -most), most)  # approximate divisions may lead beyond them
+            y = tl.minimum(tl.maximum(y, -most), most)  # an approximate division may lead to a code beyond
         if SCHEME == "root":
             y = tl.where(x > 0.0, tl.maximum(y, 1.0), y)
         # The sum's last bits are the integer nearest to y, ties to even.

@@ -213,9 +213,9 @@ def _tile(formula: Formula) -> Lines:
         body += [f"if {have_scales}:", *_indented(dropping)]
     for i, signed in signs:
         options = f"start, n, STATE{i}, BLOCK, SCHEME{i}, {signed}, IEEE, True, FULL"
-        words = f"noise_of_state(at, first, step, {i + 1}, SCHEME{i}) if ROUNDS{i} else None"
+        words = f"noise_of_state(at, first, step, {i + 1}, PERIOD{i}) if PERIOD{i} else None"
         body.append(f"write_state(codes{i}, scales{i}, new_{i}, {words}, {options})")
-    formats = "".join(each("STATE#: tl.constexpr, SCHEME#: tl.constexpr, ROUNDS#: tl.constexpr, ", states))
+    formats = "".join(each("STATE#: tl.constexpr, SCHEME#: tl.constexpr, PERIOD#: tl.constexpr, ", states))
     return [
         "@jit",
         f"def tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN: tl.constexpr, OUT: tl.constexpr, "
@@ -228,8 +228,8 @@ def _tile(formula: Formula) -> Lines:
 def _sweep(formula: Formula, row_width: int) -> Lines:
     """One program per chunk. It writes nothing if the scalar block says to skip the step."""
     states = range(len(formula.states))
-    kept = "".join(each("STATE#, SCHEME#, ROUNDS#, ", states))
-    formats = each("STATE#: tl.constexpr, SCHEME#: tl.constexpr, ROUNDS#: tl.constexpr, SCALE#: tl.constexpr, ", states)
+    kept = "".join(each("STATE#, SCHEME#, PERIOD#, ", states))
+    formats = each("STATE#: tl.constexpr, SCHEME#: tl.constexpr, PERIOD#: tl.constexpr, SCALE#: tl.constexpr, ", states)
     call = (
         f"tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN, OUT, {kept}"
         "REMAINDER, STOCHASTIC_ROUNDING, IEEE, BLOCK, "
@@ -323,7 +323,7 @@ def state_options(formats: LaunchFormats, codecs: Codecs) -> dict[str, Any]:
     for index, (codec, dtype) in enumerate(zip(codecs.values(), formats.states, strict=True)):
         options[f"STATE{index}"] = triton_dtype(dtype)
         options[f"SCHEME{index}"] = scheme(codec)
-        options[f"ROUNDS{index}"] = codec.stochastic
+        options[f"PERIOD{index}"] = codec.noise_period if codec.stochastic else 0
         options[f"SCALE{index}"] = lane if codec.block else 0
         lane += codec.block > 0
     return options
