@@ -271,16 +271,14 @@ def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) ->
         reuses_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
     )
     mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
-    scales = (mean, 1.0)  # before and after the reduction
-    if config.average_in_collective:
-        scales = (1.0, mean)
+    averages = config.average_in_collective
     reduction = Reduction(
         name=plan.name,
         wire=wire_of(config, axes, num_shards=plan.layout.num_shards),
         axes=axes,
         is_expert=plan.is_expert,
-        scale_before=scales[0],
-        scale_after=scales[1],
+        scale_before=1.0 if averages else mean,
+        scale_after=mean if averages else 1.0,
         check_for_nan=config.check_for_nan_in_grad,
         check_for_large=config.check_for_large_grads,
     )

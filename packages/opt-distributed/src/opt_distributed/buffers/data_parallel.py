@@ -117,7 +117,7 @@ class DistributedDataParallel(nn.Module):
             sharding=sharding_of(config, optimizer_config),
             calculate_per_token_loss=calculate_per_token_loss,
         )
-        self.synced_buffers: tuple[SyncedBuffer, ...] = make_buffers(spec)
+        self.synced_buffers = make_buffers(spec)
         self._make_syncs()
         if broadcast_params:
             self.broadcast_params()

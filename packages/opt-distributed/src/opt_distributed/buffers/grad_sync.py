@@ -271,8 +271,6 @@ class GradSync:
                 that no other rank waits for this one.
         """
         if not self._is_finished:
-            for bucket in self.buckets:
-                bucket.check_here()
             self.launch_order.launch_through(self)
         for bucket in self.order:
             bucket.finish()

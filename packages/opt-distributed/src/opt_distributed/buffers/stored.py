@@ -92,7 +92,7 @@ def check_apart(params: ParamTensors, others: Iterable[tuple[str, Tensor]] = ())
     Raises:
         StorageError: two of them share memory.
     """
-    named: list[tuple[str, Tensor]] = [(str(id), param) for id, param in params.items()]
+    named = [(str(id), param) for id, param in params.items()]
     named += others
     pair = overlapping([tensor for _, tensor in named], len(params))
     if pair is not None:

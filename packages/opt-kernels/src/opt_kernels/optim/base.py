@@ -86,8 +86,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._captured_at: list[int | None] = []  # addresses of the gradients in the captured step
         self.mains = parse_mains(mains)
         self.max_norm = max_norm
-        self.hooks = groups.checked_hooks(hooks)
-        groups.check_names(self.hooks, self.rules)
+        self.hooks = groups.checked_hooks(hooks, self.rules)
         # Gradient norm of the last step before clipping: None without max_norm, a 0-d device tensor if capturable.
         self.grad_norm: float | Tensor | None = None
         self._rows: Rows | None = None  # rebuilt whenever parameters, gradients or states changed
@@ -145,7 +144,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Raise ValueError for a group that this optimizer does not support."""
         self._check_numbers(group)
         groups.check_fixed(group, self.defaults, self.fixed)
-        groups.check_names(groups.checked_hooks(group.get(HOOKS, ())), self.rules)
+        groups.checked_hooks(group.get(HOOKS, ()), self.rules)
 
     def _adopt_changes(self) -> None:
         """Let entries of groups that changed since the last step take effect. Raises ValueError for a change that is
@@ -266,8 +265,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._adopt_changes()
         self._on_device.upload(self.param_groups)
         if self._on_device.is_captured:
-            grads = [param.grad for param in params_of(self.param_groups)]
-            if self._current_rows() is None or addresses(grads) != self._captured_at:
+            grads_at = addresses(params_of(self.param_groups))
+            if self._current_rows() is None or grads_at != self._captured_at:
                 raise CaptureError(
                     "gradients or states moved since the step was captured: other parameters have gradients, "
                     "zero_grad() released them, or a state_dict was loaded; run one step, then capture again"
@@ -400,7 +399,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self._rows is not None:
             self._rows.count(skip)
         if self._on_device is not None and self._on_device.is_capturing:
-            self._captured_at = addresses([param.grad for param in params])
+            self._captured_at = addresses(params)
 
     def _batches(self) -> SweepBatches:
         """The works of this step by rule and device, in batches by parameter group and step."""
@@ -420,7 +419,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return rows if rows is not None and rows.hold(self.param_groups, self.state) else None
 
     def _hyper_of(self, group: int, sweep: Sweep, step: int | Tensor) -> Hyper:
-        of_step: Sequence[ParamGroup] = self.param_groups
+        of_step = self.param_groups
         if self._on_device is not None:
             of_step = self._on_device.of(sweep.device, of_step)
         return self._hyper(of_step[group], sweep.rule, step)

@@ -10,15 +10,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from opt_kernels.formulas.adam import NUMBERS as ADAM_NUMBERS
 from opt_kernels.formulas.formula import LR, WEIGHT_DECAY, Formula
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import AveragedOptimizer, FormulaOptimizer
 from opt_kernels.optim.matrices import MatrixOptimizer, options_of
 from opt_kernels.rules.base import WholeMatrices
-from opt_kernels.works import Choice, Constants, Number, unknown
-
-# Numbers of the elementwise rule of parameters that are not matrices.
-OF_OTHERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
+from opt_kernels.works import Choice, Constants, unknown
 
 OF_EVERY_DROP_IN: Mapping[str, object] = {
     "mains": "param", "stochastic_rounding": False, "max_norm": None, "hooks": (), "backend": None, "foreach": None,
@@ -91,8 +89,7 @@ def drop_in(
     attributes["__module__"] = sys._getframe(1).f_globals["__name__"]
     if not made.reads_weight_decay:
         attributes["scheduled"] = ("lr",)
-    made_class: type[FormulaOptimizer] = type(name or formula.title, (base,), attributes)
-    return made_class
+    return type(name or formula.title, (base,), attributes)
 
 
 def _of_matrix_rule(
@@ -103,7 +100,8 @@ def _of_matrix_rule(
         raise TypeError(
             f"drop_in({rule!r}): pass a Formula, or a class of matrix rules: a dataclass that is a WholeMatrices"
         )
-    numbers = {number.name: number for number in (LR, *OF_OTHERS, WEIGHT_DECAY, *rule.numbers)}
+    # ADAM_NUMBERS: of the rule of parameters that are not matrices.
+    numbers = {number.name: number for number in (LR, *ADAM_NUMBERS, WEIGHT_DECAY, *rule.numbers)}
     options = options_of(rule)
     for option, value in defaults.items():
         if option in numbers:

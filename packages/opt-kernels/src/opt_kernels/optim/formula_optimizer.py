@@ -20,7 +20,7 @@ from opt_kernels.formulas.functions import power, q_pochhammer
 from opt_kernels.hooks import check_unread
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
-from opt_kernels.optim.groups import Options, ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
+from opt_kernels.optim.groups import Options, ParamGroup, bound_arguments, params_with_groups, with_hooks
 from opt_kernels.optim.param_rows import Member, SweepBatches
 from opt_kernels.optim.state import STEP
 from opt_kernels.params import HOOKS, MAIN, REMAINDER, Main
@@ -43,17 +43,16 @@ class FormulaOptimizer(RuleOptimizer):
 
     def __init__(self, params: Params, lr: float | Tensor | None = None, *args: Any, **options: Any) -> None:
         given = (params,) if lr is None else (params, lr)
-        values = bound_arguments(type(self), type(self).__signature__, *given, *args, **options)
-        numbers = {number.name: values[number.name] for number in self.formula.numbers}
-        self._check_numbers(numbers)
+        values = bound_arguments(type(self), *given, *args, **options)
+        defaults: ParamGroup = {number.name: values[number.name] for number in self.formula.numbers}
+        self._check_numbers(defaults)
         rule = self.rule_with(values)
-        defaults: ParamGroup = {**numbers}
         for name, value in rule.formula.constants:
             if name in self.fixed:
                 defaults[name] = values.get(name, value)
         defaults["maximize"] = rule.maximize
         common = {name: values[name] for name in ("mains", "max_norm", "hooks")}
-        flags = {name: values[name] for name in FLAGS if name in values}
+        flags = {name: values[name] for name in FLAGS}
         super().__init__(values["params"], rule, defaults, flags=flags, **common)
 
     def rule_with(self, values: Options) -> ElementwiseRule:
@@ -65,8 +64,8 @@ class FormulaOptimizer(RuleOptimizer):
         return elementwise(self.formula, **options | {"maximize": bool(values["maximize"])})
 
     def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
-        values = {name: group[name] for name in names if name in group}
-        check_unread(with_hooks(self.rule, checked_hooks(group.get(HOOKS, self.hooks))), values)
+        values = {name: group[name] for name in names}
+        check_unread(with_hooks(self.rule, group.get(HOOKS, self.hooks)), values)
 
 
 class NAdamOptimizer(FormulaOptimizer):
@@ -175,7 +174,6 @@ class AveragedOptimizer(FormulaOptimizer):
                 local(param).copy_(trained)
             self._set_mode(training=True)
 
-    @torch.no_grad()
     def _versions(self) -> list[int]:
         return [local(param)._version for param in self._trained]
 

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from inspect import Signature
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,6 @@ from opt_kernels.foreign import ARGUMENTS
 from opt_kernels.hooks import (
     GivenHooks,
     HookError,
-    Hooks,
     Hyperball,
     checked,
     described,
@@ -71,12 +69,13 @@ def check_flags(flags: Mapping[str, object]) -> None:
             raise ValueError(f"{name}={value!r} is not supported; {allowed} is allowed: {_INSTEAD[name]}")
 
 
-def bound_arguments(of: type, signature: Signature, *args: Any, **options: Any) -> dict[str, Any]:
-    """The arguments of an optimizer, with defaults. Raises TypeError, with a hint for names of other libraries."""
+def bound_arguments(of: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    """The arguments of the class of an optimizer, with defaults. Raises TypeError, with a hint for names of other
+    libraries."""
     try:
-        bound = signature.bind(*args, **options)
+        bound = of.__signature__.bind(*args, **options)
     except TypeError as error:
-        unknown = [name for name in options if name not in signature.parameters]
+        unknown = [name for name in options if name not in of.__signature__.parameters]
         problem = str(error)
         if unknown:
             problem = f"got an unexpected keyword argument {', '.join(map(repr, unknown))}"
@@ -230,11 +229,19 @@ def loaded_groups(groups: Sequence[ParamGroup], saved: Sequence[ParamGroup], def
 logger = logging.getLogger(__name__)
 
 
-def checked_hooks(given: GivenHooks) -> GivenHooks:
-    """`given` as a tuple, or as tuples by the names of rules. Raises HookError for objects that are not hooks."""
-    if isinstance(given, Mapping):
-        return {name: checked(hooks) for name, hooks in given.items()}
-    return checked(given)
+def checked_hooks(given: GivenHooks, rules: Sequence[Rule]) -> GivenHooks:
+    """`given` as a tuple, or as tuples by the names of rules. Raises HookError for objects that are not hooks, and for
+    hooks of a rule that is not one of `rules`, those of the optimizer."""
+    if not isinstance(given, Mapping):
+        return checked(given)
+    found = {name: checked(hooks) for name, hooks in given.items()}
+    names = [rule.name for rule in rules]
+    for name in found:
+        if name not in names:
+            raise HookError(
+                f"hooks has {name!r}, which is not a rule of this optimizer; allowed are {', '.join(names)}"
+            )
+    return found
 
 
 def with_hooks(rule: Rule, given: GivenHooks) -> Rule:
@@ -243,19 +250,7 @@ def with_hooks(rule: Rule, given: GivenHooks) -> Rule:
     return _hooked(rule, tuple(hooks)) if hooks else rule  # type: ignore[arg-type]  # rules of drop-ins are values
 
 
-@cache  # `hooked` runs trial steps to see whether the rule supports the hooks
-def _hooked(rule: Rule, hooks: Hooks) -> Rule:
-    return hooked(rule, hooks)
-
-
-def check_names(given: GivenHooks, rules: Sequence[Rule]) -> None:
-    """Raise HookError for hooks of a rule that the optimizer does not use."""
-    names = [rule.name for rule in rules]
-    for name in given if isinstance(given, Mapping) else ():
-        if name not in names:
-            raise HookError(
-                f"hooks has {name!r}, which is not a rule of this optimizer; allowed are {', '.join(names)}"
-            )
+_hooked = cache(hooked)  # it runs trial steps to see whether the rule supports the hooks
 
 
 def check_param_hooks(param: Tensor, rule: Rule, group: ParamGroup) -> None:

@@ -171,7 +171,7 @@ class MatrixOptimizer(RuleOptimizer):
         cls.__signature__ = _signature(cls.numbers, {**cls.options, **_OF_ALL, "hooks": cls.default_hooks})
 
     def __init__(self, params: Params | nn.Module, *args: Any, **options: Any) -> None:
-        given = bound_arguments(type(self), type(self).__signature__, params, *args, **options)
+        given = bound_arguments(type(self), params, *args, **options)
         numbers = {name: given[name] for name in self.numbers}
         self._check_numbers(numbers)
         rule = self.rule_with(numbers | {name: given[name] for name in (*self.options, "backend")})

@@ -96,9 +96,9 @@ class GroupsOnDevice:
         return [table.frozen for table in self._tables.values()]
 
 
-def addresses(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    """The addresses of tensors."""
-    return [None if tensor is None else local(tensor).data_ptr() for tensor in tensors]
+def addresses(params: Sequence[Tensor]) -> list[int | None]:
+    """The addresses of the gradients of parameters."""
+    return [None if param.grad is None else local(param.grad).data_ptr() for param in params]
 
 
 def check_capturable(param: Tensor, rule: Rule) -> None:

@@ -81,7 +81,7 @@ class _Row:
 
     def works(self, grads: list[Any]) -> Works:
         """The works of the row, for tensors at any address. Raises ValueError for a gradient that is not dense."""
-        params: list[Tensor] = self.params
+        params = self.params
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
             for grad in grads:
                 _check(grad)
@@ -150,7 +150,7 @@ class Rows:
             self._rows.append(_Row(sweep, row, step=step, on_device=steps_on_device))
         pairs = [(member.param, member.state) for member in members]
         still_followed = {param: followed[param] for param in self._params if param in followed}
-        self.mains: FollowingMains = FollowingMains(pairs, still_followed)
+        self.mains = FollowingMains(pairs, still_followed)
         self._states = list(state.values())
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]

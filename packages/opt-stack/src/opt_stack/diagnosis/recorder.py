@@ -286,10 +286,10 @@ class Recorder:
             self.write(text)
             raise
 
-    def write(self, reason: str, *, within: float = WAIT_SECONDS) -> None:
+    def write(self, reason: str) -> None:
         """Write the recording of this rank, if `stats_every` was given a directory. A failure is a warning."""
         if self._write_file is not None:
-            self._settle(within=within)
+            self._settle(within=WAIT_SECONDS)
             self._write_file(reason)
 
 

@@ -161,7 +161,6 @@ class TensorSums:
         self._sources = [source for family in families for source in family.sources]
         self._roles = roles
         self._device = device
-        self._before: list[tuple[OwnedPiece, Tensor]] = []  # main weights of a step that has begun
         self.watch_forward(None)
         rank = roles.everyone.rank
         first_of: dict[ParamId, int] = {}
@@ -217,7 +216,7 @@ class TensorSums:
         num_sums = self._num_before + NUM_COLUMNS * len(self.params)
         self._sums = torch.zeros(num_sums, dtype=torch.float64, device=self._device.torch_device)
         self._table = self._sums[self._num_before :].view(-1, NUM_COLUMNS)
-        self._before = []
+        self._before: list[tuple[OwnedPiece, Tensor]] = []  # main weights before the update
         self._inverse = inverse
         for unit_grads in ready:
             for piece, grad in zip(unit_grads.pieces, unit_grads.grads, strict=True):

@@ -222,11 +222,11 @@ def _plan_units(
     Of several model chunks, later ones are separate units if the first is stepped and gathered before them.
     """
     rule_of = groups.rule_of
-    first = min((id.chunk for id in rule_of), default=0) if config.overlap_param_gather_with_optimizer_step else None
+    first = min((id.chunk for id in rule_of), default=0)
     found: dict[tuple[bool, bool, str], list[ParamId]] = {}
     for id, meta in metas.items():
         if id in rule_of:
-            is_later = first is not None and id.chunk != first
+            is_later = config.overlap_param_gather_with_optimizer_step and id.chunk != first
             found.setdefault((is_later, meta.is_expert, rule_of[id]), []).append(id)
     shard_of: dict[ParamId, int] = {}  # of each parameter that is assigned whole to one
     for buffer in buffers if max(sizes.dense_tp, sizes.expert_tp) > 1 else ():

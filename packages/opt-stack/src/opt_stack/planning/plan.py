@@ -93,8 +93,11 @@ class Plan:
 
     def layout_id(self, rank: int) -> str:
         """Return an id of this rank's pieces. A rank-local `state_dict` loads only where the id is the same."""
-        cut = [buffer.layout for buffer in self.buffers if buffer.layout.num_shards > 1 or buffer.kind is PRE_SHARDED]
-        layouts = [layout.fingerprint() for layout in cut]
+        layouts = [
+            buffer.layout.fingerprint()
+            for buffer in self.buffers
+            if buffer.layout.num_shards > 1 or buffer.kind is PRE_SHARDED
+        ]
         if not layouts:
             return "replicated"
         digest = sha256("|".join(sorted(layouts)).encode()).hexdigest()
