@@ -196,8 +196,8 @@ def test_an_8_bit_number_is_given_its_code_again_by_any_noise(name: str, word: i
     assert torch.equal(again["x"], first["x"])
 
 
-def test_the_largest_of_a_block_in_float64_gets_the_largest_code_by_any_noise() -> None:
-    """Though the scale is rounded to float32: a code beyond the largest would wrap around to zero."""
+def test_the_largest_float64_of_a_block_gets_the_largest_code() -> None:
+    """By any noise, though the scale is rounded to float32: a code beyond the largest would wrap around to zero."""
     (codec, _) = CODECS["8-bit-square"]
     values = torch.linspace(1.0, 1.05, 20_000, dtype=torch.float64).repeat_interleave(128)
     state = init_state({"x": codec}, values)

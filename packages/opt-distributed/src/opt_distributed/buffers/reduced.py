@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.stored import ParamTensors
-from opt_distributed.buffers.wires import CollectiveError, InFlight, PlainSum, to_owners
+from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_of
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
 from opt_distributed.comm.roles import Axes, marks_set
@@ -72,7 +73,7 @@ class ReducedGrads:
             shape = params[piece.id].shape
             flat = self._results[at][piece.of_shard]
             self.pieces[piece.id] = flat.view(shape) if piece.numel == shape.numel() else flat
-        self._wire = PlainSum(axes, to_shards=layout.num_shards > 1)
+        self._wire = wire_of(DistributedDataParallelConfig(), axes, num_shards=layout.num_shards)
         self._queues = devices.device_of(device)
         for scratch in self._scratch:
             self._queues.release_(scratch)
