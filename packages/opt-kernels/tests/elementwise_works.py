@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from codec_values import DTYPES
 from tiers import sampled
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.codecs import join, split_
-from opt_kernels.rules import SGD, Adam, Lion, Rule
+from opt_kernels.formulas import FORMULAS, Formula
+from opt_kernels.rules import SGD, Adam, Lion, Rule, elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 Make = Callable[..., Rule]
@@ -25,6 +27,7 @@ RULES: Mapping[str, Make] = {
     "adamw": Adam,
     "adam-l2": lambda **options: Adam(decoupled=False, **options),
     "adamw-te": lambda **options: Adam(order="te", **options),
+    "adam-te-l2": lambda **options: Adam(order="te", decoupled=False, **options),
     "sgd": SGD,
     "sgd-nesterov": lambda **options: SGD(nesterov=True, **options),
     "sgd-dampening": lambda **options: SGD(dampening=0.3, **options),
@@ -75,6 +78,34 @@ KEPT: Mapping[str, Kept] = {
     "short-remainder": Kept(main=None, out=torch.bfloat16, remainder=torch.int8),
     "bf16": Kept(main=torch.bfloat16, grad=torch.bfloat16),
 }
+VARIANTS = {name: make().formula for name, make in RULES.items() if "-" in name}
+
+
+class Combination(NamedTuple):
+    """A formula with formats of its parameter and states."""
+
+    formula: Formula
+    kept: str  # of KEPT
+    states: str  # of DTYPES
+
+    def rule(self, backend: str) -> Rule:
+        signed, unsigned = DTYPES[self.states]
+        dtypes = {f"{state.name}_dtype": signed if state.signed else unsigned for state in self.formula.declared}
+        return elementwise(self.formula, backend=backend, **dtypes)
+
+
+# Each is a library to compile: every format with one formula, every formula with two formats.
+COMBINATIONS = {
+    f"{name}-{kept}-{states}": Combination(formula, kept, states)
+    for name, formula in {**FORMULAS, **VARIANTS}.items()
+    for kept in KEPT
+    for states in DTYPES
+    if (kept, states) == ("remainder-g16", "8-bit")
+    or ((kept, states) == ("fp32", "fp32") and name in {"adam", "sgd", "lion", *VARIANTS})
+    or (name == "adam" and (kept == "fp32" or states == "e4m3") and kept != "fp64")
+}
+
+
 NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
 NEEDS_TRITON = [
     pytest.mark.needs_extra,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from codec_values import DTYPES
 from elementwise_works import (
     BACKENDS,
+    COMBINATIONS,
     FAST,
     HYPER,
     KEPT,
@@ -20,6 +20,7 @@ from elementwise_works import (
     ON_BACKENDS,
     ON_FAST,
     RULES,
+    Combination,
     Kept,
     Make,
     cut,
@@ -37,11 +38,17 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.torch_native import PIECE_NUMEL
-from opt_kernels.rules import SGD, Adam, Lion, Rule, elementwise
+from opt_kernels.rules import SGD, Adam, Lion, Rule
 from opt_kernels.works import Batch, Work
 
-WITH_STATES = {name: make for name, make in RULES.items() if name != "sgd-plain"}
-NARROW = {name: dtypes for name, dtypes in DTYPES.items() if name not in ("fp32", "bf16")}
+# Of the rules that `HYPER` has all numbers of.
+CODED = {
+    name: combination
+    for name, combination in COMBINATIONS.items()
+    if combination.formula.name in ("adam", "lion", "sgd")
+    and combination.formula.states
+    and combination.states not in ("fp32", "bf16")
+}
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -96,12 +103,11 @@ def test_the_bits_do_not_depend_on_how_a_parameter_is_cut(make: Make, kept: Kept
     stepped_in_pieces(make(backend=backend), kept, size, sorted(cuts), scale=scale)
 
 
-@on_pairs_of(states=DTYPES, kept=KEPT, backend=FAST)
-def test_coded_states_are_cut_at_blocks_without_a_trace(
-    states: tuple[torch.dtype, torch.dtype], kept: Kept, backend: str
-) -> None:
-    rule = Adam(exp_avg_dtype=states[0], exp_avg_sq_dtype=states[1], backend=backend)
-    stepped_in_pieces(rule, kept, 128 * 21 + 5, [0, 128, 128 * 20, 128 * 21 + 5], block=128)
+@ON_FAST
+@pytest.mark.parametrize("combination", CODED.values(), ids=CODED.keys())
+def test_coded_states_are_cut_at_blocks_without_a_trace(combination: Combination, backend: str) -> None:
+    rule = combination.rule(backend)
+    stepped_in_pieces(rule, KEPT[combination.kept], 128 * 21 + 5, [0, 128, 128 * 20, 128 * 21 + 5], block=128)
 
 
 def test_stochastic_rounding_counts_on_from_piece_to_piece() -> None:
@@ -234,16 +240,12 @@ def test_a_lost_gradient_reaches_the_weight(make: Make, kept: Kept, backend: str
         assert weight is None or weight.isnan().nonzero().flatten().tolist() == [3, 69]
 
 
-@on_pairs_of(make=WITH_STATES, kept=KEPT, states=NARROW, backend=BACKENDS)
-def test_an_outlier_loses_its_own_states_only(
-    make: Make, kept: Kept, states: tuple[torch.dtype, torch.dtype], backend: str
-) -> None:
+@ON_BACKENDS
+@pytest.mark.parametrize("combination", CODED.values(), ids=CODED.keys())
+def test_an_outlier_loses_its_own_states_only(combination: Combination, backend: str) -> None:
     """Symptom: one infinite, NaN or huge element lost the states, and so the weights, of the 127 next to it."""
-    signed, unsigned = states
-    dtypes = {"exp_avg_dtype": signed, "exp_avg_sq_dtype": unsigned, "momentum_buffer_dtype": signed}
-    formula = make().formula
-    chosen = {f"{state.name}_dtype": dtypes[f"{state.name}_dtype"] for state in formula.states}
-    rule = elementwise(formula, **chosen, backend=backend)
+    kept = KEPT[combination.kept]
+    rule = combination.rule(backend)
     sizes = [torch.inf, -torch.inf, torch.nan] + [1e30] * (kept.grad is not torch.float16)
     at = [1 + 70 * index for index in range(len(sizes))]
     found = []

@@ -7,8 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from codec_values import DTYPES
-from elementwise_works import KEPT, ON_FAST, assert_same, device_of, main_of, on, only_lr, written
+from elementwise_works import (
+    COMBINATIONS,
+    KEPT,
+    ON_FAST,
+    Combination,
+    assert_same,
+    device_of,
+    main_of,
+    on,
+    only_lr,
+    written,
+)
 from tiers import NIGHT
 
 import opt_kernels
@@ -17,34 +27,10 @@ from opt_kernels.codecs import codecs_of, scale_name
 from opt_kernels.formulas import FORMULAS, Formula, State
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
-from opt_kernels.formulas.sgd import SGD
 from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 NUMEL = 128 * 9 + 37
-VARIANTS = {
-    "adam-l2": ADAM.with_constants(decoupled_weight_decay=False),
-    "adamw-te": ADAM.with_constants(order="te"),
-    "adam-te-l2": ADAM.with_constants(order="te", decoupled_weight_decay=False),
-    "sgd-nesterov": SGD.with_constants(nesterov=True),
-    "sgd-dampening": SGD.with_defaults(dampening=0.3),
-    "sgd-plain": SGD.with_constants(has_momentum=False),
-}
-# Each is a library to compile: every format with one formula, every formula with two formats.
-CASES = {
-    f"{name}-{kept}-{states}": (formula, kept, states)
-    for name, formula in {**FORMULAS, **VARIANTS}.items()
-    for kept in KEPT
-    for states in DTYPES
-    if (kept, states) == ("fp32-gfp16", "8-bit")
-    or ((kept, states) == ("fp32", "fp32") and name in {"adam", "sgd", "lion", *VARIANTS})
-    or (name == "adam" and (kept == "fp32" or states == "e4m3") and kept != "fp64")
-}
-
-
-def dtypes(formula, states):
-    signed, unsigned = DTYPES[states]
-    return {f"{state.name}_dtype": signed if state.signed else unsigned for state in formula.declared}
 
 
 def values(seed, numel=NUMEL, *, special=False):
@@ -78,12 +64,12 @@ def moved(rule, kept="fp32", numel=NUMEL, *, special=False, first=3):
 
 
 @ON_FAST
-@pytest.mark.parametrize(("formula", "kept", "states"), CASES.values(), ids=CASES.keys())
-def test_every_backend_has_the_bits_of_the_reference(formula, kept, states, backend):
-    made = [elementwise(formula, backend=name, **dtypes(formula, states)) for name in (backend, "reference")]
+@pytest.mark.parametrize("combination", COMBINATIONS.values(), ids=COMBINATIONS.keys())
+def test_every_backend_has_the_bits_of_the_reference(combination, backend):
+    made = [combination.rule(name) for name in (backend, "reference")]
     for special in (True,) if backend == "triton" and not NIGHT else (True, False):
-        found, expected = (moved(rule, kept, special=special) for rule in made)
-        if formula.name in ("adam", "sgd") and backend == "torch":
+        found, expected = (moved(rule, combination.kept, special=special) for rule in made)
+        if combination.formula.name in ("adam", "sgd") and backend == "torch":
             # torch's fused sweeps: the last bits may differ, and a remainder or code with them.
             close = torch.isclose(main_of(found), main_of(expected), rtol=2.0**-7, atol=1e-4, equal_nan=True)
             assert (~close).double().mean() < 0.01
@@ -113,7 +99,7 @@ OF_SIGNS = ("lion", "signum")  # rules whose update is a sign, which a rounded s
 def test_narrow_states_stay_close(formula):
     expected = moved(elementwise(formula, backend="torch"), first=1).main
     for narrow in ("bf16", "fp16", "e4m3", "8-bit"):
-        rule = elementwise(formula, backend="torch", **dtypes(formula, narrow))
+        rule = Combination(formula, "fp32", narrow).rule("torch")
         found = moved(rule, first=1)
         assert {spec.name: spec.dtype for spec in rule.state_specs} == {n: t.dtype for n, t in found.state.items()}
         # Three steps of about lr, with states rounded to a few bits. Gradients far below the largest of their block
