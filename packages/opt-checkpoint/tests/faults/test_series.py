@@ -182,6 +182,15 @@ def test_a_rollback_of_the_local_tier_is_one_of_the_durable_tier(tmp_path: Path)
     assert_is_step(CheckpointManager(tmp_path / "durable").load(empty()).state, 101, 0, 1)
 
 
+def test_the_durable_tier_follows_a_run_that_went_back(tmp_path: Path) -> None:
+    """Symptom: after going back with the same manager, nothing durable was saved up to the step of before."""
+    with two_tiers(tmp_path) as manager:
+        assert [step for step in range(10, 90, 10) if manager.save(step, state_at(step, 0, 1))] == [20, 40, 60, 80]
+        assert [step for step in range(30, 70, 10) if manager.save(step, state_at(step, 0, 1))] == [40, 60]
+    shutil.rmtree(tmp_path / "local")
+    assert two_tiers(tmp_path).latest() == 60
+
+
 def test_a_crash_before_the_durable_tier_knows_a_local_rollback(tmp_path: Path, monkeypatch: Any) -> None:
     saved(tmp_path / "durable", 80, 120)
     manager = two_tiers(tmp_path)

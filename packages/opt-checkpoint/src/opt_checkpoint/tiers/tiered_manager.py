@@ -174,7 +174,7 @@ class TieredCheckpointManager(Closing):
         tier = self._tier_of_run(may_write=True)
         saver = self._saver
         assert tier is not None  # naming a run gives it a name
-        if self._last_durable is None:
+        if self._last_durable is None or self._last_durable > step:
             self._last_durable = self._durable.latest(at_most=step) or 0
         is_due = step - self._last_durable >= self._durable_every
         saver.wait()
