@@ -297,6 +297,7 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "an axis less": column("ndim", -1, 1),
     "an unknown dtype": entry("dtypes", to=["os.system"]),
     "a dtype that is not listed": column("dtype", -1, 9),
+    "no dtypes": entry("dtypes", to=[]),
     "a chunk too many": column("chunks", -1, 2),
     "chunks of nobody": column("chunks", -1, 0),
     "a checksum too few": one_checksum_less,

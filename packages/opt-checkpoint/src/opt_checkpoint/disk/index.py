@@ -339,7 +339,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
             raise CheckpointCorruptError(f"the manifest is damaged: a key is not text: {error}") from error
         self._numbers = {key: number for number, key in enumerate(keys)}
         self.owner = np.repeat(np.arange(len(c["chunks"])), c["chunks"])  # (chunks,) the index of the tensor of each
-        itemsize = np.array([dtype.itemsize for dtype in self._dtypes] or [1], "<i8")
+        itemsize = np.array([dtype.itemsize for dtype in self._dtypes], "<i8")
         self._numel = np.prod(c["sizes"], axis=1, dtype="<i8")  # (chunks,)
         self._chunk_bytes = self._numel * itemsize[c["dtype"][self.owner]]
         pieces = np.maximum(1, -(-self._chunk_bytes // PIECE_BYTES))  # (chunks,) number of checksums
@@ -357,8 +357,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         chunk_axes = {c["offsets"].shape[1], c["sizes"].shape[1]}
         _require(axes <= MAX_DIMS and chunk_axes == {axes}, "its axes differ")
         _require(c["ndim"].max(initial=0) <= axes, "a tensor has more axes than its shape")
-        _require(c["dtype"].max(initial=0) < max(1, len(self.dtypes)), "a dtype is not listed")
-        _require(c["file"].max(initial=0) < max(1, len(self._files)), "a file is not listed")
+        _require((c["dtype"] < len(self.dtypes)).all(), "a dtype is not listed")
+        _require((c["file"] < len(self._files)).all(), "a file is not listed")
         _require(c["key_bytes"].sum() == len(c["keys"]), "its keys do not add up")
         for name in ("shape", "chunks", "offsets", "sizes", "start"):
             is_in_range = (c[name] >= 0) & (c[name] < _LIMIT)
@@ -377,7 +377,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
         held = np.zeros(tensors, "<i8")
         np.add.at(held, self.owner, self._numel)
         _require((held == np.prod(c["shape"], axis=1, dtype="<i8")).all(), "the chunks of a tensor do not fill it")
-        sizes = np.array([file.size for file in self._files.values()] or [0], "<i8")
+        sizes = np.array([file.size for file in self._files.values()], "<i8")
         left = sizes[c["file"]] - c["start"]  # (chunks,) bytes of the file after the start of each
         _require((self._chunk_bytes <= left).all(), "a chunk lies outside its file")
         _require(self._first_sum[-1] == len(c["sums"]), "its checksums do not add up")
