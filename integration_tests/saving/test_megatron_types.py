@@ -11,7 +11,7 @@ from megatron_types import Saved
 from parity import Case, Net, Numbers, Spread, Wrapping, norms_while_training, roles_over
 from torch import Tensor
 
-from opt_checkpoint import load, save, sharded_model
+from opt_checkpoint import CheckpointExistsError, load, save, sharded_model
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Comm
@@ -279,6 +279,10 @@ def test_dist_checkpointing_saves_and_loads_as_in_megatron_core(tmp_path: Path) 
     for options in ({"sharded_strategy": 1}, {"async_sharded_save": True}):
         with pytest.raises(ValueError, match=next(iter(options))):
             save(state, tmp_path / "again", **options)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    with pytest.raises(CheckpointExistsError, match="link"):
+        save(state, tmp_path / "link")
 
 
 def test_states_that_megatron_core_saved_at_shifted_places() -> None:

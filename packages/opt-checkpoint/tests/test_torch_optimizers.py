@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from opt_checkpoint import (
     CheckpointKeyError,
+    CheckpointValueError,
     load,
     load_optimizer,
     save,
@@ -21,6 +22,7 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.__main__ import main
+from opt_checkpoint.dist_checkpointing import serialization
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -73,6 +75,18 @@ def test_stock_dcp_goes_on_from_a_checkpoint_of_ours(tmp_path: Path, flat: bool)
     assert target["step"] == 2
     assert train(again, other, 2, 5) == losses
     assert main(command) == 2  # it is there already
+
+
+@pytest.mark.parametrize("options", [{}, {"content_metadata": {"a": 1}}], ids=["alone", "with metadata"])
+def test_dist_checkpointing_refuses_an_optimizer_that_went_on(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Symptom: described once and saved after a step, it stored new moments with old numbers."""
+    model, optimizer = trained()
+    described = sharded_optimizer(model, optimizer)
+    serialization.save(described, tmp_path / "at once", **options)
+    train(model, optimizer, 2, 3)
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(CheckpointValueError, match="have changed since sharded_optimizer described them"):
+        serialization.save(described, tmp_path / "later", **options)
 
 
 def test_one_of_two_models_optimizers_converts_to_a_torch_file(tmp_path: Path) -> None:

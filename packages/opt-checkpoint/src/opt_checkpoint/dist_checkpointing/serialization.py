@@ -9,6 +9,7 @@ use `optckpt convert --to megatron`. `load` reads it, and the `torch_dist` direc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,14 @@ def save(
     _check_strategy(sharded_strategy)
     if async_sharded_save:
         raise CheckpointValueError("async_sharded_save=True: call opt_checkpoint.async_save(state, path) instead")
-    if ranks_of(None).rank == 0 and Path(checkpoint_dir).is_dir() and not any(Path(checkpoint_dir).iterdir()):
-        Path(checkpoint_dir).rmdir()  # the caller of Megatron-Core's makes it
-    state = {**sharded_state_dict} if content_metadata is None else {**sharded_state_dict, _METADATA: content_metadata}
+    if ranks_of(None).rank == 0:
+        with suppress(OSError, TypeError):  # refused below, on all ranks
+            Path(checkpoint_dir).rmdir()  # if it is empty: the caller of Megatron-Core's makes it
+    state = sharded_state_dict
+    if content_metadata is not None:
+        state = {**sharded_state_dict, _METADATA: content_metadata}
+        if isinstance(sharded_state_dict, ScopedState):
+            state = ScopedState(state, check=sharded_state_dict.check)
     checkpoints.save_as(state, checkpoint_dir, lists_values=False)
 
 
