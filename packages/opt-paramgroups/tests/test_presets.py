@@ -231,6 +231,15 @@ def test_layer_decay_without_layers_says_so(caplog):
         get_layer_decay_overrides([with_shapes(stages__1__0__fc__weight=(2, 2))], 0.5)
 
 
+def test_layers_whose_names_begin_again_in_another_chunk_are_refused():
+    """Symptom: the layers of the second chunk of a virtual pipeline had the rates of the first."""
+    first, second = with_shapes(layers__0__w=(2, 2), norm__w=(2, 2)), with_shapes(layers__0__w=(2, 2), norm__w=(2, 2))
+    for options in ({}, {"num_layers": 2}):
+        with pytest.raises(ConfigError, match=r"several chunks have a parameter 'layers.0.w'"):
+            get_layer_decay_overrides([first, second], 0.5, **options)
+    assert get_layer_decay_overrides([first, with_shapes(layers__1__w=(2, 2), norm__w=(2, 2))], 0.5)
+
+
 def test_bad_layer_decay_is_refused():
     for model, options, message in (
         (Model(num_layers=2), {"decay": 0.0}, "decay=0.0: must be in (0, 1]"),

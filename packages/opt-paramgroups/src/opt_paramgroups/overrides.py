@@ -273,14 +273,23 @@ def get_layer_decay_overrides(
 
     Raises:
         ConfigError: `decay` is not in (0, 1], `num_layers` is smaller than the depth of a parameter, no layer is found,
-            or layers are in stages of which these chunks lack the first ones.
+            layers are in stages of which these chunks lack the first ones, or chunks number their layers from 0 each.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"get_layer_decay_overrides: decay={decay!r}: must be in (0, 1]")
     names = [id.name for id in (*parameters_by_id(model_chunks), *frozen_by_id(model_chunks))]
     find = depth_of or depths_by_name(names).get
-    depths = [depth for id in parameters_by_id(model_chunks) if (depth := find(id.name)) is not None]
-    deepest = max(depths, default=0)
+    depths: dict[str, int] = {}
+    for id in parameters_by_id(model_chunks):
+        depth = find(id.name)
+        if depth and id.name in depths:
+            raise ConfigError(
+                f"get_layer_decay_overrides: several chunks have a parameter {id.name!r}, whose name does not tell its "
+                "depth; mark the parameters of each depth by an attribute, and write overrides with ParamKey(attr=)"
+            )
+        if depth is not None:
+            depths[id.name] = depth
+    deepest = max(depths.values(), default=0)
     last = deepest if num_layers is None else num_layers
     if deepest > last:
         raise ConfigError(
