@@ -130,6 +130,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": (lambda a: as_lr_scheduler(None), "must be an optimizer followed by a schedule"),
     "only a schedule": (lambda a: as_lr_scheduler(FALL), "must be an optimizer followed by a schedule"),
     "two sets": (lambda a: as_lr_scheduler(a.scheduler, 1.0), "must be an optimizer followed by a schedule"),
+    "relative, too late": (lambda a: as_lr_scheduler(a.scheduler, relative=True), "relative=True: give it to Field"),
 }
 
 

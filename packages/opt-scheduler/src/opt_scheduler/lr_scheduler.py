@@ -172,6 +172,8 @@ def as_lr_scheduler(
             f"as_lr_scheduler: {optimizer!r} must be an optimizer followed by a schedule, as in "
             "as_lr_scheduler(optimizer, schedule), or alone: a FieldScheduler, OptimizerParamScheduler or Plateau"
         )
+    if relative and schedule is None:
+        raise ScheduleError("as_lr_scheduler: relative=True: give it to FieldScheduler, which has the schedules")
     torch_optimizer = optimizer.optimizer if isinstance(optimizer, GroupScheduler) else optimizer
     if not isinstance(torch_optimizer, Optimizer):
         raise ScheduleError(
