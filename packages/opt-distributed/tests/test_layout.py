@@ -375,6 +375,11 @@ def test_owners_are_busy_in_every_run_of_published_shapes(model: str, ranks: int
     assert owner_load(layout).slowest == slowest * ranks / sum(cost_of.values())
 
 
+def test_the_load_of_empty_matrices_is_zero() -> None:
+    layout = compute_layout(split((0, 4)), sizes=(2,), computes=Computes.OWNER)
+    assert owner_load(layout)[:3] == (1, 0, 0)
+
+
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), st.data())
 def test_parts_equal_torch_chunks_and_cover_the_matrix_once(
     rows: int, cols: int, sizes: tuple[int, ...], data: st.DataObject

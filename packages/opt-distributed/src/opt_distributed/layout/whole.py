@@ -297,7 +297,7 @@ def owner_load(layout: ComputeLayout) -> OwnerLoad:
     numel = 0
     for first in range(len(runs)):
         together = sum(held_by_run[first : first + RUNS_IN_MEMORY], Counter[Coordinate]())
-        numel = max(numel, *together.values())
+        numel = max(numel, max(together.values(), default=0))
     mean = max(sum(map(_work, layout.matrices)), 1) / layout.num_ranks
     return OwnerLoad(len(runs), numel, work_of_slowest / mean, mean)
 
