@@ -120,6 +120,18 @@ def test_entries_of_schedulers_and_torchs_optimizers_are_taken(schedule: Any) ->
     assert first.param_groups == before
 
 
+def test_an_entry_that_is_none_is_not_set() -> None:
+    """Symptom: wd_mult=None ended in a TypeError, and start_wd=None in one of the first step."""
+    model = make_model()
+    params = list(model.parameters())
+    unset = dict.fromkeys(("lr", "max_lr", "min_lr", "lr_mult", "wd_mult", "start_wd", "weight_decay", "name"))
+    groups = []
+    for entries in (unset, {}):
+        optimizer = get_optimizer_based_on_param_groups(CONFIG, [model], [{"params": params, **entries}])
+        groups.append(optimizer.param_groups)
+    assert groups[0] == groups[1]
+
+
 # --- rules of one's own -----------------------------------------------------------------------------------------------
 
 

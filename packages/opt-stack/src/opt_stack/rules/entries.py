@@ -64,9 +64,10 @@ def complete_groups(
     ids = {id(param): param_id for param_id, param in params.items()}
     names: dict[ParamId, str] = {}  # of the group that has the parameter
     groups: list[ParamGroup] = []
-    for number, given in enumerate(param_groups):
-        if not isinstance(given, Mapping) or "params" not in given:
-            raise ConfigError(f"param_groups[{number}] is {type(given).__name__}; must be a dict with 'params'")
+    for number, given_group in enumerate(param_groups):
+        if not isinstance(given_group, Mapping) or "params" not in given_group:
+            raise ConfigError(f"param_groups[{number}] is {type(given_group).__name__}; must be a dict with 'params'")
+        given = {key: value for key, value in given_group.items() if value is not None}  # None is not set
         name = given.get("name", f"group {number}")
         params_given = given["params"]
         group_params = [params_given] if isinstance(params_given, Tensor) else list(params_given)
@@ -87,10 +88,10 @@ def complete_groups(
                 )
             names[param_id] = name
         for key, value in given.items():
-            problem = "" if value is None or isinstance(value, Tensor) or key in HELD else value_problem(key, value)
+            problem = "" if isinstance(value, Tensor) or key in HELD else value_problem(key, value)
             if problem:
                 raise ConfigError(f"param_groups: group {name!r}: {key}={value!r}: {problem}")
-        if given.get("lr_mult", 1.0) != 1.0 and given.get("lr") is not None and given.get("max_lr") is None:
+        if given.get("lr_mult", 1.0) != 1.0 and "lr" in given and "max_lr" not in given:
             raise ConfigError(
                 f"param_groups: group {name!r} has lr={given['lr']!r} and lr_mult={given['lr_mult']!r}, but lr may "
                 "or may not include lr_mult; set lr alone, or lr_mult alone to multiply the configuration's lr"
