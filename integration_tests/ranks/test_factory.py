@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_stack import DistributedDataParallel, ProcessGroups, get_optimizer
+from opt_stack.adapters import DeferredOptimizer
 
 FP16 = {"fp16": True, "initial_loss_scale": 64.0, "hysteresis": 1, "use_distributed_optimizer": True}
 
@@ -150,6 +151,16 @@ def test_an_error_in_backward_reaches_all_ranks_keeping_weights(wrapped: bool) -
     assert is_kept
 
 
+class WritingScaler(ShardedGradScaler):
+    """Unscales gradients as on GPUs, where autograd counts it as a write."""
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(1.0)
+        return super()._unscale_grads_(optimizer, *args)
+
+
 def scaled_by_torch(kind: str) -> tuple[str, list[float], list[Tensor]]:
     """Steps under a scaler of torch; rank 0 overflows in the second. The refusal, the scale after each step, and the
     weights."""
@@ -161,13 +172,15 @@ def scaled_by_torch(kind: str) -> tuple[str, list[float], list[Tensor]]:
         fully_shard(net)
     elif kind == "wrapped":
         net = DistributedDataParallel(DistributedDataParallelConfig(), net)
-    optimizer = get_optimizer(OptimizerConfig(lr=0.1), [net], {})
+    config = OptimizerConfig(lr=0.1)
+    optimizer = DeferredOptimizer(config, net) if kind == "deferred" else get_optimizer(config, [net], {})
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    if kind == "a sharded scaler":
-        scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2)
+    if kind in ("a sharded scaler", "deferred"):
+        scaler = WritingScaler("cpu", init_scale=8.0, growth_interval=2)
     refused = ""
     scales = []
     for step in range(4):
+        warnings.simplefilter("error")
         factor = torch.inf if step == 1 and dist.get_rank() == 0 else 1.0
         scaler.scale(factor * net(torch.full((3, 4), dist.get_rank() + 1.0)).square().mean()).backward()
         try:
@@ -183,7 +196,7 @@ def scaled_by_torch(kind: str) -> tuple[str, list[float], list[Tensor]]:
 
 
 REFUSED = ("plain", "wrapped")
-ALLOWED = ("a sharded scaler", "torch's wrapper", "fully_shard")
+ALLOWED = ("a sharded scaler", "deferred", "torch's wrapper", "fully_shard")
 
 
 def test_a_scaler_that_skips_on_one_rank_is_refused() -> None:

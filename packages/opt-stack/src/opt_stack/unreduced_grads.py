@@ -41,8 +41,8 @@ class UnreducedGrads:
             if (grads := kept()) is not None:
                 grads._note_later()
 
-        trained = [param for param in self._params.values() if param.requires_grad]
-        self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in trained]  # type: ignore[no-untyped-call]
+        params = self._params.values()
+        self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in params]  # type: ignore[no-untyped-call]
 
     def _note_later(self) -> None:
         """Note the versions when the present backward pass ends. If it fails, none are known."""

@@ -27,7 +27,6 @@ from opt_stack.rules.registry import Registry
 from opt_stack.state import AnyState
 from opt_stack.state.live import LiveState
 from opt_stack.state.state_dicts import match, packed_groups, set_group_
-from opt_stack.torch_scaler import check_scaler
 
 __all__ = ["DeferredOptimizer", "StackFactory"]
 
@@ -167,8 +166,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         """As that of `Optimizer`. Collective, as is `build`, inside the `step` of torch's `GradScaler`."""
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
-            built = self.build()
-            check_scaler(scaler, built.stepper, built.roles.everyone.size)
+            self.build().expect_scaler(scaler)
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
