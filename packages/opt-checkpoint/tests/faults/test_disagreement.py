@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import error_on_all, save_as_ranks
+import torch.distributed as dist
+from checkpoint_ranks import error_on_all, run_ranks, save_as_ranks
 from states import COLUMNS, ROWS, state_at
 from torch import nn
 
@@ -23,7 +25,9 @@ from opt_checkpoint import (
     ShardedObject,
     ShardedTensor,
     load,
+    load_optimizer,
     save,
+    sharded_model,
     sharded_optimizer,
 )
 from opt_checkpoint.dcp.layout import fingerprint
@@ -161,6 +165,36 @@ def test_unequal_groups_of_an_optimizer_name_the_remedy(tmp_path: Path) -> None:
     states = [{"optimizer": sharded_optimizer(layer, torch.optim.SGD(layer.parameters(), lr=0.1))} for layer in layers]
     with pytest.raises(CheckpointingException, match=r"differ between ranks.*sharded_optimizer\(.*groups=\.\.\.\)"):
         save_as_ranks(states, tmp_path / "x")
+
+
+class Undescribed(nn.Linear):
+    def sharded_state_dict(self, prefix: str) -> None:
+        raise ValueError("cannot be described")
+
+
+def describe_stages(rank: int, size: int, folder: str) -> list[str]:
+    """The refusals where only the second stage of a pipeline cannot be described."""
+    model = nn.Sequential(Undescribed(2, 2) if rank == 1 else nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = SimpleNamespace(pp=dist.group.WORLD)
+    refusals = []
+    for call in (
+        lambda: sharded_model(model, groups=groups),
+        lambda: sharded_optimizer(model, optimizer, groups=groups),
+        lambda: load_optimizer(model, optimizer, folder, groups=groups),
+    ):
+        with pytest.raises(CheckpointingException) as caught:
+            call()
+        refusals.append(str(caught.value))
+    return refusals
+
+
+def test_a_stage_that_cannot_be_described_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Symptom: the other ranks waited for their places, or took its failure for an answer to another question."""
+    save({}, tmp_path / "x")
+    first, second = run_ranks(2, describe_stages, str(tmp_path / "x"))
+    assert first == second
+    assert all("rank 1: ValueError: cannot be described" in refusal for refusal in first)
 
 
 def test_a_value_that_rank_0_lacks_is_not_lost_by_first_rank(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opt_checkpoint.errors import CheckpointMismatchError
-from opt_checkpoint.run.ranks import Ranks, ranks_of
+from opt_checkpoint.run.ranks import Ranks, on_all, ranks_of
 from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.model_parallel import ModelAxes, marks_of, place_
 from opt_checkpoint.state.sharded import ShardedStateDict, Source
@@ -35,9 +35,19 @@ def sharded_model(
             collective: all ranks call it.
 
     Raises:
-        CheckpointingException: a DTensor is not a single block of its tensor; or, on every rank, `groups` do not tell
-            which part of the model each rank has.
+        CheckpointingException: a DTensor is not a single block of its tensor, or `groups` do not tell which part of the
+            model each rank has; with `groups`, on every rank.
     """
+    if groups is None:
+        return _described(model, process_group)
+    of_groups = lambda: (_described(model, process_group), _axes_of(groups))
+    described, axes = on_all(ranks_of(None), of_groups, "describing a model")
+    place_(described, axes)
+    return described
+
+
+def _described(model: nn.Module, process_group: dist.ProcessGroup | None) -> ScopedState:
+    """`sharded_model` without groups."""
     ranks = ranks_of(process_group)
     modules = list(named_modules(model))
     described: dict[str, Any] = {}
@@ -68,10 +78,7 @@ def sharded_model(
                 entry.source = Source(partial(_tensor_now, model, places[id(value)], value), local_tensor(value))
             value = entry
         state[name] = value
-    sharded = ScopedState(state | described)
-    if groups is not None:
-        place_(sharded, _axes_of(groups))
-    return sharded
+    return ScopedState(state | described)
 
 
 def _tensor_now(model: nn.Module, path: str, described: Tensor) -> Tensor:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.run.named_model import sharded_model
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.groups import Group
 from opt_checkpoint.state.model_parallel import has_other_ranks, marks_of
 from opt_checkpoint.state.optimizer_state import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
-from opt_checkpoint.state.sharded import Marks, Shape, ShardedTensor
+from opt_checkpoint.state.sharded import Marks, Shape, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor, local_tensor, sharded_like
 from opt_checkpoint.state.wrappers import NamedModule, named_modules, named_parameters
 
@@ -75,17 +74,16 @@ class NamedParam(NamedTuple):
         return described
 
 
-def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[NamedParam]:
+def named_params(model: nn.Module, optimizer: Optimizer, described: ShardedStateDict | None) -> list[NamedParam]:
     """Return the optimizer's parameters in its order. A tied parameter has the name that sorts first.
 
     Args:
         model: contains them. Parameters that FSDP2 has gathered, as for an evaluation, are sharded again.
         optimizer: the optimizer.
-        groups: process groups by role, as for `sharded_model`; then this is collective. None for none.
+        described: the model by `sharded_model` with process groups; None without.
 
     Raises:
-        CheckpointingException: a parameter has no name in the model, its states cannot be described, or as
-            `sharded_model`.
+        CheckpointingException: a parameter has no name in the model, or its states cannot be described.
     """
     modules = list(named_modules(model))
     _refuse_local_shards(modules, optimizer)
@@ -98,8 +96,7 @@ def named_params(model: nn.Module, optimizer: Optimizer, groups: Any) -> list[Na
     names = {id(params[name]): name for name in sorted(params, reverse=True)}  # the first one of a tied parameter
     members = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     placed: Mapping[int, ShardedTensor | ShardedTensorFactory] = {}
-    if groups is not None:
-        described = sharded_model(model, groups=groups)
+    if described is not None:
         placed = get_param_id_to_sharded_param_map(described, [param for param, _ in members], strict=False)
     named = []
     for index, (param, group) in enumerate(members):

@@ -27,6 +27,7 @@ from opt_checkpoint.dcp.reader import Verify
 from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, CheckpointValueError
+from opt_checkpoint.run.named_model import sharded_model
 from opt_checkpoint.run.optimizer_params import NamedParam, named_params, names_by_group, on_all_ranks
 from opt_checkpoint.run.ranks import Ranks, from_all, on_all, own_and_distinct, ranks_of, same_location
 from opt_checkpoint.run.save_load import carry_out_load, opened_everywhere
@@ -81,9 +82,10 @@ def sharded_optimizer(
         CheckpointingException: a parameter has no name in the model, or a state is neither.
     """
     rank = ranks_of(process_group).rank
+    of_model = None if groups is None else sharded_model(model, groups=groups)
 
     def describe() -> tuple[ByParam[ShardedBase], _Recorded]:
-        return _states_of(named_params(model, optimizer, groups), optimizer, rank)
+        return _states_of(named_params(model, optimizer, of_model), optimizer, rank)
 
     if groups is None:
         tensors, recorded = describe()
@@ -258,9 +260,10 @@ def fill_optimizer(
     path = opened.index.path
     what = f"preparing to load the optimizer from {path}"
     members: list[NamedParam] = []
+    of_model = None if groups is None else sharded_model(model, groups=groups)
 
     def find_members() -> list[list[str]]:
-        members.extend(named_params(model, optimizer, groups))
+        members.extend(named_params(model, optimizer, of_model))
         return names_by_group(optimizer, members)
 
     names = [] if groups is None else on_all_ranks(from_all(ranks, find_members, what))
