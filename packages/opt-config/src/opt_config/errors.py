@@ -83,7 +83,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(spelling[name] for name in close)}?" if close else ""
 
 
-def unknown_field(name: str, value: object, known: Iterable[str]) -> str:
+def unknown_field(name: str, value: object, known: Collection[str]) -> str:
     """Return why a field is refused: what to write instead of another library's name, or the closest field.
 
     >>> unknown_field("betas", (0.9, 0.95), ["adam_beta1", "lr"])
@@ -93,7 +93,6 @@ def unknown_field(name: str, value: object, known: Iterable[str]) -> str:
     >>> unknown_field("--lr", 0.1, ["adam_beta1", "lr"])
     'unknown field; write lr.'
     """
-    known = list(known)
     word = name.lower().lstrip("-").replace("-", "_")
     answer = f"write {word}" if word in known else FOREIGN_WORDS.get(word)
     # "Set it in DistributedDataParallelConfig" does not help with a field of that configuration.

@@ -148,8 +148,7 @@ def _parse_yaml(text: str) -> object:
 
     Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
     try:
-        document: object = yaml.load(text, Loader=Loader)
-        return document
+        return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ValueError(error) from error
 

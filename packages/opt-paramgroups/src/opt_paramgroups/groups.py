@@ -248,7 +248,7 @@ def get_param_groups(
     except Exception as error:
         gather(Report(str(error) or repr(error)))  # the other ranks wait in this collective
         raise
-    reports: list[Report] = list(gather(Report("", frozenset(seen.values()), frozen, qk_norms)))
+    reports: Sequence[Report] = gather(Report("", frozenset(seen.values()), frozen, qk_norms))
     for rank, report in enumerate(reports):
         if report.error:
             raise ConfigError(f"rank {rank}: {report.error}")

@@ -27,7 +27,7 @@ class _Place(NamedTuple):
     tower: str  # the part of the name before the stages
     stage: int
     layer: int | None  # its number in the stage; None: it is in no layer, such as a downsampling
-    is_before: bool = False  # it is in no layer, and certainly comes before the layers of its stage
+    is_before: bool  # it is in no layer, and certainly comes before the layers of its stage
 
 
 def depths_by_name(names: Iterable[str]) -> dict[str, int | None]:
@@ -64,13 +64,11 @@ def _place(name: str) -> _Place | None:
     if found is None:
         return None
     container = found["container"]
-    inner = name[found.end() :]
-    stage = int(found[2] or found[3])
-    if container == "downsample_layers":
-        return _Place(name[: found.start()], stage, None, is_before=True)
+    is_before = container == "downsample_layers"
     pattern = _LAYER_OF_FEATURES if container == "features" else _LAYER_OF_STAGE
-    layer = pattern.match(inner)
-    return _Place(name[: found.start()], stage, None if layer is None else int(layer[1]))
+    layer = None if is_before else pattern.match(name, found.end())
+    number = None if layer is None else int(layer[1])
+    return _Place(name[: found.start()], int(found[2] or found[3]), number, is_before)
 
 
 def _depths_in_stages(tower: str, places: Sequence[_Place]) -> dict[_Place, int | None]:

@@ -38,7 +38,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         children = list(module.named_children())
         if len(children) != 1 or children[0][0] not in _WRAPPER_CHILDREN:
             return module
-        if any(True for _ in module.parameters(recurse=False)):  # a wrapper has none of its own
+        if list(module.parameters(recurse=False)):  # a wrapper has none of its own
             return module
         module = children[0][1]
 

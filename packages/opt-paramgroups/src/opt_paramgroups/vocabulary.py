@@ -113,7 +113,7 @@ def _shaped_like(tables: Sequence[nn.Parameter], matrices: Sequence[_Matrix]) ->
     shapes = {tuple(table.shape) for table in tables}
     linears = [matrix for matrix in matrices if isinstance(matrix.module, nn.Linear)]
     candidates = [matrix for matrix in linears if tuple(matrix.param.shape) in shapes]
-    if linears and candidates and linears[-1] is candidates[-1]:
+    if candidates and linears[-1] is candidates[-1]:
         rows, columns = candidates[-1].param.shape
         yield candidates[-1], "" if rows != columns else "it is the last Linear, with the shape of an embedding"
     elif len(candidates) == 1:

@@ -39,12 +39,13 @@ def text_plot(curves: Sequence[Curve], *, steps: float, width: int = 72, height:
     return "\n".join([*lines, axis, ends])
 
 
-def svg_plot(curves: Sequence[Curve], *, steps: float, width: int = 560, height: int = 200, points: int = 281) -> str:
-    """Draw `curves` over steps 0 to `steps` as a self-contained SVG of `width` x `height` pixels."""
+def svg_plot(curves: Sequence[Curve], *, steps: float) -> str:
+    """Draw `curves` over steps 0 to `steps` as a self-contained SVG of 560 x 200 pixels."""
+    points = 281
     samples, low, high = _sampled(curves, steps, points)
     left = 64
-    right = width - 12
-    bottom = height - 24
+    right = 548
+    bottom = 176
     drawn = []
     for curve, colour in zip(samples, _COLOURS * len(samples), strict=False):
         xs = [left + (right - left) * x / (points - 1) for x in range(points)]
@@ -57,11 +58,11 @@ def svg_plot(curves: Sequence[Curve], *, steps: float, width: int = 560, height:
             f'<text x="{x}" y="{y}" {place}font-family="sans-serif" font-size="11" fill="currentColor">{label}</text>'
         )
 
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+    head = '<svg xmlns="http://www.w3.org/2000/svg" width="560" height="200" viewBox="0 0 560 200">'
     axes = f'<path d="M{left},12 V{bottom} H{right}" fill="none" stroke="currentColor" opacity="0.4"/>'
     end = 'text-anchor="end" '
     limits = text(left - 6, 16, f"{high:.3g}", end) + text(left - 6, bottom, f"{low:.3g}", end)
-    first_and_last = text(left, height - 8, "0") + text(right, height - 8, f"{steps:g}", end)
+    first_and_last = text(left, 192, "0") + text(right, 192, f"{steps:g}", end)
     return head + axes + "".join(drawn) + limits + first_and_last + "</svg>"
 
 

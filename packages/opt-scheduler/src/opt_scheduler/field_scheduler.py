@@ -216,9 +216,9 @@ def _peak(schedule: Schedule) -> float | None:
     return max(map(schedule, [*schedule.boundaries, *steps]))
 
 
-def _field_schedules(schedules: Schedules) -> list[FieldSchedule]:
+def _field_schedules(schedules: Schedules) -> Sequence[FieldSchedule]:
     if callable(schedules) or is_number(schedules):
-        return [FieldSchedule(field="lr", schedule=as_schedule(schedules))]
+        schedules = {"lr": schedules}
     if isinstance(schedules, Mapping):
         schedules = [FieldSchedule(field=name, schedule=as_schedule(given)) for name, given in schedules.items()]
     if not isinstance(schedules, list | tuple) or not all(isinstance(each, FieldSchedule) for each in schedules):
@@ -228,7 +228,7 @@ def _field_schedules(schedules: Schedules) -> list[FieldSchedule]:
         )
     if not schedules:
         raise ScheduleError("FieldScheduler: schedules is empty; pass at least {'lr': ...}")
-    return list(schedules)
+    return schedules
 
 
 def _check_lr_scales(groups: Sequence[Group]) -> None:

@@ -24,24 +24,6 @@ class HasParamGroups(Protocol):
 Optimizers: TypeAlias = HasParamGroups | Sequence[HasParamGroups]
 
 
-def groups_of(optimizer: Optimizers) -> list[Group]:
-    """Return the present groups of one optimizer, or of several.
-
-    Raises:
-        ScheduleError: `optimizer` has no `param_groups`, for example because parameters were passed.
-    """
-    groups: list[Group] = []
-    optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in optimizers:
-        if getattr(each, "param_groups", None) is None:
-            raise ScheduleError(
-                f"optimizer={each!r} ({type(each).__name__}) has no param_groups; pass an optimizer such as "
-                "torch.optim.AdamW, or a list of optimizers"
-            )
-        groups += each.param_groups
-    return groups
-
-
 def set_(group: Group, key: str, value: float, filled: set[int]) -> None:
     """Set one entry of a group, in place if it is a tensor. Writes `group`, and adds the tensor's id to `filled`."""
     group[key] = new_entry(group.get(key), value, filled)
@@ -100,13 +82,26 @@ class GroupScheduler(ABC):
         """
         if not 0 <= num_steps < math.inf:
             raise ScheduleError(f"seek: num_steps={num_steps!r} must be at least 0 and finite")
-        self._write(groups_of(self.optimizer), num_steps)
+        self._write(self.param_groups, num_steps)
         self.num_steps = num_steps
 
     @property
     def param_groups(self) -> list[Group]:
-        """The present groups."""
-        return groups_of(self.optimizer)
+        """The present groups, of one optimizer or of several.
+
+        Raises:
+            ScheduleError: an optimizer has no `param_groups`, for example because parameters were passed.
+        """
+        groups: list[Group] = []
+        optimizers: Sequence[Any] = self.optimizer if isinstance(self.optimizer, list | tuple) else [self.optimizer]
+        for each in optimizers:
+            if getattr(each, "param_groups", None) is None:
+                raise ScheduleError(
+                    f"optimizer={each!r} ({type(each).__name__}) has no param_groups; pass an optimizer such as "
+                    "torch.optim.AdamW, or a list of optimizers"
+                )
+            groups += each.param_groups
+        return groups
 
     @property
     def last_epoch(self) -> float:
@@ -174,8 +169,7 @@ def param_group_override_to_tuple(
     """
     if param_group_override is None:
         return None
-    items = cast(Mapping[str, object], param_group_override).items()
-    return tuple((key, _hashable(value, key=key)) for key, value in sorted(items))
+    return tuple((key, _hashable(value, key=key)) for key, value in sorted(param_group_override.items()))
 
 
 def combine_param_group_overrides(
@@ -191,7 +185,7 @@ def combine_param_group_overrides(
     """
     combined: dict[str, object] = {}
     for override in param_group_overrides:
-        for key, value in cast(Mapping[str, object], override or {}).items():
+        for key, value in (override or {}).items():
             if key in combined and combined[key] is not value and combined[key] != value:
                 raise ScheduleError(
                     f"parameter group override {key!r} is set twice, to {combined[key]!r} and to {value!r}: "

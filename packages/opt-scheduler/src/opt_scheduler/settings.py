@@ -123,7 +123,7 @@ class Settings(Schedule):
         if step > self.wd_incr_steps or self.wd_incr_style == "constant":
             return lambda start, end: end
         r = step / self.wd_incr_steps
-        done = r if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - r)) + 1.0)
+        done = r if self.wd_incr_style == "linear" else SHAPES["cosine"](1 - r)
         return lambda start, end: min(start + done * (end - start), end)
 
 
