@@ -393,7 +393,7 @@ class Optimizer(GradientStatistics):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Raise ValueError: the layout of parameters over ranks is fixed when the optimizer is built."""
-        if getattr(self, "_built", False):
+        if self._built:
             raise ValueError(
                 "the layout of parameters is fixed when the optimizer is built; build a new one with get_optimizer"
             )

@@ -142,8 +142,13 @@ class QKClip:
             for param_id, param in zip(group["param_ids"], group["params"], strict=True)
         }
         everyone = self._roles.everyone
-        problem = agreed(everyone, lambda: next(self._problems(), ""))
-        agree(everyone, ConfigError(f"QKClip: {problem}") if problem else None)
+
+        def refuse() -> None:
+            problem = next(self._problems(), "")
+            if problem:
+                raise ConfigError(f"QKClip: {problem}")
+
+        agreed(everyone, refuse)
         agree(everyone, self._difference())
         # Likewise. A rank has at most one piece of a parameter.
         self._pieces = {id(piece.param): piece for unit in optimizer.stepper.units for piece in unit.pieces}
@@ -176,8 +181,7 @@ class QKClip:
             error = refusal
             logits.fill_(-torch.inf)
         # The largest logits over the ranks of this pipeline stage; then that of the model, and whether a rank refuses.
-        axes = self._roles.dense
-        for comm in (axes.tp, axes.dp, axes.inter) if len(logits) else ():
+        for comm in self._roles.dense.comms if len(logits) else ():
             comm.all_reduce_(logits, op=Op.MAX)
         largest = logits.max() if len(logits) else logits.new_tensor(-torch.inf)
         of_model = torch.stack([largest, logits.new_tensor(float(error is not None))])
@@ -245,10 +249,9 @@ class QKClip:
 
     def _difference(self) -> ConfigError | None:
         """Return an error if ranks that share layers have different settings; else None. Collective."""
-        axes = self._roles.dense
         layers = [[self._names[id(r.param)] for r in layer.rows] for layer in self.layers]
         own = (self.threshold, self.alpha, layers, [(one.num_heads, one.num_query_groups) for one in self.layers])
-        for per_rank in [comm.gather_objects(own) for comm in (axes.tp, axes.dp, axes.inter)]:
+        for per_rank in [comm.gather_objects(own) for comm in self._roles.dense.comms]:
             if any(other != per_rank[0] for other in per_rank):
                 return ConfigError(
                     f"QKClip: ranks differ in threshold, alpha or layers: {per_rank}; pass the same on all"

@@ -114,13 +114,13 @@ def _averaged_by_torch(design: Design) -> set[int]:
         if members(axes.dp) != dist.get_process_group_ranks(wrapper.process_group):
             continue
         trainable = {
-            param: None
+            id(param)
             for prefix, module in wrapper.module.named_modules()
             for name, param in module.named_parameters(recurse=False)
             if param.requires_grad and f"{prefix}.{name}" not in wrapper.parameters_to_ignore
         }
-        if _reduced_by(wrapper, len(trainable)) == set(map(id, trainable)):
-            averaged.update(map(id, trainable))
+        if _reduced_by(wrapper, len(trainable)) == trainable:
+            averaged |= trainable
         else:
             logger.info(
                 "parameters were frozen or unfrozen since DistributedDataParallel was built; the step reduces all"

@@ -53,8 +53,8 @@ class ScriptOptimizer(Optimizer):
         """Call `Optimizer.load_state_dict`. Of another rank's part, only groups and loss scale are loaded: the state
         follows by `load_parameter_state`."""
         layouts = state_dict.get("layout", ()) if self.has_rank_local_state and isinstance(state_dict, Mapping) else ()
-        is_of_other = any(_without_rank(text) == _without_rank(self._layout_id) for text in layouts)
-        is_of_other = is_of_other and self._layout_id not in layouts
+        is_of_this_layout = any(_without_rank(text) == _without_rank(self._layout_id) for text in layouts)
+        is_of_other = is_of_this_layout and self._layout_id not in layouts
         if is_of_other:
             state_dict = {**state_dict, "state": {}, "layout": {self._layout_id: True}}
         super().load_state_dict(state_dict, **options)

@@ -226,10 +226,6 @@ def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
     )
 
 
-def _adam_entries(config: OptimizerConfig) -> Mapping[str, Any]:
-    return entries_of_rule(config, "adam")
-
-
 def _built_in() -> Iterator[RuleEntry]:
     yield from map(formula_entry, FORMULAS.values())
     yield RuleEntry(
@@ -252,13 +248,13 @@ def _built_in() -> Iterator[RuleEntry]:
         name="muown",
         summary="Muon of the directions of rows, Adam of their lengths; Adam updates other parameters",
         make=_muown,
-        hyper=lambda config: {**_adam_entries(config), "momentum": config.muon_momentum},
+        hyper=lambda config: {**entries_of_rule(config, "adam"), "momentum": config.muon_momentum},
     )
     yield RuleEntry(
         name="soap",
         summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
         make=_soap,
-        hyper=_adam_entries,
+        hyper=lambda config: entries_of_rule(config, "adam"),
     )
     yield RuleEntry(
         name="soap_muon",

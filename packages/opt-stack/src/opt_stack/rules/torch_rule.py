@@ -19,10 +19,9 @@ from opt_kernels.codecs import Codecs, split_
 from opt_kernels.hooks import hooks_of
 from opt_kernels.rules import ElementwiseRule, Needs, Rule
 from opt_kernels.works import Batch, StateKind, StateSpec, Work
-from opt_stack.rules.registry import RuleEntry
+from opt_stack.rules.registry import HYPER_KEYS, RuleEntry
 
 CONFIG_NUMBERS = ("lr", "weight_decay")  # read from the configuration and the groups
-GROUP_NUMBERS = ("betas", "eps", "momentum")  # read from the groups
 STEP = "step"
 GROUP_STEP = f"param_groups[0][{STEP!r}]"
 PROBE_SHAPES = ((3, 4), (5,))
@@ -70,7 +69,7 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
             raise ConfigError(
                 f"weight_decay={config.weight_decay!r}: optimizer={name!r} is {cls.__name__}, which has none; set 0.0"
             )
-        return {number: defaults[number] for number in GROUP_NUMBERS if number in defaults}
+        return {number: defaults[number] for number in HYPER_KEYS if number in defaults}
 
     return RuleEntry(name=name, summary=f"{cls.__module__}.{cls.__qualname__}", make=make, hyper=hyper)
 
@@ -126,7 +125,7 @@ class TorchRule:
             if not works:
                 continue
             mains = [read_main(work) if work.main is None else work.main.detach() for work in works]
-            of_group = {name: getattr(hyper, name) for name in GROUP_NUMBERS}
+            of_group = {name: getattr(hyper, name) for name in HYPER_KEYS}
             numbers = {"lr": float(hyper.lr), "weight_decay": float(hyper.weight_decay), **of_group}
             numbers |= hyper.own
             optimizer = self.cls(mains, **{name: numbers[name] for name in self.numbers}, **self.options)
@@ -221,8 +220,8 @@ def _probe(
                 f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {found} for a parameter of shape {shape}; "
                 "allowed are tensors of the parameter's shape, and 0-d tensors"
             )
-    fixed = {key: value for key, value in options.items() if key not in GROUP_NUMBERS}
-    numbers = tuple(number for number in (*CONFIG_NUMBERS, *GROUP_NUMBERS) if number in optimizer.defaults)
+    fixed = {key: value for key, value in options.items() if key not in HYPER_KEYS}
+    numbers = tuple(number for number in (*CONFIG_NUMBERS, *HYPER_KEYS) if number in optimizer.defaults)
     rule = TorchRule(
         name=name,
         cls=cls,
@@ -255,15 +254,14 @@ def torch_host_rule(rule: Rule, config: OptimizerConfig) -> TorchRule:
         ConfigError: no torch optimizer computes what `rule` does, or keeps its state in the same dtypes.
     """
     problem = ""
-    is_known = isinstance(rule, ElementwiseRule) and rule.name in HOST_NAMES
     narrow = [f"{spec.name} in {spec.dtype}" for spec in rule.state_specs if spec.dtype is not torch.float32]
-    if not is_known:
+    if not isinstance(rule, ElementwiseRule) or rule.name not in HOST_NAMES:
         problem = "has no counterpart in torch.optim that Megatron-Core uses"
     elif hooks := hooks_of(rule):
         problem = f"has hooks {', '.join(map(repr, hooks))}, which torch's optimizer does not support"
     elif narrow:
         problem = f"keeps {narrow[0]}, but torch's optimizer keeps its state in fp32"
-    elif isinstance(rule, ElementwiseRule) and dict(rule.formula.constants).get("order", "torch") != "torch":
+    elif dict(rule.formula.constants).get("order", "torch") != "torch":
         problem = "computes in Transformer Engine's order of operations, which torch's optimizer does not"
     if problem:
         raise ConfigError(

@@ -71,9 +71,11 @@ def form_of(config: OptimizerConfig, metadata: dict[str, Any] | None, *, is_load
     Raises:
         ConfigError: a load of another format of the distributed optimizer.
     """
-    if metadata is not None and not is_loading:
+    if metadata is None:
+        return _undistributed(config)
+    if not is_loading:
         metadata[AVOID_PREFIX] = True
-    given = (metadata or {}).get(SHARDING_TYPE)
+    given = metadata.get(SHARDING_TYPE)
     if given is None:
         return _undistributed(config)
     if given != RESHARDABLE and is_loading:
@@ -82,7 +84,7 @@ def form_of(config: OptimizerConfig, metadata: dict[str, Any] | None, *, is_load
             f"buffers; only {RESHARDABLE!r} is loaded: save it in Megatron-LM with "
             "--dist-ckpt-optim-fully-reshardable, or convert it with `optckpt convert`"
         )
-    if metadata is not None and given != RESHARDABLE:
+    if given != RESHARDABLE:
         logger.info("the optimizer is saved with %s=%r, not %r", SHARDING_TYPE, RESHARDABLE, given)
         metadata[SHARDING_TYPE] = RESHARDABLE
     return "distributed"

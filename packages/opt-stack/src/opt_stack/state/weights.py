@@ -276,7 +276,7 @@ class Evaluation:
 
     def check_training(self, what: str) -> None:
         """Raise RuntimeError in evaluation mode; `what` names the call for the message."""
-        if self._trained is not None:
+        if self.is_evaluating:
             raise RuntimeError(
                 f"{what} in evaluation mode: the parameters hold averaged weights; call optimizer.train() first, and "
                 "optimizer.eval() for evaluation"
@@ -313,7 +313,7 @@ class Evaluation:
         `complete` waits for gathers of parameters. With `was_loaded`, a load has set only the main values of each
         rank's own pieces.
         """
-        if self._trained is not None or not (self.formulas or self._shows_averages):
+        if self.is_evaluating or not (self.formulas or self._shows_averages):
             return
         for unit in self._units:
             for source in unit.completes if was_loaded and self.keeps_weights_of(unit) else ():
