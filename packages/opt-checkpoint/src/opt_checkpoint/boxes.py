@@ -156,7 +156,7 @@ def view_of(shard: ShardedTensor, flat_box: FlatBox, part: Box) -> Tensor:
 def split_rows(box: Box, parts: int) -> Iterator[Box]:
     """Cut a box into about `parts` pieces along its first axis longer than 1. Each is one run of the box's elements."""
     axis = next((d for d, n in enumerate(box.sizes) if n > 1), None)
-    if axis is None or parts <= 1:
+    if axis is None:
         yield box
         return
     rows = box.sizes[axis]

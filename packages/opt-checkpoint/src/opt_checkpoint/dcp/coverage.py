@@ -112,7 +112,7 @@ class TensorsOfRanks:
 
     def box(self, number: int) -> Box:
         """Return a box as an object."""
-        axes = int(self.ndim[self.owner[number]])
+        axes = self.ndim[self.owner[number]]
         offsets = self.offsets[number, :axes].tolist()
         return Box(tuple(offsets), tuple(self.sizes[number, :axes].tolist()))
 
@@ -188,7 +188,7 @@ def _misfits(t: TensorsOfRanks) -> _Problems:
         for n in (first[number], number):
             dtype = t.dtype_names[t.dtype[n]]
             held.append(f"rank {t.rank[n]} has {dtype} {list(t.shape_of(n))}")
-        yield int(t.key[number]), ", ".join(held)
+        yield t.key[number], ", ".join(held)
 
 
 def _overlaps(t: TensorsOfRanks) -> _Problems:
@@ -203,7 +203,7 @@ def _overlaps(t: TensorsOfRanks) -> _Problems:
             other_rank = t.box_rank[other_number]
             are_copies = rank != other_rank and box == other
             hint = "; of equal copies, only one may have replica_id 0" if are_copies else ""
-            key = int(t.box_key[number])
+            key = t.box_key[number]
             yield (
                 key,
                 f"Invalid access pattern: rank {rank} holds {box.text} and rank {other_rank} {other.text}, "
@@ -229,7 +229,7 @@ def _holes(t: TensorsOfRanks) -> _Problems:
         ranks = np.unique(t.box_rank[boxes]).tolist()
         others = np.unique(t.rank[(t.key == key) & ~t.main]).tolist()
         replicas = f"; ranks {others} hold replicas, of which none is main (replica_id=0)" if others else ""
-        whole = list(t.shape_of(int(t.first_of_key[key])))
+        whole = list(t.shape_of(t.first_of_key[key]))
         yield (
             key,
             f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "

@@ -106,8 +106,7 @@ class ShardedLoadPlanner:
     @cached_property
     def stored_plain(self) -> list[str]:
         """The paths of the stored plain values, as text."""
-        values = [leaf for leaf in leaves(self._common) if not isinstance(leaf.value, dict)]
-        return [path_text(leaf.path) for leaf in values if leaf.path]
+        return [path_text(path) for path, value in leaves(self._common) if path and not isinstance(value, dict)]
 
     def stored_name(self, key: str) -> str:
         """Return the name under which a key is stored: the key itself, or the first alias that is stored."""

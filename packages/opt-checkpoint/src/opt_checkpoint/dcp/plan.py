@@ -102,7 +102,7 @@ class GlobalPlan:
         pairs = []
         for number, low, high in zip(repeating.tolist(), first_box, last_box):
             place = tensors.offsets[low:high].tobytes(), tensors.sizes[low:high].tobytes()
-            other = first.setdefault((int(tensors.key[number]), *place), number)
+            other = first.setdefault((tensors.key[number], *place), number)
             if low < high and other != number:
                 pairs.append((other, number))
         repeats = np.array(pairs, np.int64).reshape(-1, 2)

@@ -191,20 +191,20 @@ def index_of(
     sums = np.concatenate([file.sums for file in written])  # (all sums,) in the order of the plan
     raw_keys = [tensors.keys[number].encode("utf-8", "surrogatepass") for number in sorted_keys.tolist()]
     dtypes = sorted(tensors.dtype_names)
-    new_dtype = np.array([dtypes.index(name) for name in tensors.dtype_names] or [0])  # (dtypes,)
+    new_dtype = np.array([dtypes.index(name) for name in tensors.dtype_names])  # (dtypes,)
     columns = {
         "keys": np.frombuffer(b"".join(raw_keys), "|u1"),
         "key_bytes": np.fromiter(map(len, raw_keys), "<u4", len(raw_keys)),
         "dtype": new_dtype[tensors.dtype[first]].astype("|u1"),
         "ndim": tensors.ndim[first].astype("|u1"),
-        "shape": tensors.shape[first].astype("<i8"),
+        "shape": tensors.shape[first],
     }
     columns |= {  # of chunks, except for the first
-        "chunks": np.bincount(place_of_part, minlength=len(sorted_keys)).astype("<i8"),
-        "offsets": parts.offsets[order].astype("<i8"),
-        "sizes": parts.sizes[order].astype("<i8"),
+        "chunks": np.bincount(place_of_part, minlength=len(sorted_keys)),
+        "offsets": parts.offsets[order],
+        "sizes": parts.sizes[order],
         "file": parts.rank[order].astype("<u4"),
-        "start": np.ascontiguousarray(places[:, 0]),
+        "start": places[:, 0],
         "sums": reorder_runs(sums, sums_of_part, order),
     }
     return StoredTensors(columns, tuple(dtypes), files), places[:, 1:]

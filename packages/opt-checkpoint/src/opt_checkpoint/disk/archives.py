@@ -59,9 +59,9 @@ class _Slice(io.RawIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def read(self, size: int | None = -1) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         remaining = max(0, self._place.nbytes - self._position)
-        size = remaining if size is None or size < 0 else min(size, remaining)
+        size = remaining if size < 0 else min(size, remaining)
         data = self._files.read(self._place.part(self._position, size))
         self._position += size
         return data

@@ -184,7 +184,7 @@ def _objects_bytes(files: DataFiles, index: CheckpointIndex, keys: Iterable[str]
             of_run.append(key)
             runs[-1] = run.part(0, nbytes), of_run
         else:
-            runs.append((place.part(0, place.nbytes), [key]))
+            runs.append((place, [key]))
     with ThreadPoolExecutor(_THREADS) as pool:
         read = pool.map(files.read, [run for run, _ in runs])
         for (run, of_run), raw in zip(runs, read):
@@ -367,7 +367,7 @@ def size_problems(path: Location, files: Mapping[str, StoredFile]) -> dict[str, 
     Raises:
         OSError: the sizes cannot be read.
     """
-    stored = store_at(path).sizes(names=files)
+    stored = store_at(path).sizes(files)
     problems = {}
     for name, file in files.items():
         size = stored.get(name)

@@ -76,7 +76,7 @@ def bytes_view(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     elements = tensor.detach().as_strided((tensor.numel(),), (1,))  # one may have any stride
-    return memoryview(elements.view(torch.uint8).numpy().data).cast("B")
+    return elements.view(torch.uint8).numpy().data
 
 
 class PieceSums:
@@ -204,7 +204,7 @@ class DataFiles:
         name = place.file
         self.check_header(name)
         is_large = place.nbytes > self.read_bytes
-        if is_large and place.stop > self._store.sizes(names=[name]).get(name, 0):
+        if is_large and place.stop > self._store.sizes([name]).get(name, 0):
             raise self._error(name, f"is truncated: it ends before byte {place.stop}")
         buffer = bytearray(place.nbytes)
         self.read_into(name, place.start, memoryview(buffer))

@@ -124,16 +124,13 @@ def _integers(columns: Array) -> Template:
 
 def _records(rows: int, template: Template) -> Array:
     """`rows` records of equal length, as rows of bytes: constant bytes, and integers of 4 or 8 bytes from columns."""
-    parts = [part if isinstance(part, bytes) else bytes(part.itemsize) for part in template]
-    joined = np.frombuffer(b"".join(parts), np.uint8)
-    records = np.empty((rows, len(joined)), np.uint8)
-    records[:] = joined
-    position = 0
-    for part, raw in zip(template, parts, strict=True):
-        if not isinstance(part, bytes):
-            records[:, position : position + len(raw)] = part.view(np.uint8).reshape(rows, len(raw))
-        position += len(raw)
-    return records
+    columns = []
+    for part in template:
+        if isinstance(part, bytes):
+            columns.append(np.tile(np.frombuffer(part, np.uint8), (rows, 1)))
+        else:
+            columns.append(part.view(np.uint8).reshape(rows, part.itemsize))
+    return np.concatenate(columns, axis=1)
 
 
 def encode_dcp_metadata(

@@ -349,12 +349,11 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
     for chunk in listed:
         of_chunk = _attributes(chunk, "ChunkStorageMetadata")
         offsets = _integers(of_chunk.get("offsets"), key)
-        sizes = _integers(of_chunk.get("sizes"), key)
-        box = Box(offsets, sizes)
-        place = places.get((key, offsets))
-        if place is None and box.numel:
-            raise CheckpointCorruptError(f"{METADATA} lists chunk {box} of {key} without a location")
-        if place is not None and box.numel:
+        box = Box(offsets, _integers(of_chunk.get("sizes"), key))
+        if box.numel:
+            place = places.get((key, offsets))
+            if place is None:
+                raise CheckpointCorruptError(f"{METADATA} lists chunk {box} of {key} without a location")
             chunks.append(StoredChunk(box=box, place=place))
     properties = stored.attributes.get("properties")  # its state is a tuple that begins with dtype and layout
     state = None

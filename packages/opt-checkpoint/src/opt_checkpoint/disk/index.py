@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -213,7 +213,7 @@ class CheckpointIndex:
     objects: dict[str, ByteRange]
     files: dict[str, StoredFile]
     save_id: str | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any]
 
     @property
     def nbytes(self) -> int:

@@ -175,8 +175,6 @@ def _values(files: DataFiles, chunk: StoredChunk, dtype: torch.dtype, start: int
         whole: Tensor = load_object(files.read(chunk.place))
         return whole.reshape(-1)[start:stop]
     raw = files.read(values.part(start * dtype.itemsize, (stop - start) * dtype.itemsize))
-    if not raw:
-        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(raw), dtype=dtype)
 
 

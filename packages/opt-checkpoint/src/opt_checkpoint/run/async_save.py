@@ -24,7 +24,7 @@ from torch import Tensor
 from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run import unreported
-from opt_checkpoint.run.ranks import Ranks, check_equal, from_all, leave, ranks_of, texts_of
+from opt_checkpoint.run.ranks import Ranks, check_equal, leave, own_and_all, ranks_of, texts_of
 from opt_checkpoint.run.save_load import save_as
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import EMPTY, Path, ShardedObject, ShardedStateDict, ShardedTensor
@@ -287,21 +287,22 @@ class AsyncSaver:
         self.wait()
         started = time.perf_counter()
         works: list[Callable[[], object]] = []
-        handles: list[SaveHandle] = []
 
-        def take() -> dict[str, str]:
+        def take() -> SaveHandle:
             if self._ranks.rank == 0:
                 check()
             # The ranks of now: if `close` is interrupted, the thread may run after it.
             place = location_of(target)
             snapshot = self._staging.snapshot(state)
-            ranks = self._ranks
-            works.append(partial(write, snapshot, place, ranks))
-            handles.append(SaveHandle(place, time.perf_counter() - started, step))
-            return texts_of({"path": place, **arguments} if arguments else {})
+            works.append(partial(write, snapshot, place, self._ranks))
+            return SaveHandle(place, time.perf_counter() - started, step)
 
-        check_equal("saving", from_all(self._ranks, take, f"beginning to save {target}"))
-        self._last = handle = handles[0]
+        def texts(handle: SaveHandle) -> dict[str, str]:
+            return texts_of({"path": handle.path, **arguments} if arguments else {})
+
+        handle, per_rank = own_and_all(self._ranks, take, texts, f"beginning to save {target}")
+        check_equal("saving", per_rank)
+        self._last = handle
 
         def work() -> None:
             error: BaseException | None = None

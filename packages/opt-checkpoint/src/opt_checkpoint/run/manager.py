@@ -392,7 +392,7 @@ class CheckpointManager(Closing):
                 index = read_committed(self.series.path(step))
             except (CheckpointCorruptError, FileNotFoundError) as error:
                 return str(error), self.directory, None, {}
-            return None, index.path, index.save_id, dict(index.files)
+            return None, index.path, index.save_id, index.files
 
         what = f"verifying step {step} of {self.directory}"
         problem, folder, save_id, files = from_rank_0(self._ranks, read_files, what)

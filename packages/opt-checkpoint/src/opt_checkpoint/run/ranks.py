@@ -64,10 +64,10 @@ class Ranks:
         self.call(dist.gather_object, value, values, group_dst=0)
         return values
 
-    def scatter(self, values: Sequence[Any] | None) -> Any:
+    def scatter(self, values: list[Any] | None) -> Any:
         """Return the value that rank 0 passes for this rank; other ranks pass None."""
         received = [None if values is None else values[0]]
-        self.call(dist.scatter_object_list, received, values and list(values), group_src=0)
+        self.call(dist.scatter_object_list, received, values, group_src=0)
         return received[0]
 
     def broadcast(self, value: Any) -> Any:

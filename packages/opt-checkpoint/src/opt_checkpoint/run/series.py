@@ -146,7 +146,7 @@ class Series:
     def is_abandoned(self, step: int, gone: Mapping[int, str]) -> bool:
         return step in gone and self.save_of(step) == gone[step]
 
-    def add(self, step: int, metric: float | None = None) -> None:
+    def add(self, step: int, metric: float | None) -> None:
         """Remember that this process has saved a step, and with which metric."""
         self._whole[step] = True
         self._metrics[step] = metric

@@ -229,7 +229,7 @@ def _entries(state: Any) -> Iterator[_Entry]:
     scopes: dict[int, int] = {}
 
     def walk(node: Any, scope: int) -> Iterator[_Entry]:
-        if isinstance(node, dict) and hasattr(node, "key_at"):  # a ScopedState
+        if hasattr(node, "key_at"):  # a ScopedState
             scope = scopes.setdefault(id(node), len(scopes) + 1)
         for at, value in list(items_of(node)):
             if isinstance(value, ShardedTensor) and (marks := value.marks) is not None:

@@ -225,7 +225,7 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     flat = None if model_param.flattened_range is None else flat_bounds(model_param.flattened_range)
     tensor = local_tensor(value)
     if isinstance(spec, LayoutBound):
-        place = ".".join(map(str, block.global_offset))
+        place = path_text(block.global_offset)
         part = "" if flat is None else f"+{flat[0]}-{flat[1]}"
         name = f"{key}{LAYOUT_MARK}{spec.fingerprint}/{place}{part}"
         return replace(sharded_like(name, tensor, replica_id=block.replica_id), may_repeat=block.may_repeat)

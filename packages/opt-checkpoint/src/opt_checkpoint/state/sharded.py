@@ -374,8 +374,7 @@ class ShardedObject(ShardedBase):
     @property
     def unique_key(self) -> str:
         """Name of this shard on disk: `key/shard_OFFSET_SHAPE`, as `rng/shard_3.0_4.2`."""
-        offset, shape = (".".join(map(str, x)) for x in (self.global_offset, self.global_shape))
-        return f"{self.key}/shard_{offset}_{shape}"
+        return f"{self.key}/shard_{path_text(self.global_offset)}_{path_text(self.global_shape)}"
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:

@@ -7,10 +7,9 @@ from typing import NamedTuple
 from opt_checkpoint.store.bucket import Bucket
 from opt_checkpoint.store.directory import Directory
 from opt_checkpoint.store.paths import AnyPath, Location, ObjectPath, location_of
-from opt_checkpoint.store.store import MANIFEST, Content, Leftover, Store
+from opt_checkpoint.store.store import MANIFEST, Store
 
-__all__ = ["MANIFEST", "AnyPath", "Content", "Leftover", "Location", "ObjectPath", "Store", "location_of", "store_at"]
-__all__ += ["Target", "target_at"]
+__all__ = ["MANIFEST", "AnyPath", "Location", "ObjectPath", "Store", "Target", "location_of", "store_at", "target_at"]
 
 
 class Target(NamedTuple):

@@ -117,7 +117,7 @@ class Bucket:
             self.put(_joined(folder, name), content)
 
     def check_files(self, folder: str, sizes: Mapping[str, int]) -> None:
-        stored = self.sizes(folder, sizes)
+        stored = Bucket(self.path(folder)).sizes(sizes)
         wrong = [name for name, size in sizes.items() if stored.get(name) != size]
         if wrong:
             raise CheckpointCorruptError(
@@ -211,12 +211,12 @@ class Bucket:
                     raise EOFError(f"it ends before byte {end}")
                 view[position - start : end - start] = found
 
-    def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
-        found = {name: meta["size"] for name, meta in self._listing(folder).items()}
+    def sizes(self, names: Iterable[str] | None = None) -> dict[str, int]:
+        found = {name: meta["size"] for name, meta in self._listing("").items()}
         for name in names or ():
             if name not in found:  # a listing may lag
                 with suppress(FileNotFoundError):
-                    found[name] = self._head(_joined(folder, name))["size"]
+                    found[name] = self._head(name)["size"]
         return found
 
     def _listing(self, folder: str) -> dict[str, Meta]:

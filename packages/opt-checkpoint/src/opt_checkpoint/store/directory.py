@@ -184,12 +184,11 @@ class Directory:
             start = start + count
             view = view[count:]
 
-    def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
-        path = self.path(folder)
+    def sizes(self, names: Iterable[str] | None = None) -> dict[str, int]:
         sizes = {}
-        for name in [entry.name for entry in path.iterdir()] if names is None else names:
+        for name in os.listdir(self.root) if names is None else names:
             with suppress(FileNotFoundError):
-                found = (path / name).lstat()
+                found = (self.root / name).lstat()
                 sizes[name] = found.st_size if stat.S_ISREG(found.st_mode) else -1
         return sizes
 

@@ -106,8 +106,8 @@ class Store(Protocol):
     def read_into(self, name: str, start: int, view: memoryview) -> None:
         """Fill memory with the bytes of a file from `start` on. Raises EOFError if the file ends before."""
 
-    def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
-        """Sizes of the files in a folder: of all, or of those of `names` that exist. -1 for anything but a file."""
+    def sizes(self, names: Iterable[str] | None = None) -> dict[str, int]:
+        """Sizes of the files in the root: of all, or of those of `names` that exist. -1 for anything but a file."""
 
     def children(self, folder: str = "") -> list[str]:
         """Return the names of subfolders, sorted; a missing folder has none."""

@@ -24,7 +24,7 @@ from opt_checkpoint.errors import (
     CheckpointMismatchError,
     CheckpointValueError,
 )
-from opt_checkpoint.run.ranks import Ranks, from_all, on_all
+from opt_checkpoint.run.ranks import Ranks, from_all, on_all, own_and_all
 from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
 from opt_checkpoint.state.checksums import are_equal
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
@@ -141,22 +141,19 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner) -> bytes:
     """
     index = planner.index
     what = f"loading {index.path}"
-    asked = list[bytes]()
-    errors = list[Exception]()
 
-    def plan() -> list[str]:
+    def plan() -> tuple[bytes, list[Exception]]:
         try:
-            asked.append(planner.plan())
+            return planner.plan(), []
         except CheckpointingException as error:
-            errors.append(error)
-        return planner.missing
+            return b"", [error]
 
     def find() -> list[str | None]:
         """For each rank, a key that it misses and that is in this rank's part."""
         own = {*index.tensors, *index.objects, *planner.stored_plain}
         return [next((key for key in keys if planner.stored_name(key) in own), None) for keys in missing]
 
-    missing = from_all(ranks, plan, what)
+    (asked, errors), missing = own_and_all(ranks, plan, lambda _: planner.missing, what)
     per_holder = from_all(ranks, find, what) if any(missing) else []
     found = [(rank, holder, key) for holder, keys in enumerate(per_holder) for rank, key in enumerate(keys) if key]
     if found:
@@ -166,7 +163,7 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner) -> bytes:
             f"rank {holder}"
         )
     from_all(ranks, lambda: raise_first(errors), what)
-    return asked[0]
+    return asked
 
 
 def raise_first(errors: Sequence[BaseException]) -> None:
