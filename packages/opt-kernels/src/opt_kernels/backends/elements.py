@@ -4,7 +4,7 @@ A call of a sweep processes whole columns and creates no object per tensor, beca
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from types import NoneType
@@ -51,7 +51,7 @@ def skipped(skip: Skip) -> bool:
     return skip is not None and bool(skip)
 
 
-def run_of(work: Work, codes: Sequence[str] = ()) -> Work:
+def run_of(work: Work, codes: Collection[str]) -> Work:
     """`work` with flat tensors (n,) in one order of elements; block scales stay. The states in `codes` must have one
     element per element of the parameter.
 
@@ -73,7 +73,7 @@ def run_of(work: Work, codes: Sequence[str] = ()) -> Work:
     return replace(work, **changed)
 
 
-def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Work:
+def dense_run_of(work: Work, codes: Collection[str], scales: Collection[str]) -> Work:
     """`work` with only these states, all in one order of elements; in its own shape if that is contiguous.
 
     For sweeps that accept any shape, because a view costs as much as launching an operation.
@@ -274,7 +274,7 @@ def in_columns(works: Sequence[Work]) -> Works:
     return columns
 
 
-def in_order(batches: Sequence[Batch], codes: Sequence[str] = ()) -> list[Batch]:
+def in_order(batches: Sequence[Batch], codes: Collection[str]) -> list[Batch]:
     """The works as flat runs. A gradient whose memory order differs from its main's is copied. `codes` are states that
     must have one element per element of the parameter.
 

@@ -78,7 +78,7 @@ def update_(
         return
     for hyper, works in batches:
         scalars = formula.scalars_of(hyper)
-        for run in [run_of(work, tuple(codecs)) for work in works]:
+        for run in [run_of(work, codecs) for work in works]:
             grad = scaled_grad(run, float(grad_scale))
             main, *values = formula.updated(read_main(run, copy=True), grad, decoded(run, codecs), scalars)
             write_(run, main, values, codecs, step=hyper.step, stochastic_rounding=stochastic_rounding)

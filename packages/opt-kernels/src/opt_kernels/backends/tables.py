@@ -95,8 +95,8 @@ class Layouts:
         return [_layout(tensor) for tensor in tensors] == self._known
 
 
-def _layout(tensor: Tensor | None) -> Hashable:
-    if tensor is None or tensor.layout is not torch.strided:
+def _layout(tensor: Tensor) -> Hashable:
+    if tensor.layout is not torch.strided:
         return None
     return (type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg())
 

@@ -49,7 +49,7 @@ def update_(
     if elements.skipped(skip):
         return
     scale = float(grad_scale)
-    scales = list(elements.block_scales(codecs))
+    scales = elements.block_scales(codecs)
     for hyper, works in batches:
         fused = _fused(formula, hyper)
         update = fused or _by_formula(formula, formula.scalars_of(hyper))
@@ -57,7 +57,7 @@ def update_(
         pieces: list[Work] = []
         # In reverse order: the gradients that the statistics read last are still in the cache.
         for work in reversed(works):
-            run = elements.dense_run_of(work, list(codecs), scales)
+            run = elements.dense_run_of(work, codecs, scales)
             # A formula allocates temporaries, which must not be as large as whole parameters.
             if fused is not None and scale == 1.0 and _is_direct(run, codecs):
                 whole.append(run)

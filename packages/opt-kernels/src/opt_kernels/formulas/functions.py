@@ -105,7 +105,7 @@ def sign(x: Number) -> Number:
 
 def absolute(x: Number) -> Number:
     """Return |x|."""
-    return x.abs() if isinstance(x, Tensor) else abs(x)
+    return abs(x)
 
 
 def maximum(a: Any, b: Any) -> Any:

@@ -14,7 +14,6 @@ from opt_kernels.hooks.values import (
     CautiousDecay,
     CentralizeGradient,
     ClipUpdateRms,
-    CoupledDecay,
     Hook,
     HookError,
     Hooks,
@@ -85,21 +84,20 @@ def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
         raise HookError(
             f"nuclear_scale=True with {sizing[0]!r}, which sets the update's norm itself; set only one of them"
         )
-    of_gradients = all(isinstance(hook, CentralizeGradient | CoupledDecay) for hook in hooks)
+    made = HookedUpdate(rule=rule, hooks=hooks)
     if isinstance(rule, ElementwiseRule) and all(hook.is_elementwise for hook in hooks):
-        if not of_gradients:
+        if made.is_measured:
             _check_separable(rule, hooks)
         return replace(rule, formula=reduce(with_hook, hooks, rule.formula), hooks=hooks)
-    if of_gradients:
-        return HookedUpdate(rule=rule, hooks=hooks)
-    decays = reads_weight_decay(rule) or any(hook.decays for hook in hooks)
-    return HookedUpdate(rule=rule, hooks=hooks, couples=_couples(rule, hooks), decays=decays)
+    if not made.is_measured:
+        return made
+    return replace(made, couples=_couples(rule, hooks), decays=reads_weight_decay(made))
 
 
 def reads_weight_decay(rule: Rule) -> bool:
     """Whether weight decay has an effect on what `rule` updates, by itself or by one of its hooks."""
     if isinstance(rule, HookedUpdate):
-        return rule.decays and (any(hook.decays for hook in rule.hooks) or reads_weight_decay(rule.rule))
+        return any(hook.decays for hook in rule.hooks) or reads_weight_decay(rule.rule)
     return not isinstance(rule, ElementwiseRule) or rule.formula.reads_weight_decay
 
 

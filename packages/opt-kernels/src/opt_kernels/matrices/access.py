@@ -82,17 +82,6 @@ def check_shape(shape: Sequence[int]) -> None:
         )
 
 
-def matrix_dim(work: Work) -> int | None:
-    """The dim that tensor parallelism shards, -2 (rows) or -1 (cols); None if each matrix is whole on its rank."""
-    spec = work.matrix
-    if spec.partition_dim is None or spec.tensor_parallel is None:
-        return None
-    dim = spec.partition_dim - work.grad.dim()
-    if dim < -2:  # the batch dim of a stack: ranks have whole matrices
-        return None
-    return dim
-
-
 class Cut(NamedTuple):
     """How ranks share a whole matrix: each has a part of its rows (dim -2) or columns (-1)."""
 
@@ -100,13 +89,19 @@ class Cut(NamedTuple):
     ranks: TensorParallel
 
 
+def cut_of(work: Work) -> Cut | None:
+    """How tensor-parallel ranks share each matrix of the work; None if it is whole on its rank."""
+    spec = work.matrix
+    if spec.partition_dim is None or spec.tensor_parallel is None:
+        return None
+    dim = spec.partition_dim - work.grad.dim()
+    return None if dim < -2 else Cut(dim, spec.tensor_parallel)  # -3: the ranks of a stack have whole matrices
+
+
 def cut_of_parts(work: Work) -> Cut | None:
     """How ranks share the split parts of the work: None if tensor parallelism assigns whole heads to ranks."""
-    dim = matrix_dim(work)
-    ranks = work.matrix.tensor_parallel
-    if dim is None or ranks is None or (work.matrix.by_group and dim == -2):
-        return None
-    return Cut(dim, ranks)
+    cut = cut_of(work)
+    return None if cut is None or (work.matrix.by_group and cut.dim == -2) else cut
 
 
 def sum_of_squares(work: Work, x: Tensor) -> Tensor:
@@ -116,10 +111,8 @@ def sum_of_squares(work: Work, x: Tensor) -> Tensor:
 
 def over_peers(work: Work, sums: Tensor) -> Tensor:
     """`sums` of the local matrices, added up over the tensor-parallel ranks that share them."""
-    group = work.matrix.tensor_parallel
-    if group is None or matrix_dim(work) is None:
-        return sums
-    return group.all_reduce(sums)
+    cut = cut_of(work)
+    return sums if cut is None else cut.ranks.all_reduce(sums)
 
 
 def squares_in_float64(x: Tensor) -> Tensor:
@@ -133,9 +126,9 @@ def whole_size(work: Work) -> tuple[int, int]:
     if spec.part is not None:
         return spec.part.whole_shape[-2], spec.part.whole_shape[-1]
     size = list(work.grad.shape[-2:])
-    cut = matrix_dim(work)
-    if cut is not None and spec.tensor_parallel is not None:
-        size[cut] *= spec.tensor_parallel.size
+    cut = cut_of(work)
+    if cut is not None:
+        size[cut.dim] *= cut.ranks.size
     return size[0], size[1]
 
 

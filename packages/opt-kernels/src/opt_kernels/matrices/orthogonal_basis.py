@@ -50,7 +50,7 @@ def cholesky(columns: Tensor) -> Tensor:
     host reads one flag to detect them.
     """
     x = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
-    x, first_failed = _pass(x)
+    x, first_failed = _pass(x, symmetric_product(x.mT, x))
     gram = symmetric_product(x.mT, x)
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     deviation = (gram - identity).abs().amax((-2, -1))
@@ -61,10 +61,8 @@ def cholesky(columns: Tensor) -> Tensor:
     return x
 
 
-def _pass(x: Tensor, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """X L⁻ᵀ, and for each matrix of the batch whether its Cholesky factorisation failed."""
-    if gram is None:
-        gram = symmetric_product(x.mT, x)
+def _pass(x: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """X L⁻ᵀ for the Gram matrix LLᵀ, and for each matrix of the batch whether its Cholesky factorisation failed."""
     factor, info = torch.linalg.cholesky_ex(gram)
     solved = torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False)
     return solved, info != 0

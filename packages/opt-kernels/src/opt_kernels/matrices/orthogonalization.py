@@ -387,9 +387,7 @@ class Orthogonalization:
         wide = x
         if transpose:
             wide = x.mT.contiguous()
-        dtype = x.dtype
-        if not normalised:
-            dtype = self._dtype(dtype, x.device)
+        dtype = self._dtype(x.dtype, x.device)
         common: dict[str, Any] = {"eps": self.eps, "all_reduce": all_reduce, "rescale_rows": self.rescale_rows}
         if parse_backend(self.backend) is Backend.REFERENCE:
             done = reference_newton_schulz(wide, segments=(self.schedule,), **common)

@@ -64,13 +64,13 @@ class AdaptedTensor(QuantizedParam):
         if clear is not None:
             clear()
 
-    def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
+    def rescale_(self, largest: Tensor) -> None:
         """With delayed scaling, use the scale of the tensor's quantizer, and record the largest magnitude in it."""
         quantizer = getattr(self.tensor, "_quantizer", None)
         if self.recipe.name != "delayed":
-            super().rescale_(largest, skip=skip)
+            super().rescale_(largest)
             return
-        unchanged = largest < 0 if skip is None else (largest < 0) | skip
+        unchanged = largest < 0
         new = 1.0 / quantizer.scale.view(1)  # type: ignore[union-attr]
         self.scales.copy_(torch.where(unchanged, self.scales, new))
         amax = quantizer.amax.view(1)  # type: ignore[union-attr]

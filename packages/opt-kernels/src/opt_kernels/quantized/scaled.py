@@ -161,9 +161,9 @@ class QuantizedParam:
         part = largest[first : first + found.numel()]
         part.copy_(torch.maximum(part, found))
 
-    def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
+    def rescale_(self, largest: Tensor) -> None:
         """Set scales and history from the largest magnitudes of the whole parameter. A negative one keeps its scale."""
-        unchanged = largest < 0 if skip is None else (largest < 0) | skip
+        unchanged = largest < 0
         follows = largest
         if self.history is not None:
             before = self.history.amax().view(1)

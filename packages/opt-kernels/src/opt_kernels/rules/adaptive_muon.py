@@ -241,10 +241,10 @@ def _check_lines(work: Work, name: str) -> None:
 def _mean_square(work: Work, update: Tensor, dim: int) -> Tensor:
     """The mean square of each row (`dim` -1) or column (-2) of the whole matrix, (*shape without `dim`)."""
     mean = update.square().mean(dim)
-    group = work.matrix.tensor_parallel
-    if access.matrix_dim(work) != dim or group is None:
+    cut = access.cut_of(work)
+    if cut is None or cut.dim != dim:
         return mean
-    return group.all_reduce(mean) / group.size
+    return cut.ranks.all_reduce(mean) / cut.ranks.size
 
 
 def _with_squares(work: Work, grad_scale: Scalar) -> Work:

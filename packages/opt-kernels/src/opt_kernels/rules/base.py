@@ -26,7 +26,7 @@ from opt_kernels.matrices.access import (
     MatrixError,
     check,
     check_shape,
-    matrix_dim,
+    cut_of,
     scaled_grads,
     stacks,
     write_main_,
@@ -281,11 +281,12 @@ class WholeMatrices(MatrixRule):
 
     def check_whole(self, work: Work) -> None:
         """Raise MatrixError for a matrix that is cut over tensor-parallel ranks."""
-        group = work.matrix.tensor_parallel
-        if matrix_dim(work) is not None and group is not None and group.size > 1:
+        cut = cut_of(work)
+        size = 1 if cut is None else cut.ranks.size
+        if size > 1:
             raise MatrixError(
                 f"{self.name} needs whole matrices, but dim {work.matrix.partition_dim} of this one is cut over "
-                f"{group.size} tensor-parallel ranks; gather it before the rule, or use Muon with tp_mode 'distributed'"
+                f"{size} tensor-parallel ranks; gather it before the rule, or use Muon with tp_mode 'distributed'"
             )
 
 

@@ -101,7 +101,7 @@ def library(source: Path | Source, **macros: str | int) -> ctypes.CDLL:
     name, content = source if isinstance(source, Source) else Source(source.stem, source.read_text())
     text = f"{ELEMENTS.read_text()}\n{content}"
     definitions = [f"-D{macro}={value}" for macro, value in sorted(macros.items())]
-    flags = (*_flags(), *definitions)
+    flags = (*FLAGS, *(X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()), *definitions)
     stem = f"{name}-{_digest(text, flags)}"
     with _compiling(os.getpid()):
         return ctypes.CDLL(str(find_cached(stem) or _compile(text, flags, stem)))
@@ -144,10 +144,6 @@ def _compile(text: str, flags: Sequence[str], stem: str) -> Path:
 def _digest(text: str, flags: Sequence[str]) -> str:
     parts = (text, *flags, *_command()[1:], _compiler_version(), _processor())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-
-
-def _flags() -> tuple[str, ...]:
-    return (*FLAGS, *X86_FLAGS) if platform.machine() in ("x86_64", "AMD64") else FLAGS
 
 
 @cache

@@ -134,7 +134,7 @@ def update_(
     columns = elements.columns_of(elements.parts_of(batches), codecs)
     sweeps = _sweeps_of(columns, codecs)
     if sweeps is None:
-        columns = elements.columns_of(elements.parts_of(elements.in_order(batches, tuple(codecs))), codecs)
+        columns = elements.columns_of(elements.parts_of(elements.in_order(batches, codecs)), codecs)
         sweeps = _sweeps_of(columns, codecs)
     if sweeps is None:
         raise elements.LayoutError(

@@ -288,7 +288,7 @@ def update_(
     """
     launches = cut_sweeps(parts_of(batches), codecs)
     if launches is None:
-        batches = in_order(batches, tuple(codecs))  # tables hold addresses only: the copies live until the launch
+        batches = in_order(batches, codecs)  # tables hold addresses only: the copies live until the launch
         launches = sweeps(batches, codecs)
     if not launches:
         return

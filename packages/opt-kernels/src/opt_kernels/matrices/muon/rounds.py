@@ -60,8 +60,8 @@ class Round(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        last = self.stacks[-1]
-        return last.first_slot + len(last.tasks) * len(last.slots)
+        stop: int = self.stacks[-1].slots_of_all.stop
+        return stop
 
     def place_of(self, work: int) -> tuple[Stack, int]:
         """The stack of this work, and its number there."""

@@ -267,11 +267,10 @@ class _Inputs:
         self._u = self._x.view(torch.float16) if is_narrow else self._x  # x overwrites it, element by element
         self._scheme = "half" if is_narrow else "plain"
         tables = [launch.table for launch in launches]
-        widths = [table.chunk // GROUP.value if is_narrow else 0 for table in tables]  # scales of a chunk
-        self._scales = [
-            torch.empty(table.num_chunks, width, dtype=torch.float32, device=device)
-            for table, width in zip(tables, widths)
-        ]
+        self._scales = []  # of the groups of each chunk
+        for table in tables:
+            width = table.chunk // GROUP.value if is_narrow else 0
+            self._scales.append(torch.empty(table.num_chunks, width, dtype=torch.float32, device=device))
         self._sums = torch.empty(sum(table.num_chunks for table in tables), dtype=torch.float64, device=device)
         self._totals = torch.empty(round_.num_slots, dtype=torch.float64, device=device)
         self._ranges = tuple([ranges(launch.cuts, launch.table.chunk) for launch in launches])
