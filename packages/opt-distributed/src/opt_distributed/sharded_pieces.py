@@ -104,8 +104,9 @@ def _whole(param: ShardedParam, unit: Unit, piece: OwnedPiece, stage: ComputeSta
             shift = first - start
             for segment in of_part if 0 <= shift < block.shape[0] else ():
                 offset = (*segment.global_offset[:-1], block.offset[-1])
-                moved = replace(segment, row_start=segment.row_start + shift, row_stop=segment.row_stop + shift)
-                segments.append(replace(moved, global_offset=offset))
+                start_here = segment.row_start + shift
+                stop_here = segment.row_stop + shift
+                segments.append(replace(segment, row_start=start_here, row_stop=stop_here, global_offset=offset))
         # SOAP's moments are in bases of the matrix with the rows in this order, so that no other order may load them.
         has_bases = any(spec.kind in (StateKind.MATRIX, StateKind.SHAPED) for spec in unit.rule.state_specs)
         if not segments or (has_bases and not _are_in_order(segments, len(block.shape))):

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum, auto
 from functools import partial
+from operator import methodcaller
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 from zlib import crc32
 
@@ -279,7 +280,7 @@ class TorchComm(Comm, Tells):
         work = call(*arguments, group=self.group, async_op=async_op or is_watched)
         if work is None:
             return DONE
-        wait = partial(self._board.wait, launch=launch, members=self._members) if is_watched else _wait
+        wait = partial(self._board.wait, launch=launch, members=self._members) if is_watched else methodcaller("wait")
         started = _Started(work, wait, then)
         if async_op:
             return started
@@ -293,10 +294,6 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     options = getattr(backend, "options", None)
     return None if options is None else cast(timedelta, options._timeout)
-
-
-def _wait(work: Any) -> object:
-    return work.wait()
 
 
 def comm_of(group: dist.ProcessGroup | None) -> Comm:
@@ -376,7 +373,7 @@ def sum_together_(tensors: Iterable[Tensor], comm: Comm, *, scale: float = 1.0) 
             start += tensor.numel()
 
 
-class HostComm(Comm, Tells):
+class HostComm(Comm):
     """A `Comm` for host tensors: copies them to the device and results back. The host waits for every collective."""
 
     def __init__(self, comm: Comm, device: Device):
@@ -406,10 +403,6 @@ class HostComm(Comm, Tells):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.comm.gather_objects(value)
-
-    def tell(self, why: str, *, place: str = "") -> None:
-        if isinstance(self.comm, Tells):
-            self.comm.tell(why, place=place)
 
     def _through(self, collective: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor) -> Pending:
         sent = self.device.upload(x)

@@ -53,7 +53,7 @@ def start_multiple(shard_multiple: int) -> int:
 
 def bucket_multiple(num_shards: int, *, shard_multiple: int, pad_for_high_busbw: bool) -> int:
     """The multiple, in elements, on which every bucket ends, so that it divides into ``num_shards`` aligned shards."""
-    multiple = lcm(num_shards, BUCKET_MULTIPLE, num_shards * shard_multiple)
+    multiple = lcm(BUCKET_MULTIPLE, num_shards * shard_multiple)
     return lcm(multiple, HIGH_BUSBW_MULTIPLE) if pad_for_high_busbw else multiple
 
 

@@ -67,8 +67,7 @@ def update_cost(shape: Shape) -> int:
     """
     if len(shape) < 2:
         return prod(shape)
-    *stack, m, n = shape
-    return prod(stack) * max(m, n) * min(m, n) ** 2
+    return prod(shape) * min(shape[-2:])
 
 
 def whole_layout(

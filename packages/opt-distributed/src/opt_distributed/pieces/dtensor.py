@@ -42,9 +42,9 @@ class FullySharded:
                 module.reshard()
 
 
-def part_of_mesh(param: Tensor) -> str:
+def part_of_mesh(param: Any) -> str:
     """A name of this rank's part of a DTensor, equal on replicas of the part; empty if the part is the whole."""
-    if not is_dtensor(param) or local(param).shape == param.shape:
+    if local(param).shape == param.shape:
         return ""
     coordinate = param.device_mesh.get_coordinate() or ()
     at = []
@@ -70,9 +70,8 @@ def is_first_replica(tensor: Tensor) -> bool:
     return first and all(root.get_local_rank(axis) == 0 for axis in other_axes.intersection(TENSOR_PARALLEL_AXES))
 
 
-def mesh_comms(tensor: Tensor, axes: Sequence[int]) -> tuple[TorchComm, ...]:
+def mesh_comms(tensor: Any, axes: Sequence[int]) -> tuple[TorchComm, ...]:
     """The groups of ranks along these axes of a DTensor's mesh."""
-    assert is_dtensor(tensor)
     return tuple(TorchComm(tensor.device_mesh.get_group(axis)) for axis in axes)
 
 
@@ -193,21 +192,19 @@ class _AveragedReplicas:
         return self._places[id] if id in self._used else None
 
 
-def _address(param: Tensor) -> int:
-    """The address of this rank's part. Creates no tensor, because it is called in every step."""
-    assert is_dtensor(param)
+def _address(param: Any) -> int:
+    """The address of this rank's part of a DTensor. Creates no tensor, because it is called in every step."""
     address: int = param._local_tensor.data_ptr()
     return address
 
 
-def _form(param: Tensor) -> tuple[object, ...]:
-    """What must be the same in this rank's part after a move away and back."""
-    assert is_dtensor(param)
+def _form(param: Any) -> tuple[object, ...]:
+    """What must be the same in this rank's part of a DTensor after a move away and back."""
     part = local(param)
     return part.dtype, part.device, part.shape, part.stride(), param.placements
 
 
-def _local_grad(param: Tensor) -> Tensor | None:
+def _local_grad(param: Any) -> Tensor | None:
     """This rank's part of a DTensor parameter's gradient, with the placements of the parameter; None without one.
 
     A gradient with other placements, such as Partial, is redistributed first.
@@ -215,7 +212,6 @@ def _local_grad(param: Tensor) -> Tensor | None:
     grad = param.grad
     if grad is None:
         return None
-    assert is_dtensor(param)
     assert is_dtensor(grad)
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)

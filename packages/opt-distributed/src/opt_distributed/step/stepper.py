@@ -83,11 +83,11 @@ class Stepper:
         limits: Limits,
         spans: Spans = profiler_spans,
         graphs: bool = False,
-        peer_sums: PeerSums | None = None,
+        peer_sums: PeerSums,
         instances: Comm = ALONE,
         empty_slots: frozenset[int] = frozenset(),
         at_start: Sequence[Callable[[Outcome | None], None]] = (),
-        watch: Watch | None = None,
+        watch: Watch,
         spikes: Spikes | None = None,
     ):
         """With `graphs`, `step` is captured and replayed (`CapturedStep`); raises GraphError if the device has none.
@@ -95,8 +95,8 @@ class Stepper:
         `empty_slots` are norm slots without parameters on any rank. `at_start` are called when a step begins, with the
         outcome of the step before, also of one that an error refused; collective.
         """
-        self.units = tuple(units)
-        self.families = tuple(families)
+        self.units = units
+        self.families = families
         self.everyone = everyone  # all ranks of all units, of one optimizer instance
         self.instances = instances  # the ranks in the place of this rank in all instances
         self._has_others = everyone.size > 1 or instances.size > 1
@@ -115,7 +115,7 @@ class Stepper:
         self.last: Outcome | None = None  # of the last step; None before the first, and after one that an error refused
         self.sources = [source for family in families for source in family.sources]
         self._guards = guards
-        self._at_start = tuple(at_start)
+        self._at_start = at_start
         self._previous: Outcome | None = None  # of the last step, whose errors the next one raises
         self._flags = HostNumbers(self.accelerator)
         self._prepared: Prepared | None = None
@@ -232,8 +232,7 @@ class Stepper:
                     source.reduce_()
                 except UnusableGradientError as error:  # this rank joins the other reductions all the same
                     self._guards.refuse(error)
-            if self.peer_sums is not None:
-                self.peer_sums.add_()
+            self.peer_sums.add_()
         ready = []
         for unit in self.units:
             try:
@@ -356,11 +355,9 @@ class Stepper:
         *,
         skipped: bool = False,
     ) -> Iterator[None]:
-        if self._watch is not None:
-            self._watch.before(self.num_begun, ready, inverse, skipped=skipped)
+        self._watch.before(self.num_begun, ready, inverse, skipped=skipped)
         yield
-        if self._watch is not None:
-            self._watch.after(self._outcome(), groups, max_norm=max_norm)
+        self._watch.after(self._outcome(), groups, max_norm=max_norm)
 
     @contextmanager
     def _step_context(self, *, begins: bool = False) -> Iterator[None]:
@@ -402,7 +399,7 @@ class Stepper:
         try:
             return outcome.read()
         except Exception as error:
-            if self._watch is not None and outcome is self.last and not self.accelerator.is_asynchronous:
+            if outcome is self.last and not self.accelerator.is_asynchronous:
                 self._watch.on_refusal(outcome.step, error, self._guards.refusals())
             raise
         finally:

@@ -367,5 +367,5 @@ def _swept(ready: Sequence[Ready], device: torch.device, limits: Limits) -> Tens
     copies = [grad for kind, grads in _by_kind(ready) if kind.inspected and not kind.counted for grad in grads]
     if copies:
         entries[-2].append(grad_stats(copies, count_zeros=False).nonfinite.to(device))
-    sums = [sum(of_entry[1:], of_entry[0]).double() if of_entry else None for of_entry in entries]
-    return torch.stack([torch.zeros((), dtype=torch.float64, device=device) if s is None else s for s in sums])
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([sum(of_entry[1:], of_entry[0]).double() if of_entry else nothing for of_entry in entries])
