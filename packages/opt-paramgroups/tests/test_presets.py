@@ -231,9 +231,9 @@ def test_layer_decay_without_layers_says_so(caplog):
         get_layer_decay_overrides([with_shapes(stages__1__0__fc__weight=(2, 2))], 0.5)
 
 
-def test_layers_whose_names_begin_again_in_another_chunk_are_refused():
+def test_layers_that_begin_again_in_another_chunk_are_refused():
     """Symptom: the layers of the second chunk of a virtual pipeline had the rates of the first."""
-    first, second = with_shapes(layers__0__w=(2, 2), norm__w=(2, 2)), with_shapes(layers__0__w=(2, 2), norm__w=(2, 2))
+    first, second = [with_shapes(layers__0__w=(2, 2), norm__w=(2, 2)) for _ in range(2)]
     for options in ({}, {"num_layers": 2}):
         with pytest.raises(ConfigError, match=r"several chunks have a parameter 'layers.0.w'"):
             get_layer_decay_overrides([first, second], 0.5, **options)

@@ -189,7 +189,7 @@ def describe_stages(rank: int, size: int, folder: str) -> list[str]:
     return refusals
 
 
-def test_a_stage_that_cannot_be_described_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_a_stage_that_cannot_be_described_is_refused_on_all(tmp_path: Path) -> None:
     """Symptom: the other ranks waited for their places, or took its failure for an answer to another question."""
     save({}, tmp_path / "x")
     first, second = run_ranks(2, describe_stages, str(tmp_path / "x"))

@@ -79,7 +79,9 @@ class Optimizer(GradientStatistics):
             chunk.add_optimizer(self, self._ids)
         self._held = parts.held
         self.recorder = recorder
-        self._unreduced_grads = UnreducedGrads(stepper)
+        self._unreduced_grads: UnreducedGrads | None = None  # of plain chunks on several ranks
+        if self._everyone.size > 1:
+            self._unreduced_grads = UnreducedGrads(stepper)
         self._clipped = ClippedGrads()
         self.evaluation = parts.evaluation
         self.loaded_weights = parts.loaded
@@ -179,7 +181,8 @@ class Optimizer(GradientStatistics):
     def expect_scaler(self, scaler: object) -> None:
         """Take gradients that torch's `scaler` has unscaled. Raises ConfigError if only some ranks could skip."""
         check_scaler(scaler, self.stepper, self._everyone.size)
-        self._unreduced_grads.num_expected = 1
+        if self._unreduced_grads is not None:
+            self._unreduced_grads.num_expected = 1
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +213,8 @@ class Optimizer(GradientStatistics):
         if self.in_backward is not None:
             self.in_backward.drop()
         self._clipped.are_ready = False
-        self._unreduced_grads.forget()
+        if self._unreduced_grads is not None:
+            self._unreduced_grads.forget()
         for chunk in self.wrapped:
             chunk.zero_grad_for(self)
 
@@ -267,7 +271,8 @@ class Optimizer(GradientStatistics):
 
     def _groups_of_step(self) -> list[ParamGroup]:
         """Return the groups for the next step, after what must come before its first exchange."""
-        self._unreduced_grads.check()
+        if self._unreduced_grads is not None:
+            self._unreduced_grads.check()
         # Before any other exchange: a rank whose forward reads parameters has started them, and waits for the others.
         for chunk in self.wrapped:
             chunk.param_sync.start_all()
