@@ -12,7 +12,7 @@ from stack_models import assert_equal, backward, make_model, train, weights
 from torch import nn
 from torch.profiler import profile
 
-from opt_config import OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig
 from opt_stack import get_optimizer
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)
@@ -105,6 +105,69 @@ def test_a_closure_whose_loss_is_not_scaled_is_refused(read: str, loss_scale: fl
         return
     with pytest.raises(ValueError, match=r"the closure has not called optimizer.scale_loss\(loss\); call it before"):
         optimizer.step(closure)
+    assert_equal(weights(model), before)
+
+
+@pytest.mark.parametrize("fields", [{"fp16": True}, {"loss_scale": 64.0}], ids=str)
+def test_torchs_scaler_beside_a_loss_scale_is_refused(fields: dict[str, Any]) -> None:
+    """Symptom: gradients were divided by both scales, and the model hardly learned."""
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, **fields), [model])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    backward(model, 0, scale=scaler.scale)
+    before = weights(model)
+    with pytest.raises(
+        ConfigError, match=r"torch's GradScaler with fp16=.*, loss_scale=.*: gradients would be divided"
+    ):
+        scaler.step(optimizer)
+    assert_equal(weights(model), before)
+
+
+def test_a_second_clip_of_an_iteration_changes_its_norm_only() -> None:
+    """Symptom: the step began again: by the next loss scale, and without the loss that was noted."""
+    config = OptimizerConfig(lr=0.1, optimizer="sgd", fp16=True, initial_loss_scale=4.0, loss_scale_window=1)
+    found = []
+    for norms in ([0.5], [1e9, 0.5]):
+        model = make_model()
+        optimizer = get_optimizer(config, [model])
+        results = []
+        for iteration in range(2):
+            backward(model, iteration, scale=optimizer.scale_loss)
+            optimizer.note_loss(torch.tensor(math.nan if iteration else 1.0))
+            results += [optimizer.clip_grad_norm_(norm) for norm in norms][-1:]
+            results.append(optimizer.step().success)
+            optimizer.zero_grad()
+        found.append((results, float(optimizer.get_loss_scale()), weights(model)))
+    assert found[0][0][1::2] == [True, False]
+    assert_equal(found[1], found[0])
+
+
+def test_gradients_that_are_ready_are_not_prepared_again() -> None:
+    """Symptom: they were divided by the next loss scale, and counted twice."""
+    model = make_model()
+    optimizer = get_optimizer(CONFIG, [model])
+    before = weights(model)
+    backward(model, 0)
+    optimizer.prepare_grads()
+    for again in (optimizer.step, optimizer.prepare_grads, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(RuntimeError, match=r"gradients are ready: call step_with_ready_grads\(\)"):
+            again()
+    assert_equal(weights(model), before)
+    optimizer.zero_grad()
+    train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_cleared_gradients_are_not_ready(set_to_none: bool) -> None:
+    """Symptom: the second half of the step updated with zeros."""
+    model = make_model()
+    optimizer = get_optimizer(CONFIG, [model])
+    before = weights(model)
+    backward(model, 0)
+    optimizer.prepare_grads()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    with pytest.raises(RuntimeError, match="no gradients are ready"):
+        optimizer.step_with_ready_grads()
     assert_equal(weights(model), before)
 
 

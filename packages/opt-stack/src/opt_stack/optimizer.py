@@ -87,8 +87,9 @@ class Optimizer(GradientStatistics):
         self.loaded_weights = parts.loaded
         self.offload = StateOffload(stepper, parts.loaded, has_graphs=self.config.optimizer_cuda_graph)
         by_param: dict[Tensor, PieceRef] = {held.piece.param: held for held in self._held.values()}
-        check = partial(self.offload.check_restored, "optimizer.state")
-        self._live = LiveState(by_param, check, self.loaded_weights.note_state_load)
+        reads = partial(self.offload.check_restored, "optimizer.state")
+        writes = partial(self.check_ready, "an assignment to optimizer.state")
+        self._live = LiveState(by_param, reads, writes, self.loaded_weights.note_state_load)
 
     @property  # type: ignore[override]  # torch's is a defaultdict
     def state(self) -> MutableMapping[Tensor, dict[str, Tensor]]:
@@ -160,10 +161,13 @@ class Optimizer(GradientStatistics):
         it after the last backward pass of an iteration: it reduces the gradients, and the step uses these. They are not
         written: the update scales them while reading.
 
+        A further call in the same iteration changes the norm of the step only.
+
         Raises:
             ValueError: `max_norm` is below 0, which means no clipping.
         """
-        self._clipped.overflow = self.prepare_grads()
+        if not self._clipped.are_ready:
+            self._clipped.overflow = self.prepare_grads()
         norm = self.stepper.grad_norm if self._clipped.overflow else self.clip_grad_norm(max_norm)
         self._clipped.are_ready = True
         return norm
@@ -179,8 +183,9 @@ class Optimizer(GradientStatistics):
         return False
 
     def expect_scaler(self, scaler: object) -> None:
-        """Take gradients that torch's `scaler` has unscaled. Raises ConfigError if only some ranks could skip."""
-        check_scaler(scaler, self.stepper, self._everyone.size)
+        """Take gradients that torch's `scaler` has unscaled. Raises ConfigError if only some ranks could skip, or the
+        step would divide by a loss scale, too."""
+        check_scaler(scaler, self.config, self.stepper, self._everyone.size)
         if self._unreduced_grads is not None:
             self._unreduced_grads.num_expected = 1
 
@@ -213,6 +218,7 @@ class Optimizer(GradientStatistics):
         if self.in_backward is not None:
             self.in_backward.drop()
         self._clipped.are_ready = False
+        self.stepper.drop_ready_grads()
         if self._unreduced_grads is not None:
             self._unreduced_grads.forget()
         for chunk in self.wrapped:
@@ -225,7 +231,6 @@ class Optimizer(GradientStatistics):
         """
         with self.stepper.telling(self.stepper.num_begun + 1):
             self.check_ready("a step", reads=False)
-            self._clipped.are_ready = False
             self._warn_of_unfrozen()
             if self.in_backward is not None:
                 raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")

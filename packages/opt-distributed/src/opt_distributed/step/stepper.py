@@ -137,6 +137,10 @@ class Stepper:
         """Raise the errors of `UsableGroups` if this rank cannot step with the entries of `groups`."""
         self._guards.usable_groups.check(groups)
 
+    def drop_ready_grads(self) -> None:
+        """Forget what `prepare_grads` has found, because the gradients are cleared."""
+        self._prepared = None
+
     def accept_loaded_groups(self, groups: Groups) -> None:
         """Accept the entries that a load, which has checked them, wrote to the groups."""
         self._guards.usable_groups.accept_loaded(groups)
@@ -214,8 +218,10 @@ class Stepper:
         """Reduce and read the gradients, for each unit, and ask the guards for their flags. All ranks refuse a step for
         which one cannot read them.
 
-        Raises the errors of the step before, if they have not been read yet.
+        Raises the errors of the step before, if they have not been read yet, and RuntimeError if gradients are ready.
         """
+        if self._prepared is not None and not self._read().overflow:
+            raise RuntimeError("gradients are ready: call step_with_ready_grads(), or zero_grad() to drop them")
         previous = self._previous
         self._previous = None
         self.last = None

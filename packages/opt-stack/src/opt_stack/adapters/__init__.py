@@ -90,7 +90,10 @@ class DeferredOptimizer(torch.optim.Optimizer):
         # The hooks are recorded again when the optimizer is built.
         groups = [{name: group[name] for name in group if name != HOOKS} for group in design.groups.groups]
         super().__init__(
-            groups, defaults={key: groups[0][key] for key in ("lr", "betas", "momentum") if key in groups[0]}
+            groups,
+            defaults={
+                key: groups[0][key] for key in ("lr", "betas", "momentum") if all(key in group for group in groups)
+            },
         )
         # Weak, so that the memory of parameters that are replaced can be freed.
         self._originals = [ref(param) for param in self._present()]
@@ -235,7 +238,8 @@ class _NoState(LiveState):
     """
 
     def __init__(self, optimizer: DeferredOptimizer):
-        super().__init__({}, lambda: _raise_not_built("state"))
+        refuse = partial(_raise_not_built, "state")
+        super().__init__({}, refuse, refuse)
         self._optimizer = optimizer
 
     def __bool__(self) -> bool:

@@ -14,7 +14,7 @@ from opt_checkpoint.state import checksums
 from opt_distributed.buffers import ReplicaError, check_replicas, compare_copies
 from opt_distributed.comm import Roles, agree
 from opt_distributed.pieces import OwnedPiece
-from opt_distributed.saving import PieceState, check_state, load_state_, read_state
+from opt_distributed.saving import PieceState, check_state, load_state_, read_state, reset_state_
 from opt_distributed.step import Scaler, Stepper, Unit, Written
 from opt_paramgroups import ParamId, is_dtensor
 from opt_stack.planning.design import Model
@@ -34,26 +34,35 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
     """State by parameter, with the names of `state_dict`; DTensors for DTensor parameters.
 
     Reading returns a dict of tensors that share the state's memory, except `step` and main values joined from a
-    remainder. Assigning a dict sets the parameter's whole state, as loading does. State exists from construction, so
-    the mapping is truthy even on a rank without parameters, and entries cannot be deleted.
+    remainder. Assigning a dict sets the parameter's whole state, as loading does; an empty one resets all but the main
+    values. State exists from construction, so the mapping is truthy even on a rank without parameters, and entries
+    cannot be deleted.
     """
 
     _held: Mapping[Tensor, PieceRef]
-    _check: Callable[[], None]  # raises while nothing may be read or written
+    _check: Callable[[], None]  # raises while nothing may be read
+    _check_write: Callable[[], None]  # or written
     _note: Callable[[], None] = lambda: None  # called after a write
 
     def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
         self._check()
         if param not in self._held:
             return {}  # as with torch's defaultdict; another rank holds the state
-        return ParamState(read_state(*self._held[param]), partial(self.__setitem__, param))
+        return ParamState(read_state(*self._held[param]), partial(self._write, param))
 
     def __setitem__(self, param: Tensor, saved: AnyState) -> None:
-        self._check()
+        self._check_write()
         unit, piece = self._held[param]
-        check_state(unit, piece, saved)
-        load_state_(unit, piece, saved)
+        if saved:
+            check_state(unit, piece, saved)
+            load_state_(unit, piece, saved)
+        else:
+            reset_state_(unit, piece)
         self._note()
+
+    def _write(self, param: Tensor, name: str, value: Tensor) -> None:
+        """Set one tensor. All others stay as they are now, which may be long after the state was read."""
+        self[param] = {**read_state(*self._held[param]), name: value}
 
     def __delitem__(self, param: Tensor) -> None:
         raise TypeError("the state of a parameter cannot be deleted; assign {} to optimizer.state[param] to reset it")
@@ -80,13 +89,13 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
 class ParamState(PieceState):
     """The state of one parameter. Assigning a tensor writes it to the optimizer."""
 
-    def __init__(self, values: Mapping[str, Tensor], write: Callable[[AnyState], None] | None = None):
+    def __init__(self, values: Mapping[str, Tensor], write: Callable[[str, Tensor], None] | None = None):
         super().__init__(values)
         self._write = write  # None if a trainer constructed a copy of this type, with moved tensors
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         if self._write is not None:
-            self._write({**self, name: value})
+            self._write(name, value)
         super().__setitem__(name, value)
 
 
