@@ -110,6 +110,50 @@ def test_state_can_be_assigned_and_reset_to_zero() -> None:
         optimizer.state[weight]["other"] = torch.zeros(1)
 
 
+@pytest.mark.parametrize("name", ["bf16", "remainders"])
+def test_a_reset_of_state_keeps_the_main_values(name: str) -> None:
+    model, optimizer = stepped(CONFIGS[name], 5)
+    before = optimizer.state[model[0].weight]["fp32_param"].clone()
+    optimizer.state[model[0].weight] = {}
+    assert torch.equal(optimizer.state[model[0].weight]["fp32_param"], before)
+
+
+@pytest.mark.parametrize("name", ["adamw", "bf16", "remainders"])
+def test_a_kept_state_writes_nothing_but_what_is_assigned(name: str) -> None:
+    """Symptom: the steps and joined main values of when it was read were written, too."""
+    model, optimizer = stepped(CONFIGS[name], 2)
+    kept = optimizer.state[model[0].weight]
+    train(model, optimizer, range(2, 5))
+    before = values(optimizer)
+    kept["exp_avg"] = torch.zeros_like(kept["exp_avg"])
+    assert not optimizer.state[model[0].weight]["exp_avg"].any()
+    after = values(optimizer)
+    del before["state"][0]["exp_avg"], after["state"][0]["exp_avg"]
+    assert_equal(after, before)
+
+
+def test_state_is_not_assigned_in_evaluation_mode() -> None:
+    """Symptom: the parameters had the trained weights again, which were then evaluated."""
+    model, optimizer = stepped(replace(BF16, ema_decay=0.5), 3)
+    optimizer.eval()
+    shown = weights(model)
+    state = optimizer.state[model[0].weight]
+    with pytest.raises(RuntimeError, match="evaluation mode"):
+        optimizer.state[model[0].weight] = dict(state)
+    with pytest.raises(RuntimeError, match="evaluation mode"):
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+    assert_equal(weights(model), shown)
+
+
+def test_a_compiled_models_weights_are_reloaded() -> None:
+    model = make_model(torch.bfloat16)
+    compiled: Any = torch.compile(model)
+    optimizer = get_optimizer(BF16, [compiled])
+    wanted = {name: value.float() + 1e-3 for name, value in compiled.state_dict().items()}
+    optimizer.reload_model_params(wanted)
+    assert torch.equal(optimizer.state[model[0].weight]["fp32_param"], wanted["_orig_mod.0.weight"])
+
+
 def test_state_has_the_names_and_memory_of_the_state_dict() -> None:
     model, optimizer = stepped(BF16, 2)
     saved = optimizer.state_dict()["state"]

@@ -5,6 +5,7 @@ part in its name, such as `exp_avg[128:256]` for a range of flat elements: `torc
 with one name as replicas, and would save one of them. `sharded_pieces` describes the same states for any layout.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_distributed.pieces.averages import AVERAGES
 from opt_distributed.pieces.dtensor import part_of_mesh
 from opt_distributed.pieces.piece import OwnedPiece, init_state
 from opt_distributed.step.unit import Unit
@@ -29,6 +31,7 @@ __all__ = [
 
 MAIN = "fp32_param"  # Megatron-Core's name for the main values of a 16-bit parameter
 STEP = "step"
+_AVERAGE = re.compile(rf"(?:{'|'.join(AVERAGES)})(?:[@\[]|$)")  # in a state dict, of a whole or a part
 _OF_MAIN = StateSpec(name=MAIN)  # main values have the parameter's shape
 _ELSEWHERE = (
     "it was saved by another rule, in other dtypes or on another layout; use sharded_state_dict to load on another "
@@ -220,7 +223,8 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, need
     known = {STEP, *piece.main.extra(), *keys.values()}
     if piece.stage is not None:  # earlier versions kept state of whole matrices on all tensor-parallel ranks
         known |= {_saved_name(piece, spec) for spec in unit.rule.state_specs if spec.whole}
-    unknown = [name for name in saved if name not in known]
+    # Averages that this run does not keep are left out.
+    unknown = [name for name in saved if name not in known and _AVERAGE.match(str(name)) is None]
     if unknown:
         raise StateError(
             f"state of {piece.id.name!r} has {', '.join(map(str, unknown))}, which its rule does not keep here "

@@ -1,5 +1,6 @@
 """State dicts of an optimizer: torch's form of one rank's state, and a sharded form that loads on any layout."""
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from numbers import Real
@@ -30,6 +31,7 @@ from opt_stack.state.sharded_state import ShardedStates, saved_scale
 VERSION = 1  # of `state_dict`
 MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from
 EVALUATING = "evaluating"  # in a state_dict of evaluation mode
+_WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod)\.)+")  # what torch's wrappers and torch.compile put before names
 NUMBERS = ("lr", "weight_decay", "eps", "momentum")  # keys of a saved group that must be numbers
 
 
@@ -51,8 +53,9 @@ def find_values(state_dict: AnyState, params: Params) -> dict[ParamId, Tensor]:
         if id.chunk == 0:
             chunks.append("model")
         names = next((state_dict[chunk] for chunk in chunks if isinstance(state_dict.get(chunk), Mapping)), state_dict)
-        key = id.name if id.name in names else f"module.{id.name}"
-        if key not in names:
+        of_wrapped = {_WRAPPERS.sub("", name): name for name in names if isinstance(name, str)}
+        key = id.name if id.name in names else of_wrapped.get(id.name)
+        if key is None:
             raise ValueError(
                 f"state_dict lacks {id.name!r} of model chunk {id.chunk}; it must hold every trained parameter"
             )
