@@ -55,6 +55,16 @@ def test_padding_may_differ_where_that_is_allowed(tmp_path: Path, rows: int, exp
     assert torch.cat(targets).tolist() == expected
 
 
+def test_a_key_that_reads_like_a_path_is_not_the_value_there(tmp_path: Path) -> None:
+    """Symptom: the tensor of this key was loaded in place of the plain value, without a word."""
+    step = lambda: sharded_like("step", torch.tensor([3.0]))
+    save({"weights": {"w": step()}, "step": 100}, tmp_path / "x")
+    assert load({"step": None}, tmp_path / "x").state == {"step": 100}
+    assert load({"weights": {"w": step()}, "step": 0}, tmp_path / "x").state["step"] == 100
+    save({"a.b": torch.tensor(7.0), "a": {"b": 5}}, tmp_path / "y")
+    assert load({"a.b": torch.tensor(0.0), "a": {"b": 0}}, tmp_path / "y").state == {"a.b": 7.0, "a": {"b": 5}}
+
+
 @pytest.mark.parametrize("sizes", [[8], [8, 9], [1 << 17], [1 << 17, 8]], ids=str)
 def test_a_load_counts_as_a_write_of_each_tensor(tmp_path: Path, sizes: list[int]) -> None:
     """Of a tensor alone, or of more than 256 KiB, it did not, so that main values could overwrite loaded weights."""
@@ -290,6 +300,11 @@ BAD = {
     "a numpy number": ({"step": np.int64(5)}, {}, r"step is a int64 .*int\(x\)"),
     "a numpy number in a list": ({"l": {"s": [1, np.float64(2)]}}, {}, r"l\.s is a list"),
     "a numpy detail": ({"a": 1}, {"details": {"step": np.int64(5)}}, r"details\['step'\] is .*int64"),
+    "a detail of the manifest": (
+        {"a": 1},
+        {"details": {"copies": 2}},
+        r"details\['copies'\]: the manifest has an entry",
+    ),
     "a detail that is NaN": ({"a": 1}, {"details": {"loss": float("nan")}}, r"details\['loss'\] is nan"),
     "a sparse tensor": ({"x": torch.eye(3).to_sparse()}, {}, r"x has layout torch\.sparse_coo.*to_dense"),
     "a sparse tensor in a list": ({"l": [1, (torch.eye(3).to_sparse(),)]}, {}, r"l\.1\.0 has layout torch\.sparse_coo"),

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -79,6 +80,19 @@ def test_a_relative_path_is_of_where_the_call_was_made(tmp_path: Path, monkeypat
     gate.set()
     assert handle.wait() == tmp_path / "x"
     assert verify_checkpoint(tmp_path / "x") == []
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
+    """Symptom: it waited for ever, because it has no thread that saves."""
+    ended = threading.Event()
+    with CheckpointManager(tmp_path) as manager, Calls(lambda name, _: ended.wait(30) if name == "fsync" else None):
+        manager.save(1, state_at(1, 0, 1))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            os._exit(0 if manager.latest() is None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        ended.set()
 
 
 def test_a_failure_is_raised_once_and_a_closed_saver_refuses(tmp_path: Path) -> None:

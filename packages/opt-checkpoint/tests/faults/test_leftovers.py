@@ -142,6 +142,35 @@ def test_a_lease_is_valid_while_its_process_runs_or_by_age(tmp_path: Path, holde
         assert live.exists() == (minutes < expires)
 
 
+def test_a_temporary_directory_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
+    other.mkdir()
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: error(errno.EACCES) if path == other else listed(path))
+    save(state_at(1, 0, 1), tmp_path / "x")
+    assert verify_checkpoint(tmp_path / "x") == []
+
+
+def test_a_commit_holds_if_what_it_replaced_cannot_be_removed(tmp_path: Path) -> None:
+    """Symptom: it was reported as failed, as over NFS while a reader had a file open."""
+    with CheckpointManager(tmp_path, in_background=False) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step, 0, 1))
+        manager.load(state_at(0, 0, 1, filled=False), step=1)
+        with Calls(failing(1, lambda name, _: name == "remove_tree", errno.ENOTEMPTY)):
+            manager.save(2, state_at(3, 0, 1))
+        assert_is_step(manager.load(state_at(0, 0, 1, filled=False)).state, 3, 0, 1)
+        assert manager.series.abandoned() == {}
+
+
+def test_a_small_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    for name in ("write", "rename"):
+        with Calls(failing(1, lambda called, _, name=name: called == name, errno.ENOSPC)), pytest.raises(OSError):
+            store.put("file", b"content")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_save_spares_another_running_save_of_its_process(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     folder = store.folder("x", TOKEN)

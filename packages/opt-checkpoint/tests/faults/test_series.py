@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_ranks import error_on_all, on_threads
-from failing_calls import Calls, error, flip_bit, objects_in, put
+from failing_calls import Calls, error, failing, flip_bit, objects_in, put
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -191,6 +191,18 @@ def test_the_durable_tier_follows_a_run_that_went_back(tmp_path: Path) -> None:
     assert two_tiers(tmp_path).latest() == 60
 
 
+def test_a_durable_save_that_failed_is_due_again(tmp_path: Path) -> None:
+    """Symptom: it counted as saved, so that nothing durable was saved for many steps."""
+    with two_tiers(tmp_path) as manager:
+        is_of_data = lambda name, key: name == "write" and "/durable/" in key and key.endswith(".distcp")
+        with Calls(failing(1, is_of_data, errno.ENOSPC)):
+            assert manager.save(20, state_at(20, 0, 1))
+            with pytest.raises(CheckpointFailedError):
+                manager.wait()
+        assert manager.save(30, state_at(30, 0, 1))
+    assert committed_steps(tmp_path / "durable") == [30]
+
+
 def test_a_crash_before_the_durable_tier_knows_a_local_rollback(tmp_path: Path, monkeypatch: Any) -> None:
     saved(tmp_path / "durable", 80, 120)
     manager = two_tiers(tmp_path)
@@ -201,6 +213,63 @@ def test_a_crash_before_the_durable_tier_knows_a_local_rollback(tmp_path: Path, 
     assert two_tiers(tmp_path).latest() == 90
     shutil.rmtree(tmp_path / "local")
     assert two_tiers(tmp_path).latest() == 120
+
+
+def test_a_step_that_was_saved_again_is_not_replaced_once_more(tmp_path: Path, monkeypatch: Any) -> None:
+    """Symptom: after a crash between its commit and the record of it, the good step was saved again without a word."""
+    saved(tmp_path, 100, 110)
+    with CheckpointManager(tmp_path, keep=9, in_background=False) as manager:
+        manager.load(empty(), step=100)
+        manager.save(105, state_at(105, 0, 1))
+        monkeypatch.setattr(manager.series, "finish", lambda *_: (_ for _ in ()).throw(OSError(5, "killed")))
+        manager.save(110, state_at(111, 0, 1))
+    with CheckpointManager(tmp_path, keep=9, in_background=False) as manager:
+        assert_is_step(manager.load(empty()).state, 111, 0, 1)
+        with pytest.raises(CheckpointExistsError):
+            manager.save(110, state_at(110, 0, 1))
+
+
+def test_a_reader_sees_that_steps_were_saved_again(place: Any) -> None:
+    """Symptom: it went on with the metrics, and the damage, of what had been there."""
+    rule = KeepBest(1, "min")
+    with CheckpointManager(place, keep=9, keep_best=rule, in_background=False) as trainer:
+        for step, metric in ((100, 0.8), (110, 0.5)):
+            trainer.save(step, state_at(step, 0, 1), metric=metric)
+        reader = CheckpointManager(place, keep=9, keep_best=rule)
+        assert reader.best() == 110
+        trainer.load(empty(), step=100)
+        trainer.save(110, state_at(110, 0, 1), metric=0.9)
+        assert trainer.best() == reader.best() == 100
+
+
+def test_a_reader_loads_a_damaged_step_that_was_saved_again(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    damage(tmp_path / step_name(2))
+    reader = CheckpointManager(tmp_path)
+    for manager in (reader, CheckpointManager(tmp_path, in_background=False)):
+        with pytest.warns(UserWarning, match="is damaged and is skipped"):
+            manager.load(empty())
+    assert reader.latest() == 1
+    manager.save(2, state_at(3, 0, 1))
+    assert (reader.latest(), reader.steps()) == (2, [1, 2])
+    assert_is_step(reader.load(empty()).state, 3, 0, 1)
+
+
+@pytest.mark.needs_extra
+def test_a_listing_that_fails_after_a_load_fails_on_all_ranks() -> None:
+    """Symptom: rank 0 raised alone, and the others waited for it in their next exchange."""
+    pytest.importorskip("obstore")
+    place = saved(f"memory://{uuid.uuid4().hex}/run", 1)
+
+    opened: list[CheckpointManager] = []
+
+    def reload(ranks: Any) -> None:
+        manager = CheckpointManager(place, process_group=ranks)
+        ranks.gather_objects(opened.append(manager))
+        manager.load({}, step=1)
+
+    with Calls(failing(9, lambda name, _: name == "folders" and len(opened) == 2)):
+        assert isinstance(error_on_all(2, reload), CheckpointFailedError)
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped bit", "manifest"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -225,6 +226,7 @@ class AsyncSaver:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._once = once
+        self._process = os.getpid()
 
     def save(
         self,
@@ -328,7 +330,7 @@ class AsyncSaver:
         """
         if self._thread is not None:
             self._thread.join()
-        last = self._last
+        last = self._last if self._process == os.getpid() else None  # a forked process has no thread that saves
         self._last = None  # only now: Ctrl-C may have ended the line before
         if last is not None:
             last.wait()

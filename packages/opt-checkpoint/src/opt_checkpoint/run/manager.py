@@ -230,7 +230,8 @@ class CheckpointManager(Closing):
                 f"opened; a series has one trainer. Stop one of them, and open a new manager to continue the series"
             )
         replace = step in steps and self.series.is_committed(step)
-        if replace and step not in (*self._saves_after_loaded, *self.series.damaged, *self.series.abandoned()):
+        is_ours = step in self._saves_after_loaded or self.series.is_abandoned(step, self.series.abandoned())
+        if replace and not is_ours and not self.series.is_damaged(step):
             findings = verify_checkpoint(self.series.path(step))  # all of it, before the save is refused
             replace = bool(findings)
             if replace:
@@ -290,13 +291,18 @@ class CheckpointManager(Closing):
         if rule is None:
             raise CheckpointValueError("best() needs CheckpointManager(..., keep_best=KeepBest(count, mode))")
         self.wait()
-        find_best = lambda: self.series.best(rule)
+
+        def find_best() -> list[int]:
+            present = Series(self.directory)  # its trainer may have saved steps again since this manager read them
+            present.damaged = self.series.damaged
+            return present.best(rule)
+
         return next(iter(from_rank_0(self._ranks, find_best, f"listing {self.directory}")), None)
 
     def steps(self) -> list[int]:
         """Return all steps with committed and complete checkpoints, in order. Waits and raises like `latest`."""
         self.wait()
-        list_steps = lambda: [step for step in committed_steps(self.directory) if step not in self.series.damaged]
+        list_steps = lambda: [step for step in committed_steps(self.directory) if not self.series.is_damaged(step)]
         return from_rank_0(self._ranks, list_steps, f"listing {self.directory}")
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
@@ -360,13 +366,16 @@ class CheckpointManager(Closing):
                     raise
             else:
                 break
-        # The run continues from this step: it may save the later ones again.
-        self._loaded = chosen
-        if self._ranks.rank == 0:
-            self._resumed = chosen
-            self._saved_since_load = set()
+
+        def note_loaded() -> None:
+            """The run continues from this step: it may save the later ones again."""
             self._known = self.series.committed()
             self._saves_after_loaded = {known: {self.series.save_of(known)} for known in self._known if known > chosen}
+            self._resumed = chosen
+            self._saved_since_load = set()
+
+        from_rank_0(self._ranks, note_loaded, f"listing {self.directory}")
+        self._loaded = chosen
         return report
 
     def latest_good(self) -> int | None:
@@ -412,7 +421,7 @@ class CheckpointManager(Closing):
 
         if from_rank_0(self._ranks, is_gone, what):
             raise removed(self.series.path(step))
-        self.series.damaged.add(step)
+        self.series.damaged[step] = save_id
         if self._ranks.rank == 0:
             warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=5)
         return False
@@ -427,7 +436,6 @@ class CheckpointManager(Closing):
         self._saved_since_load.add(saved)
         stays = {self._resumed} if self._resumed is not None and len(self._saved_since_load) < self._keep else set()
         self.series.add(saved, metric)
-        self.series.damaged.discard(saved)
         self._saves_after_loaded.pop(saved, None)
         try:
             self.series.finish(saved, save_id, stays)

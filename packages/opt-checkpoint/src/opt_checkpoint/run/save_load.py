@@ -34,7 +34,7 @@ from opt_checkpoint.dcp.saving import (
 from opt_checkpoint.dcp.writing import CheckpointWriter
 from opt_checkpoint.disk.archives import SafeGlobals
 from opt_checkpoint.disk.checkpoint import Opened, check_sizes, open_checkpoint, removed, was_removed
-from opt_checkpoint.disk.index import Kind
+from opt_checkpoint.disk.index import COPIES, PADDED, PATHS, Kind
 from opt_checkpoint.disk.main_weights import Moments, refuse_shifted, with_moments
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError, check_choice
 from opt_checkpoint.run.ranks import (
@@ -148,6 +148,8 @@ def save_as(
 
     def new_writer() -> CheckpointWriter:
         for name, value in details.items():  # before anything is written
+            if name in (PATHS, COPIES, PADDED):
+                raise CheckpointValueError(f"details[{name!r}]: the manifest has an entry of this name; choose another")
             try:
                 json.dumps({name: value}, allow_nan=False)
             except (TypeError, ValueError) as error:

@@ -86,10 +86,9 @@ class Series:
     def __init__(self, directory: Location) -> None:
         self.directory = directory
         self.store = store_at(directory)
-        self.damaged: set[int] = set()  # steps that are known to be, besides those that are not whole
+        self.damaged: dict[int, str | None] = {}  # the save of each step that was found damaged: it may be saved again
         self._issued: set[str] = set()  # saves of this process that may still be committed
-        # Committed steps, which need not be looked at again: whether manifest and sizes are right; None if unknown.
-        self._whole: dict[int, bool | None] = {}
+        self._whole: dict[int, bool] = {}  # of committed steps: whether manifest and sizes were found right
         self._metrics: dict[int, float | None] = {}  # of the whole ones
         self._lock = threading.RLock()  # two tiers save in two threads
 
@@ -109,7 +108,7 @@ class Series:
                     return False
             except CheckpointCorruptError:
                 pass
-            self._whole[step] = None
+            self._whole[step] = False
         return True
 
     def committed(self) -> set[int]:
@@ -133,7 +132,7 @@ class Series:
                 if at_most is not None and step > at_most:
                     continue
                 if self.is_committed(step) and not self.is_abandoned(step, gone):
-                    if step not in self.damaged and self._whole.get(step) is not False:
+                    if not self.is_damaged(step):
                         return step
                     bad.append(step_name(step))
         if bad and at_most is None:
@@ -142,6 +141,10 @@ class Series:
                 f"start from the beginning"
             )
         return None
+
+    def is_damaged(self, step: int) -> bool:
+        """Return whether the present save of a step was found damaged."""
+        return step in self.damaged and self.save_of(step) == self.damaged[step]
 
     def is_abandoned(self, step: int, gone: Mapping[int, str]) -> bool:
         return step in gone and self.save_of(step) == gone[step]
@@ -159,7 +162,9 @@ class Series:
     def is_whole(self, step: int, *, headers: bool = False) -> bool:
         """Return whether a committed step has all its files, by manifest, sizes and headers. Each step is looked at
         once."""
-        if self._whole.get(step) is None:
+        if self.is_damaged(step):
+            return False
+        if not self._whole.get(step):
             save_id: str | None = None
             try:
                 index = read_committed(self.path(step))
@@ -171,9 +176,9 @@ class Series:
             except CheckpointCorruptError as error:
                 if was_removed(self.path(step), save_id):
                     return False
-                self._whole[step] = False
+                self.damaged[step] = save_id
                 logger.warning("%s does not count as kept: %s", self.path(step), error)
-        return bool(self._whole[step])
+        return self._whole.get(step, False)
 
     def best(self, keep_best: KeepBest) -> list[int]:
         """Return the whole steps with the best metrics, the best one first. Damaged and abandoned ones do not count.
@@ -188,7 +193,7 @@ class Series:
             gone = self.abandoned()
             metrics: dict[int, float] = {}
             for step in listed:
-                if step not in self.damaged and not self.is_abandoned(step, gone) and self.is_whole(step):
+                if not self.is_abandoned(step, gone) and self.is_whole(step):
                     metric = self._metrics.get(step)
                     if metric is not None:
                         metrics[step] = metric
@@ -215,7 +220,7 @@ class Series:
         kept = 0
         uncommitted = []
         for step in reversed(named_steps(self.store)):
-            if step in self.damaged or self.is_abandoned(step, gone):
+            if self.is_damaged(step) or self.is_abandoned(step, gone):
                 continue
             if kept >= keep and step != new and keep_every is not None and step % keep_every == 0:
                 continue

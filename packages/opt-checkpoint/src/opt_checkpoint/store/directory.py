@@ -157,7 +157,10 @@ class Directory:
                 f"remove its name)",
             ) from error
         if old is not None:
-            self._delete(old)
+            try:
+                self._delete(old)
+            except OSError as error:  # the checkpoint is committed; the next save tries again
+                logger.warning("could not remove %s: %s", old, error)
 
     def abandon(self, folder: str) -> None:
         try:
@@ -203,9 +206,13 @@ class Directory:
         path = self.path(name)
         self.make_parents(path)
         new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-        with self._file(new) as fd:
-            _append(fd, new, content)
-        self.rename(new, path)
+        try:
+            with self._file(new) as fd:
+                _append(fd, new, content)
+            self.rename(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
         self.sync_dir(path.parent)
 
     def create(self, name: str, content: bytes) -> None:
@@ -358,7 +365,7 @@ def _leftovers_in(directory: Path) -> list[Path]:
     """The temporary directories of any process that hold only files of a save: other programs may use such names."""
     found = []
     for entry in directory.iterdir():
-        with suppress(FileNotFoundError):  # removed in the meantime
+        with suppress(FileNotFoundError, PermissionError):  # removed in the meantime, or another user's
             if is_leftover(entry.name) and entry.is_dir() and all(_FILES.fullmatch(f.name) for f in entry.iterdir()):
                 found.append(entry)
     return sorted(found)

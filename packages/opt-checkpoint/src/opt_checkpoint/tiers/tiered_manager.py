@@ -174,13 +174,15 @@ class TieredCheckpointManager(Closing):
         tier = self._tier_of_run(may_write=True)
         saver = self._saver
         assert tier is not None  # naming a run gives it a name
-        if self._last_durable is None or self._last_durable > step:
-            self._last_durable = self._durable.latest(at_most=step) or 0
-        is_due = step - self._last_durable >= self._durable_every
+        last_durable = self._last_durable
+        self._last_durable = None  # looked up again after a failure
+        if last_durable is None or last_durable > step:
+            last_durable = self._durable.latest(at_most=step) or 0
+        is_due = step - last_durable >= self._durable_every
         saver.wait()
         if is_due:  # first, because it may be refused
             self._durable.save(step, state, metric=metric)
-            self._last_durable = step
+            last_durable = step
         series = self._durable.series
 
         def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
@@ -193,6 +195,7 @@ class TieredCheckpointManager(Closing):
                 from_rank_0(ranks, lambda: series.finish(step, save), f"{what} (it is in the local tier)")
 
         saver.start(state, tier.place(step, self._ranks.rank), write, step=step)
+        self._last_durable = last_durable
         self._resume = None
         self._has_loaded = False
         return is_due
@@ -203,7 +206,10 @@ class TieredCheckpointManager(Closing):
             if self._saver is not None:
                 self._saver.wait()
         finally:
+            last_durable = self._last_durable
+            self._last_durable = None  # looked up again after a failure
             self._durable.wait()
+            self._last_durable = last_durable
 
     def close(self) -> None:
         self._closed = True
