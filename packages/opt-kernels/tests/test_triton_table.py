@@ -1,6 +1,7 @@
 """Tables of Triton's launches: what is kept on the device, numbers, devices. Sweeps of all backends test chunks."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,26 @@ def test_the_table_that_was_unused_longest_makes_room(tables: DeviceTables[Any])
     for key in range(6):  # large ones make room before the count is reached
         tables.get(key, lambda: torch.zeros(20))
     assert len(tables) == 1
+
+
+def test_a_thread_gets_no_table_of_another(tables: DeviceTables[Any]) -> None:
+    """Symptom: where keys were compared by Python, another thread's table was taken for the last one."""
+
+    class Key:
+        def __hash__(self) -> int:
+            return 1
+
+        def __eq__(self, other: object) -> bool:
+            while waiting:
+                thread = waiting.pop()
+                thread.start()
+                thread.join()
+            return isinstance(other, Key)
+
+    waiting: list[threading.Thread] = []
+    assert tables.get(Key(), lambda: "ours") == "ours"
+    waiting.append(threading.Thread(target=tables.get, args=("theirs", lambda: "theirs")))
+    assert tables.get(Key(), lambda: "built") == "ours"
 
 
 def test_what_a_graph_has_captured_is_kept_for_replays(tables: DeviceTables[Any], capture: Capture) -> None:

@@ -4,11 +4,13 @@ A table depends only on its key, such as the addresses of tensors. If parameters
 step builds and copies nothing.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
+from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -108,6 +110,12 @@ class _CachedTable(NamedTuple, Generic[T]):
     table: T
 
 
+@cache
+def _changing(process: int) -> Lock:
+    """Held by the thread that changes a cache. A forked process has a lock of its own."""
+    return Lock()
+
+
 class DeviceTables(Generic[T]):
     """LRU cache of tables on one device.
 
@@ -145,17 +153,22 @@ class DeviceTables(Generic[T]):
         tensors `of`: other code may have used tensors of another shape at the same addresses."""
         capturing = is_capturing(self._device)
         place = (current_stream(self._device), key)
-        if place == self._last[0]:  # most steps repeat the last one: comparing a thousand addresses, without hashing
-            entry = self._last[1]
+        last_place, last = self._last  # at once: other threads may replace it while places are compared
+        if place == last_place:  # most steps repeat the last one: comparing a thousand addresses, without hashing
+            entry = last
         else:
             entry = self._entries.get(place)
             if entry is None and capturing:
                 entry = next((other for (_, known), other in self._entries.items() if known == key), None)
         if entry is None or not entry.layouts.same(of):
-            entry = self._built(place, _CachedTable(Layouts(of), build()))
-        elif entry is not self._last[1] and place in self._entries:
-            self._entries.move_to_end(place)
-            self._last = (place, entry)
+            made = _CachedTable(Layouts(of), build())
+            with _changing(os.getpid()):
+                entry = self._built(place, made)
+        elif entry is not last:
+            with _changing(os.getpid()):
+                if place in self._entries:
+                    self._entries.move_to_end(place)
+                    self._last = (place, entry)
         if capturing and not any(entry.table is kept for kept in self._captured):
             self._captured.append(entry.table)
         return entry.table
