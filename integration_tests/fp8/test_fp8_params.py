@@ -110,6 +110,19 @@ def test_one_byte_an_element_and_scales_are_gathered(recipe: str, wraps: bool) -
 
 
 @every_recipe
+def test_codes_that_have_left_their_memory_are_refused(recipe: str) -> None:
+    """Symptom: after `model.cpu(); model.cuda()` steps succeeded, and wrote codes that nothing read."""
+    model = make_model(recipe)
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, bf16=True, fp8_recipe=recipe), [model])
+    set_grads(model, 0)
+    assert optimizer.step().success
+    model._apply(lambda tensor: tensor.clone())
+    set_grads(model, 1)
+    with pytest.raises(StorageError, match="has left the memory that the optimizer updates"):
+        optimizer.step()
+
+
+@every_recipe
 def test_a_parameter_without_a_gradient_keeps_codes_and_scales(recipe: str) -> None:
     def rank_main(comm: Comm) -> bool:
         model, _, optimizer = build(comm, recipe, **ZERO)

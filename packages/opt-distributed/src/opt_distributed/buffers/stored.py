@@ -127,9 +127,10 @@ class Moved:
 
 
 def form_of(params: Params) -> Callable[[Tensor], object]:
-    """Return a function that gives the stored dtype and the device of one of these parameters."""
+    """Return a function that gives the stored dtype and the device of one of these parameters; with the address of the
+    codes of an fp8 parameter, which its main value writes to."""
     if any(map(is_quantized, params.values())):
-        return lambda param: (stored_dtype(param), param.device)
+        return lambda param: (stored_dtype(param), param.device, address(param) if is_quantized(param) else None)
     return attrgetter("dtype", "device")
 
 

@@ -131,7 +131,8 @@ def adapted(tensor: Tensor) -> AdaptedTensor | None:
     form = _FORMS.get((library, type(tensor).__name__))
     if form is None:
         return None
-    if tensor not in _KNOWN:
+    codes = getattr(tensor, form.codes)
+    if tensor not in _KNOWN or _KNOWN[tensor].codes.data_ptr() != codes.data_ptr():  # new, or moved
         recipe = "tensorwise" if library == "torchao" else _recipe_of(tensor)
         _KNOWN[tensor] = _adapted(tensor, form, recipe)
     found: AdaptedTensor = _KNOWN[tensor]
