@@ -299,6 +299,39 @@ def test_a_run_that_is_resumed_or_copied_goes_on_bit_for_bit(name, narrow, backe
         assert same([*params, *states_of(other)], [*expected, *states_of(optimizer)])
 
 
+def test_a_parameter_whose_state_was_only_read_has_none():
+    """Symptom: `optimizer.state[param]` of a logger made the next `state_dict` fail."""
+    params = pair()
+    optimizer = optim.AdamW(params)
+    for param in params[:1]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert not optimizer.state[params[1]]
+    saved = optimizer.state_dict()
+    assert not saved["state"][1]
+    optim.AdamW(pair()).load_state_dict(saved)
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_without_momentum_loads_whatever_was_before(steps):
+    saved = optim.SGD(pair(), lr=0.1)
+    step(saved, 0)
+    loading = optim.SGD(pair(), lr=0.1, momentum=0.9)
+    step(loading, *range(steps))
+    loading.load_state_dict(saved.state_dict())
+    assert all(set(state) == {"step"} for state in loading.state.values())
+
+
+def test_the_norm_of_a_step_that_the_scaler_skips_is_infinite():
+    optimizer = optim.AdamW(pair(), max_norm=1.0)
+    step(optimizer, 0)
+    optimizer.found_inf = torch.ones(())
+    step(optimizer, 1)
+    assert optimizer.grad_norm == torch.inf
+
+
 def refused_state_dict(optimizer, saved, message):
     before = copy.deepcopy((optimizer.state_dict(), optimizer.param_groups[0]["params"]))
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from elementwise_works import device_of, on
 from matrix_works import tensor
 from torch import nn
 
-from opt_kernels import StateDictError
+from opt_kernels import MatrixError, StateDictError
 from opt_kernels.hooks import HookError
 from opt_kernels.matrices import CoefficientType, Decay, PostNorm, PreNorm, ScaleMode
 from opt_kernels.matrices.coefficients import Coefficients
@@ -48,6 +48,33 @@ RULES = [
 @pytest.mark.parametrize(("cls", "options", "rule"), RULES)
 def test_options_of_a_drop_in_are_those_of_its_rule(cls, options, rule):
     assert cls([nn.Parameter(torch.ones(2, 2))], **options).rule == rule
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_copy_updates_marked_matrices_by_the_same_rule(steps):
+    """Symptom: `nn.Parameter` loses its attributes in a copy, and the matrix rule updated what it must not."""
+    weights = [parameter(4, 4), parameter(4, 4, seed=1)]
+    weights[1]._no_weight_decay = True
+    optimizer = Muon(weights, lr=0.01, weight_decay=0.0, scalar_optimizer="adam")
+    step(optimizer, *range(steps))
+    other = copy.deepcopy(optimizer)
+    assert same(step(other, 7, 8), step(optimizer, 7, 8))
+
+
+def test_a_gradient_that_is_not_finite_is_refused_before_any_write():
+    """Symptom: SOAP said that nothing was written, but other parameters had been updated."""
+    weights = [parameter(4), parameter(4, 4), parameter(5, 4)]
+    optimizer = SOAP(weights, lr=0.01, scalar_optimizer="adam")
+    step(optimizer, 0, 1)
+    before = copy.deepcopy((optimizer.state_dict(), weights))
+    for param in weights:
+        param.grad = torch.ones_like(param)
+    weights[2].grad[0, 0] = torch.inf
+    with pytest.raises(
+        MatrixError, match=r"gradient of a parameter of shape \(5, 4\) is not finite; nothing was written"
+    ):
+        optimizer.step()
+    torch.testing.assert_close((optimizer.state_dict(), weights), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import opt_kernels
 from opt_kernels import BackendError, MatrixError, optim
 from opt_kernels.foreign import CLASSES
 from opt_kernels.formulas import NumberError
-from opt_kernels.hooks import RelativeUpdate
+from opt_kernels.hooks import CentralizeGradient, RelativeUpdate
 from opt_kernels.optim import on_device
 from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.rules import SGD
@@ -131,6 +131,9 @@ PARAMETERS = [
     ("SOAP", {}, lambda: torch.ones(3), r"shape \(3,\) is not a matrix for SOAP; set scalar_optimizer"),
     ("SOAP", {}, lambda: torch.ones(3, 3).double(), r"torch\.float64, but .* keeps float32 states; pass float32 param"),
     ("AdaptiveMuon", {}, lambda: torch.ones(3, 3).double(), r"torch\.float64, but .* keeps float32 states"),
+    ("SOAPMuon", {}, lambda: torch.ones(3, 3).double(), r"torch\.float64, but .* keeps float32 states"),
+    ("Muown", {}, lambda: torch.ones(3, 3).double(), r"torch\.float64, but .* keeps float32 states"),
+    ("SOAP", {"hooks": [CentralizeGradient()]}, lambda: torch.ones(3, 3).double(), "keeps float32 states"),
     ("AdamW", {"mains": "remainder"}, lambda: torch.ones(3).half(), "pass mains='float32'"),
     ("AdamW", {"stochastic_rounding": True}, lambda: torch.ones(3).half(), "stochastic_rounding"),
     ("AdamW", {"mains": "remainder", "stochastic_rounding": True}, lambda: torch.ones(3).bfloat16(),

@@ -285,7 +285,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         packed = super().state_dict()
         for index, (group, param) in enumerate(params_with_groups(self.param_groups)):
-            if param in self.state:
+            if self.state.get(param):  # reading the state of a parameter without one makes it empty, as in torch
                 codecs = codecs_of(self.rule_of(group, param))
                 packed["state"][index] = saved_state(codecs, param, self.state[param])
         for group in packed["param_groups"]:
@@ -325,6 +325,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Whether an earlier release saved `values` for `param` by a rule that no longer updates it."""
         return False
 
+    def _saved_rule(self, group: ParamGroup, param: Tensor, values: Mapping[str, Any]) -> Rule:
+        """The rule of `param` once `values` are its state, in a loaded group."""
+        return self.rule_of(group, param)
+
     def _load(self, states: Mapping[Any, Mapping[str, Any]], saved_groups: Sequence[ParamGroup]) -> None:
         """Load saved states by the indices in `saved_groups`, which are in the order of this optimizer's parameters."""
         new_groups = groups.loaded_groups(self.param_groups, saved_groups, self.defaults)
@@ -333,9 +337,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         saved_states = []
         restarted = []
         for index, (group, param) in zip(indices, params_with_groups(new_groups), strict=True):
-            if index not in states:
+            if not states.get(index):
                 continue
-            rule = self.rule_of(group, param)
+            rule = self._saved_rule(group, param, states[index])
             matrix = self.matrix_of(group, param)
             name = self._named(group, param)
             values = states[index]
@@ -373,7 +377,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _update_(self) -> None:
         self._adopt_changes()
-        if not self.state and only_makes_state(self.param_groups):
+        if not any(self.state.values()) and only_makes_state(self.param_groups):
             self._rows = self._new_rows()
             return
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
@@ -384,6 +388,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self._on_device is not None:
             self._on_device.begin_step()
         elif found_inf is not None and bool(found_inf):
+            self.grad_norm = None if self.max_norm is None else math.inf
             return
         params = params_of(self.param_groups)
         scale, skip, norm = scaling_of(params, found_inf=found_inf, loss_scale=loss_scale, max_norm=self.max_norm)
@@ -394,12 +399,16 @@ class RuleOptimizer(torch.optim.Optimizer):
             self.grad_norm = None if norm is None else float(norm)
             if self.grad_norm is not None and not self.grad_norm < math.inf:
                 return
+        self._check_grads()
         for sweep, batches in self._batches().items():
             sweep.rule.update_(batches, grad_scale=scale, skip=skip)
         if self._rows is not None:
             self._rows.count(skip)
         if self._on_device is not None and self._on_device.is_capturing:
             self._captured_at = addresses(params)
+
+    def _check_grads(self) -> None:
+        """Raise before anything is written for gradients that a rule refuses."""
 
     def _batches(self) -> SweepBatches:
         """The works of this step by rule and device, in batches by parameter group and step."""

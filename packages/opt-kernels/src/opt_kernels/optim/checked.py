@@ -7,13 +7,15 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import is_dense
 from opt_kernels.dtensor import Span, first_number, is_dtensor, local, spans
+from opt_kernels.hooks import bare
 from opt_kernels.optim.state import init_main
 from opt_kernels.params import MainFormat
 from opt_kernels.quantized.adapters import is_quantized
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import ElementwiseRule, Rule
+from opt_kernels.rules.eigenbases import EigenbasisRule
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.rules.muown import MuownRule
 
 
 def for_dtype(rule: Rule, param: Tensor) -> Rule:
@@ -70,7 +72,7 @@ def check_param(param: Tensor, rule: Rule, mains: MainFormat) -> None:
             "elements or its negative bit set; allowed are elements that fill their memory, in any order of "
             "dimensions; make it contiguous: nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
         )
-    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuonRule | SOAPRule):
+    if param.dtype is torch.float64 and isinstance(bare(rule), AdaptiveMuonRule | EigenbasisRule | MuownRule):
         raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; pass float32 parameters")
     init_main(mains, shard.to("meta"))
     if rounds_stochastically(rule, mains, param):

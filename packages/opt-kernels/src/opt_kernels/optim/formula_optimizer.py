@@ -98,7 +98,10 @@ class MomentumOptimizer(FormulaOptimizer):
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         """Return the rule: with a momentum buffer if the group has momentum, or had it when the state was created."""
-        has_buffer = bool(group["momentum"]) or MOMENTUM in self.state.get(param, {})
+        return self._saved_rule(group, param, self.state.get(param, {}))
+
+    def _saved_rule(self, group: ParamGroup, param: Tensor, values: Mapping[str, Any]) -> Rule:
+        has_buffer = bool(group["momentum"]) or values.get(MOMENTUM) is not None
         formula = self.rule.formula.with_constants(has_momentum=has_buffer)
         return for_dtype(replace(self.rule, formula=formula), param)
 

@@ -13,13 +13,15 @@ from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.registry import FORMULAS
-from opt_kernels.hooks import GivenHooks
+from opt_kernels.hooks import GivenHooks, bare
 from opt_kernels.matrices.access import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
-from opt_kernels.optim.groups import Options, ParamGroup, bound_arguments
+from opt_kernels.optim.groups import Options, ParamGroup, bound_arguments, params_with_groups
+from opt_kernels.optim.param_rows import params_of
 from opt_kernels.params import frozen
 from opt_kernels.rules.base import Needs, Rule, build_rule, elementwise, init_state, keeps_parts
+from opt_kernels.rules.eigenbases import EigenbasisRule
 from opt_kernels.works import MatrixSpec, NamedChoice, Number, Work
 
 _SUSPECTS = frozenset(
@@ -242,6 +244,15 @@ class MatrixOptimizer(RuleOptimizer):
             self._names.update(zip(group["params"], group["param_names"], strict=True))
         return self._names.get(param, "")
 
+    def _check_grads(self) -> None:
+        """Raise MatrixError for a gradient that is not finite, which SOAP's factors refuse after other writes."""
+        if isinstance(bare(self.rule), EigenbasisRule):
+            for group, param in params_with_groups(self.param_groups):
+                if param.grad is None or self.rule_of(group, param).needs is not Needs.MATRICES:
+                    continue
+                if not bool(local(param.grad).isfinite().all()):
+                    raise MatrixError(f"the gradient of {self._named(group, param)} is not finite; nothing was written")
+
     def _in_present_groups(self, saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
         """Saved groups of a release that did not know `is_undecayed`, in the groups of this optimizer."""
         former = [params for params in self._former if params]
@@ -316,11 +327,19 @@ class MatrixOptimizer(RuleOptimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
+        params: list[Any] = params_of(self.param_groups)
         return super().__getstate__() | {
             "scalar_rule": self.scalar_rule,
             "_names": self._names,
             "_former": self._former,
+            "_marks": {param: param._no_weight_decay for param in params if hasattr(param, "_no_weight_decay")},
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the state of a copy, whose parameters have lost the marks that `is_undecayed` reads."""
+        for param, mark in state.pop("_marks", {}).items():
+            param._no_weight_decay = mark
+        super().__setstate__(state)
 
 
 _UNSPLIT: Options = {"split_rows": (), "num_heads": 1, "split_sizes": ()}

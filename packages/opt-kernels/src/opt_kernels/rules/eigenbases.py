@@ -178,7 +178,8 @@ class EigenbasisRule(WholeMatrices):
         return access.join(updates, work.matrix, inputs.shape)
 
     def factors(self, states: access.PartStates, grads: Tensor, hyper: Hyper) -> dict[str, Tensor]:
-        """L and R after gradients (batch, m, n). Raises MatrixError if one is not finite; nothing is written."""
+        """L and R after gradients (batch, m, n). Raises MatrixError if one is not finite; nothing of this part is
+        written."""
         eps = float(hyper.eps)
         weight = 1.0 - self.shampoo_beta
         if self.corrects_bias:
@@ -191,7 +192,7 @@ class EigenbasisRule(WholeMatrices):
             raise access.MatrixError(
                 f"a factor of SOAP overflowed, or a gradient is not finite: the largest element of these gradients is "
                 f"{float(grads.abs().max()):.3g}; factors have squares of gradients in {grads.dtype}, divided by eps="
-                f"{eps:g} for KL, so gradients must be finite and below about 1e18 (1e13 for KL); nothing was written"
+                f"{eps:g} for KL; gradients must be finite and below about 1e18 (1e13 for KL); the matrix is unchanged"
             )
         return factors
 

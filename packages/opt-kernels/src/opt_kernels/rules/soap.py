@@ -51,8 +51,8 @@ class SOAPRule(EigenbasisRule):
     updates as large as lr. This is why "paper" is the default.
 
     Gradients of 1e-12 to 1e12 are followed: bases do not depend on their scale, except for that of eps and, for KL,
-    of the first eigenvalues. MatrixError is raised before anything is written if a factor overflows or a gradient is
-    not finite: from about 1e18 on, for KL with eps 1e-8 from about 1e14 on.
+    of the first eigenvalues. MatrixError is raised before anything of a matrix is written if a factor overflows or a
+    gradient is not finite: from about 1e18 on, for KL with eps 1e-8 from about 1e14 on.
 
     With `max_precond_dim`, a longer side has no factor and no basis, as in the authors' code: an output layer of
     128,000 rows would need 2 x 64 GB. With `one_sided` only the shorter side has them, as in the paper's variant.
