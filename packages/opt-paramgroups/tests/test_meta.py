@@ -158,7 +158,6 @@ def test_placements_are_read_as_plain_values(mesh):
     assert (weight.is_dtensor, weight.tensor_parallel, weight.partition_dim) == (True, True, 1)
     assert other.placements == (MeshPlacement("dp", 1, 0), MeshPlacement("tp", 1, None))
     assert (other.tensor_parallel, other.partition_dim) == (False, None)
-    assert describe([model], tensor_parallel_axes=("dp",))[ParamId(0, "other")].partition_dim == 0
 
 
 def test_a_partial_placement_is_refused(mesh):

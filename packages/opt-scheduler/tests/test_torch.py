@@ -140,6 +140,16 @@ def test_what_the_adapter_cannot_do_is_refused(act: Any, message: str) -> None:
         act(TestAdapter().build()[2])
 
 
+def test_a_scale_that_it_does_not_read_is_refused() -> None:
+    """Symptom: the layer decay that timm stores as `lr_scale` was lost without a word."""
+    optimizer = adamw()
+    optimizer.param_groups[0]["lr_scale"] = 1.0
+    OptimizerParamScheduler(optimizer, **BASE)
+    optimizer.param_groups[-1]["lr_scale"] = 0.1
+    with pytest.raises(ScheduleError, match=r"has lr_scale=0\.1, which OptimizerParamScheduler does not read"):
+        OptimizerParamScheduler(optimizer, **BASE)
+
+
 def test_groups_with_bounds_of_one_cycle_lr_are_refused() -> None:
     early = adamw()
     late = adamw()

@@ -282,7 +282,6 @@ def describe(
     model_chunks: Sequence[nn.Module],
     *,
     overrides: Roles | None = None,
-    tensor_parallel_axes: Sequence[str] = TENSOR_PARALLEL_AXES,
     model_chunk_offset: int = 0,
     by_name: bool = True,
 ) -> dict[ParamId, ParamMeta]:
@@ -295,7 +294,6 @@ def describe(
     Args:
         model_chunks: the model, or its virtual pipeline stages; wrappers do not change the names.
         overrides: fields that replace those read, by id or by a pattern of names. Later entries win.
-        tensor_parallel_axes: the mesh axes of DTensors that mean tensor parallelism.
         model_chunk_offset: number of the first chunk.
         by_name: False: embeddings and output layers have the attribute, as in Megatron-Core.
 
@@ -303,8 +301,7 @@ def describe(
         ConfigError: an override names a parameter or field that does not exist, or a role does not fit the shape.
     """
     params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
-    axes = frozenset(tensor_parallel_axes)
-    roles = {param_id: read_roles(param_id, param, axes) for param_id, param in params.items()}
+    roles = {param_id: read_roles(param_id, param) for param_id, param in params.items()}
     models = [unwrapped(chunk) for chunk in model_chunks]
     known = vocabulary_roles(models) if by_name else {}
     qkv_rows = fused_qkv_rows(models)
@@ -341,7 +338,7 @@ def make_meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta
     )
 
 
-def read_roles(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
+def read_roles(id: ParamId, param: Tensor) -> dict[str, Any]:
     """Return the roles read from the attributes and placements of a parameter. Others keep their defaults."""
     roles = {
         field: getattr(param, attr)
@@ -357,7 +354,7 @@ def read_roles(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str])
         roles["expert_tp"] = roles["is_expert"] or ("experts" in id.name and "shared" not in id.name)
     layout = dtensor_layout(param)
     for placement in reversed(layout.placements if layout else ()):  # the outermost axis counts
-        if placement.axis in tensor_parallel_axes and placement.shard_dim is not None:
+        if placement.axis in TENSOR_PARALLEL_AXES and placement.shard_dim is not None:
             roles |= {"tensor_parallel": True, "partition_dim": placement.shard_dim}
     return roles
 

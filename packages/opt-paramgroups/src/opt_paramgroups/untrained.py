@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_paramgroups.meta import (
-    TENSOR_PARALLEL_AXES,
     ParamId,
     ParamMeta,
     frozen_by_id,
@@ -32,7 +31,7 @@ def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset:
     found: dict[ParamId, Untrained] = {}
 
     def add(id: ParamId, tensor: Tensor, sources: Iterable[Tensor]) -> None:
-        roles = [read_roles(id, source, frozenset(TENSOR_PARALLEL_AXES)) for source in sources]
+        roles = [read_roles(id, source) for source in sources]
         marks = {name: any(role.get(name, False) for role in roles) for name in ("is_expert", "tensor_parallel")}
         found[id] = Untrained(tensor, make_meta(id, tensor, marks))
 

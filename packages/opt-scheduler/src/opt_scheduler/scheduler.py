@@ -8,7 +8,7 @@ from typing import Any
 from .errors import ScheduleError, is_number, refuse, unknown_name
 from .groups import VERSION, Entries, Group, GroupScheduler, Optimizers, check_state, set_
 from .schedule import Plain, Schedule
-from .settings import SETTINGS, Settings, WarmupFirst, bounds_of, group_values, refuse_one_cycle
+from .settings import SETTINGS, Settings, WarmupFirst, bounds_of, group_values, refuse_foreign
 
 logger = logging.getLogger("opt_scheduler")
 
@@ -138,7 +138,7 @@ class OptimizerParamScheduler(GroupScheduler):
         return replace(self.settings, max_lr=max_lr, min_lr=min_lr)
 
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
-        refuse_one_cycle(groups)
+        refuse_foreign(groups)
         self._write_values(groups, group_values(self.settings, groups, num_steps))
 
     def _write_values(self, groups: Sequence[Group], values: Sequence[tuple[float, float]]) -> None:
@@ -191,7 +191,7 @@ class OptimizerParamScheduler(GroupScheduler):
         chosen = given | {name: self._check_and_set(given[name], value, name) for name, value in saved.items()}
         settings = Settings(**chosen)
         groups = self.param_groups
-        refuse_one_cycle(groups)
+        refuse_foreign(groups)
         changed = [{**group, **_followed(group, (given, saved), chosen)} for group in groups]
         values = group_values(settings, changed, num_steps)
         self._log_differences(given, saved, chosen)

@@ -240,15 +240,22 @@ def group_values(settings: Settings, groups: Sequence[Entries], step: float) -> 
     return values
 
 
-def refuse_one_cycle(groups: Sequence[Entries]) -> None:
-    """Refuse groups in which torch's OneCycleLR has stored its own `max_lr` and `min_lr`, which are not overrides.
+def refuse_foreign(groups: Sequence[Entries]) -> None:
+    """Refuse groups with the `lr_scale` of timm, and those in which torch's OneCycleLR has stored its own `max_lr` and
+    `min_lr`, which are not overrides.
 
-    It writes all groups in the same way, so the first is checked. Only OneCycleLR puts `initial_lr` strictly between
+    OneCycleLR writes all groups in the same way, so the first is checked. Only it puts `initial_lr` strictly between
     the two.
 
     Raises:
         ScheduleError: says which keys to remove.
     """
+    for i, group in enumerate(groups):
+        if group.get("lr_scale") not in (None, 1):
+            raise ScheduleError(
+                f"group {i} has lr_scale={group['lr_scale']!r}, which OptimizerParamScheduler does not read: give the "
+                "group max_lr and min_lr in its place, or use FieldScheduler, which multiplies by it"
+            )
     if not groups:
         return
     low, initial, high = map(groups[0].get, ("min_lr", "initial_lr", "max_lr"))
