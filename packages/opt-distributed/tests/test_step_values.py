@@ -48,7 +48,7 @@ def test_the_loss_scale_follows_overflows_but_not_failed_steps(on_device: bool) 
         for overflow in overflows:
             scaler.update(torch.tensor(overflow) if on_device else overflow)
             scaler.update(torch.tensor(True), unless=torch.tensor(True)) if on_device else None
-            found.append(scaler.scale)
+            found.append(scaler.state[0])
         assert found == scales_by_hand(overflows)
 
 
@@ -58,13 +58,13 @@ def test_a_loss_scale_stops_growing_where_one_skip_undoes_it(growth: float, on_d
     scaler = scaler_of(replace(RULE, window=1, growth=growth))
     for _ in range(1100):
         scaler.update(torch.tensor(False) if on_device else False)
-    largest = scaler.scale
+    largest = scaler.state[0]
     assert largest <= torch.finfo(torch.float32).max < largest * growth
     again = scaler_of(RULE)
     again.load_state_dict(scaler.state_dict())
     for _ in range(RULE.hysteresis):
         again.update(True)
-    assert again.scale == largest * RULE.backoff
+    assert again.state[0] == largest * RULE.backoff
 
 
 def test_a_count_follows_what_the_device_decides() -> None:

@@ -54,10 +54,10 @@ def test_the_table_that_was_unused_longest_makes_room(tables: DeviceTables[Any])
         tables.get(key, lambda: torch.zeros(1))
     assert tables.get("a", lambda: torch.ones(1)) is a
     assert tables.get("b", lambda: torch.ones(1)).item() == 1
-    assert len(tables) == 2
+    assert len(tables._entries) == 2
     for key in range(6):  # large ones make room before the count is reached
         tables.get(key, lambda: torch.zeros(20))
-    assert len(tables) == 1
+    assert len(tables._entries) == 1
 
 
 def test_a_thread_gets_no_table_of_another(tables: DeviceTables[Any]) -> None:

@@ -317,8 +317,6 @@ class OptimizerConfig(Configuration):
 class AdamOptimizerConfig(OptimizerConfig):
     """An `OptimizerConfig` whose rule is Adam by default."""
 
-    optimizer: str = "adam"
-
 
 @dataclass
 class SGDOptimizerConfig(OptimizerConfig):

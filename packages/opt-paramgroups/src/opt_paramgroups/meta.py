@@ -124,13 +124,12 @@ def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
 
     Raises `ConfigError` for partial placements: a pending sum cannot be updated.
     """
-    dtensor: Any = tensor
     if not is_dtensor(tensor):
         return None
-    mesh = dtensor.device_mesh
+    mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
     placements = []
-    for axis, size, placement in zip(names, mesh.shape, dtensor.placements, strict=True):
+    for axis, size, placement in zip(names, mesh.shape, tensor.placements, strict=True):
         if placement.is_partial():
             raise ConfigError(
                 f"a parameter has the placement {placement}; allowed are Shard and Replicate; redistribute it first"
@@ -138,7 +137,7 @@ def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
         # is_shard() is False for strided shards since 2.13
         shard_dim = None if placement.is_replicate() else int(placement.dim)
         placements.append(MeshPlacement(axis, size, shard_dim, hasattr(placement, "split_factor")))
-    return DTensorLayout(tuple(dtensor.to_local().shape), tuple(placements))
+    return DTensorLayout(tuple(tensor.to_local().shape), tuple(placements))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

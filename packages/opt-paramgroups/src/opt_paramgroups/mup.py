@@ -123,7 +123,7 @@ def get_mup_overrides_by_shape(
     overrides: Overrides = {}
     for (entry, width), names in names_by_width.items():
         if width != 1:
-            key = _name_key(entry, width, frozenset(names))
+            key = _name_key(entry, width, names)
             overrides[key] = _rates(config, rule, width) if entry == "lr" else {"eps": config.adam_eps / width}
     return overrides
 
@@ -152,7 +152,7 @@ def _trait_key(entry: str, config: OptimizerConfig, rule: str) -> ParamKey:
     return ParamKey(predicate=ParamPredicate(name=f"mup {entry}", fn=applies))
 
 
-def _name_key(entry: str, width: float, names: frozenset[str]) -> ParamKey:
+def _name_key(entry: str, width: float, names: set[str]) -> ParamKey:
     label = f"mup x{width:g} {entry}"
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name=label, fn=lambda param, name: name in names))
 

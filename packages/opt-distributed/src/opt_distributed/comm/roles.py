@@ -249,7 +249,7 @@ def marks_set(meta: ParamMeta, *, qk_layernorm: bool) -> list[tuple[str, str]]:
     return [(attr, role) for is_set, attr, role in found if is_set]
 
 
-def marks_of(meta: ParamMeta, roles: Roles, *, qk_layernorm: bool = False, num_chunks: int = 1) -> list[Mark]:
+def marks_of(meta: ParamMeta, roles: Roles, *, qk_layernorm: bool, num_chunks: int = 1) -> list[Mark]:
     """Why the gradient of a parameter must be summed or averaged over other ranks; empty if it must not."""
     peers = roles.peers
     over_stages = roles.everyone.size > roles.dense.num_replicas * roles.dense.tp.size  # there are other stages

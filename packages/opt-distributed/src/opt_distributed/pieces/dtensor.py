@@ -17,13 +17,13 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.comm.groups import names_of, root_of
 from opt_distributed.pieces.sources import OwnMemory, ReadGrads, Run, check_unfused
+from opt_kernels.dtensor import local as kernels_local
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, Params, is_dtensor
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, sharing memory; the tensor itself if it is not a DTensor."""
-    found: Tensor = tensor.detach()
-    return found.to_local() if is_dtensor(found) else found
+    return kernels_local(tensor.detach())
 
 
 class FullySharded:

@@ -246,7 +246,7 @@ def updating_(
     *,
     grad_scale: float | Tensor,
     stages: Sequence[ComputeStage],
-    skip: Tensor | None = None,
+    skip: Tensor | None,
     is_one_run: bool = False,
 ) -> Iterator[None]:
     """Call `rule.update_`, and the phases of the rule on the matrices of `stages`, which are gathered in between.

@@ -212,11 +212,6 @@ class Scaler:
         return cast(list[float], self._on_device.tolist())
 
     @property
-    def scale(self) -> float:
-        """The scale as a number, for which the host may wait."""
-        return self.state[0]
-
-    @property
     def factor(self) -> float | Tensor:
         """The scale as a number, or as a 0-d float64 tensor if the host would have to wait for the number."""
         if self._known is not None:

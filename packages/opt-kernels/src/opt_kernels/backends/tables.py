@@ -145,9 +145,6 @@ class DeviceTables(Generic[T]):
         # capture used are never freed.
         self._captured: list[T] = []
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: Hashable, build: Callable[[], T], *, of: Sequence[Tensor] = ()) -> T:
         """The table of `key`, built by `build` if it is missing, or was built for other layouts than those of the
         tensors `of`: other code may have used tensors of another shape at the same addresses."""

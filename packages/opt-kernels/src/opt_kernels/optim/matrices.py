@@ -328,11 +328,12 @@ class MatrixOptimizer(RuleOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         params: list[Any] = params_of(self.param_groups)
+        marks = {param: param._no_weight_decay for param in params if hasattr(param, "_no_weight_decay")}
         return super().__getstate__() | {
             "scalar_rule": self.scalar_rule,
             "_names": self._names,
             "_former": self._former,
-            "_marks": {param: param._no_weight_decay for param in params if hasattr(param, "_no_weight_decay")},
+            "_marks": marks,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -89,12 +89,8 @@ class DeferredOptimizer(torch.optim.Optimizer):
         design = agreed(request.roles.everyone, lambda: make_design(request, of_model, given, WorldSizes()))
         # The hooks are recorded again when the optimizer is built.
         groups = [{name: group[name] for name in group if name != HOOKS} for group in design.groups.groups]
-        super().__init__(
-            groups,
-            defaults={
-                key: groups[0][key] for key in ("lr", "betas", "momentum") if all(key in group for group in groups)
-            },
-        )
+        of_all = [key for key in ("lr", "betas", "momentum") if all(key in group for group in groups)]
+        super().__init__(groups, defaults={key: groups[0][key] for key in of_all})
         # Weak, so that the memory of parameters that are replaced can be freed.
         self._originals = [ref(param) for param in self._present()]
         self._attributes = [dict(vars(param)) for param in self._present()]
