@@ -63,6 +63,8 @@ def test_a_key_that_reads_like_a_path_is_not_the_value_there(tmp_path: Path) -> 
     assert load({"weights": {"w": step()}, "step": 0}, tmp_path / "x").state["step"] == 100
     save({"a.b": torch.tensor(7.0), "a": {"b": 5}}, tmp_path / "y")
     assert load({"a.b": torch.tensor(0.0), "a": {"b": 0}}, tmp_path / "y").state == {"a.b": 7.0, "a": {"b": 5}}
+    save({"m.x": torch.tensor(7.0), "m": {"x": [1, torch.tensor(2.0)]}}, tmp_path / "z")
+    assert load({"m": None}, tmp_path / "z").state == {"m": {"x": [1, 2.0]}}
 
 
 @pytest.mark.parametrize("sizes", [[8], [8, 9], [1 << 17], [1 << 17, 8]], ids=str)

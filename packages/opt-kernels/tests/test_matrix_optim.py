@@ -61,7 +61,7 @@ def test_a_copy_updates_marked_matrices_by_the_same_rule(steps):
     assert same(step(other, 7, 8), step(optimizer, 7, 8))
 
 
-def test_a_gradient_that_is_not_finite_is_refused_before_any_write():
+def test_a_gradient_not_finite_is_refused_before_any_write():
     """Symptom: SOAP said that nothing was written, but other parameters had been updated."""
     weights = [parameter(4), parameter(4, 4), parameter(5, 4)]
     optimizer = SOAP(weights, lr=0.01, scalar_optimizer="adam")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import profile
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_stack import get_optimizer
+from opt_stack import Optimizer, get_optimizer
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)
 
@@ -140,6 +140,35 @@ def test_a_second_clip_of_an_iteration_changes_its_norm_only() -> None:
         found.append((results, float(optimizer.get_loss_scale()), weights(model)))
     assert found[0][0][1::2] == [True, False]
     assert_equal(found[1], found[0])
+
+
+CLEARS: dict[str, Any] = {
+    "set to None": lambda model, optimizer: model.zero_grad(),
+    "zeroed": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "none": lambda model, optimizer: None,
+}
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("clear", CLEARS)
+def test_a_skipped_iteration_is_not_the_next_one(clear: str, clips: bool) -> None:
+    """Symptom: unless the optimizer cleared the gradients, the norm was that of the skipped iteration for ever."""
+
+    def prepare(optimizer: Optimizer) -> object:
+        return optimizer.clip_grad_norm_(1.0) if clips else optimizer.prepare_grads()
+
+    norms = []
+    for skips in (True, False):
+        model = make_model()
+        optimizer = get_optimizer(CONFIG, [model])
+        backward(model, 0)
+        if skips:
+            prepare(optimizer)
+        CLEARS[clear](model, optimizer)
+        backward(model, 1)
+        prepare(optimizer)
+        norms.append(optimizer.get_grad_norm())
+    assert norms[0] == norms[1]
 
 
 def test_gradients_that_are_ready_are_not_prepared_again() -> None:

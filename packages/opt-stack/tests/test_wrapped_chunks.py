@@ -85,6 +85,43 @@ def test_two_optimizers_may_share_a_wrapped_chunk(overlap: bool) -> None:
         torch.testing.assert_close(found, weights(net), rtol=0, atol=1e-7)
 
 
+def test_a_chunk_that_clears_its_gradients_leaves_none_ready() -> None:
+    """Symptom: the half step went on with zeros, and a skipped iteration's norm was that of all later ones."""
+
+    def rank_main(comm: ThreadComm) -> list[float]:
+        ddp = wrap(comm)
+        optimizer = get_optimizer(sgd(), [ddp], pg_collection=over(comm))
+        norms = []
+        for step in range(3):
+            backward(loss_of(ddp, inputs(step).chunk(2)[comm.rank]))
+            norms.append(optimizer.clip_grad_norm_(1.0))
+            ddp.zero_grad_buffer()
+            with pytest.raises(RuntimeError, match="no gradients are ready"):
+                optimizer.step_with_ready_grads()
+        return norms
+
+    for norms in run_threads(2, rank_main):
+        assert len(set(norms)) == 3
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_ranks_prepare_again_what_one_of_them_wrote(wrapped: bool) -> None:
+    def rank_main(comm: ThreadComm) -> tuple[float, float]:
+        net: nn.Module = wrap(comm) if wrapped else Net()
+        optimizer = get_optimizer(sgd(use_distributed_optimizer=wrapped), [net], pg_collection=over(comm))
+        backward(loss_of(net, inputs(0).chunk(2)[comm.rank]))
+        first = optimizer.clip_grad_norm_(1.0)
+        assert optimizer.clip_grad_norm_(2.0) == first
+        for param in net.parameters():
+            grad = param.main_grad if wrapped else param.grad
+            if comm.rank and grad is not None:
+                grad.mul_(3.0)
+        return first, optimizer.clip_grad_norm_(1.0)
+
+    for first, second in run_threads(2, rank_main):
+        assert second > first
+
+
 def test_all_chunks_of_an_optimizer_overlap_with_backward() -> None:
     """From the second step on, in one order, which no chunk can know alone."""
 

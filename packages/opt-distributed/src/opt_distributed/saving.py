@@ -197,10 +197,13 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
     return PieceState(state) if has_parts else state
 
 
-def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, needs_main: bool = False) -> None:
+def check_state(
+    unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, needs_main: bool = False, leaves_averages: bool = False
+) -> None:
     """Raise StateError if `saved` cannot be loaded into `piece`. Changes nothing.
 
-    With `needs_main`, main values must be in `saved`, because the parameter only holds them rounded.
+    With `needs_main`, main values must be in `saved`, because the parameter only holds them rounded. With
+    `leaves_averages`, it may have averages that this run does not keep.
     """
     if not saved:
         return
@@ -223,8 +226,9 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, need
     known = {STEP, *piece.main.extra(), *keys.values()}
     if piece.stage is not None:  # earlier versions kept state of whole matrices on all tensor-parallel ranks
         known |= {_saved_name(piece, spec) for spec in unit.rule.state_specs if spec.whole}
-    # Averages that this run does not keep are left out.
-    unknown = [name for name in saved if name not in known and _AVERAGE.match(str(name)) is None]
+    unknown = [name for name in saved if name not in known]
+    if leaves_averages and not unit.averages.specs:
+        unknown = [name for name in unknown if _AVERAGE.match(str(name)) is None]
     if unknown:
         raise StateError(
             f"state of {piece.id.name!r} has {', '.join(map(str, unknown))}, which its rule does not keep here "

@@ -161,12 +161,12 @@ class Optimizer(GradientStatistics):
         it after the last backward pass of an iteration: it reduces the gradients, and the step uses these. They are not
         written: the update scales them while reading.
 
-        A further call in the same iteration changes the norm of the step only.
+        A further call changes the norm of the step only, unless gradients were written since.
 
         Raises:
             ValueError: `max_norm` is below 0, which means no clipping.
         """
-        if not self._clipped.are_ready:
+        if not self._clipped.are_ready or not self.stepper.has_ready_grads():
             self._clipped.overflow = self.prepare_grads()
         norm = self.stepper.grad_norm if self._clipped.overflow else self.clip_grad_norm(max_norm)
         self._clipped.are_ready = True
@@ -217,12 +217,16 @@ class Optimizer(GradientStatistics):
             self.param_groups = groups
         if self.in_backward is not None:
             self.in_backward.drop()
-        self._clipped.are_ready = False
-        self.stepper.drop_ready_grads()
+        self.drop_ready_grads()
         if self._unreduced_grads is not None:
             self._unreduced_grads.forget()
         for chunk in self.wrapped:
             chunk.zero_grad_for(self)
+
+    def drop_ready_grads(self) -> None:
+        """Forget gradients that were prepared for a step, because they are cleared. Wrapped chunks call it, too."""
+        self._clipped.are_ready = False
+        self.stepper.drop_ready_grads()
 
     def prepare_grads(self) -> bool:
         """Take the first half of a step: reduce the gradients and compute their norm. Return whether they overflowed.

@@ -194,9 +194,7 @@ class ShardedLoadPlanner:
         nothing is stored there."""
         value = lookup(self._common, path)
         tensors = self.index.tensors
-        keys = stored_under(path, self.index)
-        if value is not ABSENT:
-            keys.pop((), None)  # the key of another value, which only reads like this path
+        keys = stored_under(path, self.index, has_value=value is not ABSENT)
         objects = self._read_objects([key for key in keys.values() if key not in tensors])
         self._asked.update(keys.values())
         parts: dict[Path, Any] = {}

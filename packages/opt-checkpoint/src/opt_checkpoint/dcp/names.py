@@ -128,16 +128,17 @@ def _relative_names(flat: FlatState, index: CheckpointIndex) -> dict[Path, str]:
     return names
 
 
-def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
+def stored_under(path: Path, index: CheckpointIndex, *, has_value: bool = False) -> dict[Path, str]:
     """Return the stored keys at or below a path, by the rest of their paths.
 
     They are those of plain tensors; in stock directories also those of objects. At the root, a tensor of a foreign
-    checkpoint that records no path for it is at its key.
+    checkpoint that records no path for it is at its key. If a plain value is there (`has_value`), a key that reads like
+    the path is that of another value.
     """
     stored: Collection[str] = index.tensors
     if index.kind is Kind.DCP:
         stored = [*index.tensors, *index.objects]
-    if path_text(path) in stored:
+    if path_text(path) in stored and not has_value:
         return {(): path_text(path)}
     recorded: Mapping[str, Sequence[Any]] = index.details.get(PATHS) or {}
     found = {key: tuple(recorded[key]) for key in stored if key in recorded}

@@ -293,9 +293,11 @@ class CheckpointManager(Closing):
         self.wait()
 
         def find_best() -> list[int]:
-            present = Series(self.directory)  # its trainer may have saved steps again since this manager read them
-            present.damaged = self.series.damaged
-            return present.best(rule)
+            series = self.series
+            if not self._saved_since_load:  # another process may have saved steps again since they were read here
+                series = Series(self.directory)
+                series.damaged = self.series.damaged
+            return series.best(rule)
 
         return next(iter(from_rank_0(self._ranks, find_best, f"listing {self.directory}")), None)
 

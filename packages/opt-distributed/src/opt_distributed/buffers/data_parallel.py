@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -38,6 +38,12 @@ def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:
     if chunks:
         share_order([chunk.grad_sync for chunk in chunks])
         share_gather_order([chunk.param_sync for chunk in chunks])
+
+
+class DropsGrads(Protocol):
+    """What a chunk needs of its optimizers."""
+
+    def drop_ready_grads(self) -> None: ...  # gradients that were prepared for a step are cleared
 
 
 class DistributedDataParallel(nn.Module):
@@ -125,7 +131,7 @@ class DistributedDataParallel(nn.Module):
         self.qk_layernorm = uses_qk_layernorm(module)  # whether gradients of norms of queries and keys are partial
         self.num_finalized = 0  # chunks that `finalize_model_grads` completed in one call with this one; 0: none yet
         self.is_scaled = False  # whether `scale_gradients` was called in this iteration
-        self._optimizers: WeakKeyDictionary[object, frozenset[ParamId]] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[DropsGrads, frozenset[ParamId]] = WeakKeyDictionary()
         self._zeroed: WeakSet[object] = WeakSet()  # optimizers that asked for it since the last `zero_grad_buffer`
         self._use_hooks: UseHooks | None = None
         if config.overlap_param_gather:
@@ -242,6 +248,8 @@ class DistributedDataParallel(nn.Module):
             self.grad_sync.begin()
         self.num_finalized = 0
         self.is_scaled = False
+        for optimizer in self._optimizers:
+            optimizer.drop_ready_grads()
         self._zeroed.clear()
         for buffer in self.synced_buffers:
             buffer.memory.grads.zero_()
@@ -255,7 +263,7 @@ class DistributedDataParallel(nn.Module):
         """Call `zero_grad_buffer`, for callers that treat the wrapper as a module; gradients stay in their buffers."""
         self.zero_grad_buffer()
 
-    def add_optimizer(self, optimizer: object, ids: Collection[ParamId]) -> None:
+    def add_optimizer(self, optimizer: DropsGrads, ids: Collection[ParamId]) -> None:
         """Register an optimizer of some of the chunk's parameters, for `zero_grad_for`.
 
         It replaces earlier ones that have any of these parameters.

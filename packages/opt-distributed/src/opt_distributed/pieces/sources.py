@@ -245,6 +245,17 @@ class BufferedGrads:
         return lambda: views
 
 
+def found_grads(sources: Iterable[Source]) -> list[tuple[Tensor | None, int]]:
+    """The gradient of each parameter, where autograd left it, and how often it was written."""
+    found = []
+    for source in sources:
+        for param in source.params.values():
+            grad = getattr(param, "main_grad", None) if param.grad is None else param.grad
+            part = getattr(grad, "_local_tensor", grad)  # torch counts no writes of a DTensor
+            found.append((part, 0 if part is None or part.is_inference() else part._version))
+    return found
+
+
 class PeerSums:
     """Completes the gradients of plain modules, as `finalize_model_grads` completes those of wrapped ones.
 

@@ -44,7 +44,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, telling
 from opt_distributed.pieces.piece import Groups, Ready, Update
 from opt_distributed.pieces.quantized import QuantizedSource
-from opt_distributed.pieces.sources import PeerSums
+from opt_distributed.pieces.sources import PeerSums, found_grads
 from opt_distributed.step.capture import CapturedStep
 from opt_distributed.step.guard import Guard
 from opt_distributed.step.guards import Guards
@@ -119,6 +119,9 @@ class Stepper:
         self._previous: Outcome | None = None  # of the last step, whose errors the next one raises
         self._flags = HostNumbers(self.accelerator)
         self._prepared: Prepared | None = None
+        self._seen_grads: list[
+            tuple[Tensor | None, int]
+        ] = []  # when they were prepared: with how often each was written
         self._watch = watch
         self._captured = CapturedStep(self.units, self.sources, scaler=scaler, device=device) if graphs else None
         warn_of_deleted()
@@ -137,9 +140,22 @@ class Stepper:
         """Raise the errors of `UsableGroups` if this rank cannot step with the entries of `groups`."""
         self._guards.usable_groups.check(groups)
 
+    def has_ready_grads(self) -> bool:
+        """Whether `prepare_grads` has prepared gradients that no rank has written since. Collective if it has."""
+        if self._prepared is None:
+            return False
+        pairs = zip(self._seen_grads, found_grads(self.sources), strict=True)
+        are_same = all(seen is grad and count == now for (seen, count), (grad, now) in pairs)
+        for comm in (self.everyone, self.instances):
+            are_same = all(comm.gather_objects(are_same))
+        if not are_same:
+            self.drop_ready_grads()
+        return are_same
+
     def drop_ready_grads(self) -> None:
-        """Forget what `prepare_grads` has found, because the gradients are cleared."""
+        """Forget what `prepare_grads` has prepared."""
         self._prepared = None
+        self._seen_grads = []
 
     def accept_loaded_groups(self, groups: Groups) -> None:
         """Accept the entries that a load, which has checked them, wrote to the groups."""
@@ -184,6 +200,7 @@ class Stepper:
         """
         with self._step_context(begins=True):
             self._prepared = prepared = self._decide(*self._begin(groups))
+            self._seen_grads = found_grads(self.sources)
             if overflow := self._read().overflow:
                 self._finish_(prepared, groups, success=False)
             return overflow
@@ -204,7 +221,7 @@ class Stepper:
                 "no gradients are ready: call prepare_grads first, and continue only if it returns False"
             )
         prepared = self._prepared
-        self._prepared = None  # an update that raises half-way must not be made again
+        self.drop_ready_grads()  # an update that raises half-way must not be made again
         success = self._read().success
         with self._step_context():
             if success:
@@ -220,12 +237,12 @@ class Stepper:
 
         Raises the errors of the step before, if they have not been read yet, and RuntimeError if gradients are ready.
         """
-        if self._prepared is not None and not self._read().overflow:
+        if self.has_ready_grads() and not self._read().overflow:
             raise RuntimeError("gradients are ready: call step_with_ready_grads(), or zero_grad() to drop them")
         previous = self._previous
         self._previous = None
         self.last = None
-        self._prepared = None
+        self.drop_ready_grads()
         for check in self._at_start:
             check(previous)
         if previous is not None and previous.is_unread:

@@ -110,10 +110,17 @@ class _CachedTable(NamedTuple, Generic[T]):
     table: T
 
 
-@cache
-def _changing(process: int) -> Lock:
-    """Held by the thread that changes a cache. A forked process has a lock of its own."""
-    return Lock()
+_changing = Lock()
+"""Held by the thread that changes a cache. A forked process has a lock of its own."""
+
+
+def _in_child() -> None:
+    global _changing
+    _changing = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 class DeviceTables(Generic[T]):
@@ -156,13 +163,13 @@ class DeviceTables(Generic[T]):
         else:
             entry = self._entries.get(place)
             if entry is None and capturing:
-                entry = next((other for (_, known), other in self._entries.items() if known == key), None)
+                entry = next((other for (_, known), other in [*self._entries.items()] if known == key), None)
         if entry is None or not entry.layouts.same(of):
             made = _CachedTable(Layouts(of), build())
-            with _changing(os.getpid()):
+            with _changing:
                 entry = self._built(place, made)
         elif entry is not last:
-            with _changing(os.getpid()):
+            with _changing:
                 if place in self._entries:
                     self._entries.move_to_end(place)
                     self._last = (place, entry)

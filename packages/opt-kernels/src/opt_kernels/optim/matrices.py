@@ -8,6 +8,7 @@ from inspect import Parameter, Signature
 from itertools import repeat
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -246,12 +247,21 @@ class MatrixOptimizer(RuleOptimizer):
 
     def _check_grads(self) -> None:
         """Raise MatrixError for a gradient that is not finite, which SOAP's factors refuse after other writes."""
-        if isinstance(bare(self.rule), EigenbasisRule):
-            for group, param in params_with_groups(self.param_groups):
-                if param.grad is None or self.rule_of(group, param).needs is not Needs.MATRICES:
-                    continue
-                if not bool(local(param.grad).isfinite().all()):
-                    raise MatrixError(f"the gradient of {self._named(group, param)} is not finite; nothing was written")
+        if not isinstance(bare(self.rule), EigenbasisRule):
+            return
+        params = []
+        flags = []
+        for group, param in params_with_groups(self.param_groups):
+            grad = param.grad
+            if grad is None or grad.layout is not torch.strided:  # sparse ones are refused later
+                continue
+            if self.rule_of(group, param).needs is Needs.MATRICES:
+                params.append((group, param))
+                flags.append(local(grad).isfinite().all())
+        are_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+        for (group, param), is_finite in zip(params, are_finite):
+            if not is_finite:
+                raise MatrixError(f"the gradient of {self._named(group, param)} is not finite; nothing was written")
 
     def _in_present_groups(self, saved: Sequence[ParamGroup]) -> Sequence[ParamGroup]:
         """Saved groups of a release that did not know `is_undecayed`, in the groups of this optimizer."""

@@ -65,9 +65,9 @@ def complete_groups(
     names: dict[ParamId, str] = {}  # of the group that has the parameter
     groups: list[ParamGroup] = []
     for number, given_group in enumerate(param_groups):
-        if not isinstance(given_group, Mapping) or "params" not in given_group:
+        if not isinstance(given_group, Mapping) or given_group.get("params") is None:
             raise ConfigError(f"param_groups[{number}] is {type(given_group).__name__}; must be a dict with 'params'")
-        given = {key: value for key, value in given_group.items() if value is not None}  # None is not set
+        given = {key: value for key, value in given_group.items() if value is not None or key not in _COMMON}
         name = given.get("name", f"group {number}")
         params_given = given["params"]
         group_params = [params_given] if isinstance(params_given, Tensor) else list(params_given)
@@ -88,7 +88,7 @@ def complete_groups(
                 )
             names[param_id] = name
         for key, value in given.items():
-            problem = "" if isinstance(value, Tensor) or key in HELD else value_problem(key, value)
+            problem = "" if value is None or isinstance(value, Tensor) or key in HELD else value_problem(key, value)
             if problem:
                 raise ConfigError(f"param_groups: group {name!r}: {key}={value!r}: {problem}")
         if given.get("lr_mult", 1.0) != 1.0 and "lr" in given and "max_lr" not in given:

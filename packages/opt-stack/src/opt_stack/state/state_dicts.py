@@ -1,6 +1,5 @@
 """State dicts of an optimizer: torch's form of one rank's state, and a sharded form that loads on any layout."""
 
-import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from numbers import Real
@@ -31,7 +30,8 @@ from opt_stack.state.sharded_state import ShardedStates, saved_scale
 VERSION = 1  # of `state_dict`
 MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from
 EVALUATING = "evaluating"  # in a state_dict of evaluation mode
-_WRAPPERS = re.compile(r"^(?:(?:module|_orig_mod)\.)+")  # what torch's wrappers and torch.compile put before names
+# What torch's wrappers and torch.compile put before names.
+_PREFIXES = ("", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.")
 NUMBERS = ("lr", "weight_decay", "eps", "momentum")  # keys of a saved group that must be numbers
 
 
@@ -53,8 +53,7 @@ def find_values(state_dict: AnyState, params: Params) -> dict[ParamId, Tensor]:
         if id.chunk == 0:
             chunks.append("model")
         names = next((state_dict[chunk] for chunk in chunks if isinstance(state_dict.get(chunk), Mapping)), state_dict)
-        of_wrapped = {_WRAPPERS.sub("", name): name for name in names if isinstance(name, str)}
-        key = id.name if id.name in names else of_wrapped.get(id.name)
+        key = next((f"{prefix}{id.name}" for prefix in _PREFIXES if f"{prefix}{id.name}" in names), None)
         if key is None:
             raise ValueError(
                 f"state_dict lacks {id.name!r} of model chunk {id.chunk}; it must hold every trained parameter"
@@ -219,7 +218,7 @@ class StateDicts(ShardedStates):
             self._check_groups(pairs, pairs)
             for id, (unit, piece) in self._held.items():
                 if matched.moved.get(param_name(id), True):
-                    check_state(unit, piece, matched.states.get(id, {}), needs_main=needs_main)
+                    check_state(unit, piece, matched.states.get(id, {}), needs_main=needs_main, leaves_averages=True)
             return matched, saved_scale(state_dict, self.stepper)
 
         (groups, by_id, moved), scale = agreed(self._load_peers, checked)
