@@ -166,11 +166,11 @@ class Optimizer(GradientStatistics):
         Raises:
             ValueError: `max_norm` is below 0, which means no clipping.
         """
-        if not self._clipped.are_ready or not self.stepper.has_ready_grads():
+        if not (self._clipped.are_ready and self.stepper.has_ready_grads()):
+            self._clipped.are_ready = False
             self._clipped.overflow = self.prepare_grads()
-        norm = self.stepper.grad_norm if self._clipped.overflow else self.clip_grad_norm(max_norm)
-        self._clipped.are_ready = True
-        return norm
+            self._clipped.are_ready = True
+        return self.stepper.grad_norm if self._clipped.overflow else self.clip_grad_norm(max_norm)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
