@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -245,9 +245,13 @@ class BufferedGrads:
         return lambda: views
 
 
-def found_grads(sources: Iterable[Source]) -> list[tuple[Tensor | None, int]]:
-    """The gradient of each parameter, where autograd left it, and how often it was written."""
-    found = []
+FoundGrads: TypeAlias = list[tuple[Tensor | None, int]]
+"""The gradient of each parameter, where autograd left it, and how often it was written."""
+
+
+def found_grads(sources: Iterable[Source]) -> FoundGrads:
+    """The present gradients, to tell later whether one was written or replaced."""
+    found: FoundGrads = []
     for source in sources:
         for param in source.params.values():
             grad = getattr(param, "main_grad", None) if param.grad is None else param.grad

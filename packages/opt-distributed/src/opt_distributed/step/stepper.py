@@ -44,7 +44,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, telling
 from opt_distributed.pieces.piece import Groups, Ready, Update
 from opt_distributed.pieces.quantized import QuantizedSource
-from opt_distributed.pieces.sources import PeerSums, found_grads
+from opt_distributed.pieces.sources import FoundGrads, PeerSums, found_grads
 from opt_distributed.step.capture import CapturedStep
 from opt_distributed.step.guard import Guard
 from opt_distributed.step.guards import Guards
@@ -119,9 +119,7 @@ class Stepper:
         self._previous: Outcome | None = None  # of the last step, whose errors the next one raises
         self._flags = HostNumbers(self.accelerator)
         self._prepared: Prepared | None = None
-        self._seen_grads: list[
-            tuple[Tensor | None, int]
-        ] = []  # when they were prepared: with how often each was written
+        self._seen_grads: FoundGrads = []  # when they were prepared
         self._watch = watch
         self._captured = CapturedStep(self.units, self.sources, scaler=scaler, device=device) if graphs else None
         warn_of_deleted()
@@ -194,6 +192,7 @@ class Stepper:
 
         Raises:
             CollectiveError: a peer is lost; names the step and the collective. No parameter has changed.
+            RuntimeError: gradients are ready already, and no rank has written one since.
             UnusableGradientError, StorageError, HyperError, ValueError, ReplicaError: on every rank, from the first
                 guard that refuses the step; ranks that found nothing themselves raise UnusableGradientError or
                 StorageError. No parameter has changed.
