@@ -47,8 +47,8 @@ class ParamsInPlace(Refusal):
     def _error(self, which: str) -> StorageError:
         return StorageError(
             f"{which} has left the memory that the optimizer updates: the model was converted, or is on another device "
-            "than when the optimizer was built; move it back first; if it was converted, or is in fp8, build the optimizer again. "
-            "Nothing was updated"
+            "than when the optimizer was built; move it back first; if it was converted, or is in fp8, build the "
+            "optimizer again. Nothing was updated"
         )
 
 
