@@ -156,6 +156,9 @@ def test_yaml_is_read_with_its_extra(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("lr: 1e-4\nadam_eps: 1e-8\nbf16: true\nparams_dtype: bfloat16\nmin_lr: null\n")
     assert load_config(path) == OptimizerConfig(lr=1e-4, adam_eps=1e-8, bf16=True, params_dtype=torch.bfloat16)
+    for text, number in (("1e-4", 1e-4), ("+1.E3", 1e3), ("-.5e1", -5.0), ("2e", "2e"), ("1.2.3e4", "1.2.3e4")):
+        options = OptimizerConfig.from_yaml(f"optimizer: soap\noptimizer_options:\n  size: {text}\n").optimizer_options
+        assert options == {"size": number}
     with pytest.raises(ConfigError, match="not valid YAML"):
         OptimizerConfig.from_yaml("lr: [")
     path = tmp_path / "run.yml"

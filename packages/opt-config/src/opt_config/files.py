@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -147,6 +148,9 @@ def _parse_yaml(text: str) -> object:
             return _finite(node.value, super().construct_yaml_float(node))
 
     Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
+    # YAML 1.1 reads 1e-4, which lacks a dot, as a string.
+    power_of_ten = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", power_of_ten, [*"-+.0123456789"])
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
@@ -216,7 +220,7 @@ def _read(hint: Any, value: object) -> object:
         return DTYPES.get(value.removeprefix("torch."), value)
     if isinstance(value, str) and float in kinds and str not in kinds:
         try:
-            return _parse_float(value)  # YAML reads 1e-4, which lacks a dot, as a string
+            return _parse_float(value)  # JSON has no infinity; YAML from another reader has 1e-4 as a string
         except ValueError:
             return value
     if isinstance(value, Mapping):

@@ -3,10 +3,11 @@ block of the global tensor."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
@@ -179,7 +180,7 @@ def _offset_of(key: str, tensor: DTensor) -> Shape:
         if hasattr(placement, "dim"):
             size = tensor.device_mesh.size(axis)
             cuts[placement.dim].append(Cut(coordinate[axis], size, getattr(placement, "split_factor", 1)))
-    runs = [one_run(length, cuts[dim]) for dim, length in enumerate(tensor.shape)]
+    runs = [one_run(length, *cuts[dim]) for dim, length in enumerate(tensor.shape)]
     sizes = tuple(local_tensor(tensor).shape)
     if any(run is None or len(run) != n for run, n in zip(runs, sizes, strict=True)):
         raise CheckpointValueError(
@@ -212,31 +213,40 @@ class Cut(NamedTuple):
     split_factor: int = 1
 
 
-def one_run(length: int, cuts: Sequence[Cut]) -> range | None:
-    """Return the rows of an axis that are here, if they are one run however the placements are read; else None.
+@cache
+def one_run(length: int, *cuts: Cut) -> range | None:
+    """Return the rows of an axis that are here, if those of every rank are one run however the placements are read.
 
-    Read from left to right, a strided cut takes a part of each of several runs, of which the cuts to its right leave
-    one. FSDP2 on tensor-parallel parameters cuts in the other order. If parts are uneven, the two orders can give
-    different rows, and the layout in memory is ambiguous.
+    Else None, on every rank. Read from left to right, a strided cut takes a part of each of several runs, of which the
+    cuts to its right leave one. FSDP2 on tensor-parallel parameters cuts in the other order. If parts are uneven, the
+    two orders can give different rows, and the layout in memory is ambiguous.
     """
+    for numbers in itertools.product(*(range(cut.size) for cut in cuts)):
+        there = [cut._replace(number=number) for cut, number in zip(cuts, numbers, strict=True)]
+        if _run_of(length, there) is None:
+            return None
+    return _run_of(length, cuts)
+
+
+def _run_of(length: int, cuts: Sequence[Cut]) -> range | None:
     as_placed = _rows(length, cuts)
     plain = [cut for cut in cuts if cut.split_factor == 1]
     as_made = _rows(length, [*plain, *(cut._replace(split_factor=1) for cut in cuts if cut.split_factor > 1)])
-    if as_placed != as_made:
+    if not torch.equal(as_placed, as_made):
         return None
-    run = range(as_made[0], as_made[-1] + 1) if as_made else range(0)
+    run = range(int(as_made[0]), int(as_made[-1]) + 1) if len(as_made) else range(0)
     return run if len(run) == len(as_made) else None
 
 
-def _rows(length: int, cuts: Sequence[Cut]) -> list[int]:
-    rows = list(range(length))
+def _rows(length: int, cuts: Sequence[Cut]) -> Tensor:
+    rows = torch.arange(length, device="cpu")
     for cut in cuts:
         runs = [_part(rows, k, cut.split_factor) for k in range(cut.split_factor)]
-        rows = [row for run in runs for row in _part(run, cut.number, cut.size)]
+        rows = torch.cat([_part(run, cut.number, cut.size) for run in runs])
     return rows
 
 
-def _part(rows: list[int], number: int, size: int) -> list[int]:
+def _part(rows: Tensor, number: int, size: int) -> Tensor:
     """Like `torch.chunk` cuts."""
     each = -(-len(rows) // size)
     return rows[number * each : (number + 1) * each]
