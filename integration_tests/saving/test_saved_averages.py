@@ -337,6 +337,80 @@ def test_averages_are_exported_as_a_model(
     assert "pass the prefix of one of them: model., other." in capsys.readouterr().err
 
 
+def test_tied_weights_are_exported_with_their_average(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The key without state kept the trained weights, which a tied model then loaded."""
+    model, optimizer = built(ema_decay=0.8)
+    model.head = model.second
+    step(model, optimizer, 0, 1)
+    save(sharded_state(model, optimizer), tmp_path / "saved")
+    arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors", "--weights", "ema"]
+    assert main([*arguments, "--prefix", "model."]) == 0
+    assert "as they were saved: model.count, model.frozen\n" in caplog.text
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    average = optimizer.state[model.second]["ema"]
+    assert not torch.equal(average, model.second)
+    assert torch.equal(found["second"], average)
+    assert torch.equal(found["head"], average)
+
+
+@pytest.mark.parametrize("calls", ["save", "load"])
+def test_a_description_of_before_an_evaluation_is_refused(calls: str, tmp_path: Path) -> None:
+    """Averages were saved as trained weights, and weights loaded that `train()` took back."""
+    model, optimizer = built(ema_decay=0.8)
+    step(model, optimizer, 0)
+    save(sharded_state(model, optimizer), tmp_path / "saved")
+    described = sharded_state(model, optimizer)
+    optimizer.eval()
+    with pytest.raises(ValueError, match=r"eval\(\) has replaced the weights, since"):
+        save(described, tmp_path / "x") if calls == "save" else load(described, tmp_path / "saved")
+    optimizer.train()
+    save(described, tmp_path / "x") if calls == "save" else load(described, tmp_path / "saved")
+
+
+def test_main_values_that_are_read_in_evaluation_are_the_trained_ones() -> None:
+    """The upper half was that of the average."""
+    model, optimizer = built(torch.bfloat16, **BF16, ema_decay=0.8)
+    step(model, optimizer, 0, 1, 2)
+    trained = kept(model, optimizer, "fp32_param")
+    optimizer.eval()
+    shows = [param.detach().clone() for param in model.parameters()]
+    for name, value in kept(model, optimizer, "fp32_param").items():
+        assert torch.equal(value, trained[name])
+    assert all(map(torch.equal, model.parameters(), shows))
+    with pytest.raises(RuntimeError, match=r"get_parameters\(\) in evaluation mode"):
+        optimizer.get_parameters()
+    optimizer.train()
+
+
+@pytest.mark.parametrize("averaged", [{"ema_decay": 0.8}, {"optimizer": "schedule_free"}], ids=str)
+def test_a_rank_without_parameters_is_in_evaluation_mode_too(averaged: Any) -> None:
+    """It left the others, which refuse to be saved, waiting in a save."""
+
+    def rank_main(everyone: Comm) -> list[bool]:
+        model = Model().requires_grad_(everyone.rank == 0)
+        axes = Axes(dp=Alone(), tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=everyone)
+        optimizer = get_optimizer(OptimizerConfig(**PLAIN, **averaged), [model], {}, pg_collection=roles)
+        optimizer.eval()
+        with pytest.raises(RuntimeError, match="evaluation mode"):
+            sharded_state(model, optimizer)
+        optimizer.train()
+        sharded_state(model, optimizer)
+        return ["evaluating" in optimizer.state_dict(), optimizer.is_stub_optimizer]
+
+    assert run_threads(2, rank_main) == [[False, False], [False, True]]
+
+
+def test_a_decay_of_one_element_is_a_number() -> None:
+    """The step was made, without the average."""
+    (model, optimizer), (other, by_number) = built(ema_decay=0.8), built(ema_decay=0.8)
+    optimizer.param_groups[0]["ema_decay"] = torch.tensor([0.5])
+    by_number.param_groups[0]["ema_decay"] = 0.5
+    step(model, optimizer, 0)
+    step(other, by_number, 0)
+    assert all(map(torch.equal, kept(model, optimizer, "ema").values(), kept(other, by_number, "ema").values()))
+
+
 def test_another_model_is_not_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Moments of parameters without average were exported beside the weights."""
     model, optimizer = built(ema_decay=0.8)

@@ -15,7 +15,7 @@ from parity import Case, Numbers, roles_over
 from torch import nn
 
 from opt_checkpoint import load, save, sharded_model
-from opt_config import ConfigError, OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig, ParamKey
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, StepStats, get_optimizer, release_gradients, why
@@ -118,6 +118,68 @@ def test_a_state_without_spikes_starts_the_window_anew() -> None:
     with pytest.raises(ValueError, match="spikes: losses="):
         optimizer.load_state_dict(bad)
     without.load_state_dict(bad)  # it needs none
+
+
+def resumed_from(net: nn.Module, optimizer: Optimizer, path: Path, **fields: Any) -> Optimizer:
+    described = sharded_model(net)
+    save({"model": described, "optimizer": optimizer.sharded_state_dict(described)}, path)
+    other, resumed = make(**fields)
+    described = sharded_model(other)
+    loaded = load({"model": described, "optimizer": resumed.sharded_state_dict(described)}, path)
+    resumed.load_state_dict(loaded.state["optimizer"])
+    return resumed
+
+
+def test_a_resumed_run_may_begin_to_skip_spikes_and_to_scale_losses(tmp_path: Path) -> None:
+    """A run that diverged goes on from its last checkpoint; missing keys refused that."""
+    without = {"skip_sigma": math.inf, "skip_window": 128}
+    net, optimizer = make(**without)
+    step(net, optimizer, 0)
+    resumed = resumed_from(net, optimizer, tmp_path / "a")
+    assert resumed.stepper.spikes.state_dict()["losses"] == {"values": [], "num_above": 0}
+    scales = {"fp16": True, "initial_loss_scale": 8.0}
+    scaled = resumed_from(net, optimizer, tmp_path / "b", **without, **scales)
+    assert scaled.get_loss_scale() == 8.0
+
+
+def test_ranks_that_loaded_other_windows_are_refused() -> None:
+    def rank_main(comm: Comm) -> None:
+        net, optimizer = make(comm)
+        for at in range(10):
+            step(net, optimizer, at)
+        saved = with_copies(optimizer.state_dict())
+        if comm.rank == 1:
+            del saved["spikes"]
+        other, resumed = make(comm)
+        other.load_state_dict(net.state_dict())
+        resumed.load_state_dict(saved)
+        with pytest.raises(ValueError, match="ranks have different norms or losses of the last steps"):
+            step(other, resumed, 10)
+
+    run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_norms_enter_where_other_code_writes_weights(num_ranks: int) -> None:
+    """The comparison of what was written kept them out, and so there was no limit."""
+
+    def rank_main(comm: Comm) -> bool:
+        net, optimizer = make(comm)
+        for at in range(12):
+            step(net, optimizer, at)
+            with torch.no_grad():
+                for param in net.parameters():
+                    param.clamp_(-1.0, 1.0)
+        return step(net, optimizer, 12, factor=1e4)
+
+    assert run_threads(num_ranks, rank_main) == [False] * num_ranks
+
+
+@pytest.mark.parametrize("limits", [SPIKES, {"grad_norm_skip_threshold": 3.0}], ids=str)
+def test_a_norm_without_gradients_skips_nothing_and_is_refused(limits: dict[str, Any]) -> None:
+    net = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match=r"=[36]\.0 has no effect: all parameters are in groups with clip_grad=False"):
+        get_optimizer(OptimizerConfig(lr=0.1, **limits), [net], {ParamKey(name="*"): {"clip_grad": False}})
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -249,6 +311,43 @@ def test_overflows_and_refused_steps_leave_the_window() -> None:
     assert optimizer.stepper.spikes.state_dict() == before
 
 
+def test_losses_wait_for_the_step_that_is_taken() -> None:
+    """A loss of NaN was forgotten where gradients were clipped again, or the step was refused and repeated."""
+
+    def noted(net: nn.Module, optimizer: Optimizer, loss: float) -> None:
+        net(torch.ones(3, 4)).square().mean().backward()
+        optimizer.note_loss(loss)
+
+    net, optimizer = make()
+    noted(net, optimizer, math.nan)
+    optimizer.clip_grad_norm_(1.0)
+    noted(net, optimizer, 1.0)
+    optimizer.clip_grad_norm_(1.0)
+    assert not optimizer.step().success
+    noted(net, optimizer, 1.0)
+    assert optimizer.step().success
+    noted(net, optimizer, math.nan)
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+    assert not optimizer.step().success
+
+
+def test_the_norm_of_a_step_that_is_not_taken_does_not_enter() -> None:
+    net, optimizer = make()
+    step(net, optimizer, 0, losses=[1.0])
+    before = optimizer.stepper.spikes.state_dict()
+    net(torch.ones(3, 4)).square().mean().backward()
+    optimizer.note_loss(3.0)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    assert optimizer.stepper.spikes.state_dict() == before
+    step(net, optimizer, 1, losses=[5.0])  # the mean of both
+    assert optimizer.stepper.spikes.state_dict()["losses"]["values"] == [1.0, 4.0]
+
+
 def test_half_steps_and_own_clipping_skip_spikes_too() -> None:
     net, optimizer = make()
     for at in range(12):
@@ -273,8 +372,20 @@ def test_a_recording_names_the_spike(of: str, tmp_path: Path) -> None:
         step(net, optimizer, at, factor=factor, losses=[1e4 if is_bad and of == "loss" else 0.25])
     optimizer.recorder.write("end")
     text = str(why(tmp_path))
+    words = {"norm": "gradient norm", "loss": "loss"}[of]
     assert "1 of them skipped" in text
-    assert f"First: at step 13 a spike of the {of} skipped the step" in text
+    assert f"First: at step 13 a spike of the {of} skipped the step: the {words} was" in text
+
+
+def test_a_spike_after_an_overflow_is_named(tmp_path: Path) -> None:
+    """Together they were taken for a loss scale that finds its level."""
+    net, optimizer = make(fp16=True, initial_loss_scale=8.0, hysteresis=1)
+    optimizer.stats_every(1, directory=tmp_path)
+    for at in range(18):
+        factor = {12: math.inf, 13: 1e4}.get(at, 1.0)
+        step(net, optimizer, at, factor=factor * float(optimizer.get_loss_scale()))
+    optimizer.recorder.write("end")
+    assert "at step 14 a spike of the norm skipped the step" in str(why(tmp_path))
 
 
 # --- on an accelerator ------------------------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ def seconds_of_step(shapes: Iterable[Shape], num_ranks: int, *, ahead: int = 2) 
         stepper = optimizer.stepper
         stepper.device = torch.device("cpu")  # of the statistics, which have values
         stepper.losses = torch.zeros(2, dtype=torch.float64, device="cpu")
+        stepper._judged_losses = stepper.losses.clone()
         for unit in stepper.units:
             unit.rule = ByKernels(unit.rule, one.device)
         for param in model.parameters():

@@ -291,7 +291,9 @@ def _build(
     parts = agreed(everyone, lambda: build_parts(design, facts[common_device]))
     # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
     groups = design.groups.groups or [{"params": [], "param_ids": [], "name": "stub"}]
-    copies = SharedCopies(model=model, roles=roles, held=parts.held, scaler=parts.scaler, loaded=parts.loaded)
+    copies = SharedCopies(
+        model=model, roles=roles, held=parts.held, scaler=parts.scaler, spikes=parts.spikes, loaded=parts.loaded
+    )
     names = [str(group["name"]) for group in groups]
     make_sums = partial(
         TensorSums, parts.units, parts.families, names, order=list(params), roles=roles, device=parts.device

@@ -2,7 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -89,7 +90,7 @@ class Optimizer(GradientStatistics):
         by_param: dict[Tensor, PieceRef] = {held.piece.param: held for held in self._held.values()}
         reads = partial(self.offload.check_restored, "optimizer.state")
         writes = partial(self.check_ready, "an assignment to optimizer.state")
-        self._live = LiveState(by_param, reads, writes, self.loaded_weights.note_state_load)
+        self._live = LiveState(by_param, reads, writes, self.loaded_weights.note_state_load, self._with_trained)
 
     @property  # type: ignore[override]  # torch's is a defaultdict
     def state(self) -> MutableMapping[Tensor, dict[str, Tensor]]:
@@ -102,6 +103,15 @@ class Optimizer(GradientStatistics):
             raise AttributeError(
                 "optimizer.state cannot be replaced; call load_state_dict, or assign to optimizer.state[param]"
             )
+
+    @contextmanager
+    def _with_trained(self, param: Tensor) -> Iterator[None]:
+        """Show the trained weights in a parameter inside the context; no communication."""
+        if not self.evaluation.is_evaluating:
+            yield
+            return
+        with self.loaded_weights.writing_without_step(), self.evaluation.with_trained_weights([param]):
+            yield
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -321,8 +331,12 @@ class Optimizer(GradientStatistics):
         return not self._ids
 
     def get_parameters(self) -> list[Tensor]:
-        """Return the tensors that this rank's rules write, in the order of the groups: parameters, or main values."""
-        self.offload.check_restored("get_parameters()")
+        """Return the tensors that this rank's rules write, in the order of the groups: parameters, or main values.
+
+        Raises:
+            RuntimeError: in evaluation mode, or while the state is on the host.
+        """
+        self.check_ready("get_parameters()")
         return [self._held[id].piece.main.value() for id in self._ids if id in self._held]
 
     def init_state(self) -> None:

@@ -236,8 +236,10 @@ class ShardedLoadPlanner:
         absent |= {path: item.unique_key for path, item in objects if names[path] not in self.index.objects}
         absent |= {path: path_text(path) for path in self.flat.common if path not in self._within}
         self.dropped = absent.keys() - self._plain.keys()
+        optional = [(*path, name) for path, scope in scopes(self.flat.state) for name in scope.optional]
         for path, key in absent.items():
-            if path in self.dropped and not (path in tensors and tensors[path].optional):
+            is_optional = is_below(path, optional) or (path in tensors and tensors[path].optional)
+            if path in self.dropped and not is_optional:
                 self.missing.append(key)
 
     def _reads_of(self, key: str, shard: ShardedTensor) -> Iterator[TensorRead]:

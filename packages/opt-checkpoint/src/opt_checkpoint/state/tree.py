@@ -8,7 +8,7 @@ always values. So two lists of different length meet nowhere, and nothing is eve
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,9 +46,10 @@ class ScopedState(dict[Any, Any]):
         replaces: a prefix of its keys that the path replaces, as `optimizer.` of an optimizer's; other keys get the
             path as a prefix.
         check: called before the part is saved or loaded; raises if it does not describe its object any more.
+        optional: names of values that a checkpoint may lack; a load then leaves them out.
     """
 
-    __slots__ = ("check", "replaces")
+    __slots__ = ("check", "optional", "replaces")
 
     def __init__(
         self,
@@ -56,14 +57,16 @@ class ScopedState(dict[Any, Any]):
         *,
         replaces: str = "",
         check: Callable[[], None] = lambda: None,
+        optional: Sequence[str] = (),
     ) -> None:
         super().__init__(values)
         self.replaces = replaces
         self.check = check
+        self.optional = optional
 
     def like(self, values: Mapping[Any, Any]) -> ScopedState:
         """Return the same scope with other values, which are not compared with an object."""
-        return ScopedState(values, replaces=self.replaces)
+        return ScopedState(values, replaces=self.replaces, optional=self.optional)
 
     def key_at(self, path: Path, key: str) -> str:
         """Return the stored key of a value that has `key` in this part, where the part is at `path`."""

@@ -156,5 +156,10 @@ def _weights(piece: OwnedPiece, main: Main) -> Tensor:
 
 
 def _share(number: float | Tensor, skip: Tensor) -> Tensor:
-    """Return a number, or zero if `skip` is set, as 0-d float32 on its device, without a copy from the host."""
+    """Return a number, or zero if `skip` is set, as 0-d float32 on its device, without a copy from the host.
+
+    A tensor has one element.
+    """
+    if isinstance(number, Tensor):
+        number = number.reshape(())
     return torch.zeros((), dtype=torch.float32, device=skip.device).add_(number).masked_fill_(skip, 0.0)

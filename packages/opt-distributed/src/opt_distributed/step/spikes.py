@@ -33,12 +33,13 @@ class Spikes:
         # (series, 1 + window): how many values in a row were above the limit; then the values, the newest last, and NaN
         # where there is none yet.
         self._rows = torch.empty(len(SERIES), 1 + window, dtype=torch.float64, device=device)
+        self._next = torch.empty_like(self._rows)  # after the step that was judged last
         self.load_state_dict({})
 
-    def judge_(self, new: Tensor, *, unless: Tensor) -> Tensor:
-        """Return the limits (series,) of the values of a step, and append those that are finite, capped at them.
+    def judge(self, new: Tensor) -> Tensor:
+        """Return the limits (series,) of the values of a step. `append_judged_` appends these where the step ends.
 
-        The deviation is the unbiased one. If `unless` is set, a bool tensor of one element, nothing is appended.
+        The deviation is the unbiased one.
         """
         num_above = self._rows[:, 0]
         values = self._rows[:, 1:]
@@ -51,9 +52,15 @@ class Spikes:
         limits = torch.where(num_above < self.least, bounds, torch.inf)
         num_above = torch.where(new > bounds, num_above + 1, 0.0)
         rows = torch.column_stack([num_above, values[:, 1:], new.minimum(limits)])
-        enters = new.isfinite() & ~unless
-        self._rows.copy_(torch.where(enters[:, None], rows, self._rows))
+        self._next.copy_(torch.where(new.isfinite()[:, None], rows, self._rows))
         return limits
+
+    def append_judged_(self, *, unless: Tensor) -> None:
+        """Append the values that were judged last, if they are finite, capped at their limits.
+
+        If `unless` is set, a 0-d bool tensor, nothing is appended.
+        """
+        self._rows.copy_(torch.where(unless, self._rows, self._next))
 
     def state_dict(self) -> dict[str, Any]:
         """Return for each series its values, oldest first, and how many in a row were above the limit. The host waits

@@ -106,8 +106,10 @@ class Stepper:
         self.limits = limits
         self.spikes = spikes
         with torch.inference_mode(False):  # calls outside of inference mode must be able to write them, too
-            # The sum and the number of the losses that this rank noted since its last step.
+            # The sum and the number of the losses that this rank noted: since gradients were prepared, and before, if
+            # no step has been made with these.
             self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
+            self._judged_losses = torch.zeros_like(self.losses)
         self.spans = spans
         self.peer_sums = peer_sums
         self.num_begun = 0  # steps since construction, for errors
@@ -285,23 +287,37 @@ class Stepper:
         """Sum the statistics of all ranks in one small all-reduce, and decide. The host reads nothing. `flags` are
         those of the guards, then those of the sources."""
         inv_scale = self.scaler.inverse
+        self._judged_losses += self.losses
+        self.losses.zero_()
         may_refuse_late = self._has_others and self._captured is None
         numbers = reduce_stats(
             self.families,
             ready,
             flags,
             self.limits,
-            losses=self.losses,
+            losses=self._judged_losses,
             device=self.device,
             everyone=self.everyone,
             instances=self.instances,
             refuse=self._guards.refuse_late if may_refuse_late else None,
         )
-        self.losses.zero_()
         return decide(numbers, self._guards.agreed, inv_scale=inv_scale, limits=self.limits, spikes=self.spikes)
+
+    def _use_up_(self, verdict: Verdict) -> None:
+        """Let the norm and the losses of a step be those of the past, unless a guard refuses it on the device."""
+        is_refused = verdict.is_wrong if self.accelerator.is_asynchronous else torch.zeros_like(verdict.is_wrong)
+        if self.spikes is not None:
+            self.spikes.append_judged_(unless=is_refused)
+        self._judged_losses.copy_(torch.where(is_refused, self._judged_losses, 0.0))
+
+    def forget_losses(self) -> None:
+        """Forget the losses that were noted for a step that is not taken."""
+        self.losses.zero_()
+        self._judged_losses.zero_()
 
     def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
         """Update and publish if `success`; it is False if the host knows that the step is skipped."""
+        self._use_up_(prepared.verdict)
         inverse = prepared.verdict.inv_scale
         with self._watched(prepared.ready, groups, inverse, prepared.max_norm, skipped=not success):
             if success:
@@ -350,6 +366,7 @@ class Stepper:
         def work(ready: Sequence[Ready], flags: Tensor, groups: Groups) -> Verdict:
             verdict = self._judge(ready, flags)
             self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
+            self._use_up_(verdict)
             self._update_(Prepared(verdict, ready, self.limits.max_norm), groups)
             return verdict
 

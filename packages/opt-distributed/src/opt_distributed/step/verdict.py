@@ -117,10 +117,7 @@ def decide(
     limits: Limits,
     spikes: Spikes | None = None,
 ) -> Verdict:
-    """Decide on a step from its statistics, the result of `reduce_stats`, which end with the flags of `guards`.
-
-    Its norm and loss enter `spikes`, unless a guard refuses the step.
-    """
+    """Decide on a step from its statistics, the result of `reduce_stats`, which end with the flags of `guards`."""
     num_slots = len(limits.slots)
     squares, num_nonfinite, _, sum_of_losses, num_losses, *flags = numbers.split_with_sizes(
         [num_slots, 1, 1, 1, 1, *(guard.num_flags for guard in guards)]
@@ -135,7 +132,7 @@ def decide(
     wrong = [guard.is_wrong(sums) for guard, sums in zip(guards, flags, strict=True)]
     is_wrong = torch.cat([torch.zeros_like(overflow), *wrong]).any()
     measured = torch.cat([norms[:1], loss])
-    bounds = torch.full_like(measured, torch.inf) if spikes is None else spikes.judge_(measured, unless=is_wrong)
+    bounds = torch.full_like(measured, torch.inf) if spikes is None else spikes.judge(measured)
     is_spike = measured > bounds
     is_spike[1:] |= (num_losses > 0) & ~loss.isfinite()
     reasons = torch.cat([overflow, is_above_limit, is_spike, *wrong])

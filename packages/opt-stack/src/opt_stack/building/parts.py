@@ -109,13 +109,26 @@ def build_parts(design: Design, device: devices.Device) -> Parts:
 def build_stepper(design: Design, parts: Parts, groups: ParamGroups, copies: SharedCopies, watch: Watch) -> Stepper:
     """Build the stepper of `parts`, with its guards in the order in which their errors are raised. Collective.
 
-    `groups` are those that the optimizer will have. Raises GraphError if the device has no graphs.
+    `groups` are those that the optimizer will have.
+
+    Raises:
+        ConfigError: on every rank, if steps are to be skipped by a norm that no gradient is part of.
+        GraphError: the device has no graphs.
     """
     config = design.config
     roles = design.roles
     totals = roles.totals
     instances = roles.dense.inter
-    used = roles.everyone.gather_objects({piece.norm_slot for _, piece in parts.held.values()})
+    here = {piece.norm_slot for _, piece in parts.held.values()}
+    of_ranks = roles.everyone.gather_objects((here, parts.evaluation.has_other_weights))
+    parts.evaluation.has_other_weights = any(has_other_weights for _, has_other_weights in of_ranks)
+    used = frozenset[int]().union(*(slots for slots, _ in of_ranks))
+    for name in ("skip_sigma", "grad_norm_skip_threshold"):
+        if used and 0 not in used and math.isfinite(limit := getattr(config, name)):
+            raise ConfigError(
+                f"{name}={limit} has no effect: all parameters are in groups with clip_grad=False, and the model's "
+                "norm is of the others; leave it out, or clip some groups"
+            )
     sources = [source for family in parts.families for source in family.sources]
     rules = {piece.group: unit.rule for unit, piece in parts.held.values()}
     equal = EqualGroups(
@@ -154,7 +167,7 @@ def build_stepper(design: Design, parts: Parts, groups: ParamGroups, copies: Sha
         spans=profiler_spans if timers is None else timer_spans(timers, barrier=config.barrier_with_L1_time),
         graphs=config.optimizer_cuda_graph,
         peer_sums=parts.peer_sums,
-        empty_slots=frozenset(range(len(parts.slots))).difference(*used),
+        empty_slots=frozenset(range(len(parts.slots))) - used,
         at_start=[guard.at_start for guard in written],
         watch=watch,
         spikes=parts.spikes,

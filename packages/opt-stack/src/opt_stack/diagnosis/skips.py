@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import groupby
+from operator import attrgetter
 
-from opt_distributed.step import OVERFLOW
+from opt_distributed.step import BAD_LOSS, OVERFLOW
 from opt_stack.diagnosis.history import Finding, History, Run, Sentences
 from opt_stack.diagnosis.tensor_stats import StepStats, fault, non_finite
 
@@ -23,20 +24,22 @@ def skipped_steps(history: History) -> Sentences:
     """Find the first skipped steps, except where a dynamic loss scale finds its level."""
     run = history.run
     at = 0
-    while at < len(run):
-        stats = run[at]
-        skipped = list(takewhile(lambda later: not later.success, run[at:]))
+    for reason, in_a_row in groupby(run, attrgetter("reason")):
+        skipped = list(in_a_row)
+        stats = skipped[0]
         after = run[at + len(skipped) :]
-        if stats.reason == OVERFLOW and (stats.overflowed or not _finds_its_scale(run[:at], skipped, after)):
-            yield at, _sentence(skipped, recovers=bool(after))
-        elif stats.reason not in ("", OVERFLOW) and stats.grad_norms:
+        if reason == OVERFLOW and (stats.overflowed or not _finds_its_scale(run[:at], skipped, after)):
+            yield at, _sentence(skipped, recovers=any(later.success for later in after))
+        elif reason == BAD_LOSS:
+            yield at, f"a {reason} skipped the step: the loss was {stats.loss:.4g}; look at its batch of data."
+        elif reason not in ("", OVERFLOW) and stats.grad_norms:
             largest = max(stats.grad_norms, key=stats.grad_norms.__getitem__)
             yield (
                 at,
-                f"a {stats.reason} skipped the step: the gradient norm was {stats.grad_norm:.4g}, most in {largest!r}; "
-                "look at its batch of data.",
+                f"a {reason} skipped the step: the gradient norm was {stats.grad_norm:.4g}, most in {largest!r}; look "
+                "at its batch of data.",
             )
-        at += max(len(skipped), 1)
+        at += len(skipped)
 
 
 def _finds_its_scale(before: Run, skipped: Run, after: Run) -> bool:

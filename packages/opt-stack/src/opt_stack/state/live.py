@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from opt_distributed.buffers import ReplicaError, check_replicas, compare_copies
 from opt_distributed.comm import Roles, agree
 from opt_distributed.pieces import OwnedPiece
 from opt_distributed.saving import PieceState, check_state, load_state_, read_state, reset_state_
-from opt_distributed.step import Scaler, Stepper, Unit, Written
+from opt_distributed.step import Scaler, Spikes, Stepper, Unit, Written
 from opt_paramgroups import ParamId, is_dtensor
 from opt_stack.planning.design import Model
 from opt_stack.state import AnyState
@@ -34,21 +35,23 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
     """State by parameter, with the names of `state_dict`; DTensors for DTensor parameters.
 
     Reading returns a dict of tensors that share the state's memory, except `step` and main values joined from a
-    remainder. Assigning a dict sets the parameter's whole state, as loading does; an empty one resets all but the main
-    values. State exists from construction, so the mapping is truthy even on a rank without parameters, and entries
-    cannot be deleted.
+    remainder, which are those of the trained weights in evaluation mode, too. Assigning a dict sets the parameter's
+    whole state, as loading does; an empty one resets all but the main values. State exists from construction, so the
+    mapping is truthy even on a rank without parameters, and entries cannot be deleted.
     """
 
     _held: Mapping[Tensor, PieceRef]
     _check: Callable[[], None]  # raises while nothing may be read
     _check_write: Callable[[], None]  # or written
     _note: Callable[[], None] = lambda: None  # called after a write
+    _trained: Callable[[Tensor], AbstractContextManager[object]] = nullcontext  # a parameter has its trained weights
 
     def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
         self._check()
         if param not in self._held:
             return {}  # as with torch's defaultdict; another rank holds the state
-        return ParamState(read_state(*self._held[param]), partial(self._write, param))
+        with self._trained(param):  # of which main values may be a part
+            return ParamState(read_state(*self._held[param]), partial(self._write, param))
 
     def __setitem__(self, param: Tensor, saved: AnyState) -> None:
         self._check_write()
@@ -207,12 +210,13 @@ LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or befo
 
 @dataclass(eq=False, kw_only=True)
 class SharedCopies:
-    """The copies of weights, state and loss scale that several ranks hold."""
+    """The copies of weights, state, loss scale and norms of the last steps that several ranks hold."""
 
     model: Model
     roles: Roles
     held: Mapping[ParamId, PieceRef]
     scaler: Scaler
+    spikes: Spikes | None
     loaded: LoadedWeights
     _is_first_step: bool = True
 
@@ -253,7 +257,7 @@ class SharedCopies:
             raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
 
     def _compare_all(self) -> None:
-        """Compare weights, state and loss scale. Collective."""
+        """Compare weights, state, loss scale and norms of the last steps. Collective."""
         self._compare_weights()
         for unit, _ in self.held.values():
             unit.settle()
@@ -266,6 +270,9 @@ class SharedCopies:
         scales = everyone.gather_objects(self.scaler.state_dict())
         if any(scale != scales[0] for scale in scales):
             raise ReplicaError(f"ranks have different loss scales: {scales}; {LOAD_ALIKE}")
+        windows = everyone.gather_objects(None if self.spikes is None else self.spikes.state_dict())
+        if any(window != windows[0] for window in windows):
+            raise ReplicaError(f"ranks have different norms or losses of the last steps (skip_sigma); {LOAD_ALIKE}")
 
 
 def _sums_of_states(held: Mapping[ParamId, PieceRef]) -> dict[ParamId, int]:

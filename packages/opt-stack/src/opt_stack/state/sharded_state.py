@@ -182,11 +182,12 @@ class ShardedStates(torch.optim.Optimizer):
         def check() -> None:
             if self._copied_values() != copied:
                 raise CheckpointValueError(
-                    "the optimizer has stepped, or its groups have changed, since sharded_state_dict described it; "
-                    "call optimizer.sharded_state_dict before each save and load"
+                    "the optimizer has stepped, its groups have changed, or eval() has replaced the weights, since "
+                    "sharded_state_dict described it; call optimizer.sharded_state_dict before each save and load"
                 )
 
-        scoped = ScopedState(state, replaces="optimizer.", check=check)  # one state may hold several optimizers
+        # One state may hold several optimizers, and a run may have had another loss scale, or no `skip_sigma`.
+        scoped = ScopedState(state, replaces="optimizer.", check=check, optional=("grad_scaler", SPIKES))
         return scoped, described
 
     def _copied_values(self) -> tuple[Any, ...]:
@@ -196,7 +197,8 @@ class ShardedStates(torch.optim.Optimizer):
             {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k not in _RUN_ENTRIES}
             for group in self.param_groups
         ]
-        return self.stepper.num_begun, steps, copy.deepcopy(numbers), self.stepper.scaler.state_dict()
+        scale = self.stepper.scaler.state_dict()
+        return self.stepper.num_begun, steps, copy.deepcopy(numbers), scale, self.evaluation.is_evaluating
 
     def _load_sharded(self, loaded: AnyState, *, on_conflict: Conflict, override: Group) -> None:
         """Set the optimizer from the result of `opt_checkpoint.load`. Collective.
@@ -254,9 +256,11 @@ class ShardedStates(torch.optim.Optimizer):
 
         Losses that were noted before belong to a step that is not taken.
         """
-        self.stepper.losses.zero_()
+        self.stepper.forget_losses()
         if scale:
             self.stepper.scaler.load_state_dict(scale)
+        elif self.stepper.scaler.state_dict():
+            logger.info("no loss scale was saved: it stays as it is")
         if self.stepper.spikes is not None:
             self.stepper.spikes.load_state_dict(state_dict.get(SPIKES) or {})
 

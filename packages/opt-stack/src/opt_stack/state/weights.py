@@ -265,6 +265,7 @@ class Evaluation:
         for unit in units:
             if (formula := evaluation_of(unit.rule)) is not None:
                 self.formulas[unit.name] = formula
+        self.has_other_weights = bool(self.formulas or self._shows_averages)  # `build_stepper` asks all ranks
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
         self._shown = Writes([])  # to the weights for evaluation
         self._rates = RisingRates()
@@ -292,9 +293,12 @@ class Evaluation:
         return bool(unit.averages.specs) or unit.name in self.formulas
 
     @contextmanager
-    def with_trained_weights(self) -> Iterator[None]:
-        """Show the trained weights in this rank's parameters inside the context; no communication."""
+    def with_trained_weights(self, only: Collection[Tensor] | None = None) -> Iterator[None]:
+        """Show the trained weights in this rank's parameters, or `only` in some, inside the context; no
+        communication."""
         trained = self._trained or {}
+        if only is not None:
+            trained = {param: trained[param] for param in only if param in trained}
         has_foreign = self._shown.has_foreign()
         shown = _copies(trained)
         try:
@@ -313,7 +317,7 @@ class Evaluation:
         `complete` waits for gathers of parameters. With `was_loaded`, a load has set only the main values of each
         rank's own pieces.
         """
-        if self.is_evaluating or not (self.formulas or self._shows_averages):
+        if self.is_evaluating or not self.has_other_weights:
             return
         for unit in self._units:
             for source in unit.completes if was_loaded and self.keeps_weights_of(unit) else ():
