@@ -25,6 +25,7 @@ from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.pieces import AVERAGES
 from opt_kernels import optim
+from opt_kernels.hooks import Hyperball
 from opt_kernels.quantized import QuantizedTensor
 from opt_scheduler import FieldScheduler, linear
 from opt_stack import Optimizer, QKClip, Registry, get_optimizer, release_gradients, torch_rule
@@ -35,9 +36,9 @@ BOTH = {"ema_decay": DECAY, "ema_nesterov_beta": 0.4, "ema_nesterov_gamma": 0.7}
 RULES = ("adam", "sgd", "lion", "muon", "soap")
 
 
-def built(model: nn.Module, overrides: Any = None, **fields: Any) -> Optimizer:
+def built(model: nn.Module, overrides: Any = None, hooks: Any = (), **fields: Any) -> Optimizer:
     config = OptimizerConfig(**{"lr": 0.02, "clip_grad": 0.0, "ema_decay": DECAY, **fields})
-    return get_optimizer(config, [model], {} if overrides is None else overrides)
+    return get_optimizer(config, [model], {} if overrides is None else overrides, hooks=hooks)
 
 
 def two(dtype: torch.dtype = torch.float32) -> Named:
@@ -411,6 +412,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "fp8": (FP8, r"ema_decay=0.8: parameter 'first' is stored in fp8"),
     "scaled fp16": (AWARE | NESTEROV | {"main_params_dtype": torch.float16}, "ema_nesterov_beta=0.4 with main_params"),
+    "a ball of the weights with their look-ahead": (
+        NESTEROV | {"optimizer": "muon", "weight_decay": 0.0, "hooks": {"muon": (Hyperball(),)}},
+        r"ema_nesterov_beta=0.4: Hyperball\(\) would keep the norm",
+    ),
+    "lengths of rows": (
+        NESTEROV | {"optimizer": "muown"},
+        "ema_nesterov_beta=0.4: optimizer='muown' keeps the lengths",
+    ),
     "a decay of a group without averages": (
         {"ema_decay": None, "overrides": {ParamKey(name="second"): {"ema_decay": 0.5}}},
         "ema_decay=0.5: unknown entry",
@@ -489,6 +498,9 @@ def test_release_of_gradients_and_clips_of_mains_are_refused() -> None:
     layer = fused_qkv(qkv.weight, num_heads=2, num_query_groups=1, head_dim=4)
     with pytest.raises(ConfigError, match="the state of 'weight' has other weights"):
         QKClip(optimizer, [layer])
+    of_rows = built(qkv, optimizer="muown", ema_decay=None)
+    with pytest.raises(ConfigError, match="the rule of 'weight', muown, keeps the lengths of rows"):
+        QKClip(of_rows, [layer])
 
 
 @pytest.mark.parametrize("name", ["ema_decay", "ema_nesterov_beta"])

@@ -8,6 +8,7 @@ from parity import Net, config, grads_of, roles_over, sharded_state
 from torch import Tensor
 
 from opt_checkpoint import load, save
+from opt_config import ConfigError
 from opt_distributed import run_threads
 from opt_distributed.comm import Comm
 from opt_distributed.comm.threads import ThreadComm
@@ -66,3 +67,16 @@ def test_a_run_resumed_on_other_ranks_repeats_the_noise(format: str, tmp_path: A
     for number in range(3, 5):
         step_(net, optimizer, number, comms[0])
     assert all(map(torch.equal, whole, net.parameters()))
+
+
+def test_a_beta_with_too_much_noise_is_refused_when_built_and_stepped() -> None:
+    (comm,) = run_threads(1, lambda comm: comm)
+    with pytest.raises(ConfigError, match=r"betas=\(0.99, 0.999\) with exp_avg in torch.float8_e4m3fn: rounding would"):
+        begun(comm, "fp8", adam_beta1=0.99)
+    net, optimizer = begun(comm, "fp8")
+    net(grads_of(0, comm.rank, comm.size)).backward()
+    before = [param.detach().clone() for param in net.parameters()]
+    optimizer.param_groups[0]["betas"] = (0.99, 0.999)
+    with pytest.raises(ValueError, match="rounding would make updates more than 5 % longer"):
+        optimizer.step()
+    assert all(map(torch.equal, net.parameters(), before))

@@ -96,6 +96,23 @@ def test_rows_of_zeros_get_a_direction_and_stay_finite():
     assert main[2].norm() > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_that_a_device_counts_have_the_bits_of_those_of_the_host(dtype):
+    """Its corrections were in the default dtype: in bfloat16, one of zero gave NaN."""
+    grads = [tensor(6, 8, seed=seed) for seed in (1, 2, 3)]
+    wanted, _ = stepped(RULE, tensor(6, 8), grads)
+    main = tensor(6, 8)
+    state = RULE.init_state(main)
+    torch.set_default_dtype(dtype)
+    try:
+        for step, grad in enumerate(grads, start=1):
+            hyper = replace(HYPER, step=torch.tensor(step))
+            RULE.update_([Batch(hyper, [Work(grad=grad, main=main, state=state, matrix=NOT_SPLIT)])])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(main, wanted)
+
+
 def test_a_skipped_step_writes_nothing():
     main, state = stepped(RULE, tensor(8, 16), [tensor(8, 16, seed=1)])
     before = {name: value.clone() for name, value in state.items()}

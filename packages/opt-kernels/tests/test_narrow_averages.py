@@ -16,7 +16,7 @@ from opt_kernels.codecs import codec_for, stalls
 from opt_kernels.formulas import Formula, FormulaError, State
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.rules import Adam
-from opt_kernels.works import Batch, Hyper, Work
+from opt_kernels.works import Batch, Hyper, NumberError, Work
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -46,15 +46,62 @@ def signs(count: int, size: float = 1.0) -> list[Tensor]:
 
 # Largest error of the length with steady gradients, and after they fell to a tenth. It was 1.76 times for bfloat16.
 ERRORS = {BF16: (0.05, 0.05), FP16: (0.05, 0.05), E4M3: (0.05, 0.12), E5M2: (0.05, 0.25)}
+SLOWEST = {E4M3: 0.98, E5M2: 0.95}  # beta1 that is allowed
 
 
-def test_updates_of_narrow_moments_have_the_length_of_fp32s() -> None:
+@pytest.mark.parametrize("beta1", [0.9, "the slowest"])
+def test_updates_of_narrow_moments_have_the_length_of_fp32s(beta1: float | str) -> None:
     grads = signs(STEPS) + signs(STEPS, 0.1)
-    expected = moved(grads)[[STEPS - 1, -1]]
-    for dtype, limits in ERRORS.items():
-        lengths = moved(grads, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)[[STEPS - 1, -1]]
+    for dtype in ERRORS if beta1 == 0.9 else SLOWEST:
+        betas = (SLOWEST[dtype] if isinstance(beta1, str) else beta1, 0.999)
+        expected = moved(grads, betas=betas)[[STEPS - 1, -1]]
+        lengths = moved(grads, betas=betas, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)[[STEPS - 1, -1]]
         errors = (lengths / expected - 1).abs()
-        assert (errors < torch.tensor(limits)).all(), (dtype, errors)
+        assert (errors < torch.tensor(ERRORS[dtype])).all(), (dtype, betas, errors)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+def test_errors_of_both_moments_stay_within_5_percent_together(betas: tuple[float, float]) -> None:
+    """The first stopped above its value, the second below, and updates were 6.4 % longer for good."""
+    sizes = [0.0] * 123 + [1.155] * 29 + [1.05] * 400
+    grads = [torch.full((64,), size) for size in sizes]
+    expected = moved(grads, betas=betas)[-1]
+    found = moved(grads, betas=betas, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)[-1]
+    assert float(found) == pytest.approx(float(expected), rel=0.05)
+
+
+# Rule, betas (or the momentum), and the format of the first of its averages; whether noise would lengthen updates.
+NOISE: dict[str, tuple[str, Any, torch.dtype, bool]] = {
+    "e5m2": ("AdamW", (0.96, 0.999), E5M2, True),
+    "e4m3": ("AdamW", (0.99, 0.999), E4M3, True),
+    "allowed": ("AdamW", (0.95, 0.9999), E5M2, False),
+    "bf16": ("AdamW", (0.9999, 0.9999), BF16, False),
+    "codes": ("AdamW", (0.9995, 0.9999), torch.int8, True),
+    "momentum": ("SGD", 0.99, E5M2, True),
+    "signs": ("Lion", (0.9, 0.99), E5M2, False),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_betas_whose_noise_would_lengthen_updates_are_refused(name: str) -> None:
+    rule, slow, dtype, is_refused = NOISE[name]
+    given = "momentum" if rule == "SGD" else "betas"
+    state = "momentum_buffer" if rule == "SGD" else "exp_avg"
+    params = [nn.Parameter(torch.zeros(8))]
+    quick = {"momentum": 0.9} if rule == "SGD" else {}
+    build = lambda **numbers: getattr(optim, rule)(params, lr=0.1, **{f"{state}_dtype": dtype}, **numbers)
+    optimizer = build(**quick)
+    optimizer.param_groups[0][given] = slow  # as a scheduler may
+    params[0].grad = torch.ones(8)
+    if is_refused:
+        with pytest.raises(NumberError, match=rf"^{given}=.* with {state} in {dtype}: rounding would"):
+            build(**{given: slow})
+        with pytest.raises(NumberError, match="choose a smaller beta"):
+            optimizer.step()
+        assert not params[0].any()
+    else:
+        build(**{given: slow})
+        optimizer.step()
 
 
 def test_8_bit_moments_follow_one_of_a_block_that_falls() -> None:
@@ -83,11 +130,12 @@ def test_a_slow_average_in_bfloat16_reaches_its_value() -> None:
     ("name", "dtype", "signed", "beta", "expected"),
     [
         ("usual first moment", BF16, True, 0.9, False),
-        ("usual second moment", BF16, False, 0.95, False),
+        ("usual second moment", BF16, False, 0.95, True),
+        ("quick second moment", BF16, False, 0.85, False),
         ("slower first moment", BF16, True, 0.95, True),
         ("AdamW's second moment", BF16, False, 0.999, True),
         ("Lion", BF16, True, 0.99, True),
-        ("half", FP16, True, 0.99, False),
+        ("half", FP16, True, 0.98, False),
         ("root of half", FP16, False, 0.999, True),
         ("fp8", E4M3, True, 0.9, True),
         ("no average", E5M2, True, 0.0, False),
@@ -130,19 +178,19 @@ def test_the_noise_of_an_average_depends_on_its_place_and_step(backend: str, dev
 def test_groups_with_quick_betas_round_to_nearest(backend: str, device: torch.device) -> None:
     """Groups of one sweep with other betas, each as alone."""
     values = torch.linspace(0.1, 2.0, 512, device=device)
-    nearest = updated(0, values, step=9, beta2=0.95, backend=backend)
-    expected = (0.95 + 0.05 * values.square()).bfloat16()
+    nearest = updated(0, values, step=9, beta2=0.85, backend=backend)
+    expected = (0.85 + 0.15 * values.square()).bfloat16()
     assert (nearest["exp_avg_sq"].float() - expected.float()).abs().max() <= 2**-7
-    assert torch.equal(nearest["exp_avg_sq"], updated(0, values, step=10, beta2=0.95, backend=backend)["exp_avg_sq"])
+    assert torch.equal(nearest["exp_avg_sq"], updated(0, values, step=10, beta2=0.85, backend=backend)["exp_avg_sq"])
     rule = Adam(exp_avg_dtype=E4M3, exp_avg_sq_dtype=BF16, backend=backend)
     batches = []
-    for beta2 in (0.95, 0.999):
+    for beta2 in (0.85, 0.999):
         state = rule.init_state(values)
         state["exp_avg_sq"].fill_(1.0)
         work = Work(grad=values, main=torch.zeros_like(values), state=state)
         batches.append(Batch(Hyper(lr=0.1, step=9, betas=(0.9, beta2)), [work]))
     rule.update_(batches)
-    for batch, beta2 in zip(batches, (0.95, 0.999)):
+    for batch, beta2 in zip(batches, (0.85, 0.999)):
         alone = updated(0, values, step=9, beta2=beta2, backend=backend)
         assert torch.equal(batch.works[0].state["exp_avg_sq"], alone["exp_avg_sq"])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices import CoefficientType, MatmulPrecision
+from opt_kernels.matrices import CoefficientType, MatmulPrecision, TpMode
 from opt_kernels.matrices.coefficients import Coefficients, Schedule, narrow_steps, schedule
 from opt_kernels.matrices.orthogonal_basis import cholesky, householder
 from opt_kernels.matrices.orthogonalization import AOL_RANGE, cut, newton_schulz, reference_newton_schulz, row_scales
@@ -230,6 +230,12 @@ def test_aol_rescales_rows_and_orthogonalises_what_it_made(name: str) -> None:
     assert float((got * x).sum()) > 0
     fast = newton_schulz(x, segments=singly(steps), dtype=torch.float64, rescale_rows=True)
     torch.testing.assert_close(fast, expected, rtol=0, atol=1e-10)
+
+
+def test_aol_of_parts_that_are_not_gathered_is_refused() -> None:
+    """It rescaled the rows of the longer side, where that was not cut: 13 % of the update."""
+    with pytest.raises(ValueError, match="'aol' with tp_mode 'distributed': it rescales the rows of the side that is"):
+        MuonRule(coefficient_type=CoefficientType.AOL, num_ns_steps=4, tp_mode=TpMode.DISTRIBUTED)
 
 
 # --- orthogonal bases: CholeskyQR2 against Householder QR, where it works and where it must give way ------------------

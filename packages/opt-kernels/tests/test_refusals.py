@@ -49,6 +49,7 @@ OPTIONS = [
     ("AdaptiveMuon", {"lines": "cols"}, ValueError, "only 'normuon' has lines"),
     ("AdaptiveMuon", {"lines": "cols", "moment2_method": "namo"}, ValueError, "lines='cols' with 'namo'"),
     ("NAMO", {"weight_decay_method": "l2"}, ValueError, "NAMO with L2 weight decay"),
+    ("Muon", {"scalar_optimizer": "adam", "scalar_options": {"maximize": True}}, ValueError, "always minimized"),
     ("SOAP", {"precondition_frequency": 0}, ValueError, "precondition_frequency is 0"),
     ("SOAP", {"shampoo_beta": 1.0}, ValueError, r"shampoo_beta is 1\.0"),
     ("SOAP", {"power_iterations": 0}, ValueError, "power_iterations is 0"),

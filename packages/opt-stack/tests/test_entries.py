@@ -211,6 +211,10 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"optimizer_options": {"betas": (0.9, 0.5)}}, "formula 'undecayed' never reads beta2; leave it at 0.99"),
     ({"overrides": {ParamKey(name="bias"): {"start_wd": 0.0, "end_wd": 0.1}}}, "end_wd=0.1 has no effect"),
     ({"optimizer_options": {"lr": 1}}, "'lr'=1; for optimizer='undecayed' a field of the configuration sets it"),
+    (
+        {"optimizer": "muon", "optimizer_options": {"maximize": True}},
+        "'maximize'=True: only parameters of 'adam' would, not those of 'muon'",
+    ),
     ({"optimizer_options": {"backend": 1}}, "'backend'=1; for optimizer='undecayed' the stack chooses the fastest"),
     ({"optimizer_options": {"stochastic_rounding": 1}}, "optimizer='undecayed' the stack keeps main values; only the"),
 ]

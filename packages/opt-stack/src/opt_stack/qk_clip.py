@@ -9,7 +9,8 @@ so that the same input would give logits of at most the threshold. In multi-head
 rotary key, which is not scaled; rotary query rows are scaled by gamma. With grouped queries, a key serves several
 heads, and the largest of their logits determines gamma, as in Megatron-Core's `clip_qk`.
 
-The clip does not depend on the optimizer's rule: it multiplies parameters and their main values, wherever these live.
+The clip multiplies parameters and their main values, wherever these live. It excludes rules that keep lengths of rows,
+or other weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,9 @@ from opt_checkpoint import sharded_like
 from opt_config import ConfigError
 from opt_distributed.comm import Op, agree, agreed
 from opt_distributed.pieces import HostMain, OwnedPiece, local
+from opt_kernels.hooks import bare
 from opt_kernels.precision import without_autocast
+from opt_kernels.rules import MuownRule
 from opt_paramgroups import is_dtensor
 from opt_stack.optimizer import Optimizer
 
@@ -291,6 +294,11 @@ class QKClip:
                 yield (
                     f"the state of {str(clipped[0])!r} has other weights than its main values (of schedule_free or "
                     "ema_nesterov_beta); clip only layers without them"
+                )
+            if clipped and isinstance(bare(unit.rule), MuownRule):
+                yield (
+                    f"the rule of {str(clipped[0])!r}, muown, keeps the lengths of rows, and would undo small factors; "
+                    "clip only layers of other rules"
                 )
 
 

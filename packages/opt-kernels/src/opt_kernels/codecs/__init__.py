@@ -11,6 +11,7 @@ from opt_kernels.codecs.codec import (
     codec_for,
     codecs_of,
     init_state,
+    largest_beta,
     rows_of,
     scale_name,
     scheme_of,
@@ -22,5 +23,5 @@ from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [
     "BLOCK", "TINY", "CodecError", "Codecs", "Plain", "Scaled", "StateCodec", "codec_for", "codecs_of", "init_state",
-    "join", "rows_of", "scale_name", "scheme_of", "split_", "stalls", "state_specs", "without_outliers",
+    "join", "largest_beta", "rows_of", "scale_name", "scheme_of", "split_", "stalls", "state_specs", "without_outliers",
 ]  # fmt: skip

@@ -25,11 +25,17 @@ from opt_kernels.works import Scalar, StateKind, States, StateSpec, is_on_device
 
 BLOCK = 128  # elements that share a scale: 1/32 byte of scale per element
 TINY = torch.finfo(torch.float32).tiny  # smallest normal number: division by a smaller scale would overflow
-STALLED = 0.05  # share of its value by which an average may miss it when it stops
+# The shares of its value by which an average may miss it when it stops, and by which the root of one that is never
+# negative may: an update, their quotient, is within 5 %.
+STALLED = 0.036
+STALLED_ROOT = 0.014
 # The largest distance of a stored number from its nearest code, as a share of the number. Small values of 8-bit codes
 # are a few codes.
 _FLOATS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 HALF_UNITS = {dtype: torch.finfo(dtype).eps / 2 for dtype in _FLOATS} | {torch.int8: 0.5, torch.uint8: 0.5}
+# The same for what is usual in a block, by which noise makes the squares of signed averages larger.
+_USUAL = HALF_UNITS | {torch.int8: 2.0**-6}
+NOISY = 0.3  # units² beta / (1 - beta) from which on updates are more than 5 % longer
 OUTLIER = 2.0**60  # first moments of this size have second moments near the end of float32
 
 
@@ -248,7 +254,7 @@ def scheme_of(codec: StateCodec) -> str:
 
 
 def stalls(codec: StateCodec, beta: Scalar | str) -> bool:
-    """Whether an average x <- x + (1 - beta) (y - x), rounded to nearest, may stop more than 5 % from a constant y.
+    """Whether an average x <- x + (1 - beta) (y - x), rounded to nearest, may stop too far from a constant y.
 
     It stops where its change is below half a unit: up to half_unit beta / (1 - beta) of its value from y. Updates
     divide by the root of an average that is never negative, which misses by half of that; codecs with scales store the
@@ -259,7 +265,19 @@ def stalls(codec: StateCodec, beta: Scalar | str) -> bool:
         return True
     if not (codec.signed or codec.block):
         half_unit /= 2
-    return half_unit * float(beta) > STALLED * (1 - float(beta))
+    allowed = STALLED if codec.signed else STALLED_ROOT
+    return half_unit * float(beta) > allowed * (1 - float(beta))
+
+
+def largest_beta(codec: StateCodec) -> float:
+    """The beta up to which the noise of stochastic rounding makes updates at most 5 % longer.
+
+    Of a signed average: each step adds noise, of which 1 / (1 - beta) steps remain. A root has half of it, and an
+    update divides by it.
+    """
+    if not codec.signed or codec.dtype not in _USUAL:
+        return 1.0
+    return NOISY / (NOISY + _USUAL[codec.dtype] ** 2)
 
 
 def codecs_of(rule: object) -> Codecs:

@@ -69,6 +69,7 @@ class State:
     # The number beta of an average x <- beta x + (1 - beta) y, such as "beta2" or "momentum": in a narrow format that
     # could not follow, it is rounded stochastically. None: not an average, rounded to nearest.
     beta: str | None = None
+    gives_signs: bool = False  # updates are signs, whose length does not depend on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

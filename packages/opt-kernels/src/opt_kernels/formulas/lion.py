@@ -24,7 +24,7 @@ def update(p, g, exp_avg, *, lr, decay, weight1, weight2):
 LION = Formula(
     name="lion",
     title="Lion",
-    states=(State("exp_avg", beta="beta2"),),
+    states=(State("exp_avg", beta="beta2", gives_signs=True),),
     numbers=(Number("lr", 1e-4), Number("betas", (0.9, 0.99))),
     scalars=scalars,
     update=update,

@@ -25,7 +25,7 @@ def update(p, g, momentum_buffer, *, lr, decay, weight):
 SIGNUM = Formula(
     name="signum",
     title="Signum",
-    states=(State("momentum_buffer", beta="momentum"),),
+    states=(State("momentum_buffer", beta="momentum", gives_signs=True),),
     numbers=(Number("lr", 1e-4), Number("momentum", 0.9, low=0.0, below=1.0)),
     scalars=scalars,
     update=update,

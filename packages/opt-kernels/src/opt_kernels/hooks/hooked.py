@@ -111,7 +111,7 @@ def check_unread(rule: Rule, values: Mapping[str, Any]) -> None:
 
 def check_numbers(rule: Rule | None, values: Mapping[str, Any]) -> None:
     """Raise NumberError for a number of a group that is out of the bounds that the formula of `rule` declares, or else
-    of those that every rule has. Other entries are ignored."""
+    of those that every rule has, or that does not go with the formats of its states. Other entries are ignored."""
     inner = None if rule is None else bare(rule)
     declared = inner.formula.numbers if isinstance(inner, ElementwiseRule) else ()
     for name, value in values.items():
@@ -121,6 +121,8 @@ def check_numbers(rule: Rule | None, values: Mapping[str, Any]) -> None:
             number = Number(name, (0.0,) * len(value) if is_row else 0.0)
         if number is not None:
             number.check(value)
+    if isinstance(inner, ElementwiseRule):
+        inner.check_betas(values)
 
 
 def bare(rule: Rule) -> Rule:

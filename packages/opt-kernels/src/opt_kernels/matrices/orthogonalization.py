@@ -301,7 +301,8 @@ class Orthogonalization:
         """That of a rule with the options of Newton-Schulz, `coefficient_type` and so on; its other fields from those
         of the rule, where it has them.
 
-        Raises ValueError for a set that 16-bit rounding would make diverge, with the precision "medium".
+        Raises ValueError for a set that 16-bit rounding would make diverge, with the precision "medium"; and for AOL's
+        in parts that are not gathered.
         """
         kind = rule.coefficient_type
         steps = schedule(kind, num_steps=rule.num_ns_steps, custom=rule.custom_coefficients)
@@ -311,6 +312,12 @@ class Orthogonalization:
                 f"coefficient_type '{kind}' with fp32_matmul_prec 'medium': 16-bit rounding carries singular values "
                 "out of the range where its steps converge, and updates could be of any size; set fp32_matmul_prec "
                 "(muon_fp32_matmul_prec in OptimizerConfig) to 'high' or 'highest', or choose other coefficients"
+            )
+        if kind is CoefficientType.AOL and getattr(rule, "tp_mode", None) is TpMode.DISTRIBUTED:
+            raise ValueError(
+                "coefficient_type 'aol' with tp_mode 'distributed': it rescales the rows of the side that is not cut, "
+                "which need not be the shorter one; set tp_mode (muon_tp_mode) to 'duplicated', or choose other "
+                "coefficients"
             )
         known = {field.name for field in fields(cls)} & {field.name for field in fields(rule)}
         common = {name: getattr(rule, name) for name in known}

@@ -404,6 +404,8 @@ def _scalar_rule(name: str | None, options: Options, backend: str | None) -> Rul
             if options:
                 raise ValueError(f"scalar_options={options!r} without scalar_optimizer; set 'adam' or 'lion'")
             return None
+        case "adam" | "lion" if options.get("maximize"):
+            raise ValueError(f"scalar_options={options!r}: matrices are always minimized; leave maximize out")
         case "adam" | "lion":
             return elementwise(FORMULAS[name], **{"backend": backend, **options})
         case _:

@@ -50,9 +50,12 @@ class AdaptiveMuonRule(MatrixRule):
                                                                       (arXiv 2602.17080, as in Emerging-Optimizers)
         p <- p - lr wd p - lr s e U
 
-    without bias correction, as in Megatron-Core. With "adamuon" elements of U are about 1, where those of O are about
-    1 / sqrt(max(rows, cols)), so a step is longer than Muon's at the same lr: about 100 times with the defaults. With
-    "adamuon_paper" U has the norm of an orthogonal matrix, so that "match_rms_adamw" is the paper's scale.
+    without bias correction, as in Megatron-Core. Split rows are orthogonalised as separate matrices; norms, means and
+    NAMO's v are those of all of them together, and min(rows, cols) is the sum of theirs.
+
+    With "adamuon" elements of U are about 1, where those of O are about 1 / sqrt(max(rows, cols)), so a step is longer
+    than Muon's at the same lr: about 100 times with the defaults. With "adamuon_paper" U has the norm of an orthogonal
+    matrix, so that "match_rms_adamw" is the paper's scale.
 
     The scale s e is applied once, after the division: the division would remove the scale of a scaled O, or square it.
     The `lines` of NorMuon are rows by default, as in the paper. Lines and norms are those of the whole matrix, summed
@@ -189,7 +192,7 @@ class AdaptiveMuonRule(MatrixRule):
                 for update, task in zip(updates, tasks):
                     self._divide_(task, update, skip)
                     norm = access.sum_of_squares(task.work, update).sqrt()
-                    factor = min(size) ** 0.5 / norm.clamp_min(task.hyper.eps)
+                    factor = _rank_of_parts(task.work) ** 0.5 / norm.clamp_min(task.hyper.eps)
                     update.mul_(factor[..., None, None])
                 return updates
         updates = self.muon.directions(tasks, inputs, normalised).to(dtype)
@@ -216,6 +219,16 @@ class AdaptiveMuonRule(MatrixRule):
         """Divide each element by its second moment."""
         second = _accumulated(task, SECOND_MOMENT, update.square(), skip)
         update.div_(second.sqrt_().add_(task.hyper.eps))
+
+
+def _rank_of_parts(work: Work) -> int:
+    """The largest rank that the split parts of a whole matrix have together."""
+    rows, cols = access.whole_size(work)
+    sizes = work.matrix.split_rows or (rows,)
+    repeats = rows // sum(sizes)
+    if work.matrix.by_group:
+        return repeats * sum(min(size, cols) for size in sizes)
+    return sum(min(size * repeats, cols) for size in sizes)
 
 
 def _accumulated(task: Task, name: str, squares: Tensor, skip: Skip) -> Tensor:

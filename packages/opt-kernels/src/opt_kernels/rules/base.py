@@ -6,6 +6,7 @@ with its choices, the dtypes of its states and a backend.
 A rule holds structure only. `Hyper` passes what varies between steps and groups, `Work` the tensors to update.
 """
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import read_main, skipped
-from opt_kernels.codecs import Codecs, StateCodec, codec_for, stalls, state_specs
+from opt_kernels.codecs import Codecs, StateCodec, codec_for, largest_beta, stalls, state_specs
 from opt_kernels.codecs import init_state as init_codec_state
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, State, number_of
@@ -41,12 +42,14 @@ from opt_kernels.works import (
     MatrixSpec,
     NamedChoice,
     Number,
+    NumberError,
     Scalar,
     Skip,
     States,
     StateSpec,
     Task,
     Work,
+    is_on_device,
     unknown,
 )
 
@@ -373,12 +376,37 @@ class ElementwiseRule:
             by_name = {state.name: codec for state, codec in zip(formula.states, codecs)}
             sweep(together, formula, by_name, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
 
+    def check_betas(self, values: Mapping[str, Any]) -> None:
+        """Raise NumberError for a beta among the numbers of a group with which rounding would lengthen updates.
+
+        Numbers on an accelerator are not read.
+        """
+        for state in self.formula.states:
+            codec = self.codecs[state.name]
+            limit = largest_beta(codec)
+            given, at = _entry_of(state.beta or "")
+            beta = values.get(given)
+            if isinstance(beta, tuple | list):
+                beta = beta[at]
+            if limit == 1.0 or state.gives_signs or beta is None or is_on_device(beta) or float(beta) <= limit:
+                continue
+            raise NumberError(
+                f"{given}={values[given]!r} with {state.name} in {codec.dtype}: rounding would make updates more than "
+                f"5 % longer from {math.floor(limit * 1e4) / 1e4:g} on; choose a smaller beta there, or a wider format"
+            )
+
     def codec_at(self, state: State, hyper: Hyper) -> StateCodec:
         """Return the codec of a state: stochastic if, with these numbers, its average would stop short of its input."""
         codec = self.codecs[state.name]
         if state.beta and codec.dtype.itemsize < 4 and stalls(codec, number_of(hyper, state.beta, self.formula)):
             return replace(codec, stochastic=True)
         return codec
+
+
+def _entry_of(number: str) -> tuple[str, int]:
+    """The entry of a group that holds a number of a formula, and its place there."""
+    is_beta = number.startswith("beta") and number[4:].isdigit()
+    return ("betas", int(number[4:]) - 1) if is_beta else (number, 0)
 
 
 def _is_zero(number: object) -> bool:

@@ -84,8 +84,9 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
         beta1, beta2 = hyper.betas
         avg.lerp_(grad_of_magnitude, access.weight_for(avg, 1.0 - beta1))
         avg_sq.lerp_(grad_of_magnitude.square(), access.weight_for(avg_sq, 1.0 - beta2))
-        mean = avg / (1.0 - beta1**hyper.step)
-        mean_sq = avg_sq / (1.0 - beta2**hyper.step)
+        step = hyper.step.double() if isinstance(hyper.step, Tensor) else hyper.step
+        mean = avg / (1.0 - beta1**step)
+        mean_sq = avg_sq / (1.0 - beta2**step)
         magnitude = magnitude - hyper.lr * (mean / (mean_sq.sqrt() + hyper.eps))
         magnitude = magnitude * (1.0 - hyper.lr * hyper.weight_decay)
         for name, values in zip((MOMENTUM, *OF_ROWS), (momentum, magnitude, norm, avg, avg_sq), strict=True):

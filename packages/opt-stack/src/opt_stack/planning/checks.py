@@ -22,9 +22,9 @@ from opt_distributed.buffers import (
     not_trained,
 )
 from opt_distributed.comm import Axes, Comm, members
-from opt_kernels.hooks import CentralizeGradient, Hook, HookedUpdate, bare, hooks_of, shape_problem
+from opt_kernels.hooks import CentralizeGradient, Hook, HookedUpdate, Hyperball, bare, hooks_of, shape_problem
 from opt_kernels.params import MainFormat
-from opt_kernels.rules import ElementwiseRule
+from opt_kernels.rules import ElementwiseRule, MuownRule
 from opt_paramgroups import ParamMeta
 from opt_stack.planning.design import Design, has_main_grads, is_megatron_wrapper
 from opt_stack.planning.plan import UnitPlan
@@ -134,16 +134,24 @@ def _check_groups(design: Design) -> Reasons:
 
 
 def _check_averages(design: Design) -> Reasons:
-    """Refuse averages beside those of a rule, of parameters in fp8, and look-aheads of main values in scaled fp16."""
+    """Refuse averages beside those of a rule, of parameters in fp8, and look-aheads of main values in scaled fp16, or
+    that a rule or hook would drop or add up."""
     config = design.config
     given = next((f"{name}={number}" for name, number in config.averaged.items()), "")
     for unit in design.plan.units if given else ():
         rule = unit.rule
         if evaluation_of(rule) or any(spec.name in unit.averages.names for spec in rule.state_specs):
             yield f"{given}: optimizer={rule.name!r} keeps an average of its own; use only one of them"
-        if unit.averages.looks_ahead and MainFormat.FP16_SCALED in unit.numbers.values():
+        if not unit.averages.looks_ahead:
+            continue
+        ahead = f"ema_nesterov_beta={config.ema_nesterov_beta}"
+        if isinstance(bare(rule), MuownRule):
+            yield f"{ahead}: optimizer='muown' keeps the lengths of rows, of which it would drop the look-ahead"
+        if any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(rule)):
+            yield f"{ahead}: Hyperball() would keep the norm of the weights with their look-ahead; pass a radius"
+        if MainFormat.FP16_SCALED in unit.numbers.values():
             yield (
-                f"ema_nesterov_beta={config.ema_nesterov_beta} with main_params_dtype={config.main_params_dtype}: "
+                f"{ahead} with main_params_dtype={config.main_params_dtype}: "
                 "blocks of main values would be scaled by the look-ahead; use fp32 main values or remainders"
             )
     for id in design.groups.rule_of if given else ():

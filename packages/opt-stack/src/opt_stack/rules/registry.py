@@ -162,6 +162,8 @@ def _optimizer_options(formula: Formula, config: OptimizerConfig) -> Mapping[str
         given = f"optimizer_options has {name!r}={options[name]!r}"
         if name in refused:
             raise ConfigError(f"{given}; for optimizer={formula.name!r} {refused[name]}")
+        if name == "maximize" and options[name] and config.optimizer != formula.name:
+            raise ConfigError(f"{given}: only parameters of {formula.name!r} would, not those of {config.optimizer!r}")
         if name not in known:
             raise ConfigError(
                 f"{given}, which optimizer={formula.name!r} does not read; allowed are {', '.join(known)}."
