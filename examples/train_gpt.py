@@ -152,7 +152,7 @@ def state_of(model: DistributedDataParallel, optimizer: Optimizer, scheduler: Op
 
 def resume(checkpoints: CheckpointManager, model, optimizer, scheduler, *, step: int) -> int:
     """Load a step, by default the newest, in place. Values that are not tensors are in the report."""
-    if step == NEWEST and (step := checkpoints.latest()) is None:
+    if step == NEWEST and (step := checkpoints.latest_good()) is None:
         sys.exit(f"there is no checkpoint in {checkpoints.directory}: train without --resume first")
     loaded = checkpoints.load(state_of(model, optimizer, scheduler), step=step).state
     optimizer.load_state_dict(loaded["optimizer"])

@@ -6,7 +6,7 @@
     optckpt diff runs/ray/checkpoints/step-000000012 runs/ray-whole/checkpoints/step-000000012
 
 Ray starts the workers, makes their process group and restarts them (`FailureConfig`); what they resume from is the
-newest of our own checkpoints, in a folder that all nodes see.
+newest good one of our own checkpoints, in a folder that all nodes see.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def worker(config: dict[str, Any]) -> None:
     """Train on one worker; Ray has joined the ranks."""
     from train_with_restarts import train
 
-    train(Path(config["dir"]), steps=config["steps"], kill=config["kill"])
+    train(config["dir"], steps=config["steps"], kill=config["kill"])
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         train_loop_config={"dir": str(directory / "checkpoints"), "steps": args.steps, "kill": args.kill},
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=False),
         torch_config=TorchConfig(backend="gloo"),
-        run_config=RunConfig(name="run", storage_path=str(directory), failure_config=FailureConfig(max_failures=1)),
+        run_config=RunConfig(name="run", storage_path=str(directory), failure_config=FailureConfig(max_failures=3)),
     )
     trainer.fit()  # raises TrainingFailedError if it fails more often
     ray.shutdown()

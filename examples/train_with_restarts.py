@@ -11,7 +11,6 @@ resume from the newest checkpoint. `train` is the whole loop; `train_on_ray.py` 
 import argparse
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ SAVE_EVERY = 3
 KILLED_IN = 8  # counted from 1
 
 
-def train(directory: Path, *, steps: int, kill: bool) -> None:
-    """Train to `steps`, from the newest checkpoint in `directory` if there is one."""
+def train(directory: str, *, steps: int, kill: bool) -> None:
+    """Train to `steps`, from the newest good checkpoint in `directory` if there is one."""
     torch.manual_seed(0)  # the same model on every rank
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
     config = OptimizerConfig(optimizer="muon", lr=0.02, use_layer_wise_distributed_optimizer=True)
@@ -38,7 +37,7 @@ def train(directory: Path, *, steps: int, kill: bool) -> None:
         weights = sharded_model(model)
         return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
-    start = checkpoints.latest() or 0
+    start = checkpoints.latest_good() or 0
     if start:
         optimizer.load_state_dict(checkpoints.load(state(), step=start).state["optimizer"])
     rank = dist.get_rank()
@@ -58,7 +57,7 @@ def train(directory: Path, *, steps: int, kill: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, required=True, help="where checkpoints are; on all nodes the same files")
+    parser.add_argument("--dir", required=True, help="of the checkpoints: on all nodes the same folder, or a bucket")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kill", action="store_true", help="kill the last rank once")
     args = parser.parse_args()

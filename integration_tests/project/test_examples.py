@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -89,21 +90,32 @@ def test_tensor_parallel_runs_resume_on_other_sizes(tmp_path: Path) -> None:
     assert after == pytest.approx(loss(2, 12, "uninterrupted"), rel=1e-4)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 @nightly
-def test_a_run_restarted_by_torchrun_ends_like_the_whole_one(tmp_path: Path) -> None:
-    """A worker is killed with SIGKILL. With gloo, the second attempt found the addresses of the first one's ranks."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_run_restarted_by_torchrun_ends_like_the_whole_one(tmp_path: Path, num_nodes: int) -> None:
+    """A worker is killed with SIGKILL. With gloo, the second attempt found the addresses of the first one's ranks; the
+    agents of several nodes count attempts apart."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": f"{num_nodes - 1}"}
     printed = {}
-    for name, restarts, options in (("killed", "1", ["--kill"]), ("whole", "0", [])):
-        command = [*launch, "--max-restarts", restarts, str(EXAMPLES / "train_with_restarts.py")]
-        command += ["--dir", str(tmp_path / name), *options]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-        assert finished.returncode == 0, finished.stderr[-3000:]
-        printed[name] = finished.stdout
+    for name, restarts, options in (("killed", "2", ["--kill"]), ("whole", "0", [])):
+        place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", name]
+        launch = ["--nnodes", str(num_nodes), "--nproc-per-node", str(2 // num_nodes), *place]
+        command = [sys.executable, "-m", "torch.distributed.run", *launch, "--max-restarts", restarts]
+        command += [str(EXAMPLES / "train_with_restarts.py"), "--dir", str(tmp_path / name), *options]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        agents = [subprocess.Popen(command, env=environment, **pipes) for _ in range(num_nodes)]
+        outputs = [agent.communicate(timeout=600)[0] for agent in agents]
+        assert not any(agent.returncode for agent in agents), outputs[0][-3000:]
+        printed[name] = "".join(outputs)
     begun = re.findall(r"rank \d begins after step (\d)", printed["killed"])
-    assert begun[:2] == ["0", "0"]
-    assert begun[2:] in (["3", "3"], ["6", "6"])  # the newest checkpoint that was complete
+    assert sorted(begun)[:2] == ["0", "0"]
+    assert sorted(begun)[2:] in (["3", "3"], ["6", "6"])  # the newest checkpoint that was complete
     ends = [str(tmp_path / name / "step-000000012") for name in printed]
     compared = subprocess.run([sys.executable, "-m", "opt_checkpoint", "diff", *ends], check=False)
     assert compared.returncode == 0

@@ -24,6 +24,13 @@ def save_steps(rank: int, size: int, folder: str, steps: list[int], options: dic
     return saved
 
 
+def resume_and_save(rank: int, size: int, folder: str, steps: list[int], options: dict[str, Any]) -> None:
+    with tiers(folder, rank, **options) as manager:
+        manager.load(state_at(0, rank, size, filled=False))
+        for step in steps:
+            manager.save(step, state_at(step, rank, size))
+
+
 def resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> Resume | None:
     """Resume, and check that what is loaded is the step that was found."""
     with tiers(folder, rank, **options) as manager:

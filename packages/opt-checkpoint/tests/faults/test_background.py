@@ -95,6 +95,24 @@ def test_a_forked_process_does_not_wait_for_its_parents_save(tmp_path: Path) -> 
         ended.set()
 
 
+def test_an_exit_before_the_thread_starts_does_not_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a handler of SIGTERM may exit at any point."""
+
+    def exits(thread: threading.Thread) -> None:
+        raise SystemExit(3)
+
+    manager = CheckpointManager(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", exits)
+        with pytest.raises(SystemExit):
+            manager.save(1, state_at(1, 0, 1))
+    with pytest.raises(SystemExit):  # as the failure of the save
+        manager.wait()
+    manager.save(2, state_at(2, 0, 1))
+    manager.close()
+    assert CheckpointManager(tmp_path).steps() == [2]
+
+
 def test_a_failure_is_raised_once_and_a_closed_saver_refuses(tmp_path: Path) -> None:
     saver = AsyncSaver()
     with failing_at(5, errno.ENOSPC):

@@ -118,6 +118,21 @@ def test_the_newest_is_found_without_a_look_at_older_ones(tmp_path: Path, monkey
     assert CheckpointManager(tmp_path, in_background=False).latest() == 3
 
 
+def test_a_dead_save_that_has_filled_the_disk_is_removed_first(tmp_path: Path) -> None:
+    """Each later save failed before it removed the leftover, as there was no space for its lease."""
+    left = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
+    left.mkdir()
+    (left / LEASE).write_text(json.dumps({"target": "x", **PARENT._replace(started="1")._asdict()}))
+
+    def is_full(name: str, key: str) -> None:
+        if left.exists() and name in ("create", "write"):
+            raise error(errno.ENOSPC)
+
+    with Calls(is_full):
+        save(state_at(1, 0, 1), tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 THIS = Process.this()
 PARENT = THIS._replace(pid=os.getppid(), started=lease_module._start_of(os.getppid()))
 HOLDERS = {  # of a lease, and the minutes without a change after which it counts no more

@@ -599,6 +599,35 @@ def test_a_step_saved_again_by_another_trainer_is_not_replaced(place: Any) -> No
     one.save(140, state_at(140, 0, 1))
 
 
+def test_a_trainer_whose_steps_were_abandoned_is_refused(place: Any) -> None:
+    """Its next steps outnumbered those of the run that went back, which were deleted."""
+    one, two = (CheckpointManager(place, in_background=False) for _ in range(2))
+    for step in (100, 110, 120):
+        one.save(step, state_at(step, 0, 1))
+    two.load(empty(), step=100)
+    two.save(110, state_at(111, 0, 1))
+    with pytest.raises(CheckpointExistsError, match=r"step 120 .* or abandoned by it"):
+        one.save(130, state_at(130, 0, 1))
+    two.save(140, state_at(140, 0, 1))
+    assert CheckpointManager(place).steps() == [100, 110, 140]
+    two.load(empty(), step=110)  # its own way back
+    two.save(130, state_at(130, 0, 1))
+    two.save(150, state_at(150, 0, 1))
+    assert CheckpointManager(place).latest() == 150
+
+
+def test_steps_that_another_run_left_are_abandoned_with_a_warning(place: Any) -> None:
+    saved(place, 500, 1000)
+    with CheckpointManager(place, in_background=False) as manager:
+        with pytest.warns(UserWarning, match=r"has later steps, up to 1000, and this manager has loaded none"):
+            manager.save(70, state_at(70, 0, 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.save(80, state_at(80, 0, 1))
+            manager.load(empty(), step=70)
+            manager.save(75, state_at(75, 0, 1))
+
+
 def test_an_interrupted_replacing_commit_keeps_the_old_step(tmp_path: Path) -> None:
     saved(tmp_path, 100, 120)
     with CheckpointManager(tmp_path, in_background=False) as manager:

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from checkpoint_ranks import run_ranks
 from failing_calls import Calls, failing, flip_bit
-from local_tiers import parts_of, resume, resumed, save_steps, tiers
+from local_tiers import parts_of, resume, resume_and_save, resumed, save_steps, tiers
 from small_models import assert_same_state, assert_same_weights, grouped, network, state_of, trained
 from states import state_at
 
 from opt_checkpoint import (
     CheckpointCorruptError,
+    CheckpointExistsError,
     CheckpointFailedError,
     CheckpointManager,
     CheckpointNotFoundError,
@@ -111,13 +112,69 @@ def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path: Path) -> None:
     old = [tmp_path / f"old-{node}" for node in (0, 1)]
     for node in (0, 1):
         shutil.copytree(parts_of(tmp_path, node, 2)[1], old[node])
-    run_ranks(2, save_steps, str(tmp_path), [2], {"keep_local": 2})
+    run_ranks(2, resume_and_save, str(tmp_path), [2], {"keep_local": 2})
     for node in (0, 1):
         shutil.rmtree(parts_of(tmp_path, node, 2)[1])
         shutil.copytree(old[node], parts_of(tmp_path, node, 2)[0].with_name("rank-00001"))
     found = resumed(2, tmp_path)
     assert found.step == 1
     assert len(found.skipped_reasons) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*one node")
+def test_a_node_that_comes_back_does_not_undo_a_rollback(tmp_path: Path) -> None:
+    """Its later local step was of the run, and newer than all of the good ones."""
+    on_node = lambda node: tiers(str(tmp_path), node, durable_every=40, keep=9)
+    with on_node(0) as manager:
+        for step in range(20, 160, 20):
+            manager.save(step, state_at(step, 0, 1))
+    with CheckpointManager(tmp_path / "durable") as durable:
+        durable.load(state_at(0, 0, 1, filled=False), step=80)
+    with on_node(1) as manager:
+        for step in (100, 120):
+            manager.save(step, state_at(step, 0, 1))
+    assert on_node(0).find() == Resume(120, "durable", (), ())
+    assert on_node(1).find() == Resume(120, "local", (0,), ())
+    with on_node(0) as manager:
+        manager.load(state_at(0, 0, 1, filled=False))
+        manager.save(140, state_at(140, 0, 1))
+    assert [path.name for path in (tmp_path / "node-0").glob("*/*")] == [step_name(140)]  # the diverged one is removed
+
+
+@pytest.mark.filterwarnings("ignore:.*one node")
+def test_a_trainer_that_goes_on_beside_its_successor_is_refused(tmp_path: Path) -> None:
+    """Its local save removed the other's local steps and abandoned the durable ones."""
+    before = tiers(str(tmp_path), 0, durable_every=40, keep=9)
+    for step in (20, 40):
+        before.save(step, state_at(step, 0, 1))
+    before.wait()
+    with tiers(str(tmp_path), 0, durable_every=40, keep=9) as successor:
+        successor.load(state_at(0, 0, 1, filled=False))
+        for step in (60, 80, 100, 120):
+            successor.save(step, state_at(step, 0, 1))
+    with pytest.raises(CheckpointExistsError, match=r"step 80 in .* was saved by another trainer"):
+        before.save(60, state_at(60, 0, 1))
+    assert resume(0, 1, str(tmp_path), {}) == Resume(120, "local", (0,), ())
+
+
+@pytest.mark.filterwarnings("ignore:.*one node")
+def test_a_run_that_goes_back_locally_saves_durably_again(tmp_path: Path) -> None:
+    with tiers(str(tmp_path), 0, durable_every=20, keep=9) as manager:
+        saved = [manager.save(step, state_at(step, 0, 1)) for step in (20, 40, 30, 50)]
+    assert saved == [True, True, False, True]
+    assert committed_steps(tmp_path / "durable") == [20, 50]
+
+
+@pytest.mark.filterwarnings("ignore:.*one node")
+def test_a_copy_of_a_run_reads_no_local_steps_of_its_original(tmp_path: Path) -> None:
+    with tiers(str(tmp_path), 0, durable_every=20) as manager:
+        manager.save(20, state_at(20, 0, 1))
+        manager.wait()
+        shutil.copytree(tmp_path / "durable", tmp_path / "copy" / "durable")
+        manager.save(30, state_at(30, 0, 1))
+    (tmp_path / "copy" / "node-0").symlink_to(tmp_path / "node-0")
+    assert resume(0, 1, str(tmp_path / "copy"), {}) == Resume(20, "durable", (), ())
+    assert resume(0, 1, str(tmp_path), {}) == Resume(30, "local", (0,), ())
 
 
 def test_ambiguous_saves_of_a_step_are_skipped() -> None:
@@ -251,7 +308,7 @@ def test_broken_copies_resume_from_own_parts_or_the_last_step(tmp_path: Path) ->
     assert resumed(2, tmp_path) == Resume(2, "local", (0, 1), ())
     shutil.rmtree(tmp_path / "node-0")
     assert (resumed(2, tmp_path).step, resumed(2, tmp_path).holders) == (1, (0, 1))
-    run_ranks(2, save_steps, str(tmp_path), [3], {})
+    run_ranks(2, resume_and_save, str(tmp_path), [3], {})
     assert [path.name for path in run.iterdir()] == [step_name(3)]
     assert resumed(2, tmp_path) == Resume(3, "local", (0, 1), ())
 

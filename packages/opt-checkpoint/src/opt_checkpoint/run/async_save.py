@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Literal
@@ -304,10 +304,11 @@ class AsyncSaver:
 
         handle, per_rank = own_and_all(self._ranks, take, texts, f"beginning to save {target}")
         check_equal("saving", per_rank)
-        self._last = handle
 
         def work() -> None:
             error: BaseException | None = None
+            if not works:  # an exit came before, see below
+                return
             try:
                 works.pop()()  # which had the only references to the snapshot and the group
             except BaseException as raised:  # raised by the next call of `save`, `wait` or `close`
@@ -316,7 +317,14 @@ class AsyncSaver:
                 self._leave()
             handle._finish(error)
 
-        self._thread = _started(work, f"opt-checkpoint {target}")
+        try:
+            self._last = handle
+            self._thread = _started(work, f"opt-checkpoint {target}")
+        except BaseException as error:  # an exit, as by the handler of a signal
+            with suppress(IndexError):  # the thread has taken the work, and finishes it
+                works.pop()
+                handle._finish(error)
+            raise
         if self._thread is None:
             work()
             self.wait()

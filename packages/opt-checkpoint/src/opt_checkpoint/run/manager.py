@@ -89,8 +89,8 @@ class CheckpointManager(Closing):
     are committed.
 
     A series has one trainer. `save` is refused if a step appeared that this manager has not saved and did not see when
-    it was opened or last loaded. To continue a series whose trainer may still run, open a new manager: after its first
-    save, the other trainer's next save is refused.
+    it was opened or last loaded, or if another trainer replaced or abandoned its last one. To continue a series whose
+    trainer may still run, open a new manager: after its first save, the other trainer's next save is refused.
 
     Args:
         directory: parent of the steps, created when needed. A directory, the URL of a place in an object store, or an
@@ -146,6 +146,8 @@ class CheckpointManager(Closing):
         self.series = Series(self.directory)
         self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
         self._saves_after_loaded: dict[int, set[str | None]] = {}  # on rank 0, by step: those that this run may replace
+        # On rank 0: the step and save that this manager committed last. Another trainer may replace or abandon it.
+        self._last_save: tuple[int, str] | None = None
         # On rank 0: the step that was loaded last, and the steps saved since. It stays until there are `keep` of them.
         self._resumed: int | None = None
         self._saved_since_load: set[int] = set()
@@ -218,17 +220,8 @@ class CheckpointManager(Closing):
 
     def _prepare(self, step: int, save_id: str) -> bool:
         """Refuse a second trainer, record a rollback, and return whether an existing step is replaced; on rank 0."""
+        self.check_only_trainer()
         steps = set(named_steps(self.series.store))
-        known = self._known if self._known is not None else self.series.committed()
-        foreign_steps = [found for found in sorted(steps - known) if self.series.is_committed(found)]
-        for later_step, saves in sorted(self._saves_after_loaded.items()):
-            if self.series.save_of(later_step) not in {*saves, None}:
-                foreign_steps.append(later_step)
-        if foreign_steps:
-            raise CheckpointExistsError(
-                f"step {foreign_steps[0]} in {self.directory} was saved by another trainer since this manager was "
-                f"opened; a series has one trainer. Stop one of them, and open a new manager to continue the series"
-            )
         replace = step in steps and self.series.is_committed(step)
         is_ours = step in self._saves_after_loaded or self.series.is_abandoned(step, self.series.abandoned())
         if replace and not is_ours and not self.series.is_damaged(step):
@@ -240,9 +233,44 @@ class CheckpointManager(Closing):
             self.series.store.check_free(step_name(step))
         if step in self._saves_after_loaded:
             self._saves_after_loaded[step].add(save_id)
-        self.series.begin(step, save_id)
-        self._known = known | {step}
+        abandoned = self.series.abandoned()
+        if self.series.begin(step, save_id) and self._resumed is None:
+            later = {found for found in steps - self._saved_since_load if found > step}
+            if not later <= abandoned.keys():
+                warnings.warn(
+                    f"{self.directory} has later steps, up to {max(later)}, and this manager has loaded none: saving "
+                    f"step {step} abandons them, and saves of later steps delete them. Use another directory if they "
+                    f"are another run's",
+                    stacklevel=2,
+                )
+        assert self._known is not None
+        self._known = self._known | {step}
         return replace
+
+    def check_only_trainer(self) -> None:
+        """Raise CheckpointExistsError if another trainer has saved, or gone back, since this manager was opened or last
+        loaded; on rank 0."""
+        if self._known is None:
+            self._known = self.series.committed()
+        unknown = set(named_steps(self.series.store)) - self._known
+        foreign_steps = [found for found in sorted(unknown) if self.series.is_committed(found)]
+        for later_step, saves in sorted(self._saves_after_loaded.items()):
+            if self.series.save_of(later_step) not in {*saves, None}:
+                foreign_steps.append(later_step)
+        if self._last_save is not None:
+            last, save_id = self._last_save
+            if self.series.save_of(last) not in {save_id, None} or self.series.abandoned().get(last) == save_id:
+                foreign_steps.append(last)
+        if foreign_steps:
+            raise CheckpointExistsError(
+                f"step {foreign_steps[0]} in {self.directory} was saved by another trainer, or abandoned by it, since "
+                f"this manager was opened; a series has one trainer. Stop one of them, and open a new manager to "
+                f"continue the series"
+            )
+
+    def note_gone_back(self) -> None:
+        """Note that this run itself has abandoned later steps other than by a save to this directory; on rank 0."""
+        self._last_save = None
 
     def wait(self) -> None:
         """Wait for the running save.
@@ -375,6 +403,7 @@ class CheckpointManager(Closing):
             self._saves_after_loaded = {known: {self.series.save_of(known)} for known in self._known if known > chosen}
             self._resumed = chosen
             self._saved_since_load = set()
+            self._last_save = None
 
         from_rank_0(self._ranks, note_loaded, f"listing {self.directory}")
         self._loaded = chosen
@@ -436,6 +465,7 @@ class CheckpointManager(Closing):
         does that.
         """
         self._saved_since_load.add(saved)
+        self._last_save = (saved, save_id)
         stays = {self._resumed} if self._resumed is not None and len(self._saved_since_load) < self._keep else set()
         self.series.add(saved, metric)
         self._saves_after_loaded.pop(saved, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import re
 import shutil
@@ -89,13 +90,17 @@ class Directory:
         if not replace:
             self.check_free(target)
         self.make_parents(path)
+        self._delete_leftovers(path.parent, now=-math.inf)  # of dead processes here, in case they have filled the disk
         self.make_dir(new)
         lease = new / LEASE
         Lease(folder, path.name, lambda _: os.utime(lease)).start(lambda content: self._write_now(lease, content))
-        now = lease.stat().st_mtime
-        for left in _leftovers_in(path.parent):
+        self._delete_leftovers(path.parent, now=lease.stat().st_mtime, but=new)
+
+    def _delete_leftovers(self, parent: Path, *, now: float, but: Path | None = None) -> None:
+        """Delete what saves left to which, at the time `now`, certainly no process writes."""
+        for left in _leftovers_in(parent):
             try:
-                if left != new and _writer_of(left, now) is None:
+                if left != but and _writer_of(left, now) is None:
                     self._delete(left)
             except FileNotFoundError:  # another process deletes it too
                 continue

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import uuid
 from collections import defaultdict
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 _PART = re.compile(r"rank-\d{5,}")
 _CHUNK_BYTES = 16 << 20
 RUN = "run.json"
+_NUM_NAMES = 8  # of a run that are kept in it
 
 
 class LocalChoice(NamedTuple):
@@ -154,10 +156,14 @@ class LocalTier:
         run: names the run.
         keep: how many of the newest steps to keep.
         keeper_of: for each rank the rank that keeps its copy; None for no copies.
+        former: names that the run had before; their parts are removed after the next save.
     """
 
-    def __init__(self, directory: Path, run: str, *, keep: int, keeper_of: Sequence[int] | None) -> None:
+    def __init__(
+        self, directory: Path, run: str, *, keep: int, keeper_of: Sequence[int] | None, former: Sequence[str] = ()
+    ) -> None:
         self.path = directory / run
+        self._former = list(former)
         self._run = run
         self._keep = keep
         self._keeper_of = list(enumerate(keeper_of or ()))
@@ -200,6 +206,8 @@ class LocalTier:
                 self._remove([step_name(old)])
             except OSError as error:
                 logger.warning("could not remove step %d of %s: %s", old, self.path, error)
+        while self._former:
+            shutil.rmtree(self.path.with_name(self._former.pop()), ignore_errors=True)
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -378,13 +386,24 @@ def _part(step: int, rank: int) -> str:
     return f"{step_name(step)}/rank-{rank:05d}"
 
 
-def run_name(store: Store, *, may_write: bool) -> str | None:
-    """Return the name of the run that saves to a durable directory; None if it has none and `may_write` is false.
+def run_names(store: Store, *, anew: bool) -> list[str]:
+    """Return the names of the run that saves to a durable directory, the present one first; none if it has not saved.
+
+    Local parts are under its name. A copy of the directory is another run: its names end in a hash of its place.
+
+    Args:
+        store: of the durable directory.
+        anew: whether to give the run a new name first.
 
     Raises:
         CheckpointCorruptError: the file does not hold a name.
         OSError: raised by the file system or store.
     """
-    if may_write:
-        store.create(RUN, json.dumps({"run": uuid.uuid4().hex}).encode())
-    return named_in(store, RUN, "run", "[0-9A-Za-z]+")
+    known = named_in(store, RUN, "run", r"[0-9A-Za-z]+( [0-9A-Za-z]+)*")
+    names = [] if known is None else known.split()
+    if anew:
+        names = [uuid.uuid4().hex, *names][:_NUM_NAMES]
+        store.put(RUN, json.dumps({"run": " ".join(names)}).encode())
+    place = store.path()
+    where = os.path.realpath(place) if isinstance(place, Path) else str(place)
+    return [f"{name}-{crc32(where.encode()):08x}" for name in names]

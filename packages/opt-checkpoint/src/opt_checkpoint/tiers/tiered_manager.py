@@ -44,7 +44,7 @@ from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimiz
 from opt_checkpoint.state.sharded import EMPTY, ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location
 from opt_checkpoint.store.paths import local_path
-from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, keepers, run_name, this_node
+from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, keepers, run_names, this_node
 from opt_checkpoint.tiers.parts import load_part, open_part, plan_part
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,9 @@ class TieredCheckpointManager(Closing):
     state is saved to the durable tier too, as by `CheckpointManager`.
 
     The local tier is read by the same number of ranks with the same layout. Its parts belong to one run, which
-    `run.json` in the durable directory names; parts of another run are never loaded. All ranks construct it and call
+    `run.json` in the durable directory names; parts of another run are never loaded. A run that has not gone on from a
+    local step gets a new name with its first save, so that nodes which come back with later steps do not bring these
+    back. All ranks construct it and call
     its methods together.
 
     Args:
@@ -140,6 +142,7 @@ class TieredCheckpointManager(Closing):
         self._saver: AsyncSaver | None = None
         self._own_group: dist.ProcessGroup | None = None  # of the savers of both tiers
         self._tier: LocalTier | None = None
+        self._has_name = False  # whether this manager saves under the name of `_tier`
         self._last_durable: int | None = None
         self._resume: Resume | None = None
         self._has_loaded = False  # from the local step of `_resume`
@@ -192,9 +195,15 @@ class TieredCheckpointManager(Closing):
             goes_back = from_rank_0(ranks, lambda: series.begin(step, save), what)
             tier.write(ranks, snapshot, step, save)
             if goes_back:
-                from_rank_0(ranks, lambda: series.finish(step, save), f"{what} (it is in the local tier)")
 
-        saver.start(state, tier.place(step, self._ranks.rank), write, step=step)
+                def abandon_later() -> None:
+                    series.finish(step, save)
+                    self._durable.note_gone_back()
+
+                from_rank_0(ranks, abandon_later, f"{what} (it is in the local tier)")
+
+        place = tier.place(step, self._ranks.rank)
+        saver.start(state, place, write, check=self._durable.check_only_trainer, step=step)
         self._last_durable = last_durable
         self._resume = None
         self._has_loaded = False
@@ -429,10 +438,18 @@ class TieredCheckpointManager(Closing):
 
     def _tier_of_run(self, *, may_write: bool) -> LocalTier | None:
         """The local tier of this run; None where the durable directory names no run."""
-        if self._tier is None:
-            durable = self._durable.directory
-            name = lambda: run_name(self._durable.series.store, may_write=may_write)
-            run = from_rank_0(self._ranks, name, f"naming the run of {durable}")
-            if run is not None:
-                self._tier = LocalTier(self._local_path, run, keep=self._keep_local, keeper_of=self._keepers)
+        if self._tier is None or (may_write and not self._has_name):
+            anew = may_write and not self._has_loaded
+
+            def find_names() -> list[str]:
+                if anew:
+                    self._durable.check_only_trainer()
+                return run_names(self._durable.series.store, anew=anew)
+
+            found = from_rank_0(self._ranks, find_names, f"naming the run of {self._durable.directory}")
+            if found:
+                former = found[1:] if may_write else ()
+                options: dict[str, Any] = {"keep": self._keep_local, "keeper_of": self._keepers, "former": former}
+                self._tier = LocalTier(self._local_path, found[0], **options)
+            self._has_name = may_write
         return self._tier
