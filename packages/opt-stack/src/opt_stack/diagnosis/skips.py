@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from operator import attrgetter
 
 from opt_distributed.step import BAD_LOSS, OVERFLOW
 from opt_stack.diagnosis.history import Finding, History, Run, Sentences
@@ -24,9 +23,10 @@ def skipped_steps(history: History) -> Sentences:
     """Find the first skipped steps, except where a dynamic loss scale finds its level."""
     run = history.run
     at = 0
-    for reason, in_a_row in groupby(run, attrgetter("reason")):
+    for _, in_a_row in groupby(run, _kind):
         skipped = list(in_a_row)
         stats = skipped[0]
+        reason = stats.reason
         after = run[at + len(skipped) :]
         if reason == OVERFLOW and (stats.overflowed or not _finds_its_scale(run[:at], skipped, after)):
             yield at, _sentence(skipped, recovers=any(later.success for later in after))
@@ -40,6 +40,12 @@ def skipped_steps(history: History) -> Sentences:
                 "at its batch of data.",
             )
         at += len(skipped)
+
+
+def _kind(stats: StepStats) -> str:
+    """Why a step was skipped. A loss that is not finite is an overflow too, of the forward pass."""
+    is_infinite = stats.reason == BAD_LOSS and not math.isfinite(stats.loss or 0.0)
+    return OVERFLOW if is_infinite else stats.reason
 
 
 def _finds_its_scale(before: Run, skipped: Run, after: Run) -> bool:
