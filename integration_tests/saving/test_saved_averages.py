@@ -367,7 +367,7 @@ def test_a_description_of_before_an_evaluation_is_refused(calls: str, tmp_path: 
     save(described, tmp_path / "x") if calls == "save" else load(described, tmp_path / "saved")
 
 
-def test_main_values_that_are_read_in_evaluation_are_the_trained_ones() -> None:
+def test_main_values_read_in_evaluation_are_the_trained_ones() -> None:
     """The upper half was that of the average."""
     model, optimizer = built(torch.bfloat16, **BF16, ema_decay=0.8)
     step(model, optimizer, 0, 1, 2)
@@ -403,7 +403,8 @@ def test_a_rank_without_parameters_is_in_evaluation_mode_too(averaged: Any) -> N
 
 def test_a_decay_of_one_element_is_a_number() -> None:
     """The step was made, without the average."""
-    (model, optimizer), (other, by_number) = built(ema_decay=0.8), built(ema_decay=0.8)
+    model, optimizer = built(ema_decay=0.8)
+    other, by_number = built(ema_decay=0.8)
     optimizer.param_groups[0]["ema_decay"] = torch.tensor([0.5])
     by_number.param_groups[0]["ema_decay"] = 0.5
     step(model, optimizer, 0)

@@ -69,7 +69,7 @@ def test_a_run_resumed_on_other_ranks_repeats_the_noise(format: str, tmp_path: A
     assert all(map(torch.equal, whole, net.parameters()))
 
 
-def test_a_beta_with_too_much_noise_is_refused_when_built_and_stepped() -> None:
+def test_a_beta_with_too_much_noise_is_refused() -> None:
     (comm,) = run_threads(1, lambda comm: comm)
     with pytest.raises(ConfigError, match=r"betas=\(0.99, 0.999\) with exp_avg in torch.float8_e4m3fn: rounding would"):
         begun(comm, "fp8", adam_beta1=0.99)

@@ -130,7 +130,7 @@ def resumed_from(net: nn.Module, optimizer: Optimizer, path: Path, **fields: Any
     return resumed
 
 
-def test_a_resumed_run_may_begin_to_skip_spikes_and_to_scale_losses(tmp_path: Path) -> None:
+def test_a_resumed_run_may_begin_to_skip_and_to_scale(tmp_path: Path) -> None:
     """A run that diverged goes on from its last checkpoint; missing keys refused that."""
     without = {"skip_sigma": math.inf, "skip_window": 128}
     net, optimizer = make(**without)

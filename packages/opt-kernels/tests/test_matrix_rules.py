@@ -97,7 +97,7 @@ def test_parts_of_rows_are_matrices_of_their_own(rule, case):
 
 
 @pytest.mark.parametrize("case", PARTS)
-def test_updates_of_parts_together_have_the_norm_of_orthogonal_ones(case):
+def test_parts_together_have_the_norm_of_orthogonal_ones(case):
     """With adamuon_paper, that of one matrix of all rows: 0.58 of three square ones'."""
     shape, rows, by_group, matrices = PARTS[case]
     rule = AdaptiveMuonRule(muon=EXACT, second_moment=SecondMoment.ADAMUON_PAPER)

@@ -97,7 +97,7 @@ def test_rows_of_zeros_get_a_direction_and_stay_finite():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_that_a_device_counts_have_the_bits_of_those_of_the_host(dtype):
+def test_steps_counted_on_a_device_have_the_bits_of_the_hosts(dtype):
     """Its corrections were in the default dtype: in bfloat16, one of zero gave NaN."""
     grads = [tensor(6, 8, seed=seed) for seed in (1, 2, 3)]
     wanted, _ = stepped(RULE, tensor(6, 8), grads)

@@ -616,7 +616,7 @@ def test_a_trainer_whose_steps_were_abandoned_is_refused(place: Any) -> None:
     assert CheckpointManager(place).latest() == 150
 
 
-def test_steps_that_another_run_left_are_abandoned_with_a_warning(place: Any) -> None:
+def test_steps_left_by_another_run_are_abandoned_with_a_warning(place: Any) -> None:
     saved(place, 500, 1000)
     with CheckpointManager(place, in_background=False) as manager:
         with pytest.warns(UserWarning, match=r"has later steps, up to 1000, and this manager has loaded none"):

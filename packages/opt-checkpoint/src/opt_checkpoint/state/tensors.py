@@ -239,7 +239,7 @@ def _run_of(length: int, cuts: Sequence[Cut]) -> range | None:
 
 
 def _rows(length: int, cuts: Sequence[Cut]) -> Tensor:
-    rows = torch.arange(length, device="cpu")
+    rows = torch.arange(length, dtype=torch.int64, device="cpu")
     for cut in cuts:
         runs = [_part(rows, k, cut.split_factor) for k in range(cut.split_factor)]
         rows = torch.cat([_part(run, cut.number, cut.size) for run in runs])
