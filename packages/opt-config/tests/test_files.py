@@ -63,7 +63,7 @@ def test_all_problems_of_a_file_are_reported_together():
         "  adam_beta_1=0.9: unknown field. Did you mean adam_beta1 or adam_beta2?",
         "  colour=1: unknown field.",
         "  lr='fast': must be a number or None",
-        "  params_dtype='bfloat': must name a dtype: float32, fp32, float16, fp16, bfloat16, bf16, uint8",
+        "  params_dtype='bfloat': must name a dtype: float32, fp32, float16, fp16, bfloat16, bf16, uint8, int8",
         "  timers='t': must be a callable, which a file cannot hold; set it in code",
         "  clip_grad=-1: must be at least 0 and finite",
     ]
@@ -75,6 +75,11 @@ def test_a_dict_is_read_back_as_it_was_written():
     for config in (FULL, OptimizerConfig(optimizer_options={**dtypes, "alpha": 8.0})):
         assert OptimizerConfig.from_dict(config.to_dict()) == config
         assert OptimizerConfig.from_json(config.to_json()) == config
+
+
+def test_an_8_bit_main_dtype_is_read_back():
+    config = OptimizerConfig(bf16=True, use_precision_aware_optimizer=True, main_params_dtype=torch.int8)
+    assert OptimizerConfig.from_json(config.to_json()) == config
 
 
 def test_json_written_is_strict_json():

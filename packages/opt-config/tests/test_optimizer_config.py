@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import pickle
+from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -238,3 +240,21 @@ def test_the_old_names_preset_their_optimizer():
     assert isinstance(SGDOptimizerConfig(), OptimizerConfig)
     with pytest.raises(ConfigError, match=r"^SGDOptimizerConfig: sgd_momentum=2: "):
         SGDOptimizerConfig(sgd_momentum=2)
+
+
+@dataclass
+class Offloaded(OptimizerConfig):
+    optimizer_cpu_offload: bool = True
+    kind: Literal["a", "b"] = "a"
+
+
+def test_a_subclass_may_have_other_defaults_and_kinds_of_fields():
+    """Its own defaults counted as settings that were left out."""
+    assert Offloaded(optimizer_offload_fraction=0.5).optimizer_offload_fraction == 0.5
+    with pytest.raises(ConfigError, match="has no effect without optimizer_cpu_offload"):
+        Offloaded(optimizer_cpu_offload=False, optimizer_offload_fraction=0.5)
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    lr = type("float64", (float,), {})(0.25)
+    assert type(OptimizerConfig(lr=lr).lr) is float

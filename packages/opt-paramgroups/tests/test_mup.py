@@ -1,6 +1,7 @@
 """muP: which learning rates and eps are scaled, by rule and by shape."""
 
 import pytest
+import torch
 from models import Model
 from torch import nn
 
@@ -88,6 +89,20 @@ def test_by_shape_each_parameter_has_its_own_width():
     found = numbers(wide, CONFIG, overrides)
     assert found["0.weight"] == (1e-2, 1e-3, None)  # its input is as wide as before
     assert found["1.weight"] == (1e-2 / 4, 1e-3 / 4, 1e-8 / 4)
+
+
+def test_by_shape_a_stack_of_experts_has_the_width_of_one():
+    """The product of its dims was the width squared."""
+    with_shape = lambda *shape: nn.ParameterDict({"w": nn.Parameter(torch.empty(shape))})
+    found = []
+    for wide, base in (((4, 8, 8), (4, 4, 4)), ((8, 8, 3), (8, 4, 3))):  # experts, and a convolution
+        model = with_shape(*wide)
+        found.append(
+            numbers(model, CONFIG, get_mup_overrides_by_shape(CONFIG, [model], shapes_of([with_shape(*base)])))
+        )
+    assert found[0] == found[1] == {"w": (5e-3, 5e-4, 5e-9)}
+    with pytest.raises(ConfigError, match="which of its dims is the width is unknown"):
+        get_mup_overrides_by_shape(CONFIG, [with_shape(4, 8, 12)], shapes_of([with_shape(4, 4, 4)]))
 
 
 def test_by_shape_without_a_base_is_refused():

@@ -185,6 +185,7 @@ LAYERS = {  # names of parameters from the input to the output, with their depth
     "BERT, ViT": {"embeddings.patch_embeddings": 0, "encoder.layer.0.output": 1, "encoder.layer.1.output": 2},
     "T5": {"shared": 0, "encoder.block.0.layer.1.wi": 1, "encoder.block.1.layer.0.q": 2, "decoder.block.2.wi": 3},
     "CLIP": {"visual.conv1": 0, "visual.transformer.resblocks.0.mlp": 1, "visual.transformer.resblocks.1.mlp": 2},
+    "Megatron": {"embedding.word_embeddings": 0, "decoder.layers.0.mlp": 1, "decoder.layers.1.mlp": 2},
     "GPT-2": {"transformer.wte": 0, "transformer.h.0.mlp": 1, "transformer.h.1.mlp": 2},
     "torchvision's ViT": {"conv_proj": 0, "encoder.layers.encoder_layer_0.ln_1": 1},
     "Swin": {
@@ -201,6 +202,12 @@ LAYERS = {  # names of parameters from the input to the output, with their depth
     "Hugging Face's ConvNeXt": {"encoder.stages.0.layers.0.dwconv": 1, "encoder.stages.1.layers.0.dwconv": 2},
     "torchvision's Swin": {"features.0.0": 0, "features.1.0.mlp": 1, "features.2.norm": 2, "features.3.0.mlp": 2},
 }  # fmt: skip
+
+
+def test_layers_of_multi_token_prediction_come_after_all_others():
+    model = with_shapes(decoder__layers__0__w=(2, 2), decoder__layers__1__w=(2, 2), mtp__layers__0__w=(2, 2))
+    rates = entry_by_name(model, OptimizerConfig(lr=1.0), get_layer_decay_overrides([model], 0.5), "max_lr")
+    assert rates == {"decoder.layers.0.w": 0.25, "decoder.layers.1.w": 0.5, "mtp.layers.0.w": 1.0}
 
 
 @pytest.mark.parametrize("depths", LAYERS.values(), ids=LAYERS)

@@ -186,3 +186,20 @@ def test_a_given_override_wins_over_the_scalar_optimizer():
     groups = get_param_groups([GPT()], config, overrides)
     rule_of = {str(id): group["optimizer"] for group in groups for id in group["param_ids"]}
     assert (rule_of["tokens.weight"], rule_of["positions.weight"]) == ("lion", "adam")
+
+
+def test_wrappers_within_a_model_are_no_part_of_names():
+    """A compiled head was a hidden matrix, and patterns missed compiled layers without a word."""
+    plain = stage(layers=nn.ModuleList([Layer(), Layer()]), lm_head=nn.Linear(DIM, VOCAB, bias=False))
+    model = stage(
+        layers=nn.ModuleList([stage(_orig_mod=Layer()), stage(_checkpoint_wrapped_module=Layer())]),
+        lm_head=stage(_orig_mod=nn.Linear(DIM, VOCAB, bias=False)),
+    )
+    assert [str(id) for id in describe([model])] == [str(id) for id in describe([plain])]
+    assert recognised(model) == recognised(plain) == {"lm_head.weight": True}
+    assert moved_by_muon(model) == moved_by_muon(plain)
+    both = nn.Module()
+    both.add_module("_orig_mod", nn.Linear(2, 2, bias=False))
+    both.add_module("weight_of", nn.Linear(2, 2, bias=False))
+    both.register_parameter("weight", nn.Parameter(torch.ones(3)))
+    assert [str(id) for id in describe([both])] == ["weight", "_orig_mod.weight", "weight_of.weight"]

@@ -91,7 +91,8 @@ def test_the_signatures_list_every_name_and_its_defaults() -> None:
     assert tuple(signatures) == SCHEDULE_NAMES
     assert signatures["exponential"] == "peak, steps, end, warmup_steps=0, start=0.0"
     assert signatures["piecewise_constant"] == "values, at"
-    assert signatures["warmup_stable_decay"] == signatures["wsd"]
+    assert signatures["warmup_stable_decay"] == signatures["wsd"].replace("minus_sqrt", "cosine")  # as in transformers
+    assert get_schedule("warmup_stable_decay", peak=1.0, steps=100, decay_steps=20)(90) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULE_NAMES if name not in RECIPES])

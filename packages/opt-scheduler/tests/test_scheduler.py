@@ -127,6 +127,42 @@ def test_assigned_settings_are_validated_and_used() -> None:
     assert scheduler.max_lr == 2.0
 
 
+def test_groups_follow_assigned_bounds_with_their_lr_mult() -> None:
+    copies: list[dict[str, Any]] = [
+        {"max_lr": 1.0, "min_lr": 0.1},
+        {"max_lr": 0.5, "min_lr": 0.05, "lr_mult": 0.5},
+        {"max_lr": 0.7, "min_lr": 0.1},
+    ]
+    scheduler = build(*copies)
+    scheduler.max_lr = 2.0
+    scheduler.step(10)
+    assert written(scheduler) == [2.0, 1.0, 0.7]
+
+
+def test_bounds_that_no_group_reads_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """As `get_optimizer` gives every group bounds of its own."""
+    own = {"max_lr": 0.5, "min_lr": 0.1}
+    build({**own}, {**own, "max_lr": 1.0})
+    assert not caplog.text
+    build({**own}, {**own})
+    assert "max_lr=1.0 has no effect: every parameter group has its own" in caplog.text
+
+
+class Scalar(int):
+    """Like those of NumPy and torch."""
+
+    def item(self) -> int:
+        return int(self)
+
+
+def test_counts_are_plain_numbers() -> None:
+    scheduler = build()
+    scheduler.step(Scalar(3))
+    scheduler.seek(Scalar(5))
+    assert type(scheduler.num_steps) is int
+    assert type(build(max_lr=type("Float", (float,), {})(1.0)).max_lr) is float
+
+
 def test_trainers_find_the_attributes_they_look_for() -> None:
     scheduler = build({}, {"max_lr": 0.5})
     scheduler.step(5)

@@ -328,3 +328,15 @@ def test_a_plateau_cannot_be_a_part_of_a_sequence() -> None:
     parts = [as_lr_scheduler(Plateau(FieldScheduler(optimizer, RISE))), by_us(optimizer, WAVE)]
     with pytest.raises(ScheduleError, match=r"a Plateau cannot be a part of torch's SequentialLR.*opt_scheduler\.join"):
         sequential(optimizer, parts, [4])
+
+
+def test_a_higher_peak_after_a_resume_is_not_taken_for_one_cycle_lr() -> None:
+    """The adapter's own `initial_lr` of before lay between the bounds."""
+    optimizer = adamw()
+    optimizer.param_groups[0] |= {"max_lr": 1.0, "min_lr": 0.1}
+    adapter = as_lr_scheduler(OptimizerParamScheduler(optimizer, **BASE))
+    adapter.step()
+    optimizer.param_groups[0]["max_lr"] = 2.0
+    for _ in range(20):
+        adapter.step()
+    assert optimizer.param_groups[0]["initial_lr"] == 2.0

@@ -37,6 +37,24 @@ def test_torchs_groups_are_completed_without_being_modified() -> None:
     assert (model[2].weight != before["2.weight"]).any()
 
 
+def test_an_iterator_of_groups_loses_none() -> None:
+    """The first one was not trained."""
+    model = make_model()
+    layers = (model[0], model[2])
+    given = ({"params": layer.parameters(), "name": str(at)} for at, layer in enumerate(layers))
+    optimizer = get_optimizer_based_on_param_groups(CONFIG, [model], given)
+    assert [group["name"] for group in optimizer.param_groups] == ["0", "1"]
+
+
+def test_a_tensor_rate_of_a_group_is_not_its_own_bound() -> None:
+    """A scheduler that filled the rate overwrote the peak that it reads."""
+    model = make_model()
+    given = [{"params": model.parameters(), "lr": torch.tensor(0.5)}]
+    (group,) = get_optimizer_based_on_param_groups(OptimizerConfig(), [model], given).param_groups
+    group["lr"].fill_(0.25)
+    assert group["max_lr"] == 0.5
+
+
 def test_groups_may_have_rules_of_their_own() -> None:
     model = make_model()
     matrices = {"params": [model[0].weight, model[2].weight], "optimizer": "muon", "name": "matrices"}

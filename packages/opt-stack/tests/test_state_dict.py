@@ -154,6 +154,26 @@ def test_a_compiled_models_weights_are_reloaded() -> None:
     assert torch.equal(optimizer.state[model[0].weight]["fp32_param"], wanted["_orig_mod.0.weight"])
 
 
+def test_a_compiled_layer_keeps_its_name_and_its_state() -> None:
+    plain = make_model()
+    other = make_model()
+    layers: Any = other
+    layers[0] = torch.compile(layers[0])
+    optimizer, compiled = (get_optimizer(OptimizerConfig(lr=0.1), [model]) for model in (plain, other))
+    for param in plain.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["param_names"] == compiled.state_dict()["param_groups"][0]["param_names"]
+    former = copy.deepcopy(saved)  # of a version in which a compiled layer had another name
+    for group in former["param_groups"]:
+        group["param_names"] = [name.replace("0.", "0._orig_mod.", 1) for name in group["param_names"]]
+    for state in (saved, former):
+        compiled.load_state_dict(state)
+        assert torch.equal(compiled.state[layers[0].weight]["exp_avg"], optimizer.state[plain[0].weight]["exp_avg"])
+    compiled.reload_model_params(other.state_dict())
+
+
 def test_state_has_the_names_and_memory_of_the_state_dict() -> None:
     model, optimizer = stepped(BF16, 2)
     saved = optimizer.state_dict()["state"]

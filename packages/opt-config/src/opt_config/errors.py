@@ -170,9 +170,14 @@ def check(
 
 
 def changed_fields(config: Dataclass, names: Collection[str]) -> list[str]:
-    """Return the fields among `names` that do not have their defaults, in the order of the configuration."""
-    fields = [field for field in dataclasses.fields(config) if field.name in names]
-    return [field.name for field in fields if getattr(config, field.name) != field.default]
+    """Return the fields among `names` that do not have their defaults, in the order of the configuration.
+
+    A default is that of the class which declares the field first: a subclass with another one changes it.
+    """
+    classes = [cls for cls in reversed(type(config).__mro__) if dataclasses.is_dataclass(cls)]
+    defaults = {field.name: field.default for cls in reversed(classes) for field in dataclasses.fields(cls)}
+    fields = [field.name for field in dataclasses.fields(config) if field.name in names]
+    return [name for name in fields if getattr(config, name) != defaults[name]]
 
 
 def _type_problems(config: Dataclass) -> Iterator[Finding]:
@@ -215,7 +220,10 @@ def accepts(hint: Any, value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and value == value
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    try:
+        return isinstance(value, hint)
+    except TypeError:  # an annotation of a subclass, such as a Literal
+        return True
 
 
 def type_words(hint: Any) -> str:

@@ -29,6 +29,7 @@ _DTYPE_NAMES = {
     torch.float16: ("float16", "fp16"),
     torch.bfloat16: ("bfloat16", "bf16"),
     torch.uint8: ("uint8",),
+    torch.int8: ("int8",),
 }
 DTYPES = {name: dtype for dtype, names in _DTYPE_NAMES.items() for name in names}
 
@@ -58,6 +59,9 @@ class Configuration(ABC):
 
     def __post_init__(self) -> None:
         """Check all fields. Raises `ConfigError` with every problem."""
+        for name in field_types(type(self)):
+            if isinstance(value := getattr(self, name), float):  # one of NumPy too, which states must not hold
+                setattr(self, name, float(value))
         self.validate()
 
     @classmethod

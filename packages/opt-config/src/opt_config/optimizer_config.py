@@ -232,7 +232,7 @@ class OptimizerConfig(Configuration):
 
     def __post_init__(self) -> None:
         """Check all fields. Raises `ConfigError` with every problem."""
-        self.validate()
+        super().__post_init__()
         if self.optimizer.lower() == "adamw":
             self.optimizer = "adam"
 

@@ -29,6 +29,7 @@ from opt_paramgroups.overrides import (
 )
 from opt_paramgroups.table import GroupRow, aligned, as_json, as_markdown, as_text, group_rows
 from opt_paramgroups.untrained import describe_untrained
+from opt_paramgroups.vocabulary import plain_name
 
 __all__ = [
     "TENSOR_PARALLEL_AXES", "GroupRow", "GroupsAndBuffers", "MeshPlacement", "Metas", "ParamGroup", "ParamId",
@@ -36,7 +37,7 @@ __all__ = [
     "describe_untrained", "dtensor_layout", "get_layer_decay_overrides", "get_matrix_rule_overrides",
     "get_mup_config_overrides", "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
     "get_standard_config_overrides", "group_rows", "is_dtensor", "matches", "model_chunks_of", "parameters_by_id",
-    "shapes_of",
+    "plain_name", "shapes_of",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, did_you_mean, has_attribute, many
@@ -322,6 +322,8 @@ def completed_group(given: Mapping[str, Any], config: OptimizerConfig) -> ParamG
     lr_mult = given.get("lr_mult", 1.0)
     rates = (given.get("max_lr"), given.get("lr"), _times(config.lr, lr_mult))
     max_lr = next((rate for rate in rates if rate is not None), None)
+    if isinstance(max_lr, Tensor):  # which a scheduler fills, if it is that of `lr`
+        max_lr = float(max_lr)
     group = {
         "wd_mult": wd_mult,
         "lr_mult": lr_mult,

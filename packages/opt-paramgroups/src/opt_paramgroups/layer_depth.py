@@ -8,6 +8,7 @@ from typing import NamedTuple
 from opt_config import ConfigError
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|resblocks|h)\.(?:encoder_layer_)?(\d+)\.")
+_AFTER_LAYERS = re.compile(r"(?:^|\.)mtp\.")  # Megatron-Core's multi-token prediction
 # Stages of Swin, ConvNeXt and their kin. The `features` of torchvision alternate between layers and downsampling.
 _STAGE = re.compile(
     r"(?:^|\.)(?:(?P<container>stages|features|downsample_layers)\.(\d+)\.|layers\.(\d+)\.(?=blocks\.|downsampl))"
@@ -110,7 +111,7 @@ def _depths_in_stages(tower: str, places: Sequence[_Place]) -> dict[_Place, int 
 
 
 def _depth_without_stages(name: str) -> int | None:
-    layer = _LAYER.search(name)
+    layer = None if _AFTER_LAYERS.search(name) else _LAYER.search(name)
     if layer:
         return int(layer[1]) + 1
     return 0 if _INPUT.search(name) and not _OUTPUT.search(name) else None

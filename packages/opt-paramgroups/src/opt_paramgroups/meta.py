@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_config import ConfigError, did_you_mean
-from opt_paramgroups.vocabulary import fused_qkv_rows, is_vector, vocabulary_roles
+from opt_paramgroups.vocabulary import fused_qkv_rows, is_vector, plain_name, vocabulary_roles
 
 # Wrappers hold the model as their only child, under one of these names, and own no parameters.
 _WRAPPER_CHILDREN = frozenset({"module", "_orig_mod"})
@@ -69,10 +69,14 @@ def frozen_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int =
 def _distinct(model_chunks: Sequence[nn.Module], offset: int) -> Iterator[tuple[ParamId, nn.Parameter]]:
     seen: set[int] = set()
     for chunk, module in enumerate(model_chunks, start=offset):
-        for name, param in unwrapped(module).named_parameters():
+        named = dict(unwrapped(module).named_parameters())
+        names = {name: plain_name(name) for name in named}
+        if len({*names.values()}) < len(names):  # a module of the model is called like the part of a wrapper
+            names = {name: name for name in named}
+        for name, param in named.items():
             if id(param) not in seen:
                 seen.add(id(param))
-                yield ParamId(chunk, name), param
+                yield ParamId(chunk, names[name]), param
 
 
 def model_chunks_of(place: str) -> list[nn.Module]:

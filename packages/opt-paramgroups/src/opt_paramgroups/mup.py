@@ -107,6 +107,8 @@ def get_mup_overrides_by_shape(
             )
         first = 1 if traits.is_hidden else 0
         width = prod(meta.shape[first:]) / prod(base[first:])
+        if num_dims == 3 and traits.is_hidden:
+            width = _width_of_stack(str(id), meta.shape, base, default=width)
         _check_width(config, width)
         scaled = traits.scaled(config, rule)
         for entry in ("lr", "eps"):
@@ -131,6 +133,19 @@ def get_mup_overrides_by_shape(
 def shapes_of(model_chunks: Sequence[nn.Module]) -> dict[ParamId, tuple[int, ...]]:
     """Return the shapes of all trainable parameters, for use as base shapes."""
     return {id: meta.shape for id, meta in describe(model_chunks).items()}
+
+
+def _width_of_stack(name: str, shape: Sequence[int], base: Sequence[int], *, default: float) -> float:
+    """Return the width of weights (n, a, b): of n experts (a, b), if both dims are wider; else as of a convolution."""
+    wider = {now / before for now, before in zip(shape[1:], base[1:], strict=True)}
+    if 1.0 in wider:
+        return default
+    if len(wider) > 1:
+        raise ConfigError(
+            f"base_shapes: parameter {name!r} of shape {tuple(shape)} has base shape {tuple(base)}: which of its dims "
+            "is the width is unknown; set its lr and eps by an override of its own"
+        )
+    return wider.pop()
 
 
 def _rates(config: OptimizerConfig, rule: str, width: float) -> dict[str, float]:

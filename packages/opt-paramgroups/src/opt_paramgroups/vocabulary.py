@@ -34,6 +34,19 @@ class VocabularyRole(NamedTuple):
     guess: str = ""  # reason for an uncertain decision; empty: certain
 
 
+# What torch.compile, FSDP1 and activation checkpointing add to names.
+_OF_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without the names of wrappers in it, such as `_orig_mod`.
+
+    >>> plain_name("layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return _OF_WRAPPERS.sub("", name)
+
+
 class _Matrix(NamedTuple):
     """A matrix, the module that holds it, and the last part of its name."""
 
@@ -105,7 +118,8 @@ def _matrices(root: nn.Module) -> Iterator[_Matrix]:
     for path, module in root.named_modules():
         for name, param in module.named_parameters(recurse=False):
             if param.dim() == 2:
-                yield _Matrix(param, module, path.rpartition(".")[2] if name == "weight" else name)
+                last = plain_name(f"{path}.{name}").removesuffix(".weight").rpartition(".")[2]
+                yield _Matrix(param, module, last)
 
 
 def _shaped_like(tables: Sequence[nn.Parameter], matrices: Sequence[_Matrix]) -> Iterator[tuple[_Matrix, str]]:

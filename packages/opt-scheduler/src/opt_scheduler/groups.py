@@ -43,6 +43,11 @@ def new_entry(old: Any, value: float, filled: set[int]) -> Any:
     return tensor.fill_(value)
 
 
+def plain(number: Any) -> Any:
+    """Return a number of Python, which a state can hold, of a NumPy scalar or a tensor of one element."""
+    return number.item() if hasattr(number, "item") else number
+
+
 def check_state(where: str, state: Entries, keys: Iterable[str]) -> None:
     """Raise `ScheduleError` if `state` lacks one of `keys` or is of a newer version."""
     if missing := sorted(set(keys) - set(state)):
@@ -70,6 +75,7 @@ class GroupScheduler(ABC):
             ScheduleError: `increment` is negative (`seek` can go back), or a group has invalid overrides. Then neither
                 the count nor any group has changed.
         """
+        increment = plain(increment)
         if not 0 <= increment < math.inf:
             raise ScheduleError(f"step: increment={increment!r} must be at least 0 and finite; seek() can go back")
         self.seek(self.num_steps + increment)
@@ -80,6 +86,7 @@ class GroupScheduler(ABC):
         Raises:
             ScheduleError: `num_steps` is negative.
         """
+        num_steps = plain(num_steps)
         if not 0 <= num_steps < math.inf:
             raise ScheduleError(f"seek: num_steps={num_steps!r} must be at least 0 and finite")
         self._write(self.param_groups, num_steps)

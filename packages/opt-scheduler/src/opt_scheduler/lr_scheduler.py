@@ -41,9 +41,8 @@ class _Adapter(LRScheduler):
         self._epoch = 0  # the `last_epoch` that belongs to the present step of `scheduler`
         self._last_epoch = -1
         # torch would store the present lr, often 0 during warmup, as the base that other schedulers multiply.
-        for group, base_lr in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
-            if not float(group.get("initial_lr", 0.0)):
-                group["initial_lr"] = base_lr
+        self._has_own_base = [not float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups]
+        self._note_bases(optimizer)
         super().__init__(optimizer)
 
     @property
@@ -78,7 +77,16 @@ class _Adapter(LRScheduler):
         self._write(self.last_epoch)
         return [group["lr"] for group in self.optimizer.param_groups]
 
+    def _note_bases(self, optimizer: Optimizer) -> None:
+        """Let `initial_lr` be the base of each group that had none, which may have changed."""
+        for group, base_lr, is_own in zip(
+            optimizer.param_groups, self.scheduler.base_lrs, self._has_own_base, strict=True
+        ):
+            if is_own:
+                group["initial_lr"] = base_lr
+
     def _write(self, epoch: int) -> None:
+        self._note_bases(self.optimizer)
         self.scheduler.seek(self.scheduler.num_steps + (epoch - self._epoch) * self.increment)
         self._epoch = epoch
 

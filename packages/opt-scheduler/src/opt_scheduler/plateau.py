@@ -116,7 +116,7 @@ class Plateau(GroupScheduler):
         return True
 
     def _improves(self, value: float) -> bool:
-        if math.isnan(value):
+        if not math.isfinite(value):
             return False
         if self.best is None:
             return True

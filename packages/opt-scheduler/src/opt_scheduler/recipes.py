@@ -1,6 +1,7 @@
 """Well-known schedules made of curves, and every schedule by name, for runs described by a configuration file."""
 
 from collections.abc import Sequence
+from functools import partial
 from inspect import Parameter
 from itertools import pairwise
 from typing import Any
@@ -244,6 +245,7 @@ _TRANSFORMERS_NAMES = {  # of HF transformers, for the same curves
 }
 SCHEDULE_NAMES = (*sorted(NAMED, key=str.lower), *sorted(_TRANSFORMERS_NAMES))
 NAMED.update((alias, NAMED[name]) for alias, name in _TRANSFORMERS_NAMES.items())
+NAMED["warmup_stable_decay"] = NAMED["wsd"]._replace(build=partial(wsd, shape="cosine"))
 
 
 def get_schedule(name: str, **arguments: Any) -> Schedule:

@@ -93,6 +93,13 @@ class OptimizerParamScheduler(GroupScheduler):
             override_opt_param_scheduler, use_checkpoint=self.use_checkpoint_opt_param_scheduler
         )
         self.step(0)
+        for name in ("max_lr", "min_lr"):
+            owns = [group.get(name) for group in self.param_groups]
+            if name not in self._not_given and owns and None not in (*owns, given[name]) and given[name] not in owns:
+                logger.warning(
+                    "%s=%r has no effect: every parameter group has its own, as get_optimizer writes them from the "
+                    "configuration (%r)", name, given[name], owns[0],
+                )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         if name in SETTINGS:  # every setting is an attribute too
@@ -102,8 +109,11 @@ class OptimizerParamScheduler(GroupScheduler):
     def __setattr__(self, name: str, value: object) -> None:
         if name not in SETTINGS:
             return super().__setattr__(name, value)
+        before = asdict(self.settings)
         self.settings = replace(self.settings, **{name: value})  # type: ignore[arg-type]
         self._not_given -= {name}
+        for group in self.param_groups:
+            group.update(_followed(group, [before], asdict(self.settings)))
 
     def get_lr(self, param_group: Entries | None = None) -> float:
         """Return the learning rate of `param_group` at the present step; None stands for a group without overrides."""
@@ -245,10 +255,12 @@ def _read_state(state_dict: Entries) -> Plain:
 
 
 def _followed(group: Group, origins: Iterable[Entries], chosen: Entries) -> dict[str, float]:
-    """Return the chosen bounds that replace those of `group`, if its own are copies from one of the `origins`."""
+    """Return the chosen bounds that replace those of `group`, if its own follow from one of the `origins`: are copies,
+    times its `lr_mult`."""
+    lr_mult = group.get("lr_mult", 1.0)
     own = {name: group[name] for name in ("max_lr", "min_lr") if group.get(name) is not None}
-    is_copy = any(all(origin[name] == value for name, value in own.items()) for origin in origins)
-    return {name: chosen[name] for name in own if is_copy}
+    follows = any(all(origin[name] * lr_mult == value for name, value in own.items()) for origin in origins)
+    return {name: chosen[name] * lr_mult for name in own if follows}
 
 
 def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint: bool) -> bool | frozenset[str]:
@@ -260,11 +272,12 @@ def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint
         )
     if override is None or isinstance(override, bool):
         return bool(override)
-    for name in sorted(set(override).difference(SETTINGS)):
+    names = frozenset(override)
+    for name in sorted(names.difference(SETTINGS)):
         raise ScheduleError(
             unknown_name("OptimizerParamScheduler: override_opt_param_scheduler: field", name, SETTINGS)
         )
-    return frozenset(override)
+    return names
 
 
 def get_canonical_lr_for_logging(param_groups: Iterable[Entries]) -> float | None:

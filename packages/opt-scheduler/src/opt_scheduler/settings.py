@@ -55,6 +55,9 @@ class Settings(Schedule):
 
     def __post_init__(self) -> None:
         refuse(list(_not_numbers(self)) or list(_problems(self)), where="OptimizerParamScheduler")
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), float):  # one of NumPy too, which states must not hold
+                object.__setattr__(self, field.name, float(value))
 
     @property
     def bounds(self) -> Bounds:

@@ -156,6 +156,7 @@ def get_optimizer_based_on_param_groups(
     Raises:
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
+    given = list(param_groups)
     request = make_request(
         config,
         model_chunks,
@@ -165,12 +166,12 @@ def get_optimizer_based_on_param_groups(
         hooks=hooks,
         broadcast_params=broadcast_params,
         extra_group_keys=extra_group_keys,
-        has_given_groups=not all(isinstance(group, Mapping) and "param_ids" in group for group in param_groups),
+        has_given_groups=not all(isinstance(group, Mapping) and "param_ids" in group for group in given),
     )
 
     def described() -> tuple[Model, list[ParamGroup]]:
         model = read_model(request)
-        return model, complete_groups(param_groups, request.config, model.params, model.metas)
+        return model, complete_groups(given, request.config, model.params, model.metas)
 
     model, groups = agreed(request.roles.everyone, described)
     check_same_config(request)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from opt_checkpoint.state import former_names
 from opt_distributed.saving import MAIN, STEP
 from opt_kernels.params import RULE, Group
-from opt_paramgroups import ParamGroup
+from opt_paramgroups import ParamGroup, plain_name
 from opt_paramgroups.vocabulary import is_regrouped
 from opt_stack.rules.entries import NOT_LOADED, RULE_RECORDS, Pair, ParamGroups
 from opt_stack.rules.registry import HYPER_KEYS
@@ -61,7 +61,7 @@ def continued(group: Group, saved: Group) -> ParamGroup:
 
 
 def renamed(saved: ParamGroups, groups: ParamGroups) -> list[Group]:
-    """Return saved groups under their present names."""
+    """Return saved groups under their present names, and parameters under names without wrappers."""
     present = {group["name"] for group in groups}
     by_keys = {_keys_of(name): name for name in present}
     found = []
@@ -71,6 +71,8 @@ def renamed(saved: ParamGroups, groups: ParamGroups) -> list[Group]:
             for former, word in _FORMER_WORDS.items():
                 name = name.replace(former, word)
             group = {**group, "name": by_keys.get(_keys_of(name), name)}
+        if "param_names" in group:
+            group = {**group, "param_names": list(map(plain_name, group["param_names"]))}
         found.append(group)
     return found
 

@@ -14,7 +14,7 @@ from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
 from opt_distributed.saving import PieceState, check_state, load_state_, read_state, restart_
 from opt_kernels.params import HELD, RULE, Group
-from opt_paramgroups import ParamGroup, ParamId, dtensor_layout
+from opt_paramgroups import ParamGroup, ParamId, dtensor_layout, plain_name
 from opt_stack.rules.entries import NOT_LOADED, ParamGroups, warn_of_other_choices
 from opt_stack.state import AnyState
 from opt_stack.state.megatron_state import (
@@ -30,8 +30,6 @@ from opt_stack.state.sharded_state import ShardedStates, saved_scale
 VERSION = 1  # of `state_dict`
 MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from
 EVALUATING = "evaluating"  # in a state_dict of evaluation mode
-# What torch's wrappers and torch.compile put before names.
-_PREFIXES = ("", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.")
 NUMBERS = ("lr", "weight_decay", "eps", "momentum")  # keys of a saved group that must be numbers
 
 
@@ -48,12 +46,16 @@ def find_values(state_dict: AnyState, params: Params) -> dict[ParamId, Tensor]:
             only those whose state lives on this rank, so all ranks raise for one state dict.
     """
     found = {}
+    keys_of: dict[int, dict[str, str]] = {}  # of each chunk: its keys by their names without wrappers
     for id, param in params.items():
         chunks = [f"model{id.chunk}", f"model_{id.chunk}"]
         if id.chunk == 0:
             chunks.append("model")
         names = next((state_dict[chunk] for chunk in chunks if isinstance(state_dict.get(chunk), Mapping)), state_dict)
-        key = next((f"{prefix}{id.name}" for prefix in _PREFIXES if f"{prefix}{id.name}" in names), None)
+        if id.chunk not in keys_of:
+            keys_of[id.chunk] = {plain_name(key): key for key in names if isinstance(key, str)}
+        keys = keys_of[id.chunk]
+        key = keys.get(id.name, keys.get(f"module.{id.name}"))
         if key is None:
             raise ValueError(
                 f"state_dict lacks {id.name!r} of model chunk {id.chunk}; it must hold every trained parameter"
