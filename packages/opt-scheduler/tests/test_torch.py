@@ -330,7 +330,7 @@ def test_a_plateau_cannot_be_a_part_of_a_sequence() -> None:
         sequential(optimizer, parts, [4])
 
 
-def test_a_higher_peak_after_a_resume_is_not_taken_for_one_cycle_lr() -> None:
+def test_a_higher_peak_is_not_taken_for_that_of_one_cycle_lr() -> None:
     """The adapter's own `initial_lr` of before lay between the bounds."""
     optimizer = adamw()
     optimizer.param_groups[0] |= {"max_lr": 1.0, "min_lr": 0.1}
