@@ -45,7 +45,15 @@ IN_FP8 = {f"fp8, {recipe}": recipe for recipe in RECIPES}
 RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "muown", "soap", "soap_muon")
 NAMO = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "namo", "lr": 1e-2}
 AXES: Mapping[str, Mapping[str, Fields]] = {
-    "rule": {**{rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES}, "namo": NAMO},
+    "rule": {
+        **{rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES},
+        "ademamix": {
+            "optimizer": "ademamix",
+            "lr": 1e-2,
+            "optimizer_options": {"betas": (0.9, 0.999, 0.98)},
+        },  # for fp8
+        "namo": NAMO,
+    },
     "numbers": {
         "fp32": {},
         "bf16": {"bf16": True},

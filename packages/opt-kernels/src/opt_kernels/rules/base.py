@@ -392,7 +392,8 @@ class ElementwiseRule:
                 continue
             raise NumberError(
                 f"{given}={values[given]!r} with {state.name} in {codec.dtype}: rounding would make updates more than "
-                f"5 % longer from {math.floor(limit * 1e4) / 1e4:g} on; choose a smaller beta there, or a wider format"
+                f"5 % longer from {math.floor(limit * 1e4) / 1e4:g} on; choose a smaller beta there, or a wider "
+                f"{state.name}_dtype"
             )
 
     def codec_at(self, state: State, hyper: Hyper) -> StateCodec:
