@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from opt_checkpoint.disk.index import StoredTensor
 from opt_checkpoint.errors import CheckpointMismatchError
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.sharded import ShardedTensor
@@ -28,13 +27,6 @@ def sharing_pairs(asked: Sequence[Asked]) -> Iterator[tuple[Asked, Asked]]:
         other = first.setdefault(layout, (key, shard))
         if other[0] != key:
             yield other, (key, shard)
-
-
-def are_stored_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    """Return whether checksums show that two stored tensors with the same chunks have equal values."""
-    sums = [(chunk.box, chunk.place.sums) for chunk in first.chunks]
-    other_sums = [(chunk.box, chunk.place.sums) for chunk in second.chunks]
-    return first.dtype == second.dtype and sums == other_sums and all(of_chunk for _, of_chunk in sums)
 
 
 def check_own_memory(key: str, data: Tensor) -> None:

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
+from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointValueError
 
 AVERAGES: Final = ("ema", "nesterov_base")
@@ -51,16 +51,11 @@ def with_averages(index: CheckpointIndex, name: str, prefix: str) -> CheckpointI
     own = models[0]
     tensors = {key: stored for key, stored in weights.items() if key.startswith(own)}
     averaged = {own + param: stored for param, stored in averages.items()}
-    by_values = {values: averaged[key] for key in averaged if (values := _values_of(tensors[key])) is not None}
+    by_values = {tensors[key].fingerprint: average for key, average in averaged.items()}
+    by_values.pop(None, None)
     for key in tensors.keys() - averaged.keys():
-        if (average := by_values.get(_values_of(tensors[key]))) is not None:
-            averaged[key] = average
+        if (values := tensors[key].fingerprint) in by_values:
+            averaged[key] = by_values[values]
     if plain := sorted(tensors.keys() - averaged.keys()):
         logger.warning("without average, so as they were saved: %s", ", ".join(plain))
     return replace(index, tensors=tensors | averaged)
-
-
-def _values_of(stored: StoredTensor) -> object:
-    """Return what only tensors with equal values have in common, such as tied weights; None without checksums."""
-    sums = tuple((chunk.box, chunk.place.sums) for chunk in stored.chunks)
-    return (stored.dtype, stored.shape, sums) if all(of_chunk for _, of_chunk in sums) else None
