@@ -23,7 +23,7 @@ from opt_checkpoint.__main__ import main
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles
-from opt_stack import Optimizer, get_optimizer
+from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_groups
 
 AVERAGED = {"ema_decay": 0.8, "ema_nesterov_beta": 0.4, "ema_nesterov_gamma": 0.7}
 PLAIN = {"lr": 0.02, "clip_grad": 0.0, "muon_fp32_matmul_prec": "highest"}
@@ -383,14 +383,20 @@ def test_main_values_read_in_evaluation_are_the_trained_ones() -> None:
 
 
 @pytest.mark.parametrize("averaged", [{"ema_decay": 0.8}, {"optimizer": "schedule_free"}], ids=str)
-def test_a_rank_without_parameters_is_in_evaluation_mode_too(averaged: Any) -> None:
+@pytest.mark.parametrize("has_given_groups", [False, True])
+def test_a_rank_without_parameters_is_in_evaluation_mode_too(averaged: Any, has_given_groups: bool) -> None:
     """It left the others, which refuse to be saved, waiting in a save."""
 
     def rank_main(everyone: Comm) -> list[bool]:
         model = Model().requires_grad_(everyone.rank == 0)
         axes = Axes(dp=Alone(), tp=Alone())
         roles = Roles(dense=axes, expert=axes, everyone=everyone)
-        optimizer = get_optimizer(OptimizerConfig(**PLAIN, **averaged), [model], {}, pg_collection=roles)
+        config = OptimizerConfig(**PLAIN, **averaged)
+        if has_given_groups:
+            groups = [{"params": [model.first, model.second]}] if everyone.rank == 0 else []
+            optimizer = get_optimizer_based_on_param_groups(config, [model], groups, pg_collection=roles)
+        else:
+            optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
         optimizer.eval()
         with pytest.raises(RuntimeError, match="evaluation mode"):
             sharded_state(model, optimizer)

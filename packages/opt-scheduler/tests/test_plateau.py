@@ -59,7 +59,6 @@ def test_it_lowers_when_torch_s_reduce_lr_on_plateau_does(
     assert ours.scale < factor**3
 
 
-@pytest.mark.needs_extra
 def test_an_infinite_metric_is_not_the_best() -> None:
     """After one, nothing improved, and its state could not be loaded."""
     plateau = build(factor=0.5, patience=0)
@@ -67,6 +66,7 @@ def test_an_infinite_metric_is_not_the_best() -> None:
     plateau.load_state_dict(plateau.state_dict())
 
 
+@pytest.mark.needs_extra
 def test_defaults_are_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     theirs = inspect.signature(torch.optim.lr_scheduler.ReduceLROnPlateau).parameters

@@ -330,13 +330,37 @@ def test_a_plateau_cannot_be_a_part_of_a_sequence() -> None:
         sequential(optimizer, parts, [4])
 
 
-def test_a_higher_peak_is_not_taken_for_that_of_one_cycle_lr() -> None:
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_higher_peak_is_not_taken_for_that_of_one_cycle_lr(is_resumed: bool) -> None:
     """The adapter's own `initial_lr` of before lay between the bounds."""
-    optimizer = adamw()
-    optimizer.param_groups[0] |= {"max_lr": 1.0, "min_lr": 0.1}
-    adapter = as_lr_scheduler(OptimizerParamScheduler(optimizer, **BASE))
+    flags = {"use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": True}
+
+    def built(max_lr: float) -> Any:
+        optimizer = adamw()
+        optimizer.param_groups[0] |= {"max_lr": max_lr, "min_lr": 0.1}
+        return optimizer, as_lr_scheduler(OptimizerParamScheduler(optimizer, **BASE | flags | {"max_lr": max_lr}))
+
+    optimizer, adapter = built(1.0)
     adapter.step()
-    optimizer.param_groups[0]["max_lr"] = 2.0
+    if is_resumed:
+        before = optimizer, adapter
+        optimizer, adapter = built(2.0)
+        optimizer.load_state_dict(before[0].state_dict())
+        adapter.load_state_dict(before[1].state_dict())
+    else:
+        optimizer.param_groups[0]["max_lr"] = 2.0
     for _ in range(20):
         adapter.step()
     assert optimizer.param_groups[0]["initial_lr"] == 2.0
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    adapter.step()
+
+
+def test_an_initial_lr_of_another_scheduler_is_left_alone() -> None:
+    optimizer = adamw()
+    own = as_lr_scheduler(FieldScheduler(optimizer, linear(0.3, 0.0, steps=10)))
+    cycle = torch_schedulers.OneCycleLR(optimizer, max_lr=1.0, total_steps=100)
+    initial = optimizer.param_groups[0]["initial_lr"]
+    torch_schedulers.SequentialLR(optimizer, [own, cycle], milestones=[3])
+    own.step()
+    assert optimizer.param_groups[0]["initial_lr"] == initial

@@ -1,5 +1,6 @@
 """Two tiers: nodes that are lost, copies that are damaged, steps that are half replicated, and runs that are others."""
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -142,6 +143,18 @@ def test_a_node_that_comes_back_does_not_undo_a_rollback(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*one node")
+def test_a_failed_first_save_leaves_the_local_steps_of_before(tmp_path: Path) -> None:
+    """The run had a new name by then."""
+    with tiers(str(tmp_path), 0) as manager:
+        manager.save(20, state_at(20, 0, 1))
+    manager = tiers(str(tmp_path), 0)
+    full = Calls(failing(99, lambda name, key: "node-0" in key, errno.ENOSPC))
+    with full, pytest.raises(CheckpointFailedError, match="No space left"):
+        manager.save(30, state_at(30, 0, 1)) or manager.wait()
+    assert resume(0, 1, str(tmp_path), {}) == Resume(20, "local", (0,), ())
+
+
+@pytest.mark.filterwarnings("ignore:.*one node")
 def test_a_trainer_that_goes_on_beside_its_successor_is_refused(tmp_path: Path) -> None:
     """Its local save removed the other's local steps and abandoned the durable ones."""
     before = tiers(str(tmp_path), 0, durable_every=40, keep=9)
@@ -153,7 +166,7 @@ def test_a_trainer_that_goes_on_beside_its_successor_is_refused(tmp_path: Path) 
         for step in (60, 80, 100, 120):
             successor.save(step, state_at(step, 0, 1))
     with pytest.raises(CheckpointExistsError, match=r"step 80 in .* was saved by another trainer"):
-        before.save(60, state_at(60, 0, 1))
+        before.save(60, state_at(60, 0, 1)) or before.wait()
     assert resume(0, 1, str(tmp_path), {}) == Resume(120, "local", (0,), ())
 
 

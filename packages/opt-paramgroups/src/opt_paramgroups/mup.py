@@ -143,7 +143,7 @@ def _width_of_stack(name: str, shape: Sequence[int], base: Sequence[int], *, def
     if len(wider) > 1:
         raise ConfigError(
             f"base_shapes: parameter {name!r} of shape {tuple(shape)} has base shape {tuple(base)}: which of its dims "
-            "is the width is unknown; set its lr and eps by an override of its own"
+            "is the width is unknown; give its own shape as its base shape, and its lr and eps by an override"
         )
     return wider.pop()
 

@@ -41,8 +41,10 @@ class _Adapter(LRScheduler):
         self._epoch = 0  # the `last_epoch` that belongs to the present step of `scheduler`
         self._last_epoch = -1
         # torch would store the present lr, often 0 during warmup, as the base that other schedulers multiply.
-        self._has_own_base = [not float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups]
-        self._note_bases(optimizer)
+        self._bases = scheduler.base_lrs
+        for group, base_lr in zip(optimizer.param_groups, self._bases, strict=True):
+            if not float(group.get("initial_lr", 0.0)):
+                group["initial_lr"] = base_lr
         super().__init__(optimizer)
 
     @property
@@ -77,16 +79,16 @@ class _Adapter(LRScheduler):
         self._write(self.last_epoch)
         return [group["lr"] for group in self.optimizer.param_groups]
 
-    def _note_bases(self, optimizer: Optimizer) -> None:
-        """Let `initial_lr` be the base of each group that had none, which may have changed."""
-        for group, base_lr, is_own in zip(
-            optimizer.param_groups, self.scheduler.base_lrs, self._has_own_base, strict=True
-        ):
-            if is_own:
-                group["initial_lr"] = base_lr
+    def _follow_bases(self) -> None:
+        """Let each `initial_lr` that is the former base of its group be the present one."""
+        former = self._bases
+        self._bases = self.scheduler.base_lrs
+        for group, before, now in zip(self.optimizer.param_groups, former, self._bases):  # groups may have been added
+            if before != now and group.get("initial_lr") == before:
+                group["initial_lr"] = now
 
     def _write(self, epoch: int) -> None:
-        self._note_bases(self.optimizer)
+        self._follow_bases()
         self.scheduler.seek(self.scheduler.num_steps + (epoch - self._epoch) * self.increment)
         self._epoch = epoch
 
@@ -123,6 +125,7 @@ class _Adapter(LRScheduler):
         """
         check_state("as_lr_scheduler", state_dict, ("scheduler", "last_epoch", "step_count"))
         before = self._entries()
+        self._bases = self.scheduler.base_lrs  # of the groups, which may have been loaded before
         self.scheduler.load_state_dict(state_dict["scheduler"])
         if not state_dict.get("writes_groups", True):  # older states lack it
             self._restore(before)

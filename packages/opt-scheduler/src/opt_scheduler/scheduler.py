@@ -189,8 +189,8 @@ class OptimizerParamScheduler(GroupScheduler):
         """Set the step count and, as the two flags say, the settings; write the groups. An error changes nothing.
 
         Load the optimizer's state first: it brings back the groups, which may carry the `max_lr` and `min_lr` of their
-        time. A group whose two values equal those saved here or given here follows the loaded ones; any other group
-        keeps its values as an override. States of Megatron-Core of any age are read.
+        time. A group whose two values equal those saved here or given here, times its `lr_mult`, follows the loaded
+        ones; any other group keeps its values as an override. States of Megatron-Core of any age are read.
 
         Raises:
             ScheduleError: fields are missing, differ although neither flag is set, or are invalid together.

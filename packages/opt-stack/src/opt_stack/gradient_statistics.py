@@ -94,8 +94,8 @@ class GradientStatistics(StateDicts):
         (the last pipeline stage), any number of times. The step sums them in the all-reduce of its norms; the host
         waits for nothing. A mean that is infinite or NaN skips the step, as does a spike (`skip_sigma`). Steps without
         a loss are judged by their gradients only. `StepStats.loss` has the mean. Losses of backward passes whose step
-        is never taken, as after an overflow that torch's `GradScaler` found, count in the next one; a load of
-        state forgets them.
+        is never taken, as after an overflow that torch's `GradScaler` found, count in the next one. A load of state
+        forgets them, and so does `zero_grad` after `clip_grad_norm_`.
 
         Args:
             loss: a number, or a tensor of one element, on any device.

@@ -234,9 +234,10 @@ class CheckpointManager(Closing):
         if step in self._saves_after_loaded:
             self._saves_after_loaded[step].add(save_id)
         abandoned = self.series.abandoned()
-        if self.series.begin(step, save_id) and self._resumed is None:
+        if self.series.begin(step, save_id):
+            self._last_save = None  # which this save may abandon
             later = {found for found in steps - self._saved_since_load if found > step}
-            if not later <= abandoned.keys():
+            if self._resumed is None and not later <= abandoned.keys():
                 warnings.warn(
                     f"{self.directory} has later steps, up to {max(later)}, and this manager has loaded none: saving "
                     f"step {step} abandons them, and saves of later steps delete them. Use another directory if they "

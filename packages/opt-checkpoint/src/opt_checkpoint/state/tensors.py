@@ -4,6 +4,7 @@ block of the global tensor."""
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -221,6 +222,9 @@ def one_run(length: int, *cuts: Cut) -> range | None:
     cuts to its right leave one. FSDP2 on tensor-parallel parameters cuts in the other order. If parts are uneven, the
     two orders can give different rows, and the layout in memory is ambiguous.
     """
+    size = math.prod(cut.size for cut in cuts)
+    if length % size == 0 and all(size // cut.size % cut.split_factor == 0 for cut in cuts):
+        return _run_of(length, cuts)  # parts are even, so that the answer is the same everywhere
     for numbers in itertools.product(*(range(cut.size) for cut in cuts)):
         there = [cut._replace(number=number) for cut, number in zip(cuts, numbers, strict=True)]
         if _run_of(length, there) is None:

@@ -239,10 +239,6 @@ class Bucket:
     def put(self, name: str, content: bytes) -> None:
         self._make("put", name, lambda key: obstore.put(self._store, key, content, use_multipart=False))
 
-    def create(self, name: str, content: bytes) -> None:
-        with suppress(FileExistsError):
-            self._create(name, content)
-
     def _create(self, name: str, content: bytes) -> None:
         """Raises FileExistsError if the object exists, even if an earlier attempt of this call wrote it."""
         self._make("create", name, lambda key: obstore.put(self._store, key, content, mode="create"))

@@ -220,10 +220,6 @@ class Directory:
             raise
         self.sync_dir(path.parent)
 
-    def create(self, name: str, content: bytes) -> None:
-        if _mode_of(self.path(name)) is None:
-            self.put(name, content)
-
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._remove_file(self.path(name))

@@ -115,9 +115,6 @@ class Store(Protocol):
     def put(self, name: str, content: bytes) -> None:
         """Write or replace a small file at once."""
 
-    def create(self, name: str, content: bytes) -> None:
-        """Write a small file at once, unless it exists."""
-
     def remove(self, name: str) -> None:
         """Delete a small file, if it exists."""
 

@@ -153,18 +153,19 @@ class LocalTier:
 
     Args:
         directory: on this node: a tmpfs or a local disk. Ranks of a node may share it.
-        run: names the run.
+        names: of the run, and those that it had before.
+        place: stands for its durable directory. A copy of that is another run.
         keep: how many of the newest steps to keep.
         keeper_of: for each rank the rank that keeps its copy; None for no copies.
-        former: names that the run had before; their parts are removed after the next save.
     """
 
     def __init__(
-        self, directory: Path, run: str, *, keep: int, keeper_of: Sequence[int] | None, former: Sequence[str] = ()
+        self, directory: Path, names: Sequence[str], place: str, *, keep: int, keeper_of: Sequence[int] | None
     ) -> None:
-        self.path = directory / run
-        self._former = list(former)
-        self._run = run
+        self.name, *former = names
+        self._run = f"{self.name}-{place}"
+        self.path = directory / self._run
+        self._former = [f"{name}-{place}" for name in former]
         self._keep = keep
         self._keeper_of = list(enumerate(keeper_of or ()))
         self._store = Directory(self.path, sync=False)
@@ -206,6 +207,9 @@ class LocalTier:
                 self._remove([step_name(old)])
             except OSError as error:
                 logger.warning("could not remove step %d of %s: %s", old, self.path, error)
+
+    def remove_former(self) -> None:
+        """Remove what is on this node under former names of the run."""
         while self._former:
             shutil.rmtree(self.path.with_name(self._former.pop()), ignore_errors=True)
 
@@ -386,24 +390,18 @@ def _part(step: int, rank: int) -> str:
     return f"{step_name(step)}/rank-{rank:05d}"
 
 
-def run_names(store: Store, *, anew: bool) -> list[str]:
+def run_names(store: Store) -> list[str]:
     """Return the names of the run that saves to a durable directory, the present one first; none if it has not saved.
-
-    Local parts are under its name. A copy of the directory is another run: its names end in a hash of its place.
-
-    Args:
-        store: of the durable directory.
-        anew: whether to give the run a new name first.
 
     Raises:
         CheckpointCorruptError: the file does not hold a name.
         OSError: raised by the file system or store.
     """
     known = named_in(store, RUN, "run", r"[0-9A-Za-z]+( [0-9A-Za-z]+)*")
-    names = [] if known is None else known.split()
-    if anew:
-        names = [uuid.uuid4().hex, *names][:_NUM_NAMES]
-        store.put(RUN, json.dumps({"run": " ".join(names)}).encode())
-    place = store.path()
-    where = os.path.realpath(place) if isinstance(place, Path) else str(place)
-    return [f"{name}-{crc32(where.encode()):08x}" for name in names]
+    return [] if known is None else known.split()
+
+
+def name_run(store: Store, name: str) -> None:
+    """Let `name` be the name of the run that saves to a durable directory. Raises like `run_names`."""
+    names = [name, *run_names(store)][:_NUM_NAMES]
+    store.put(RUN, json.dumps({"run": " ".join(names)}).encode())

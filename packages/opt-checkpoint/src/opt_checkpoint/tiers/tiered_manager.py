@@ -7,6 +7,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, SupportsFloat, TypeVar
 
@@ -18,6 +19,7 @@ from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.disk.archives import SafeGlobals
 from opt_checkpoint.disk.checkpoint import Opened, removed
+from opt_checkpoint.disk.data_file import crc32
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -44,7 +46,7 @@ from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimiz
 from opt_checkpoint.state.sharded import EMPTY, ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location
 from opt_checkpoint.store.paths import local_path
-from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, keepers, run_names, this_node
+from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, keepers, name_run, run_names, this_node
 from opt_checkpoint.tiers.parts import load_part, open_part, plan_part
 
 logger = logging.getLogger(__name__)
@@ -141,8 +143,8 @@ class TieredCheckpointManager(Closing):
             )
         self._saver: AsyncSaver | None = None
         self._own_group: dist.ProcessGroup | None = None  # of the savers of both tiers
-        self._tier: LocalTier | None = None
-        self._has_name = False  # whether this manager saves under the name of `_tier`
+        self._tier: LocalTier | None = None  # under the name of the run
+        self._own_tier: LocalTier | None = None  # where this manager saves; its name is the run's after the first save
         self._last_durable: int | None = None
         self._resume: Resume | None = None
         self._has_loaded = False  # from the local step of `_resume`
@@ -174,9 +176,8 @@ class TieredCheckpointManager(Closing):
             local, durable = in_turn(ranks_of(self._own_group or self._ranks), "local", "durable")
             self._saver = AsyncSaver(local, timeout_s=self._timeout_s)
             self._durable.saver = AsyncSaver(durable, timeout_s=self._timeout_s)
-        tier = self._tier_of_run(may_write=True)
+        tier = self._tier_to_write()
         saver = self._saver
-        assert tier is not None  # naming a run gives it a name
         last_durable = self._last_durable
         self._last_durable = None  # looked up again after a failure
         if last_durable is None or last_durable > step:
@@ -192,8 +193,17 @@ class TieredCheckpointManager(Closing):
             """Save to the local tier. Later durable steps are abandoned once all ranks have their parts."""
             save = from_rank_0(ranks, lambda: uuid.uuid4().hex, "naming a save")
             what = f"recording step {step} in {series.directory}"
-            goes_back = from_rank_0(ranks, lambda: series.begin(step, save), what)
+
+            def begin() -> bool:
+                self._durable.check_only_trainer()
+                return series.begin(step, save)
+
+            goes_back = from_rank_0(ranks, begin, what)
             tier.write(ranks, snapshot, step, save)
+            if self._tier is not tier:  # before, the run had another name
+                from_rank_0(ranks, lambda: name_run(series.store, tier.name), f"naming the run of {series.directory}")
+                self._tier = tier
+                tier.remove_former()
             if goes_back:
 
                 def abandon_later() -> None:
@@ -202,8 +212,7 @@ class TieredCheckpointManager(Closing):
 
                 from_rank_0(ranks, abandon_later, f"{what} (it is in the local tier)")
 
-        place = tier.place(step, self._ranks.rank)
-        saver.start(state, place, write, check=self._durable.check_only_trainer, step=step)
+        saver.start(state, tier.place(step, self._ranks.rank), write, step=step)
         self._last_durable = last_durable
         self._resume = None
         self._has_loaded = False
@@ -287,7 +296,7 @@ class TieredCheckpointManager(Closing):
         except CheckpointCorruptError as error:  # the same on every rank
             damage = error
             reasons.append(f"the durable tier: {error}")
-        tier = self._tier_of_run(may_write=False)
+        tier = self._tier_of_run()
         verdict = NOTHING
         if tier is None:
             reasons.append(f"the local tier: {self._durable.directory} has no {RUN}, so no local part belongs to it")
@@ -414,7 +423,7 @@ class TieredCheckpointManager(Closing):
         Raises:
             CheckpointNotFoundError: the block failed because a part was removed in the meantime; on every rank.
         """
-        tier = self._tier_of_run(may_write=False)
+        tier = self._tier_of_run()
         assert tier is not None  # a local step was found, so the run has a name
         place = tier.place(step, self._ranks.rank)
         what = f"opening step {step} of the local tier"
@@ -436,20 +445,27 @@ class TieredCheckpointManager(Closing):
         self._has_loaded = True
         return report
 
-    def _tier_of_run(self, *, may_write: bool) -> LocalTier | None:
+    def _tier_of_run(self) -> LocalTier | None:
         """The local tier of this run; None where the durable directory names no run."""
-        if self._tier is None or (may_write and not self._has_name):
-            anew = may_write and not self._has_loaded
-
-            def find_names() -> list[str]:
-                if anew:
-                    self._durable.check_only_trainer()
-                return run_names(self._durable.series.store, anew=anew)
-
-            found = from_rank_0(self._ranks, find_names, f"naming the run of {self._durable.directory}")
-            if found:
-                former = found[1:] if may_write else ()
-                options: dict[str, Any] = {"keep": self._keep_local, "keeper_of": self._keepers, "former": former}
-                self._tier = LocalTier(self._local_path, found[0], **options)
-            self._has_name = may_write
+        if self._tier is None and (names := self._names()):
+            self._tier = self._tier_named(names)
         return self._tier
+
+    def _tier_to_write(self) -> LocalTier:
+        """The local tier of a run that goes on from a local step; of another one, under a new name."""
+        if self._own_tier is None:
+            self._own_tier = self._tier_of_run() if self._has_loaded else None
+        if self._own_tier is None:
+            new = from_rank_0(self._ranks, lambda: uuid.uuid4().hex, "naming a run")
+            self._own_tier = self._tier_named([new, *self._names()])
+        return self._own_tier
+
+    def _names(self) -> list[str]:
+        what = f"reading the name of the run of {self._durable.directory}"
+        return from_rank_0(self._ranks, lambda: run_names(self._durable.series.store), what)
+
+    def _tier_named(self, names: list[str]) -> LocalTier:
+        durable = self._durable.directory
+        where = str(durable.absolute() if isinstance(durable, Path) else durable)
+        place = f"{crc32(where.encode()):08x}"
+        return LocalTier(self._local_path, names, place, keep=self._keep_local, keeper_of=self._keepers)

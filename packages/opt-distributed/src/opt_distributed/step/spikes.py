@@ -89,3 +89,4 @@ class Spikes:
                 raise ValueError(f"spikes: {name}={saved!r}; values must be finite numbers, and num_above a count")
             rows.append([row[0], *([math.nan] * self.window + row[1:])[-self.window :]])
         self._rows.copy_(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+        self._next.copy_(self._rows)

@@ -310,10 +310,11 @@ class Stepper:
             self.spikes.append_judged_(unless=is_refused)
         self._judged_losses.copy_(torch.where(is_refused, self._judged_losses, 0.0))
 
-    def forget_losses(self) -> None:
-        """Forget the losses that were noted for a step that is not taken."""
-        self.losses.zero_()
+    def forget_losses(self, *, noted: bool = True) -> None:
+        """Forget the losses of prepared gradients whose step is not taken, and those that were `noted` since."""
         self._judged_losses.zero_()
+        if noted:
+            self.losses.zero_()
 
     def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
         """Update and publish if `success`; it is False if the host knows that the step is skipped."""

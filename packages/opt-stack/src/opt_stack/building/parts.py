@@ -123,12 +123,11 @@ def build_stepper(design: Design, parts: Parts, groups: ParamGroups, copies: Sha
     of_ranks = roles.everyone.gather_objects((here, parts.evaluation.has_other_weights))
     parts.evaluation.has_other_weights = any(has_other_weights for _, has_other_weights in of_ranks)
     used = frozenset[int]().union(*(slots for slots, _ in of_ranks))
-    for name in ("skip_sigma", "grad_norm_skip_threshold"):
-        if used and 0 not in used and math.isfinite(limit := getattr(config, name)):
-            raise ConfigError(
-                f"{name}={limit} has no effect: all parameters are in groups with clip_grad=False, and the model's "
-                "norm is of the others; leave it out, or clip some groups"
-            )
+    if used and 0 not in used and math.isfinite(config.grad_norm_skip_threshold):
+        raise ConfigError(
+            f"grad_norm_skip_threshold={config.grad_norm_skip_threshold} has no effect: no parameter is part of the "
+            "model's norm, as all are in groups with clip_grad=False or have a norm of their own; leave it out"
+        )
     sources = [source for family in parts.families for source in family.sources]
     rules = {piece.group: unit.rule for unit, piece in parts.held.values()}
     equal = EqualGroups(

@@ -29,7 +29,7 @@ def skipped_steps(history: History) -> Sentences:
         reason = stats.reason
         after = run[at + len(skipped) :]
         if reason == OVERFLOW and (stats.overflowed or not _finds_its_scale(run[:at], skipped, after)):
-            yield at, _sentence(skipped, recovers=any(later.success for later in after))
+            yield at, _sentence(skipped, after)
         elif reason == BAD_LOSS:
             yield at, f"a {reason} skipped the step: the loss was {stats.loss:.4g}; look at its batch of data."
         elif reason not in ("", OVERFLOW) and stats.grad_norms:
@@ -63,7 +63,7 @@ def _finds_its_scale(before: Run, skipped: Run, after: Run) -> bool:
     return is_known and are_finite and first.loss_scale > 1 and last.loss_scale > lowest
 
 
-def _sentence(skipped: Sequence[StepStats], *, recovers: bool) -> str:
+def _sentence(skipped: Sequence[StepStats], after: Run) -> str:
     stats = skipped[0]
     were = "s were" if len(skipped) > 1 else " was"
     text = f"backward gave {fault(stats.grad_norm, stats)}; {len(skipped)} step{were} skipped"
@@ -74,9 +74,11 @@ def _sentence(skipped: Sequence[StepStats], *, recovers: bool) -> str:
         return f"{text}; the weights of {bad_weights[0]!r} were not finite before: go back to a checkpoint before it."
     if stats.loss_scale > 1:
         text += f" with loss scale {stats.loss_scale:g} to {skipped[-1].loss_scale:g}: it overflowed in fp16"
-        if not recovers:
+        if not any(later.success for later in after):
             text += ", and lower scales did not help: the forward overflows, so use bf16, or smaller activations there"
         return f"{text}."
-    if recovers:
+    if after and after[0].success:
         return f"{text}, and the next was applied: a bad batch of data."
+    if after:
+        return f"{text}."
     return f"{text}, to the end: NaN in the data or the forward pass."

@@ -323,7 +323,7 @@ class Evaluation:
             for source in unit.completes if was_loaded and self.keeps_weights_of(unit) else ():
                 source.publish_()
         optimizers = {name.partition("/")[0] for name in self.formulas}
-        shown = [group for group in groups if self._shows_averages or group["optimizer"] in optimizers]
+        shown = [group for group in groups if self._shows_averages or group.get("optimizer") in optimizers]
         moved = [param for group in shown for param in group["params"]]
         self._trained = _copies(moved)
         for unit in self._units:
