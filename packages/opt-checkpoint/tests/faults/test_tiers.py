@@ -143,6 +143,19 @@ def test_a_node_that_comes_back_does_not_undo_a_rollback(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*one node")
+def test_a_reader_finds_the_local_steps_of_a_run_that_was_named_anew(tmp_path: Path) -> None:
+    with tiers(str(tmp_path), 0) as manager:
+        manager.save(20, state_at(20, 0, 1))
+    reader = tiers(str(tmp_path), 0)
+    assert reader.find() == Resume(20, "local", (0,), ())
+    with tiers(str(tmp_path), 0) as manager:
+        manager.save(30, state_at(30, 0, 1))
+    with pytest.raises(CheckpointNotFoundError):
+        reader.load(state_at(0, 0, 1, filled=False))  # that of before, which was removed
+    assert reader.find() == Resume(30, "local", (0,), ())
+
+
+@pytest.mark.filterwarnings("ignore:.*one node")
 def test_a_failed_first_save_leaves_the_local_steps_of_before(tmp_path: Path) -> None:
     """The run had a new name by then."""
     with tiers(str(tmp_path), 0) as manager:

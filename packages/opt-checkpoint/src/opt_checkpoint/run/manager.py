@@ -223,7 +223,8 @@ class CheckpointManager(Closing):
         self.check_only_trainer()
         steps = set(named_steps(self.series.store))
         replace = step in steps and self.series.is_committed(step)
-        is_ours = step in self._saves_after_loaded or self.series.is_abandoned(step, self.series.abandoned())
+        abandoned = self.series.abandoned()
+        is_ours = step in self._saves_after_loaded or self.series.is_abandoned(step, abandoned)
         if replace and not is_ours and not self.series.is_damaged(step):
             findings = verify_checkpoint(self.series.path(step))  # all of it, before the save is refused
             replace = bool(findings)
@@ -233,7 +234,6 @@ class CheckpointManager(Closing):
             self.series.store.check_free(step_name(step))
         if step in self._saves_after_loaded:
             self._saves_after_loaded[step].add(save_id)
-        abandoned = self.series.abandoned()
         if self.series.begin(step, save_id):
             self._last_save = None  # which this save may abandon
             later = {found for found in steps - self._saved_since_load if found > step}

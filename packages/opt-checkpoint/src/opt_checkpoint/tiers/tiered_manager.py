@@ -80,8 +80,7 @@ class TieredCheckpointManager(Closing):
     The local tier is read by the same number of ranks with the same layout. Its parts belong to one run, which
     `run.json` in the durable directory names; parts of another run are never loaded. A run that has not gone on from a
     local step gets a new name with its first save, so that nodes which come back with later steps do not bring these
-    back. All ranks construct it and call
-    its methods together.
+    back. All ranks construct it and call its methods together.
 
     Args:
         local: a directory on each node, as on tmpfs or NVMe; the ranks of a node may share it.
@@ -296,6 +295,8 @@ class TieredCheckpointManager(Closing):
         except CheckpointCorruptError as error:  # the same on every rank
             damage = error
             reasons.append(f"the durable tier: {error}")
+        if self._own_tier is None:  # beside a trainer, which may have named the run anew
+            self._tier = None
         tier = self._tier_of_run()
         verdict = NOTHING
         if tier is None:

@@ -106,8 +106,8 @@ class Stepper:
         self.limits = limits
         self.spikes = spikes
         with torch.inference_mode(False):  # calls outside of inference mode must be able to write them, too
-            # The sum and the number of the losses that this rank noted: since gradients were prepared, and before, if
-            # no step has been made with these.
+            # The sum and the number of the losses that this rank noted since gradients were prepared; and of those
+            # before, which were judged with these, until their step ends.
             self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
             self._judged_losses = torch.zeros_like(self.losses)
         self.spans = spans

@@ -272,8 +272,8 @@ def stalls(codec: StateCodec, beta: Scalar | str) -> bool:
 def largest_beta(codec: StateCodec) -> float:
     """The beta up to which the noise of stochastic rounding makes updates at most 5 % longer.
 
-    Of a signed average: each step adds noise, of which 1 / (1 - beta) steps remain. A root has half of it, and an
-    update divides by it.
+    Of a signed average: each step adds noise, and that of about 1 / (1 - beta) steps remains. Divided by the roots of
+    averages that are never negative, updates stay within 1 % up to 0.9999.
     """
     if not codec.signed or codec.dtype not in _USUAL:
         return 1.0
