@@ -143,7 +143,7 @@ def test_a_node_that_comes_back_does_not_undo_a_rollback(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*one node")
-def test_a_reader_finds_the_local_steps_of_a_run_that_was_named_anew(tmp_path: Path) -> None:
+def test_a_reader_finds_local_steps_of_a_run_named_anew(tmp_path: Path) -> None:
     with tiers(str(tmp_path), 0) as manager:
         manager.save(20, state_at(20, 0, 1))
     reader = tiers(str(tmp_path), 0)
