@@ -30,7 +30,7 @@ from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.matrices.syrk.triton import halved_product
 from opt_kernels.optim import AdamW, Muon
 from opt_kernels.rules import MuonRule
-from opt_kernels.rules.base import in_phases_
+from opt_kernels.rules.whole_matrices import in_phases_
 from opt_kernels.works import Batch, Hyper, Task, Work, Works
 
 SIMPLE = (Coefficients(3.4445, -4.7750, 2.0315),) * 5

@@ -54,7 +54,7 @@ def test_the_device_decides_and_an_explicit_choice_wins(
 
 def test_a_gpu_without_triton_is_warned_of_once(installed: Installed, caplog: pytest.LogCaptureFixture) -> None:
     installed(Backend.TRITON, False)
-    assert [module_of(op, None, GPU) for op in ("update", "muon")] == ["backends.torch_native", "rules.base"]
+    assert [module_of(op, None, GPU) for op in ("update", "muon")] == ["backends.torch_native", "rules.whole_matrices"]
     [message] = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert "steps on GPUs run on torch's operations" in message
 

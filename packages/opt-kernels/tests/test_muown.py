@@ -156,7 +156,7 @@ def test_the_drop_in_takes_the_steps_of_the_rule():
 
 def test_weights_are_joined_for_one_stack_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for all matrices of a group: their float32 copies would take twice the memory of bfloat16 weights."""
-    rules = import_module("opt_kernels.rules.base")
+    rules = import_module("opt_kernels.rules.whole_matrices")
     read_main = rules.read_main
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0

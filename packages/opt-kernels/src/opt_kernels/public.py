@@ -24,7 +24,8 @@ from opt_kernels.hooks import (
 )
 from opt_kernels.matrices.access import MatrixError
 from opt_kernels.optim import *  # noqa: F403
-from opt_kernels.rules.base import MatrixRule, Needs, Rule, RuleStateError, WholeMatrices
+from opt_kernels.rules.base import MatrixRule, Needs, Rule, RuleStateError
+from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, StateSpec, TensorParallel, Work, Works
 
 __all__ = [

@@ -40,8 +40,8 @@ _VERSIONS: Mapping[str, Mapping[Backend, str]] = {
         Backend.TRITON: "backends.triton.grad_stats",
     },
     "muon": {
-        Backend.REFERENCE: "rules.base",
-        Backend.TORCH: "rules.base",
+        Backend.REFERENCE: "rules.whole_matrices",
+        Backend.TORCH: "rules.whole_matrices",
         Backend.TRITON: "matrices.muon.triton",
     },
     "syrk": {Backend.TORCH: "matrices.syrk", Backend.CPP: "matrices.syrk.cpp", Backend.TRITON: "matrices.syrk.triton"},

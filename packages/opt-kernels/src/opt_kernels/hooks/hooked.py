@@ -23,7 +23,8 @@ from opt_kernels.hooks.values import (
     RelativeUpdate,
     RowFloor,
 )
-from opt_kernels.rules.base import ElementwiseRule, Needs, Rule
+from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.works import HYPER_FIELDS, Batch, Hyper, Number, Work
 
 TRIED_STEPS = (1, 2, 3, 6, 100)  # a formula may branch on the step

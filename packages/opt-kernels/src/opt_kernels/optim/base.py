@@ -24,7 +24,8 @@ from opt_kernels.optim.param_rows import Member, Rows, Sweep, SweepBatches, only
 from opt_kernels.optim.state import Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
 from opt_kernels.params import HELD, HOOKS, MAIN, NEUTRAL, SCHEDULED, GroupEntries, MainFormat, read_hyper
 from opt_kernels.precision import without_autocast
-from opt_kernels.rules.base import ElementwiseRule, Rule
+from opt_kernels.rules.base import Rule
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.works import Hyper, MatrixSpec, Number, check_numbers, is_on_device
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from opt_kernels.optim.state import init_main
 from opt_kernels.params import MainFormat
 from opt_kernels.quantized.adapters import is_quantized
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
-from opt_kernels.rules.base import ElementwiseRule, Rule
+from opt_kernels.rules.base import Rule
 from opt_kernels.rules.eigenbases import EigenbasisRule
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.muown import MuownRule
 

@@ -15,7 +15,7 @@ from opt_kernels.formulas.formula import LR, WEIGHT_DECAY, Formula
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import AveragedOptimizer, FormulaOptimizer
 from opt_kernels.optim.matrices import MatrixOptimizer, options_of
-from opt_kernels.rules.base import WholeMatrices
+from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import Choice, Constants, unknown
 
 OF_EVERY_DROP_IN: Mapping[str, object] = {

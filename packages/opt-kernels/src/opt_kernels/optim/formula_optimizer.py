@@ -25,8 +25,9 @@ from opt_kernels.optim.param_rows import Member, SweepBatches
 from opt_kernels.optim.state import STEP
 from opt_kernels.params import HOOKS, MAIN, REMAINDER, Main
 from opt_kernels.precision import without_autocast
-from opt_kernels.rules.base import SGD as sgd_rule
-from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise, init_state
+from opt_kernels.rules.base import Rule, init_state
+from opt_kernels.rules.elementwise import SGD as sgd_rule
+from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 from opt_kernels.works import NOT_SPLIT
 
 MU_PRODUCT = "mu_product"

@@ -21,8 +21,9 @@ from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import Options, ParamGroup, bound_arguments, params_with_groups
 from opt_kernels.optim.param_rows import params_of
 from opt_kernels.params import frozen
-from opt_kernels.rules.base import Needs, Rule, build_rule, elementwise, init_state, keeps_parts
+from opt_kernels.rules.base import Needs, Rule, build_rule, init_state, keeps_parts
 from opt_kernels.rules.eigenbases import EigenbasisRule
+from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import MatrixSpec, NamedChoice, Number, Work
 
 _SUSPECTS = frozenset(

@@ -6,22 +6,18 @@ For packages that choose rules and call them.
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import (
     GRAD_SQUARES,
-    SGD,
     WEIGHTS,
-    Adam,
-    ElementwiseRule,
-    Lion,
     MatrixRule,
     Needs,
     Rule,
     build_rule,
-    elementwise,
     init_state,
     reads_weights,
     sums_gradients,
     sums_over_blocks,
     update_dtype,
 )
+from opt_kernels.rules.elementwise import SGD, Adam, ElementwiseRule, Lion, elementwise
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.muown import MuownRule
 from opt_kernels.rules.soap import Order, SOAPRule

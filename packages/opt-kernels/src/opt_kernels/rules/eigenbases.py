@@ -13,7 +13,7 @@ from opt_kernels.backends.elements import skipped
 from opt_kernels.matrices import access
 from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
 from opt_kernels.precision import MatmulPrecision, fp32_products
-from opt_kernels.rules.base import WholeMatrices
+from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, Skip, StateKind, States, StateSpec, Task
 
 LEFT = "L"

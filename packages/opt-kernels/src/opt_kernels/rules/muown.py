@@ -8,8 +8,9 @@ from torch import Tensor
 
 from opt_kernels.matrices import access
 from opt_kernels.matrices.muon import MOMENTUM, scale_parts_
-from opt_kernels.rules.base import WEIGHTS, WholeMatrices
+from opt_kernels.rules.base import WEIGHTS
 from opt_kernels.rules.muon import NewtonSchulzRule
+from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import Number, Skip, StateKind, StateSpec, Task
 
 LEAST = 1e-12  # length of a row: rows of zeros have no direction

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices.access import PartStates
-from opt_kernels.rules.base import WholeMatrices
 from opt_kernels.rules.eigenbases import (
     LEFT,
     RIGHT,
@@ -18,6 +17,7 @@ from opt_kernels.rules.eigenbases import (
     out_of_basis,
     reordered,
 )
+from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import Hyper, Skip, Task
 
 __all__ = ["Order", "Orthonormalization", "SOAPRule"]

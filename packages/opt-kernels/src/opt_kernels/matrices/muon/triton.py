@@ -215,8 +215,8 @@ def descent_sweep(
 
 
 def in_phases_(batches: Sequence[Batch], rule: Any, *, grad_scale: Scalar = 1.0, skip: Skip = None) -> None:
-    """Same as `rules.base.in_phases_` for `MuonRule` or `AdaptiveMuonRule`, on the device of the tensors, without
-    synchronizing; CUDA graphs may capture it.
+    """Same as `rules.whole_matrices.in_phases_` for `MuonRule` or `AdaptiveMuonRule`, on the device of the tensors,
+    without synchronizing; CUDA graphs may capture it.
 
     There is one momentum launch per combination of dtypes, and one update launch per stack. `transform_` receives
     matrices in the format that `rule.inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a
