@@ -16,11 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.plan import PlanCache
-from opt_checkpoint.disk.checkpoint import first_damage, read_committed, removed, verify_checkpoint, was_removed
+from opt_checkpoint.disk.checkpoint import first_damage, read_committed, removed, was_removed
 from opt_checkpoint.disk.index import StoredFile
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointValueError,
 )
@@ -28,8 +27,9 @@ from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.best import KeepBest, metric_number, to_details
 from opt_checkpoint.run.ranks import Ranks, from_all, from_rank_0, ranks_of, same_everywhere, same_location
 from opt_checkpoint.run.save_load import LoadReport, load, save_as
-from opt_checkpoint.run.series import Series, committed_steps, named_steps, step_name
+from opt_checkpoint.run.series import Series, committed_steps
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
+from opt_checkpoint.run.trainer import Trainer
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location
 from opt_checkpoint.store.paths import reached_from
@@ -144,18 +144,10 @@ class CheckpointManager(Closing):
         self.saver: AsyncSaver | None = None  # made by the first save: a reader needs none
         self._closed = False
         self.series = Series(self.directory)
-        self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
-        self._saves_after_loaded: dict[int, set[str | None]] = {}  # on rank 0, by step: those that this run may replace
-        # On rank 0: the step and save that this manager committed last. Another trainer may replace or abandon it.
-        self._last_save: tuple[int, str] | None = None
-        # On rank 0: the step that was loaded last, and the steps saved since. It stays until there are `keep` of them.
-        self._resumed: int | None = None
-        self._saved_since_load: set[int] = set()
         self._loaded: int | None = None  # the step that was loaded last and not saved after
         self._verified: set[str | None] = set()  # saves whose checksums are right
-        if self._ranks.rank == 0:
-            with suppress(OSError):  # raised by the first use
-                self._known = self.series.committed()
+        if self._ranks.rank == 0:  # the only rank that reads and deletes steps
+            self.trainer = Trainer(self.series)
 
     def save(
         self,
@@ -195,7 +187,7 @@ class CheckpointManager(Closing):
         self._loaded = None
         save_id = uuid.uuid4().hex
         # Runs once: before a save in the background is started, so that it is refused here, else within the save.
-        prepare = cache(lambda: self._prepare(step, save_id))
+        prepare = cache(lambda: self.trainer.begin(step, save_id))
 
         def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
             save_as(
@@ -217,61 +209,6 @@ class CheckpointManager(Closing):
         if self.saver is None:
             self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
         return self.saver.start(state, path, write, check=prepare, step=step, common=common, metric=number).path
-
-    def _prepare(self, step: int, save_id: str) -> bool:
-        """Refuse a second trainer, record a rollback, and return whether an existing step is replaced; on rank 0."""
-        self.check_only_trainer()
-        steps = set(named_steps(self.series.store))
-        replace = step in steps and self.series.is_committed(step)
-        abandoned = self.series.abandoned()
-        is_ours = step in self._saves_after_loaded or self.series.is_abandoned(step, abandoned)
-        if replace and not is_ours and not self.series.is_damaged(step):
-            findings = verify_checkpoint(self.series.path(step))  # all of it, before the save is refused
-            replace = bool(findings)
-            if replace:
-                logger.warning("%s is damaged (%s) and is saved again", self.series.path(step), findings[0])
-        if step in steps and not replace:
-            self.series.store.check_free(step_name(step))
-        if step in self._saves_after_loaded:
-            self._saves_after_loaded[step].add(save_id)
-        if self.series.begin(step, save_id):
-            self._last_save = None  # which this save may abandon
-            later = {found for found in steps - self._saved_since_load if found > step}
-            if self._resumed is None and not later <= abandoned.keys():
-                warnings.warn(
-                    f"{self.directory} has later steps, up to {max(later)}, and this manager has loaded none: saving "
-                    f"step {step} abandons them, and saves of later steps delete them. Use another directory if they "
-                    f"are another run's",
-                    stacklevel=2,
-                )
-        assert self._known is not None
-        self._known = self._known | {step}
-        return replace
-
-    def check_only_trainer(self) -> None:
-        """Raise CheckpointExistsError if another trainer has saved, or gone back, since this manager was opened or last
-        loaded; on rank 0."""
-        if self._known is None:
-            self._known = self.series.committed()
-        unknown = set(named_steps(self.series.store)) - self._known
-        foreign_steps = [found for found in sorted(unknown) if self.series.is_committed(found)]
-        for later_step, saves in sorted(self._saves_after_loaded.items()):
-            if self.series.save_of(later_step) not in {*saves, None}:
-                foreign_steps.append(later_step)
-        if self._last_save is not None:
-            last, save_id = self._last_save
-            if self.series.save_of(last) not in {save_id, None} or self.series.abandoned().get(last) == save_id:
-                foreign_steps.append(last)
-        if foreign_steps:
-            raise CheckpointExistsError(
-                f"step {foreign_steps[0]} in {self.directory} was saved by another trainer, or abandoned by it, since "
-                f"this manager was opened; a series has one trainer. Stop one of them, and open a new manager to "
-                f"continue the series"
-            )
-
-    def note_gone_back(self) -> None:
-        """Note that this run itself has abandoned later steps other than by a save to this directory; on rank 0."""
-        self._last_save = None
 
     def wait(self) -> None:
         """Wait for the running save.
@@ -323,7 +260,7 @@ class CheckpointManager(Closing):
 
         def find_best() -> list[int]:
             series = self.series
-            if not self._saved_since_load:  # another process may have saved steps again since they were read here
+            if not self.trainer.has_saved:  # another process may have saved steps again since they were read here
                 series = Series(self.directory)
                 series.damaged = self.series.damaged
             return series.best(rule)
@@ -398,15 +335,7 @@ class CheckpointManager(Closing):
             else:
                 break
 
-        def note_loaded() -> None:
-            """The run continues from this step: it may save the later ones again."""
-            self._known = self.series.committed()
-            self._saves_after_loaded = {known: {self.series.save_of(known)} for known in self._known if known > chosen}
-            self._resumed = chosen
-            self._saved_since_load = set()
-            self._last_save = None
-
-        from_rank_0(self._ranks, note_loaded, f"listing {self.directory}")
+        from_rank_0(self._ranks, lambda: self.trainer.note_loaded(chosen), f"listing {self.directory}")
         self._loaded = chosen
         return report
 
@@ -465,11 +394,9 @@ class CheckpointManager(Closing):
         are committed. In an object store this also removes leftovers of dead saves of other steps. On disks every save
         does that.
         """
-        self._saved_since_load.add(saved)
-        self._last_save = (saved, save_id)
-        stays = {self._resumed} if self._resumed is not None and len(self._saved_since_load) < self._keep else set()
+        self.trainer.note_saved(saved, save_id)
         self.series.add(saved, metric)
-        self._saves_after_loaded.pop(saved, None)
+        stays = self.trainer.loaded_step_to_keep(self._keep)
         try:
             self.series.finish(saved, save_id, stays)
             best = [] if self._keep_best is None else self.series.best(self._keep_best)

@@ -194,7 +194,7 @@ class TieredCheckpointManager(Closing):
             what = f"recording step {step} in {series.directory}"
 
             def begin() -> bool:
-                self._durable.check_only_trainer()
+                self._durable.trainer.check_alone()
                 return series.begin(step, save)
 
             goes_back = from_rank_0(ranks, begin, what)
@@ -207,7 +207,7 @@ class TieredCheckpointManager(Closing):
 
                 def abandon_later() -> None:
                     series.finish(step, save)
-                    self._durable.note_gone_back()
+                    self._durable.trainer.note_gone_back()
 
                 from_rank_0(ranks, abandon_later, f"{what} (it is in the local tier)")
 
