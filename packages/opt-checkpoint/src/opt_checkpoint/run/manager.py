@@ -18,11 +18,7 @@ from torch.optim import Optimizer
 from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.disk.checkpoint import first_damage, read_committed, removed, was_removed
 from opt_checkpoint.disk.index import StoredFile
-from opt_checkpoint.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    CheckpointValueError,
-)
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointValueError
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.best import KeepBest, metric_number, to_details
 from opt_checkpoint.run.ranks import Ranks, from_all, from_rank_0, ranks_of, same_everywhere, same_location
