@@ -22,7 +22,8 @@ from opt_stack.gradient_release import release_gradients
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.planning.plan import Plan
 from opt_stack.qk_clip import QKClip
-from opt_stack.rules.registry import Registry, RuleEntry, describe_optimizer, list_optimizers
+from opt_stack.rules.built_in import RuleEntry
+from opt_stack.rules.registry import Registry, describe_optimizer, list_optimizers
 from opt_stack.rules.torch_rule import torch_rule
 
 describe = describe_optimizer

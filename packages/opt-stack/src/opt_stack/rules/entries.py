@@ -25,7 +25,7 @@ from opt_kernels.params import CHOICES, HELD, HOOKS, Group
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamGroup, ParamId, completed_group
 from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry, value_problem
-from opt_stack.rules.registry import HYPER_KEYS
+from opt_stack.rules.built_in import HYPER_KEYS
 from opt_stack.wording import logger
 
 RULE_RECORDS = (HOOKS, CHOICES)  # entries that record how its rule was built

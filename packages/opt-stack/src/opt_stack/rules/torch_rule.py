@@ -19,7 +19,7 @@ from opt_kernels.codecs import Codecs, split_
 from opt_kernels.hooks import hooks_of
 from opt_kernels.rules import ElementwiseRule, Needs, Rule
 from opt_kernels.works import Batch, StateKind, StateSpec, Work
-from opt_stack.rules.registry import HYPER_KEYS, RuleEntry
+from opt_stack.rules.built_in import HYPER_KEYS, RuleEntry
 
 CONFIG_NUMBERS = ("lr", "weight_decay")  # read from the configuration and the groups
 STEP = "step"

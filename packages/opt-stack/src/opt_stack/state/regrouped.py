@@ -14,8 +14,8 @@ from opt_distributed.saving import MAIN, STEP
 from opt_kernels.params import RULE, Group
 from opt_paramgroups import ParamGroup, plain_name
 from opt_paramgroups.vocabulary import is_regrouped
+from opt_stack.rules.built_in import HYPER_KEYS
 from opt_stack.rules.entries import NOT_LOADED, RULE_RECORDS, Pair, ParamGroups
-from opt_stack.rules.registry import HYPER_KEYS
 from opt_stack.state import AnyState
 from opt_stack.state.described import Description
 
