@@ -108,15 +108,13 @@ class GradientStatistics(StateDicts):
             raise RuntimeError("note_loss: gradients are released in backward, before a step could be skipped")
         if is_dtensor(loss):
             raise ValueError("note_loss: the loss is a DTensor; pass loss.full_tensor()")
-        losses = self.stepper.losses
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
                 raise ValueError(
                     f"note_loss: the loss has shape {tuple(loss.shape)}; pass one element, such as loss.mean()"
                 )
-            loss = loss.reshape(()).to(losses)
-        losses[0] += loss
-        losses[1] += 1
+            loss = loss.reshape(())
+        self.stepper.losses.note(loss)
 
     def stats(self) -> StepStats:
         """Return the numbers of the last recorded or skipped step: norms of gradient, weight and update of every

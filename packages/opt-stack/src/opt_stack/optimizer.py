@@ -237,7 +237,7 @@ class Optimizer(GradientStatistics):
         """Forget gradients that were prepared for a step, because they are cleared. Wrapped chunks call it, too."""
         self._clipped.are_ready = False
         self.stepper.drop_ready_grads()
-        self.stepper.forget_losses(noted=False)
+        self.stepper.losses.forget(noted=False)
 
     def prepare_grads(self) -> bool:
         """Take the first half of a step: reduce the gradients and compute their norm. Return whether they overflowed.

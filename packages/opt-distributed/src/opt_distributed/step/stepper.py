@@ -42,16 +42,16 @@ from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, telling
-from opt_distributed.pieces.piece import Groups, Ready, Update
+from opt_distributed.pieces.piece import Groups, Ready
 from opt_distributed.pieces.quantized import QuantizedSource
 from opt_distributed.pieces.sources import FoundGrads, PeerSums, found_grads
 from opt_distributed.step.capture import CapturedStep
 from opt_distributed.step.guard import Guard
 from opt_distributed.step.guards import Guards
-from opt_distributed.step.hooked import add_over_ranks_, means_over_ranks
 from opt_distributed.step.outcome import Outcome, Scaler, StepResult, Values, warn_of_deleted
-from opt_distributed.step.spikes import Spikes
+from opt_distributed.step.spikes import Losses, Spikes
 from opt_distributed.step.unit import Unit
+from opt_distributed.step.updates import update_units_
 from opt_distributed.step.verdict import (
     Family,
     HostNumbers,
@@ -105,11 +105,7 @@ class Stepper:
         self.scaler = scaler
         self.limits = limits
         self.spikes = spikes
-        with torch.inference_mode(False):  # calls outside of inference mode must be able to write them, too
-            # The sum and the number of the losses that this rank noted since gradients were prepared; and of those
-            # before, which were judged with these, until their step ends.
-            self.losses = torch.zeros(2, dtype=torch.float64, device=self.device)
-            self._judged_losses = torch.zeros_like(self.losses)
+        self.losses = Losses(self.device)
         self.spans = spans
         self.peer_sums = peer_sums
         self.num_begun = 0  # steps since construction, for errors
@@ -287,15 +283,13 @@ class Stepper:
         """Sum the statistics of all ranks in one small all-reduce, and decide. The host reads nothing. `flags` are
         those of the guards, then those of the sources."""
         inv_scale = self.scaler.inverse
-        self._judged_losses += self.losses
-        self.losses.zero_()
         may_refuse_late = self._has_others and self._captured is None
         numbers = reduce_stats(
             self.families,
             ready,
             flags,
             self.limits,
-            losses=self._judged_losses,
+            losses=self.losses.judged_(),
             device=self.device,
             everyone=self.everyone,
             instances=self.instances,
@@ -308,13 +302,7 @@ class Stepper:
         is_refused = verdict.is_wrong if self.accelerator.is_asynchronous else torch.zeros_like(verdict.is_wrong)
         if self.spikes is not None:
             self.spikes.append_judged_(unless=is_refused)
-        self._judged_losses.copy_(torch.where(is_refused, self._judged_losses, 0.0))
-
-    def forget_losses(self, *, noted: bool = True) -> None:
-        """Forget the losses of prepared gradients whose step is not taken, and those that were `noted` since."""
-        self._judged_losses.zero_()
-        if noted:
-            self.losses.zero_()
+        self.losses.use_up_(unless=is_refused)
 
     def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
         """Update and publish if `success`; it is False if the host knows that the step is skipped."""
@@ -327,39 +315,16 @@ class Stepper:
 
     def _update_(self, prepared: Prepared, groups: Groups, *, then: Callable[[Unit], None] | None = None) -> None:
         """Clip, and update each unit; then call `then` with it."""
-        verdict, ready, max_norm = prepared
-        with self.spans("optimizer-clip-main-grad"):
-            scales: Sequence[float | Tensor] = verdict.scales(max_norm, self.limits.clips)
-        skip: Tensor | None = verdict.skip
-        if not self.accelerator.is_asynchronous:
-            scales = [float(scale) for scale in scales]
-            skip = None
-        on_host = None  # once for all units
-        if any(unit.host is not None and unit.host.computes_on_host for unit in self.units):
-            numbers = [torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in (verdict.skip, *scales)]
-            on_host = devices.HostCopy(torch.stack(numbers), self.accelerator)
-        updates = [Update(unit_grads, groups, scales, skip, on_host) for unit_grads in ready]
-        unit_updates = list(zip(self.units, updates, strict=True))
-        # Collective: sums over ranks what hooks read of parameters that are cut. Without such hooks nothing is sent.
-        means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in unit_updates], device=self.device)
-        hooked = [unit.begin_(update, means) for unit, update in unit_updates]
-        add_over_ranks_([(unit.cut, step) for unit, step in zip(self.units, hooked, strict=True)], device=self.device)
-        running = []
-        for (unit, update), step in zip(unit_updates, hooked, strict=True):
-            running.append((unit, unit.updating_(update, step, sends=then is not None)))
-        early = (updating for unit, updating in running if unit.starts_early)
-        is_free = True  # one starts early at a time: three runs of matrices are in memory
-        for unit, updating in running:
-            with self.spans("optimizer-inner-step"):
-                if is_free:
-                    next_early = next(early, None)
-                    if next_early is not None:
-                        next(next_early, None)  # starts its first exchange
-                for _ in updating:
-                    pass
-            if then is not None:
-                then(unit)
-            is_free = unit.starts_early
+        update_units_(
+            self.units,
+            prepared,
+            groups,
+            limits=self.limits,
+            accelerator=self.accelerator,
+            device=self.device,
+            spans=self.spans,
+            then=then,
+        )
 
     def _replay_(self, captured: CapturedStep, ready: Sequence[Ready], flags: list[float]) -> None:
         """Make a step whose work on the device is a graph, except at first and after something frozen has changed."""

@@ -256,7 +256,7 @@ class ShardedStates(torch.optim.Optimizer):
 
         Losses that were noted before belong to a step that is not taken.
         """
-        self.stepper.forget_losses()
+        self.stepper.losses.forget()
         if scale:
             self.stepper.scaler.load_state_dict(scale)
         elif self.stepper.scaler.state_dict():
