@@ -15,7 +15,7 @@ from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer
 
-MOST = 58
+MOST = 59
 
 
 def crossed() -> dict[str, set[str]]:

@@ -24,7 +24,7 @@ from parity import roles_over
 from torch import Tensor, nn
 
 from opt_config import OptimizerConfig, ParamKey
-from opt_distributed.step.spikes import Losses
+from opt_distributed.step.verdict import Losses
 from opt_kernels.matrices import CoefficientType, schedule
 from opt_kernels.works import Task
 from opt_stack import get_optimizer

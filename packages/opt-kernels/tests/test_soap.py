@@ -13,7 +13,6 @@ from opt_kernels.matrices.coefficients import Coefficients
 from opt_kernels.matrices.muon import scale_factor
 from opt_kernels.matrices.orthogonalization import reference_newton_schulz
 from opt_kernels.rules import Order, SOAPMuonRule, SOAPRule
-from opt_kernels.rules.soap import Orthonormalization
 from opt_kernels.works import Batch, Hyper, Work
 
 PLAIN = SOAPRule(use_kl_shampoo=False)
@@ -107,7 +106,6 @@ RULES = {
     "kl": KL,
     "every_third_step": replace(KL, precondition_frequency=3),
     "two_iterations": replace(PLAIN, power_iterations=2),
-    "householder": replace(KL, orthonormalization=Orthonormalization.HOUSEHOLDER),
     "reference": replace(PLAIN, backend="reference"),
     "megatron": MEGATRON,
     "megatron_plain": replace(MEGATRON, use_kl_shampoo=False),

@@ -14,7 +14,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.formulas import FORMULAS
 from opt_kernels.rules import Needs
 from opt_kernels.works import StateKind, StateSpec
-from opt_stack import Optimizer, Registry, RuleEntry, describe, describe_optimizer, get_optimizer, list_optimizers
+from opt_stack import Optimizer, Registry, RuleEntry, describe_optimizer, get_optimizer, list_optimizers
 
 OURS = [*FORMULAS, "muon", "adaptive_muon", "muown", "soap", "soap_muon"]
 
@@ -23,7 +23,7 @@ def test_all_our_rules_are_listed_and_described() -> None:
     assert list_optimizers() == OURS
     assert describe_optimizer("signum").endswith("it is signSGD. State: momentum_buffer. Needs elements.")
     for name in OURS:
-        assert describe(name).startswith(f"{name}: ")
+        assert describe_optimizer(name).startswith(f"{name}: ")
 
 
 # --- installed packages -----------------------------------------------------------------------------------------------

@@ -26,15 +26,13 @@ from opt_stack.rules.built_in import RuleEntry
 from opt_stack.rules.registry import Registry, describe_optimizer, list_optimizers
 from opt_stack.rules.torch_rule import torch_rule
 
-describe = describe_optimizer
-
 __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError", "DistributedDataParallel", "DistributedDataParallelConfig", "GradientError", "MegatronOptimizer",
     "Optimizer", "OptimizerConfig", "OptimizerParamScheduler", "ParamKey", "Plan", "ProcessGroupCollection",
     "ProcessGroupError", "ProcessGroups", "QKClip", "Registry", "ReplicaError", "RuleEntry", "SkippedStepWarning",
-    "StepResult", "StepStats", "TensorStats", "describe", "describe_optimizer", "finalize_model_grads",
+    "StepResult", "StepStats", "TensorStats", "describe_optimizer", "finalize_model_grads",
     "get_megatron_optimizer", "get_optimizer", "get_optimizer_based_on_param_groups", "list_optimizers", "load_config",
     "release_gradients", "run_threads", "share_launch_order", "torch_rule", "why",
 ]  # fmt: skip

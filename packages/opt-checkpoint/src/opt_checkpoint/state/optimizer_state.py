@@ -23,7 +23,6 @@ from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory, tensors_in
 from opt_checkpoint.state.megatron_types import from_megatron
 from opt_checkpoint.state.sharded import (
-    EMPTY,
     LocalNonpersistentObject,
     ReplicaId,
     Shape,
@@ -317,19 +316,16 @@ def optim_state_to_sharding_state(
     optim_state_dict: StateDict,
     id_to_sharded_param_map: Mapping[int, ShardedParam],
     exclude_keys: str | Iterable[str] = (),
-    *,
-    specs: Mapping[str, StateSpec] = EMPTY,
 ) -> None:
     """Make an optimizer state dict sharded, in place: `state` and `param_groups` of `optim_state_dict` are replaced.
 
-    Every tensor of `state` becomes a sharded one; 0-d tensors and numbers become one value per parameter unless
-    `specs` says otherwise. The `params` of each group are kept local.
+    Every tensor of `state` becomes a sharded one; 0-d tensors and numbers become one value per parameter. The `params`
+    of each group are kept local.
 
     Args:
         optim_state_dict: torch's form: `state` by parameter index, `param_groups`.
         id_to_sharded_param_map: from `get_param_id_to_sharded_param_map`.
         exclude_keys: state names to leave out; a single name or several.
-        specs: the specs of states that are not shaped like their parameter, by state name.
 
     Raises:
         ValueError: a parameter with state to save has no description.
@@ -343,7 +339,7 @@ def optim_state_to_sharding_state(
             raise ValueError(f"Param id {param_id} does not match any model sharded param.{KEEP_VARS_HINT}")
         sharded[param_id] = {}
         for name, value in kept.items():
-            spec = specs.get(name) or (LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam())
+            spec = LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam()
             sharded[param_id][name] = make_sharded_state(id_to_sharded_param_map[param_id], value, name, spec)
     optim_state_dict["state"] = sharded
     optim_state_dict["param_groups"] = copy.deepcopy(optim_state_dict["param_groups"])

@@ -144,7 +144,12 @@ def check_replicas(params: Params, metas: Metas, roles: Roles, *, only: Collecti
         ReplicaError, on every rank: a parameter differs, or some of the ranks do not train it. Names the first such
             parameter and the ranks.
     """
-    compared = params if only is None else {id: param for id, param in params.items() if id in only}
+    if roles.everyone.size == 1:
+        return
+    compared_ids = copied_ids(params, metas, roles)
+    if only is not None:
+        compared_ids &= set(only)
+    compared = {id: param for id, param in params.items() if id in compared_ids}
     agree(roles.everyone, compare_copies(_sums(compared), compared, metas, roles))
 
 

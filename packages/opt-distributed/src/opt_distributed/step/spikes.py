@@ -19,39 +19,6 @@ FLOOR = 0.01
 SERIES = ("grad_norms", "losses")  # the rows of the tensors of this module
 
 
-class Losses:
-    """The losses that this rank noted for a step, each a sum and a number (2,) in memory of the device.
-
-    New ones wait until gradients are prepared, and are then judged with those of steps that were not taken.
-    """
-
-    def __init__(self, device: torch.device):
-        with torch.inference_mode(False):  # calls outside of inference mode must be able to write them, too
-            self._new = torch.zeros(2, dtype=torch.float64, device=device)
-            self._judged = torch.zeros_like(self._new)  # until their step ends
-
-    def note(self, loss: Tensor | float) -> None:
-        """Note a loss: a number, or a tensor of no dimensions on any device."""
-        self._new[0] += loss.to(self._new) if isinstance(loss, Tensor) else loss
-        self._new[1] += 1
-
-    def judged_(self) -> Tensor:
-        """Return the losses (2,) of the step whose gradients are prepared."""
-        self._judged += self._new
-        self._new.zero_()
-        return self._judged
-
-    def use_up_(self, *, unless: Tensor) -> None:
-        """Let those that were judged be those of the past, unless `unless` is set, a 0-d bool tensor."""
-        self._judged.copy_(torch.where(unless, self._judged, 0.0))
-
-    def forget(self, *, noted: bool = True) -> None:
-        """Forget the losses of prepared gradients whose step is not taken, and those that were `noted` since."""
-        self._judged.zero_()
-        if noted:
-            self._new.zero_()
-
-
 class Spikes:
     """The gradient norms and losses of the last steps, and the limits that follow from them.
 

@@ -49,13 +49,14 @@ from opt_distributed.step.capture import CapturedStep
 from opt_distributed.step.guard import Guard
 from opt_distributed.step.guards import Guards
 from opt_distributed.step.outcome import Outcome, Scaler, StepResult, Values, warn_of_deleted
-from opt_distributed.step.spikes import Losses, Spikes
+from opt_distributed.step.spikes import Spikes
 from opt_distributed.step.unit import Unit
 from opt_distributed.step.updates import update_units_
 from opt_distributed.step.verdict import (
     Family,
     HostNumbers,
     Limits,
+    Losses,
     Prepared,
     Report,
     Verdict,

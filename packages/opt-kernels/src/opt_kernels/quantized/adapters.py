@@ -11,7 +11,7 @@ attributes:
     torchao             Float8Tensor            qdata, scale (factor of the codes)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -194,17 +194,6 @@ _FORMS: Mapping[tuple[str, str], Form] = {
 }
 
 
-Adapter = Callable[[Tensor], QuantizedParam | None]
-"""Returns the `QuantizedParam` of a library's fp8 tensor; None for tensors of other kinds."""
-
-_ADAPTERS: list[Adapter] = [adapted]
-
-
-def register_adapter(adapter: Adapter) -> None:
-    """Register an adapter for the fp8 tensors of another library. The adapter registered last is tried first."""
-    _ADAPTERS.insert(0, adapter)
-
-
 def quantized(tensor: Tensor) -> QuantizedParam | None:
     """The `QuantizedParam` of an fp8 tensor; None for any other tensor.
 
@@ -215,7 +204,7 @@ def quantized(tensor: Tensor) -> QuantizedParam | None:
         return None
     if isinstance(tensor, QuantizedTensor):
         return tensor.scaled
-    return next((found for adapter in _ADAPTERS if (found := adapter(tensor)) is not None), None)
+    return adapted(tensor)
 
 
 def is_quantized(tensor: Tensor) -> bool:

@@ -27,15 +27,6 @@ class Order(NamedChoice):
     MEGATRON = "megatron"  # factors, then bases, then the update in them; from the first step
 
 
-class Orthonormalization(NamedChoice):
-    """How a basis is orthonormalised after a power iteration."""
-
-    CHOLESKY = "cholesky"  # CholeskyQR2 on unit columns: matrix products; Householder where it would be inaccurate
-    HOUSEHOLDER = "householder"  # LAPACK's QR
-    # "householder" for order "megatron" and SOAP-Muon, whose rounding errors count; "cholesky" else
-    BY_RULE = "by_rule"
-
-
 class Turned(NamedTuple):
     """The change of the basis of one side."""
 
@@ -68,7 +59,6 @@ class EigenbasisRule(WholeMatrices):
 
     shampoo_beta: float = 0.95
     power_iterations: int = 1
-    orthonormalization: Orthonormalization = Orthonormalization.BY_RULE
     max_precond_dim: int | None = 10_000  # a longer side has no factor; None: every side has
     one_sided: bool = False  # only the shorter side has a factor; the left where both are equally long
     backend: str | None = None  # "reference", "torch"; None: by device
@@ -263,9 +253,9 @@ class EigenbasisRule(WholeMatrices):
         return Eigenbasis(values, vectors), order
 
     def _orthonormalised(self, columns: Tensor) -> Tensor:
-        kind = self.orthonormalization
-        by_rule = kind is Orthonormalization.BY_RULE and not self.keeps_null_spaces
-        if by_rule or kind is Orthonormalization.HOUSEHOLDER or self.backend == "reference":
+        """By CholeskyQR2 on unit columns, which are matrix products; by LAPACK's Householder where rounding errors
+        count."""
+        if self.backend == "reference" or not self.keeps_null_spaces:
             return householder(columns)
         return cholesky(columns)
 

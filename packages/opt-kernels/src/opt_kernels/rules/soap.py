@@ -12,7 +12,6 @@ from opt_kernels.rules.eigenbases import (
     RIGHT,
     EigenbasisRule,
     Order,
-    Orthonormalization,
     into_basis,
     out_of_basis,
     reordered,
@@ -20,7 +19,7 @@ from opt_kernels.rules.eigenbases import (
 from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import Hyper, Skip, Task
 
-__all__ = ["Order", "Orthonormalization", "SOAPRule"]
+__all__ = ["Order", "SOAPRule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,9 +174,9 @@ def warn_of_unread_fields(groups: Groups, registry: Registry, config: OptimizerC
         )  # fmt: skip
 
 
-def list_optimizers(rules: Registry | None = None) -> list[str]:
+def list_optimizers() -> list[str]:
     """Return the names that `OptimizerConfig.optimizer` accepts."""
-    return list((rules or Registry().with_installed()).entries)
+    return list(Registry().with_installed().entries)
 
 
 def describe_optimizer(name: str, rules: Registry | None = None) -> str:

@@ -268,12 +268,13 @@ class Evaluation:
         self.has_other_weights = bool(self.formulas or self._shows_averages)  # `build_stepper` asks all ranks
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
         self._shown = Writes([])  # to the weights for evaluation
-        self._rates = RisingRates()
+        self._rates = RisingRates() if self.formulas else None
 
     def note_rates(self, groups: ParamGroups) -> None:
         """Warn if the learning rate of a schedule-free rule has risen, see `RisingRates`."""
-        numbered = enumerate(groups)  # that of a rank without parameters has no rule
-        self._rates.note((number, group) for number, group in numbered if group.get("optimizer") == "schedule_free")
+        if self._rates is not None:
+            numbered = enumerate(groups)  # that of a rank without parameters has no rule
+            self._rates.note((number, group) for number, group in numbered if group.get("optimizer") == "schedule_free")
 
     def check_training(self, what: str) -> None:
         """Raise RuntimeError in evaluation mode; `what` names the call for the message."""
