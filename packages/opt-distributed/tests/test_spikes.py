@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def entered(spikes: Spikes, norm: float, loss: float = math.nan) -> list[bool]:
     """Whether the norm and the loss are spikes; they enter."""
     values = torch.tensor([norm, loss], dtype=torch.float64)
-    limits = spikes.judge(values)
+    limits = spikes.judge_(values)
     spikes.append_judged_(unless=torch.tensor(False))
     return (values.isfinite() & (values > limits)).tolist()
 
@@ -24,7 +24,7 @@ def entered(spikes: Spikes, norm: float, loss: float = math.nan) -> list[bool]:
 def limit(spikes: Spikes) -> float:
     """The limit of norms; nothing enters."""
     nothing = torch.full((2,), math.nan, dtype=torch.float64)
-    return float(spikes.judge(nothing)[0])
+    return float(spikes.judge_(nothing)[0])
 
 
 def in_numpy(series: np.ndarray, sigma: float, window: int) -> list[bool]:
@@ -105,7 +105,7 @@ def test_nothing_enters_a_step_that_a_guard_refuses() -> None:
         entered(spikes, 1.0)
     state = spikes.state_dict()
     values = torch.tensor([5.0, 5.0], dtype=torch.float64)
-    spikes.judge(values)
+    spikes.judge_(values)
     assert spikes.state_dict() == state  # it is not taken yet
     spikes.append_judged_(unless=torch.tensor(True))
     assert spikes.state_dict() == state

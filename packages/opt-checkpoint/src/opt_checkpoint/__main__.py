@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opt_checkpoint.disk.averages import AVERAGES
+from opt_checkpoint.disk.averages import WEIGHT_STATES
 from opt_checkpoint.disk.checkpoint import read_index, size_problems, verify_checkpoint
 from opt_checkpoint.disk.index import PATHS
 from opt_checkpoint.disk.main_weights import unchecked
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--map", type=Path, help="safetensors: JSON list of {ours, theirs, ...}; see NameRule")
     convert.add_argument("--dtype", help="to safetensors: convert floating-point tensors, as to bfloat16")
     about = "to safetensors: the averages of weights that optimizers keep, in fp32, in place of the trained weights"
-    convert.add_argument("--weights", choices=AVERAGES, help=about)
+    convert.add_argument("--weights", choices=WEIGHT_STATES, help=about)
     convert.add_argument("--at", help="to torch, dcp: where in the state the optimizer is; default: optimizer")
     convert.add_argument("--name", help="to dcp: where dcp.load looks for the optimizer, as optim")
     convert.add_argument("--names", type=Path, help="from torch: JSON list of parameter names in the optimizer's order")

@@ -85,9 +85,9 @@ def sharded_piece(
         # A copy, because loading the parameter itself quantises it, which writes this memory.
         described[name] = make_sharded_state(stored, tensor.clone(), name, of_part)
     for name in (*unit.averages.names, *piece.main.extra()):  # checkpoints of runs without averages or fp8 parameters
-        lacking = described[name]
-        assert isinstance(lacking, ShardedParam)
-        lacking.optional = True
+        may_lack = described[name]
+        assert isinstance(may_lack, ShardedParam)
+        may_lack.optional = True
     return described
 
 

@@ -340,8 +340,8 @@ def checkpoint_to_safetensors(
         select: only stored keys that match this pattern, with `*` for any text.
         prefix: prefix of stored keys that is removed to get our names in `names`; other keys are left out.
         dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
-        weights: the state of an optimizer, one of `AVERAGES`, that replaces each weight of which one was saved: fp32
-            unless `dtype` is given. Only the model of these weights is exported then.
+        weights: the state of an optimizer, one of `WEIGHT_STATES`, that replaces each weight of which one was saved:
+            fp32 unless `dtype` is given. Only the model of these weights is exported then.
         shard_bytes: maximum size of a file, unless one tensor is larger.
 
     Returns:

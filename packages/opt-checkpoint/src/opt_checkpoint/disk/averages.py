@@ -10,7 +10,7 @@ from typing import Final
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointValueError
 
-AVERAGES: Final = ("ema", "nesterov_base")
+WEIGHT_STATES: Final = ("ema", "nesterov_base")
 """States that are weights: an exponential moving average, and those from which EMA-Nesterov looks ahead."""
 _OF_STATE = re.compile(r"(?:.*\.)?state\.[^.]+\.(?:.*\.)?")
 logger = logging.getLogger(__name__)
@@ -24,16 +24,16 @@ def with_averages(index: CheckpointIndex, name: str, prefix: str) -> CheckpointI
     equal keys apart: it is what the keys of weights have in addition to those of averages.
 
     Raises:
-        CheckpointValueError: this name is not one of `AVERAGES`, not just one optimizer kept such averages, or not just
-            one model has their keys.
+        CheckpointValueError: this name is not one of `WEIGHT_STATES`, not just one optimizer kept such averages, or not
+            just one model has their keys.
     """
     state = re.compile(rf"((?:.*?\.)??state\.){re.escape(name)}\.(.+)")
     found = list(filter(None, map(state.fullmatch, index.tensors)))
     optimizers = sorted({match[1] for match in found})
-    if name not in AVERAGES or len(optimizers) != 1:
+    if name not in WEIGHT_STATES or len(optimizers) != 1:
         raise CheckpointValueError(
             f"{index.path} holds averages of weights={name!r} in {', '.join(optimizers) or 'no optimizer'}; allowed "
-            f"are {', '.join(AVERAGES)}, if one optimizer kept them (ema_decay, ema_nesterov_beta)"
+            f"are {', '.join(WEIGHT_STATES)}, if one optimizer kept them (ema_decay, ema_nesterov_beta)"
         )
     averages = {match[2]: index.tensors[match[0]] for match in found}
     weights = {key: stored for key, stored in index.tensors.items() if not key.startswith(optimizers[0])}

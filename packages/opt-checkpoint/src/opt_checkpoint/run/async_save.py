@@ -258,7 +258,7 @@ class AsyncSaver:
             store, name = target_at(location_of(path))
             store.check_free(name)
 
-        return self.start(state, path, write, check=check, common=common)
+        return self.start(state, path, write, begin=check, common=common)
 
     def start(
         self,
@@ -266,7 +266,7 @@ class AsyncSaver:
         target: AnyPath,
         write: Callable[[ShardedStateDict, Location, Ranks], object],
         *,
-        check: Callable[[], object] = lambda: None,
+        begin: Callable[[], object] = lambda: None,
         step: int | None = None,
         **arguments: object,
     ) -> SaveHandle:
@@ -277,7 +277,8 @@ class AsyncSaver:
             target: where it is written, for messages and the handle.
             write: called in the background on every rank, with the snapshot, the location of `target`, and the ranks
                 with a separate process group.
-            check: called on rank 0 before the snapshot; raises an error if the save is refused.
+            begin: called on rank 0 before its snapshot; raises an error if the save is refused. The other ranks learn
+                of that after theirs.
             step: number of the step, for messages.
             arguments: must be the same on all ranks, and so must `target` if there are any.
 
@@ -288,15 +289,16 @@ class AsyncSaver:
             raise CheckpointValueError(f"cannot save {target}: this saver is closed; make a new one")
         self.wait()
         started = time.perf_counter()
-        works: list[Callable[[], object]] = []
+        # The write, until the thread or an exit before it takes it: the only reference to the snapshot and the group.
+        pending: list[Callable[[], object]] = []
 
         def take() -> SaveHandle:
             if self._ranks.rank == 0:
-                check()
+                begin()
             # The ranks of now: if `close` is interrupted, the thread may run after it.
             place = location_of(target)
             snapshot = self._staging.snapshot(state)
-            works.append(partial(write, snapshot, place, self._ranks))
+            pending.append(partial(write, snapshot, place, self._ranks))
             return SaveHandle(place, time.perf_counter() - started, step)
 
         def texts(handle: SaveHandle) -> dict[str, str]:
@@ -307,10 +309,10 @@ class AsyncSaver:
 
         def work() -> None:
             error: BaseException | None = None
-            if not works:  # an exit came before, see below
+            if not pending:  # an exit took it
                 return
             try:
-                works.pop()()  # which had the only references to the snapshot and the group
+                pending.pop()()
             except BaseException as raised:  # raised by the next call of `save`, `wait` or `close`
                 error = raised
             if self._once:
@@ -322,7 +324,7 @@ class AsyncSaver:
             self._thread = _started(work, f"opt-checkpoint {target}")
         except BaseException as error:  # an exit, as by the handler of a signal
             with suppress(IndexError):  # the thread has taken the work, and finishes it
-                works.pop()
+                pending.pop()
                 handle._finish(error)
             raise
         if self._thread is None:

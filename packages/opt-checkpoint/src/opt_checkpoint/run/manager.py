@@ -155,7 +155,7 @@ class CheckpointManager(Closing):
     ) -> Location:
         """Save a step. In the background, first wait for the previous save and raise its failure.
 
-        A save that is refused raises here, before anything is copied.
+        A save that is refused raises here, on every rank.
 
         Once the checkpoint is committed, rank 0 removes older ones that need not be kept, in the background if the save
         is. Checkpoints that cannot be removed are logged and tried again after the next save.
@@ -183,7 +183,7 @@ class CheckpointManager(Closing):
         self._loaded = None
         save_id = uuid.uuid4().hex
         # Runs once: before a save in the background is started, so that it is refused here, else within the save.
-        prepare = cache(lambda: self.trainer.begin(step, save_id))
+        begin_once = cache(lambda: self.trainer.begin(step, save_id))
 
         def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
             save_as(
@@ -194,7 +194,7 @@ class CheckpointManager(Closing):
                 details=details,
                 plans=self._plans,
                 save_id=save_id,
-                begin=prepare,
+                begin=begin_once,
                 committed=lambda: self._retire(step, save_id, number),
                 metric=number,
             )
@@ -204,7 +204,7 @@ class CheckpointManager(Closing):
             return path
         if self.saver is None:
             self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
-        return self.saver.start(state, path, write, check=prepare, step=step, common=common, metric=number).path
+        return self.saver.start(state, path, write, begin=begin_once, step=step, common=common, metric=number).path
 
     def wait(self) -> None:
         """Wait for the running save.

@@ -211,7 +211,7 @@ def carry_out_save(
 
     | collective | what is sent                                  | what rank 0 does before it answers                 |
     |------------|-----------------------------------------------|----------------------------------------------------|
-    | -          |                                               | first of all: `begin` of `save_as`                 |
+    | -          |                                               | first: `begin` of `save_as`, unless it was called  |
     | all-gather | arguments, fingerprints, cached plan's name   | nothing: each rank compares them                   |
     | gather     | what the rank holds, unless it is cached      | validate, assign, `Writer.begin`                   |
     | scatter    | the parts and objects that the rank writes    | -                                                  |

@@ -57,11 +57,12 @@ class WeightAverages:
 
         They follow later writes of other code until the next step, as after a load of state before that of weights.
         """
-        piece.following = set(self.names).difference(loaded)
-        if STEPS in piece.following:
+        beginning = set(self.names).difference(loaded)
+        if STEPS in beginning:
             piece.state[STEPS].fill_(piece.step)
-        elif not int(piece.state.get(STEPS, 1)):  # no step was averaged
-            piece.following = set(self.names)
+        elif not int(piece.state.get(STEPS, 1)):  # it was loaded before a step was averaged
+            beginning = set(self.names)
+        piece.following = beginning
         self.follow_([piece])
 
     @torch.no_grad()

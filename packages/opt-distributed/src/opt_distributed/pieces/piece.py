@@ -35,7 +35,7 @@ class OwnedPiece:
     source: Source  # of its gradient
     main: Main
     state: dict[str, Tensor]  # of its rule, and averages of its weights
-    following: set[str] = field(default_factory=set)  # averages that take the present weights until the next step
+    following: set[str] = field(default_factory=set)  # averages that take the weights until a step is applied
     norm_slot: int = 0  # the gradient norm of the step to which it contributes
     counted: bool = True  # False if another rank counts these elements in norms and zeros
     inspected: bool = True  # whether this rank checks the gradient for infinities and NaNs; true if it counts

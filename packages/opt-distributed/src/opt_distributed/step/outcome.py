@@ -145,7 +145,7 @@ class StepResult(Sequence[Any]):
 
     @property
     def success(self) -> bool:
-        """False after an overflow or with a norm above the limit: only the loss scale has changed."""
+        """Whether the update was made. If not (`verdict.REASONS`), no parameter or state has changed."""
         return self._known()[0]
 
     @property

@@ -36,8 +36,8 @@ class Spikes:
         self._next = torch.empty_like(self._rows)  # after the step that was judged last
         self.load_state_dict({})
 
-    def judge(self, new: Tensor) -> Tensor:
-        """Return the limits (series,) of the values of a step. `append_judged_` appends these where the step ends.
+    def judge_(self, new: Tensor) -> Tensor:
+        """Return the limits (series,) of the values of a step, and prepare the window that `append_judged_` adopts.
 
         The deviation is the unbiased one.
         """

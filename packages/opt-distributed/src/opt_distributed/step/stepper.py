@@ -161,7 +161,7 @@ class Stepper:
     @torch.no_grad()
     @without_autocast()
     def step(self, groups: Groups) -> StepResult:
-        """Make one step. After an overflow, with a norm above the limit or a spike, no parameter or state changes.
+        """Make one step. If it is skipped (`verdict.REASONS`), no parameter or state changes.
 
         Raises the errors of `prepare_grads` and `step_with_ready_grads`.
         """
@@ -169,9 +169,9 @@ class Stepper:
             ready, flags = self._begin(groups)
             if self._captured is None:
                 prepared = self._decide(ready, flags)
-                # An accelerator skips updates by the verdict. If this rank refuses its groups, the guards have replaced
-                # them, so that it can join collectives.
+                # A CPU knows the verdict here; an accelerator skips the update on the device.
                 may_update = self.accelerator.is_asynchronous or self._read().success
+                # If this rank refuses its groups, the guards have replaced them, so that it can join collectives.
                 self._finish_(prepared, self._guards.groups, success=may_update)
             else:
                 groups = self._guards.groups
@@ -206,7 +206,7 @@ class Stepper:
     @torch.no_grad()
     @without_autocast()
     def step_with_ready_grads(self, groups: Groups) -> bool:
-        """Clip the gradients, update and publish. Returns False, without an update, if the norm is above the limit.
+        """Clip the gradients, update and publish. Returns False, without an update, if the step is skipped (`REASONS`).
 
         Raises:
             RuntimeError: `prepare_grads` was not called before, or returned True.
@@ -290,7 +290,7 @@ class Stepper:
             ready,
             flags,
             self.limits,
-            losses=self.losses.judged_(),
+            losses=self.losses.take_for_judgement_(),
             device=self.device,
             everyone=self.everyone,
             instances=self.instances,
@@ -298,16 +298,19 @@ class Stepper:
         )
         return decide(numbers, self._guards.agreed, inv_scale=inv_scale, limits=self.limits, spikes=self.spikes)
 
-    def _use_up_(self, verdict: Verdict) -> None:
-        """Let the norm and the losses of a step be those of the past, unless a guard refuses it on the device."""
+    def _end_judgement_(self, verdict: Verdict) -> None:
+        """Append the judged norm and loss to the window of spikes, and clear the noted losses.
+
+        Nothing happens if a guard refuses the step on an accelerator. On a CPU it has raised an error before.
+        """
         is_refused = verdict.is_wrong if self.accelerator.is_asynchronous else torch.zeros_like(verdict.is_wrong)
         if self.spikes is not None:
             self.spikes.append_judged_(unless=is_refused)
-        self.losses.use_up_(unless=is_refused)
+        self.losses.clear_judged_(unless=is_refused)
 
     def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
         """Update and publish if `success`; it is False if the host knows that the step is skipped."""
-        self._use_up_(prepared.verdict)
+        self._end_judgement_(prepared.verdict)
         inverse = prepared.verdict.inv_scale
         with self._watched(prepared.ready, groups, inverse, prepared.max_norm, skipped=not success):
             if success:
@@ -333,7 +336,7 @@ class Stepper:
         def work(ready: Sequence[Ready], flags: Tensor, groups: Groups) -> Verdict:
             verdict = self._judge(ready, flags)
             self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
-            self._use_up_(verdict)
+            self._end_judgement_(verdict)
             self._update_(Prepared(verdict, ready, self.limits.max_norm), groups)
             return verdict
 

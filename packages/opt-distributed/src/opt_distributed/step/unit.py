@@ -72,7 +72,8 @@ class Unit:
     def ready(self, refuse: Callable[[Exception], None]) -> Ready:
         """Read the gradients: the pieces that have one. Zeros in place of a gradient that no rank has are included.
 
-        Pieces with sparse gradients are left out, after a call of `refuse`.
+        Pieces with sparse gradients are left out, after a call of `refuse`. Averages that no step has written take the
+        present weights before, also if the step is then skipped.
 
         Raises:
             UnusableGradientError: a gradient is in ``main_grad`` of a plain parameter.
@@ -141,7 +142,7 @@ class Unit:
         Pauses if the unit `starts_early`. `begun` is the result of `begin_`, with the sums of cut parameters reduced.
         If it `sends`, matrices that are whole here are sent bucket by bucket; `publish_` of `completes` must follow.
         """
-        if isinstance(self.host, Streamed):
+        if isinstance(self.host, Streamed):  # then there are no averages
             self._stream_(self.host, update)
             return
         if begun is not None and self.host is not None and self.cut:

@@ -34,7 +34,7 @@ Scale = TypeVar("Scale", bound=float | Tensor)
 OVERFLOW = "overflow"  # an element or a norm is infinite or NaN
 ABOVE_LIMIT = "norm above the limit"  # the model's own norm
 SPIKE = "spike of the norm"  # it is above `bounds[0]`
-BAD_LOSS = "spike of the loss"  # it is above `bounds[1]`, infinite or NaN
+BAD_LOSS = "spike of the loss"  # also without `skip_sigma`: it is above `bounds[1]`, infinite or NaN
 REASONS = (OVERFLOW, ABOVE_LIMIT, SPIKE, BAD_LOSS)
 
 
@@ -65,14 +65,14 @@ class Losses:
         self._new[0] += loss.to(self._new) if isinstance(loss, Tensor) else loss
         self._new[1] += 1
 
-    def judged_(self) -> Tensor:
-        """Return the losses (2,) of the step whose gradients are prepared."""
+    def take_for_judgement_(self) -> Tensor:
+        """Move the new losses to those of the step whose gradients are prepared, and return these (2,)."""
         self._judged += self._new
         self._new.zero_()
         return self._judged
 
-    def use_up_(self, *, unless: Tensor) -> None:
-        """Let those that were judged be those of the past, unless `unless` is set, a 0-d bool tensor."""
+    def clear_judged_(self, *, unless: Tensor) -> None:
+        """Forget those that were judged, whose step has ended. If `unless` is set, a 0-d bool tensor, they stay."""
         self._judged.copy_(torch.where(unless, self._judged, 0.0))
 
     def forget(self, *, noted: bool = True) -> None:
@@ -110,7 +110,8 @@ class Report(NamedTuple):
         norms = list(islice(rest, num_slots))
         reasons = compress(REASONS, list(islice(rest, len(REASONS))))
         wrong = list(map(bool, islice(rest, len(guards))))
-        loss, *bounds, _, num_zeros, _, num_losses = islice(rest, 7)
+        loss, *bounds = islice(rest, 3)
+        _num_nonfinite, num_zeros, _sum_of_losses, num_losses = islice(rest, 4)
         sums = [list(islice(rest, guard.num_flags)) for guard in guards]
         return cls(
             norms=norms,
@@ -165,7 +166,7 @@ def decide(
     wrong = [guard.is_wrong(sums) for guard, sums in zip(guards, flags, strict=True)]
     is_wrong = torch.cat([torch.zeros_like(overflow), *wrong]).any()
     measured = torch.cat([norms[:1], loss])
-    bounds = torch.full_like(measured, torch.inf) if spikes is None else spikes.judge(measured)
+    bounds = torch.full_like(measured, torch.inf) if spikes is None else spikes.judge_(measured)
     is_spike = measured > bounds
     is_spike[1:] |= (num_losses > 0) & ~loss.isfinite()
     reasons = torch.cat([overflow, is_above_limit, is_spike, *wrong])

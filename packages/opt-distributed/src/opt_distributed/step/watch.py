@@ -37,7 +37,10 @@ def timer_spans(timers: Callable[..., Any], *, barrier: bool) -> Spans:
 
 
 class Watch(Protocol):
-    """Sees every step of a `Stepper`, with the same calls on every rank. Reads gradients and weights, writes none."""
+    """Sees every step of a `Stepper`, with the same calls on every rank. Reads gradients and weights, writes none.
+
+    All calls may communicate.
+    """
 
     def before(self, step: int, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
         """Gradients are reduced, and nothing is updated yet. `step` counts from 1; `inverse` is 1 / loss scale;
@@ -48,5 +51,5 @@ class Watch(Protocol):
 
     def on_refusal(self, step: int, error: Exception, found: Sequence[str]) -> None:
         """A guard has refused the step, with `error`; `found` names the guards of this rank that did, with their
-        errors. Not called on an accelerator, where no rank is named. May communicate: every rank calls it. The
-        recorder of opt-stack (`diagnosis.recorder`) gathers the names there."""
+        errors. Not called on an accelerator, where no rank is named. The recorder of opt-stack
+        (`diagnosis.recorder`) gathers the names here."""

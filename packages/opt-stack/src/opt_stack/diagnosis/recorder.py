@@ -154,14 +154,14 @@ class Recorder:
     # --- the watch of a step ----------------------------------------------------------------------------------------
 
     def before(self, step: int, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
-        # Several ranks have read the verdict on the step before when this one began, so that all know the same. Without
-        # a callback to call in the same step on every rank, statistics are read once they have arrived.
         has_others = self._everyone.size > 1
+        # A callback is called in the same step on every rank; else statistics are read once they have arrived.
         self._settle(within=None if has_others and self.every else 0.0)
-        if has_others and self._open:
+        if has_others and self._open:  # all have read the verdict on the step before when this one began
             self._has_skipped = bool(self._open[-1][0].resolve().reason)
         is_due = self._is_due(step)
-        self._is_recording = is_due or skipped or (self._is_late and self._has_skipped)
+        follows_skip = self._is_late and self._has_skipped  # the host learns of a skip a step late
+        self._is_recording = is_due or skipped or follows_skip
         if self._is_recording:
             self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=self.spectrum and is_due)
 

@@ -119,6 +119,7 @@ class ShardedStates(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`; or, on every rank, it is unknown which part of
                 the model a rank has, or a checkpoint of Megatron-Core has another format.
+            RuntimeError: in evaluation mode, or while the state is on the host.
         """
         own_types = from_megatron(model_sharded_state_dict)
         if own_types is model_sharded_state_dict:

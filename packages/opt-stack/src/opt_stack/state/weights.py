@@ -111,7 +111,7 @@ class LoadedWeights:
         self._written = self._written._replace(has_state=True)
 
     def note_step(self) -> None:
-        """Note that a step wrote the parameters. Writes from now on are those of others.
+        """Note the end of a step, which counts as a write even if it was skipped. Later writes are those of others.
 
         Kernels write memory that autograd does not watch, so the writes are counted here: a backward pass through a
         graph of before the step then raises, as with torch's optimizers, and other optimizers notice them.
