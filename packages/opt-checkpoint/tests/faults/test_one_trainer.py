@@ -1,17 +1,19 @@
 """A series has one trainer: saves of a second one are refused."""
 
+import errno
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-from failing_calls import Calls, objects_in
+from failing_calls import Calls, error, objects_in
 from series import empty, names_in, saved, two_tiers
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
     AsyncSaver,
     CheckpointExistsError,
+    CheckpointFailedError,
     CheckpointManager,
     ObjectPath,
     async_save,
@@ -38,6 +40,18 @@ def test_two_trainers_of_one_series_are_refused(place: Any) -> None:
     with pytest.raises(CheckpointExistsError, match=r"step 40 .* another trainer"):
         first.save(40, state_at(40, 0, 1))
     assert taken_over.latest() == 40
+
+
+def test_a_step_that_failed_here_and_another_trainer_saved_is_seen(place: Any) -> None:
+    """A step was known from the beginning of its save, whoever committed it then."""
+    saved(place, 10)
+    manager = CheckpointManager(place, in_background=False)
+    no_space = Calls(lambda name, key: error(errno.ENOSPC) if ".distcp" in key else None)
+    with no_space, pytest.raises(CheckpointFailedError, match="No space left"):
+        manager.save(20, state_at(20, 0, 1))
+    saved(place, 20)
+    with pytest.raises(CheckpointExistsError, match=r"step 20 .* another trainer"):
+        manager.save(30, state_at(30, 0, 1))
 
 
 def test_a_refused_save_is_told_by_the_call_that_begins_it(place: Any) -> None:

@@ -22,7 +22,9 @@ class Trainer:
 
     def __init__(self, series: Series) -> None:
         self.series = series
-        self._known: set[int] | None = None  # steps that no other trainer has added
+        # Steps committed when the series was opened or last loaded, and saved since; None: read at the first save.
+        self._known: set[int] | None = None
+        self._begun: dict[int, str] = {}  # steps whose save may be committed, and is not noted yet
         self._may_replace: dict[int, set[str | None]] = {}  # later steps than the loaded one, and saves seen of each
         self._last_save: tuple[int, str] | None = None  # step and save; another trainer may replace or abandon it
         self._resumed: int | None = None  # the step that was loaded last
@@ -78,8 +80,7 @@ class Trainer:
                     f"if they are another run's",
                     stacklevel=2,
                 )
-        assert self._known is not None
-        self._known = self._known | {step}
+        self._begun[step] = save_id
         return replace
 
     def check_alone(self) -> None:
@@ -87,8 +88,11 @@ class Trainer:
         loaded."""
         if self._known is None:
             self._known = self.series.committed()
-        unknown = set(named_steps(self.series.store)) - self._known
-        foreign_steps = [found for found in sorted(unknown) if self.series.is_committed(found)]
+        foreign_steps = []
+        for found in sorted(set(named_steps(self.series.store)) - self._known):
+            is_ours = found in self._begun and self.series.save_of(found) == self._begun[found]
+            if not is_ours and self.series.is_committed(found):
+                foreign_steps.append(found)
         for later_step, saves in sorted(self._may_replace.items()):
             if self.series.save_of(later_step) not in {*saves, None}:
                 foreign_steps.append(later_step)
@@ -105,6 +109,9 @@ class Trainer:
 
     def note_saved(self, step: int, save_id: str) -> None:
         """Note a save that was committed."""
+        assert self._known is not None
+        self._known = self._known | {step}
+        self._begun.pop(step, None)
         self._saved_since_load.add(step)
         self._last_save = (step, save_id)
         self._may_replace.pop(step, None)
