@@ -213,18 +213,7 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
         raise CheckpointValueError(f"{name}: no bucket has {first_unknown}; there are {known}")
     slots_of = {key: by_bucket[bucket] for bucket, states in buckets.items() for key in states.values()}
     for key, placed in slots_of.items():
-        end = 0
-        numel = math.prod(index.tensors[key].shape)
-        for slot in placed:
-            if not end <= slot.start < end + _START_MULTIPLE or slot.stop > numel:
-                raise CheckpointValueError(
-                    f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} must begin less than "
-                    f"{_START_MULTIPLE} after element {end} and end within its {numel} elements; pass the slots of the "
-                    f"run that saved it"
-                )
-            end = slot.stop
-        if end != numel:
-            raise CheckpointValueError(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")
+        _check_filled(key, math.prod(index.tensors[key].shape), placed)
     folder = scratch / "buckets"
     folder.mkdir()
     flat = read_mapped(index, {key: index.tensors[key] for key in slots_of}, folder)
@@ -245,6 +234,20 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
                         f"{block.key} at {block.global_offset} has other values in group {slot.group} than in an "
                         f"earlier one: give slots of different parameters different names or offsets"
                     )
+
+
+def _check_filled(key: str, numel: int, slots: Sequence[BucketSlot]) -> None:
+    """Raise CheckpointValueError unless slots, by their start, fill the `numel` elements of a bucket but padding."""
+    end = 0
+    for slot in slots:
+        if not end <= slot.start < end + _START_MULTIPLE or slot.stop > numel:
+            raise CheckpointValueError(
+                f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} must begin less than {_START_MULTIPLE} "
+                f"after element {end} and end within its {numel} elements; pass the slots of the run that saved it"
+            )
+        end = slot.stop
+    if end != numel:
+        raise CheckpointValueError(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")
 
 
 class _BucketId(NamedTuple):

@@ -370,14 +370,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
             read_source_(value)
         if isinstance(value, ShardedTensorFactory):
             flat.built[path] = value.build()
-            for inner, piece in leaves(flat.built[path]):
-                if not isinstance(piece, ShardedTensor):
-                    raise CheckpointValueError(
-                        f"the factory at {path_text(path)} built a {type(piece).__name__} where only ShardedTensors "
-                        f"may be"
-                    )
-                piece.has_mains = value.has_mains
-                piece.optional = value.optional
+            for inner, piece in _built_tensors(flat.built[path], value, path):
                 flat.tensors[path + inner] = _with_stored_key(flat, path + inner, piece, scoped)
         elif isinstance(value, ShardedTensor):
             problem = "" if value.marks is None else value.marks.problem()
@@ -394,6 +387,20 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
         elif not isinstance(value, LocalNonpersistentObject):
             flat.common[path] = value
     return flat
+
+
+def _built_tensors(
+    built: ShardedStateDict, factory: ShardedTensorFactory, at: Path
+) -> Iterator[tuple[Path, ShardedTensor]]:
+    """The tensors that a factory built, by their path in the result. Raises CheckpointValueError for other leaves."""
+    for inner, piece in leaves(built):
+        if not isinstance(piece, ShardedTensor):
+            raise CheckpointValueError(
+                f"the factory at {path_text(at)} built a {type(piece).__name__} where only ShardedTensors may be"
+            )
+        piece.has_mains = factory.has_mains
+        piece.optional = factory.optional
+        yield inner, piece
 
 
 def _with_stored_key(flat: FlatState, path: Path, value: S, scoped: Mapping[Path, ScopedState]) -> S:

@@ -322,30 +322,35 @@ def match(state_dict: Group, groups: ParamGroups) -> Matched:
     is_complete = "version" in state_dict and state and any("replicated" in text for text in _layouts(state_dict))
     found = {}
     for ours, theirs, names in zip(groups, saved, names_of, strict=True):
-        group = f"group {ours['name']!r}"
-        num_params = len(ours["params"])
-        if num_params != len(theirs["params"]):
-            raise ValueError(f"{group} has {num_params} parameters, but the saved group {len(theirs['params'])}")
-        if theirs.get(RULE, ours[RULE]) != ours[RULE]:
-            raise ValueError(
-                f"{group} was saved by optimizer={theirs[RULE]!r}, but is updated by optimizer={ours[RULE]!r}, for "
-                "which state of the same name may mean something else; build the optimizer with "
-                f"{theirs[RULE]!r}, or load a sharded_state_dict, which starts from that state with a warning"
-            )
-        for key in NUMBERS:
-            value = theirs.get(key)
-            if value is not None and not isinstance(value, Real | Tensor):
-                raise ValueError(f"{key}={value!r} of the saved {group}: must be a number or a tensor")
+        _check_alike(ours, theirs)
         saved_names = names if is_by_name else theirs.get("param_names", names)
         index = dict(zip(saved_names, theirs["params"], strict=True))
         for id, name, param in zip(ours["param_ids"], names, ours["params"], strict=True):
             if name not in index:
-                raise ValueError(f"parameter {name!r} of {group} is not in the saved group")
+                raise ValueError(f"parameter {name!r} of group {ours['name']!r} is not in the saved group")
             if index[name] in state:
                 found[id] = state[index[name]]
             elif is_complete and param.numel():
                 raise ValueError(f"state_dict has state of other parameters, but not of {name!r}; it is incomplete")
     return Matched(saved, found, moved)
+
+
+def _check_alike(ours: Group, theirs: Group) -> None:
+    """Raise ValueError if a saved group has another size or rule, or a hyper-parameter that is not a number."""
+    group = f"group {ours['name']!r}"
+    num_params = len(ours["params"])
+    if num_params != len(theirs["params"]):
+        raise ValueError(f"{group} has {num_params} parameters, but the saved group {len(theirs['params'])}")
+    if theirs.get(RULE, ours[RULE]) != ours[RULE]:
+        raise ValueError(
+            f"{group} was saved by optimizer={theirs[RULE]!r}, but is updated by optimizer={ours[RULE]!r}, for "
+            "which state of the same name may mean something else; build the optimizer with "
+            f"{theirs[RULE]!r}, or load a sharded_state_dict, which starts from that state with a warning"
+        )
+    for key in NUMBERS:
+        value = theirs.get(key)
+        if value is not None and not isinstance(value, Real | Tensor):
+            raise ValueError(f"{key}={value!r} of the saved {group}: must be a number or a tensor")
 
 
 def set_group_(group: ParamGroup, saved: Group) -> None:
