@@ -96,6 +96,15 @@ def test_rows_of_zeros_get_a_direction_and_stay_finite():
     assert main[2].norm() > 1e-3
 
 
+def test_rows_of_one_element_keep_their_direction():
+    """Rounding errors of their tangents were orthogonalised to steps of full size, and turned signs."""
+    main = tensor(64, 1)
+    before = main.sign()
+    main, state = stepped(RULE, main, [tensor(64, 1, seed=seed) for seed in range(1, 60)])
+    assert not state["momentum_buffer"].any()
+    assert torch.equal(main.sign(), before * state["magnitude"].sign().unsqueeze(1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_counted_on_a_device_have_the_bits_of_the_hosts(dtype):
     """Its corrections were in the default dtype: in bfloat16, one of zero gave NaN."""

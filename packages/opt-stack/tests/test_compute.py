@@ -16,7 +16,7 @@ from opt_distributed.comm.collectives import Pending, Sizes
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_distributed.layout import Computes, LayoutError
 from opt_kernels.matrices import TpMode
-from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SecondMoment, SOAPRule
+from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, Rule, SecondMoment, SOAPRule
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
 from opt_stack import Plan, get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.planning.matrices import ComputePlan, plan_compute, split_rows
@@ -341,6 +341,12 @@ REFUSED: dict[str, tuple[Any, ParamMeta, str]] = {
     "blocks of other sizes that fsdp cuts further": (
         replace(NAMO, second_moment=SecondMoment.NORMUON), meta((8, 15), FSDP, COLUMNS),
         "muon_tp_mode='blockwise', but w of shape (8, 15) is cut into unequal blocks, and this adaptive_m"
+    ),
+    "parts whose longer side is the other one": (
+        AdaptiveMuonRule(muon=DISTRIBUTED, second_moment=SecondMoment.NORMUON, lines=Lines.LONGER),
+        meta((8, 12), COLUMNS),
+        "adaptive_muon_lines='longer', but muon_tp_mode='distributed' cuts w of shape (8, 12) into parts of (8, 6), of "
+        "which the longer side is the other one; set adaptive_muon_lines to 'rows' or 'cols', or muon_tp_mode="
     ),
     "a rule without phases": (
         NoPhases(), meta((16, 8), FSDP),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from opt_config import ConfigError
 from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, compute_layout
 from opt_kernels.matrices import TpMode
-from opt_kernels.rules import MatrixRule, Rule, sums_over_blocks
+from opt_kernels.rules import AdaptiveMuonRule, Lines, MatrixRule, Rule, sums_over_blocks
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, ParamMeta
 
@@ -82,7 +82,7 @@ def plan_compute(
 
     Raises:
         ConfigError: a matrix cannot be gathered, or it must be and the rule does not support that; or blocks are
-            unequal, and the rule sums over them.
+            unequal, and the rule sums over them; or the longer side of a part is not that of the matrix.
         LayoutError: parts are unequal, but the mode needs equal ones.
     """
     found: dict[_Arranged, list[SplitMatrix]] = {}
@@ -97,6 +97,8 @@ def plan_compute(
         layout = compute_layout(matrices, sizes=tuple(axis.size for axis in axes), computes=computes, kept=kept)
         if tp_mode is TpMode.BLOCKWISE and sums_over_blocks(rule):
             _check_blocks(layout)
+        if computes is Computes.JOINT and isinstance(rule, AdaptiveMuonRule) and rule.lines is Lines.LONGER:
+            _check_longer_sides(layout)
         plans.append(ComputePlan(axes, layout, tp_mode))
     return tuple(plans)
 
@@ -229,4 +231,17 @@ def _check_blocks(layout: ComputeLayout) -> None:
             raise ConfigError(
                 f"muon_tp_mode='blockwise', but {matrix.id} of shape {matrix.shape} is cut into unequal "
                 "blocks, and this adaptive_muon_moment2_method sums over them; set muon_tp_mode='duplicated'"
+            )
+
+
+def _check_longer_sides(layout: ComputeLayout) -> None:
+    """Raise unless parts have their longer side, whose lines have second moments, where the matrix has its own."""
+    for matrix in layout.matrices:
+        rows, cols = matrix.shape[-2:]
+        part_rows, part_cols = matrix.block(layout.sizes, (0,) * layout.kept).shape[-2:]
+        if (part_rows < part_cols) != (rows < cols):
+            raise ConfigError(
+                f"adaptive_muon_lines='longer', but muon_tp_mode='distributed' cuts {matrix.id} of shape "
+                f"{matrix.shape} into parts of {(part_rows, part_cols)}, of which the longer side is the other one; "
+                "set adaptive_muon_lines to 'rows' or 'cols', or muon_tp_mode='duplicated'"
             )
