@@ -189,6 +189,10 @@ DIFFERENT: dict[str, tuple[Callable[[Comm], object], tuple[str, ...]]] = {
         )
         for mark in MARKS
     },
+    "another schedule": (
+        lambda comm: built(comm, ema_decay=(lambda step, decay=0.9 - comm.rank / 2: decay)),
+        ("ema_decay is {1: 0.9, ", "{1: 0.4, "),
+    ),
     "another loss": (
         lambda comm: wrapped(net_with(), roles_over(comm), per_token=comm.rank == 1),
         ("calculate_per_token_loss is False on rank 0 and True on rank 1",),

@@ -266,6 +266,37 @@ def test_another_decay_is_that_of_the_present_run(caplog: pytest.LogCaptureFixtu
             assert torch.equal(average, torch.lerp(before[name], other.get_parameter(name).detach(), 1 - 0.9))
 
 
+@pytest.mark.parametrize(("field", "then", "now"), [
+    ("ema_from_step", 1, 100), ("ema_nesterov_gamma", 0.7, 0.5), ("ema_decay", lambda step: 0.8, 0.8),
+])  # fmt: skip
+def test_other_averages_continue_with_a_warning(
+    field: str, then: Any, now: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """With a later first step, `eval()` and the next step replaced what was loaded without a word."""
+    model, optimizer = built(**{**AVERAGED, field: then})
+    step(model, optimizer, 0, 1)
+    for form in (by_torchs_form, by_a_directory):
+        caplog.clear()
+        form(model, optimizer, *built(**{**AVERAGED, field: now}), tmp_path / form.__name__)
+        text = f"{field}={now}, but was saved with {field}={then}"
+        if callable(then):
+            text = "ema_decay_by_schedule=False, but was saved with ema_decay_by_schedule=True"
+        assert f"continues with {text}" in caplog.text
+
+
+@pytest.mark.parametrize("kept_field", ["ema_decay", "ema_nesterov_beta"])
+def test_a_run_may_leave_one_of_two_averages(kept_field: str) -> None:
+    """torch's form was refused: the state had what the rule does not keep."""
+    model, optimizer = built(**AVERAGED)
+    step(model, optimizer, 0, 1)
+    other, resumed = built(**{kept_field: AVERAGED[kept_field]})
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    name = "ema" if kept_field == "ema_decay" else "nesterov_base"
+    want = kept(model, optimizer, name)
+    assert all(torch.equal(got, want[key]) for key, got in kept(other, resumed, name).items())
+
+
 def test_a_run_without_averages_says_that_it_leaves_them(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Its weights are ahead of those that the saved run would have shown."""
     model, optimizer = built(**AVERAGED)
@@ -322,7 +353,10 @@ def test_averages_are_exported_as_a_model(
     model, optimizer = built(torch.bfloat16, **BF16, **AVERAGED)
     step(model, optimizer, 0, 1, 2)
     save(sharded_state(model, optimizer), tmp_path / "saved")
-    arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors", "--weights", weights]
+    to_safetensors = ["--to", "safetensors"]
+    assert main(["convert", str(tmp_path / "saved"), str(tmp_path / "trained"), *to_safetensors]) == 0
+    assert "ahead of those of EMA-Nesterov; for these, choose the weights 'nesterov_base'" in caplog.text
+    arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), *to_safetensors, "--weights", weights]
     assert main([*arguments, "--prefix", "model."]) == 0
     assert "without average, so as they were saved: model.count, model.frozen\n" in caplog.text
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -346,6 +380,7 @@ def test_tied_weights_are_exported_with_their_average(tmp_path: Path, caplog: py
     arguments = ["convert", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "safetensors", "--weights", "ema"]
     assert main([*arguments, "--prefix", "model."]) == 0
     assert "as they were saved: model.count, model.frozen\n" in caplog.text
+    assert "the average of another key, whose values they had, as tied weights do: model.second\n" in caplog.text
     found = load_file(tmp_path / "out" / "model.safetensors")
     average = optimizer.state[model.second]["ema"]
     assert not torch.equal(average, model.second)

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
 from opt_distributed import run_threads
-from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.pieces import AVERAGES
 from opt_kernels import optim
@@ -130,6 +130,33 @@ def test_weights_loaded_before_the_first_step_are_averaged() -> None:
     assert_equal(kept(model, optimizer, "ema"), loaded)
     step(model, optimizer, 1)
     assert all(bool((value.abs() < 1).all()) for value in kept(model, optimizer, "nesterov_ema").values())
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("fields", [{}, BOTH, {"ema_decay": None, "optimizer": "schedule_free"}], ids=repr)
+def test_eval_refuses_weights_that_it_would_replace_by_old_ones(fields: dict[str, Any], num_steps: int) -> None:
+    """It showed those of before the load without a word: main values are copies of these."""
+    model = two(torch.bfloat16)
+    optimizer = built(model, bf16=True, **fields)
+    for number in range(num_steps):
+        step(model, optimizer, number)
+    model.load_state_dict({name: value + 100.0 for name, value in copies(model).items()})
+    loaded = copies(model)
+    with pytest.raises(UnusableGradientError, match=r"other values than its main values, .* eval\(\) or a resume"):
+        optimizer.eval()
+    assert_equal(copies(model), loaded)
+    optimizer.reload_model_params()
+    optimizer.eval()
+    assert_equal(copies(model), loaded)
+
+
+def test_eval_warns_of_weights_loaded_beside_averages() -> None:
+    model = two()
+    optimizer = built(model)
+    step(model, optimizer, 1)
+    model.load_state_dict({name: value + 100.0 for name, value in copies(model).items()})
+    with pytest.warns(UserWarning, match=r"or an average, keeps weights of its own .* or which eval\(\) shows"):
+        optimizer.eval()
 
 
 def test_a_reload_of_weights_begins_averages_anew() -> None:

@@ -493,3 +493,22 @@ def test_load_hooks_change_what_is_loaded_and_see_it():
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[param]["momentum_buffer"].tolist()))
     optimizer.load_state_dict(saved)
     assert seen == [[2.0, 2.0]]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamWScheduleFree"])
+def test_a_resume_has_weights_that_were_loaded_before_the_save(name):
+    """The saved main was that of before the load, which a resume wrote to the parameter."""
+    param = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+    optimizer = getattr(optim, name)([param], lr=0.01, mains="float32")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with torch.no_grad():
+        param.fill_(5.0)
+    if name == "AdamWScheduleFree":
+        optimizer.eval()
+        assert param.mean() > 2  # of the loaded weights and the states
+        optimizer.train()
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = nn.Parameter(param.detach().clone())
+    getattr(optim, name)([other], lr=0.01, mains="float32").load_state_dict(saved)
+    assert torch.equal(other, param)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import opt_checkpoint
+from opt_checkpoint import CheckpointValueError
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_stack import DistributedDataParallel, Optimizer, Registry, get_optimizer, release_gradients
 from opt_stack.state import weights as state_weights
@@ -80,6 +81,24 @@ def test_a_step_that_would_restore_the_old_weights_is_refused(
     optimizer.reload_model_params()
     assert optimizer.step().success
     assert (model[0].weight - expected["0.weight"]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("config", [BF16, SCALED], ids=["fp32 copies", "scaled fp16"])
+def test_a_save_whose_resume_would_restore_old_weights_is_refused(config: OptimizerConfig, tmp_path: Path) -> None:
+    """A resume read the main values of before the load, and wrote them to the parameters without a word."""
+    model, optimizer = stepped(config)
+    halves(model, tmp_path)
+    described = {"model": opt_checkpoint.sharded_model(model)}
+    described["optimizer"] = optimizer.sharded_state_dict(described["model"])
+    with pytest.raises(CheckpointValueError, match=LOST):
+        opt_checkpoint.save(described, tmp_path / "refused")
+    with pytest.warns(UserWarning, match=rf"state_dict\(\): {LOST}"):
+        optimizer.state_dict()
+    optimizer.reload_model_params()
+    described["optimizer"] = optimizer.sharded_state_dict(described["model"])
+    opt_checkpoint.save(described, tmp_path / "saved")
+    halves(model, tmp_path)
+    opt_checkpoint.load(described, tmp_path / "saved")  # which replaces all of it
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

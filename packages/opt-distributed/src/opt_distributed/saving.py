@@ -31,7 +31,7 @@ __all__ = [
 
 MAIN = "fp32_param"  # Megatron-Core's name for the main values of a 16-bit parameter
 STEP = "step"
-_AVERAGE = re.compile(rf"(?:{'|'.join(AVERAGES)})(?:[@\[]|$)")  # in a state dict, of a whole or a part
+_AVERAGE = re.compile(rf"({'|'.join(AVERAGES)})(?:[@\[]|$)")  # in a state dict, of a whole or a part
 _OF_MAIN = StateSpec(name=MAIN)  # main values have the parameter's shape
 _ELSEWHERE = (
     "it was saved by another rule, in other dtypes or on another layout; use sharded_state_dict to load on another "
@@ -227,8 +227,9 @@ def check_state(
     if piece.stage is not None:  # earlier versions kept state of whole matrices on all tensor-parallel ranks
         known |= {_saved_name(piece, spec) for spec in unit.rule.state_specs if spec.whole}
     unknown = [name for name in saved if name not in known]
-    if leaves_averages and not unit.averages.specs:
-        unknown = [name for name in unknown if _AVERAGE.match(str(name)) is None]
+    if leaves_averages:
+        averages = {name: found[1] for name in unknown if (found := _AVERAGE.match(str(name))) is not None}
+        unknown = [name for name in unknown if averages.get(name) in (None, *unit.averages.names)]
     if unknown:
         raise StateError(
             f"state of {piece.id.name!r} has {', '.join(map(str, unknown))}, which its rule does not keep here "

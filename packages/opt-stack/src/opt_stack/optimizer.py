@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
 from opt_distributed.buffers import AwaitedGroup, stored_params
-from opt_distributed.comm import agreed
+from opt_distributed.comm import agree, agreed
 from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import reset_state_
 from opt_distributed.step import Stepper, StepResult
@@ -283,9 +283,13 @@ class Optimizer(GradientStatistics):
         The trained weights are kept as a copy until `train()`. Until then, steps, loads and `sharded_state_dict` are
         refused, because a sharded checkpoint always holds the trained weights. `state_dict()` is allowed: it includes
         the copy.
+
+        Raises UnusableGradientError, on every rank, after a load or another write of weights that it would not show.
         """
         self.offload.check_restored("eval()")
         self.complete_params()
+        if self.evaluation.has_other_weights and not self.evaluation.is_evaluating:
+            agree(self._everyone, self.loaded_weights.problem())
         with self.loaded_weights.writing_without_step():
             self.evaluation.begin_(self.param_groups, self.complete_params)
 

@@ -30,7 +30,7 @@ from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.saving import Assigned, Held, Taken
 from opt_checkpoint.disk.archives import contiguous
-from opt_checkpoint.disk.averages import with_averages
+from opt_checkpoint.disk.averages import warn_of_look_ahead, with_averages
 from opt_checkpoint.disk.checkpoint import Opened, read_common, read_index
 from opt_checkpoint.disk.data_file import bytes_view
 from opt_checkpoint.disk.index import (
@@ -353,6 +353,8 @@ def checkpoint_to_safetensors(
     index = read_index(path)
     if weights is not None:
         index = with_averages(index, weights, prefix)
+    else:
+        warn_of_look_ahead(index)
     target = local_path(folder, _FOLDER)
     stored = {k: t for k, t in index.tensors.items() if fnmatch.fnmatchcase(k, select) and k.startswith(prefix)}
     if not stored:

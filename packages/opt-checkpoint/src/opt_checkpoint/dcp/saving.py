@@ -112,7 +112,7 @@ def describe(state: ShardedStateDict, rank: int, *, policy: str, cached: CachedP
         CheckpointingException: the state cannot be flattened or stored.
     """
     check_choice("common", policy, ("equal", "first_rank"))
-    flat = flatten_state(state)
+    flat = flatten_state(state, saves=True)
     if lists_values:
         flat.separate_tensors_()
     else:

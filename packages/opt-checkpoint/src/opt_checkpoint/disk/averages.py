@@ -16,12 +16,21 @@ _OF_STATE = re.compile(r"(?:.*\.)?state\.[^.]+\.(?:.*\.)?")
 logger = logging.getLogger(__name__)
 
 
+def warn_of_look_ahead(index: CheckpointIndex) -> None:
+    """Log a warning if the weights of the checkpoint are ahead of those of EMA-Nesterov, which should be evaluated."""
+    if any(".state.nesterov_base." in f".{key}" for key in index.tensors):
+        logger.warning(
+            "%s holds weights that are ahead of those of EMA-Nesterov; for these, choose the weights 'nesterov_base'",
+            index.path,
+        )
+
+
 def with_averages(index: CheckpointIndex, name: str, prefix: str) -> CheckpointIndex:
     """Return one model of the checkpoint, with averages in place of weights, under the keys of these.
 
     The optimizer keeps one average of tied weights, which all of their keys get: their stored values are equal.
-    Logs a warning that names the weights without average: buffers and frozen parameters. `prefix` tells models with
-    equal keys apart: it is what the keys of weights have in addition to those of averages.
+    Logs warnings that name these, and the weights without average: buffers and frozen parameters. `prefix` tells models
+    with equal keys apart: it is what the keys of weights have in addition to those of averages.
 
     Raises:
         CheckpointValueError: this name is not one of `WEIGHT_STATES`, not just one optimizer kept such averages, or not
@@ -53,9 +62,12 @@ def with_averages(index: CheckpointIndex, name: str, prefix: str) -> CheckpointI
     averaged = {own + param: stored for param, stored in averages.items()}
     by_values = {tensors[key].fingerprint: average for key, average in averaged.items()}
     by_values.pop(None, None)
-    for key in tensors.keys() - averaged.keys():
-        if (values := tensors[key].fingerprint) in by_values:
-            averaged[key] = by_values[values]
+    tied = sorted(key for key in tensors.keys() - averaged.keys() if tensors[key].fingerprint in by_values)
+    if tied:
+        averaged |= {key: by_values[tensors[key].fingerprint] for key in tied}
+        logger.warning(
+            "with the average of another key, whose values they had, as tied weights do: %s", ", ".join(tied)
+        )
     if plain := sorted(tensors.keys() - averaged.keys()):
         logger.warning("without average, so as they were saved: %s", ", ".join(plain))
     return replace(index, tensors=tensors | averaged)

@@ -94,7 +94,7 @@ class Staging:
         Raises:
             CheckpointingException: the state cannot be flattened.
         """
-        flat = flatten_state(state)
+        flat = flatten_state(state, saves=True)
         used: set[Path] = set()
 
         def copied(path: Path, tensor: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def sharded_optimizer(
     }
     copied = _copied_values(optimizer)
 
-    def check() -> None:
+    def check(_: bool) -> None:
         if _copied_values(optimizer) != copied:
             raise CheckpointValueError(
                 f"the groups or states of {type(optimizer).__name__} have changed since sharded_optimizer described "

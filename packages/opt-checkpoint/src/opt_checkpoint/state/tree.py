@@ -45,7 +45,8 @@ class ScopedState(dict[Any, Any]):
         values: the part.
         replaces: a prefix of its keys that the path replaces, as `optimizer.` of an optimizer's; other keys get the
             path as a prefix.
-        check: called before the part is saved or loaded; raises if it does not describe its object any more.
+        check: called before the part is saved (with True) or loaded (with False); raises if it does not describe its
+            object any more, or must not be saved.
         optional: names of values that a checkpoint may lack; a load then leaves them out.
     """
 
@@ -56,7 +57,7 @@ class ScopedState(dict[Any, Any]):
         values: Mapping[Any, Any] = EMPTY,
         *,
         replaces: str = "",
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[bool], None] = lambda saves: None,
         optional: Sequence[str] = (),
     ) -> None:
         super().__init__(values)
@@ -346,8 +347,8 @@ class FlatState:
         return map_leaves(self.state, loaded)
 
 
-def flatten_state(state: ShardedStateDict) -> FlatState:
-    """Flatten a state: build its factories, and determine the stored key of every value.
+def flatten_state(state: ShardedStateDict, *, saves: bool = False) -> FlatState:
+    """Flatten a state to save it, or to load it: build its factories, and determine the stored key of every value.
 
     Megatron-Core's own types become those of this package, in the result's `state`.
 
@@ -364,7 +365,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     flat = FlatState(state=state, tensors={}, objects={}, common={}, built={}, empty={}, plain={}, relative={})
     scoped: dict[Path, ScopedState] = dict(scopes(state))
     for scope in scoped.values():
-        scope.check()
+        scope.check(saves)
     for path, value in leaves(state):
         if isinstance(value, ShardedTensor | ShardedTensorFactory):
             read_source_(value)

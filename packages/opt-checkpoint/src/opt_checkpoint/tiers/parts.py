@@ -63,7 +63,7 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
         CheckpointingException: the state cannot be stored.
         OSError: raised by the file system.
     """
-    flat = flatten_state(state)
+    flat = flatten_state(state, saves=True)
     check_object_names(flat)
     stored: dict[str, ShardedTensor] = {}
     boxes: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.codecs import codecs_of
+from opt_kernels.dtensor import local
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim import groups
 from opt_kernels.optim.checked import check_param, for_dtype, rounds_stochastically, spans_of
@@ -22,7 +23,18 @@ from opt_kernels.optim.groups import Options, ParamGroup, params_with_groups
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, SweepBatches, only_makes_state, params_of, scaling_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
-from opt_kernels.params import HELD, HOOKS, MAIN, NEUTRAL, SCHEDULED, GroupEntries, MainFormat, read_hyper
+from opt_kernels.params import (
+    HELD,
+    HOOKS,
+    MAIN,
+    NEUTRAL,
+    SCHEDULED,
+    GroupEntries,
+    Main,
+    MainFormat,
+    follow_write_,
+    read_hyper,
+)
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
@@ -285,8 +297,10 @@ class RuleOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's form, decoded, so that any choice of codecs or mains can load it.
 
-        States that need no decoding share their memory with those of the optimizer, as in torch.
+        States that need no decoding share their memory with those of the optimizer, as in torch. Mains first take what
+        other code wrote to the parameters, as in a step.
         """
+        self._follow_writes_()
         packed = super().state_dict()
         for index, (group, param) in enumerate(params_with_groups(self.param_groups)):
             if self.state.get(param):  # reading the state of a parameter without one makes it empty, as in torch
@@ -297,6 +311,12 @@ class RuleOptimizer(torch.optim.Optimizer):
             if hooks:
                 group[HOOKS] = hooks
         return packed
+
+    def _follow_writes_(self) -> None:
+        """Let fp32 copies take what other code wrote to the parameters."""
+        for param, state in self.state.items():
+            if MAIN in state:
+                follow_write_(Main(local(param).detach(), state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load groups and states in torch's form, also those saved by the torch.optim class of the same name.

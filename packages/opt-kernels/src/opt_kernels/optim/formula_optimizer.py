@@ -154,6 +154,7 @@ class AveragedOptimizer(FormulaOptimizer):
     def eval(self) -> None:
         """Write the averaged weights to the parameters, and keep a copy of the trained weights until `train()`."""
         if self.is_training:
+            self._follow_writes_()
             for group, param in params_with_groups(self.param_groups):
                 if float(self.state.get(param, {}).get(STEP, 0)):
                     self._trained[param] = local(param).detach().clone()
@@ -177,6 +178,10 @@ class AveragedOptimizer(FormulaOptimizer):
             for param, trained in self._trained.items():
                 local(param).copy_(trained)
             self._set_mode(training=True)
+
+    def _follow_writes_(self) -> None:
+        if not self._trained:  # else the parameters hold averaged weights
+            super()._follow_writes_()
 
     def _versions(self) -> list[int]:
         return [local(param)._version for param in self._trained]

@@ -47,7 +47,8 @@ class SOAPRule(EigenbasisRule):
 
     A gradient is diagonal, except for rounding errors, in bases computed from the gradient itself. In the first steps
     of order "megatron" Adam divides these rounding errors by second moments near zero, so with a small eps they become
-    updates as large as lr. This is why "paper" is the default.
+    updates as large as lr, and thousands of times as large with gradients of rank 1. This is why "paper" is the
+    default.
 
     Gradients of 1e-12 to 1e12 are followed: bases do not depend on their scale, except for that of eps and, for KL,
     of the first eigenvalues. MatrixError is raised before anything of a matrix is written if a factor overflows or a

@@ -30,6 +30,7 @@ from opt_stack.wording import listed, logger
 
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
 """Fields of the configuration that may differ between ranks."""
+STEPS_COMPARED = (1, 2, 10, 100, 1_000, 10_000)  # of schedules
 MAX_RANKS_SHOWN = 8  # for each value, in an error
 SHOWN = 60  # characters of each rule, from where they differ
 _MAY_DIFFER_IN = frozenset({"local_shape", "placements", "is_vector"})  # fields of `ParamMeta`
@@ -62,6 +63,17 @@ def check_ranks(design: Design, checks: Sequence[RankCheck]) -> dict[RankCheck, 
     return found
 
 
+def _values_of(schedule: Callable[[int], float]) -> dict[int, object]:
+    """Return values of a schedule by step; the type of the error where it has none."""
+    values: dict[int, object] = {}
+    for step in STEPS_COMPARED:
+        try:
+            values[step] = float(schedule(step))
+        except Exception as error:  # of any kind: the step that needs the value raises it
+            values[step] = type(error)
+    return values
+
+
 def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
     """Raise ConfigError on every rank, naming the fields, ranks and values, if configurations differ. Collective.
 
@@ -71,6 +83,8 @@ def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
     compared = [field for field in fields(OptimizerConfig) if field.name not in MAY_DIFFER]
     values = {field.name: getattr(request.config, field.name) for field in compared}
     values |= {"dump_param_to_param_group_map": dumps_groups, "broadcast_params": request.broadcast_params}
+    if callable(schedule := request.config.ema_decay):  # whose text does not tell functions apart
+        values["ema_decay"] = _values_of(schedule)
     defaults = dict.fromkeys(values, "False") | {field.name: repr(field.default) for field in compared}
     texts = {name: without_addresses(repr(value)) for name, value in values.items()}
     # Only fields that do not have their default travel.

@@ -156,7 +156,8 @@ def with_rule_entries(
             except NumberError as error:
                 named = f"{error}".replace("weight_decay=", f"{key}=", 1)
                 raise ConfigError(f"group {group['name']!r}: {named}") from None
-        group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
+        choices = {**choices_of(rule), **_choices_of_averages(config)}
+        group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices.items()))
         if hooks:
             group[HOOKS] = described(hooks)
     return groups
@@ -227,6 +228,16 @@ def choices_of(rule: Rule) -> dict[str, Any]:
     return dict(_options(rule))
 
 
+def _choices_of_averages(config: OptimizerConfig) -> dict[str, Any]:
+    """Return what groups record of averages of weights, besides their numbers."""
+    choices: dict[str, Any] = {}
+    if config.ema_decay is not None:
+        choices |= {"ema_decay_by_schedule": callable(config.ema_decay), "ema_from_step": config.ema_from_step}
+    if config.ema_nesterov_beta is not None:
+        choices["ema_nesterov_gamma"] = config.ema_nesterov_gamma
+    return choices
+
+
 def evaluation_of(rule: Rule) -> Formula | None:
     """Return the formula of a rule that evaluates other weights than it trains (schedule_free), else None."""
     inner = bare(rule)
@@ -269,7 +280,7 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
                 f"tensor-parallel matrices get other updates; set muon_tp_mode={before}, or delete {CHOICES!r} from "
                 f"the saved groups to continue with {after}"
             )
-        if is_elementwise:
+        if is_elementwise and not name.startswith("ema_"):
             raise ConfigError(
                 f"group {group['name']!r} was saved with {name}={before}, but optimizer {group['optimizer']!r} has "
                 f"{name}={after}, for which state may mean something else; build it with the saved choice, or delete "

@@ -180,12 +180,14 @@ class ShardedStates(torch.optim.Optimizer):
         }
         copied = self._copied_values()
 
-        def check() -> None:
+        def check(saves: bool) -> None:
             if self._copied_values() != copied:
                 raise CheckpointValueError(
                     "the optimizer has stepped, its groups have changed, or eval() has replaced the weights, since "
                     "sharded_state_dict described it; call optimizer.sharded_state_dict before each save and load"
                 )
+            if saves and (stale := self.loaded_weights.stale()) is not None:
+                raise CheckpointValueError(str(stale))
 
         # One state may hold several optimizers, and a run may have had another loss scale, or no `skip_sigma`.
         scoped = ScopedState(state, replaces="optimizer.", check=check, optional=("grad_scaler", SPIKES))

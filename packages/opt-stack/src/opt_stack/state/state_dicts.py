@@ -1,5 +1,6 @@
 """State dicts of an optimizer: torch's form of one rank's state, and a sharded form that loads on any layout."""
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from numbers import Real
@@ -105,6 +106,8 @@ class StateDicts(ShardedStates):
         self.offload.check_restored("state_dict()")
         if self.evaluation.is_evaluating:
             self.complete_params()
+        elif (stale := self.loaded_weights.stale()) is not None:
+            warnings.warn(f"state_dict(): {stale}", stacklevel=2)
         self.stepper.warn_of_unread("state_dict()")
         self.recorder.write("state was saved")
         for before in self._optimizer_state_dict_pre_hooks.values():

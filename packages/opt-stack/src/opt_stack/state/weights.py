@@ -171,21 +171,29 @@ class LoadedWeights:
                     )
         return None
 
+    def stale(self) -> UnusableGradientError | None:
+        """Return the error for main values that are not those of their parameter; None if there are none."""
+        self._find_writes()
+        copied = self._copied if self._needs_check else ()
+        other = next((piece for piece in copied if has_foreign_write(piece.main)), None)
+        if other is None:
+            return None
+        return UnusableGradientError(
+            f"weights were loaded into the model: {str(other.id)!r} has other values than its main values, which the "
+            "next update, eval() or a resume would restore; call optimizer.reload_model_params() after a load or "
+            "another write to the parameters, or load the optimizer's state of the same checkpoint; do not update a "
+            "parameter by two optimizers"
+        )
+
     def problem(self) -> UnusableGradientError | None:
-        """Return the reason why an update would lose loaded weights; None if it would not."""
+        """Return the reason why an update, or `eval()`, would lose loaded weights; None if it would not."""
         if (replaced := self.replaced()) is not None:
             return replaced
         self._find_writes()
         if not self._needs_check:
             return None
-        other = next((piece for piece in self._copied if has_foreign_write(piece.main)), None)
-        if other is not None:
-            return UnusableGradientError(
-                f"weights were loaded into the model: {str(other.id)!r} has other values than its main values, which "
-                "the next update would restore; call optimizer.reload_model_params() after a load or another write to "
-                "the parameters, or load the optimizer's state of the same checkpoint; do not update a parameter by "
-                "two optimizers"
-            )
+        if (stale := self.stale()) is not None:
+            return stale
         averaged = next((str(piece.id) for piece in self._averaged if piece.step), None)
         if averaged is not None and not self._has_state:
             warnings.warn(
