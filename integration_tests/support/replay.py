@@ -24,7 +24,6 @@ from parity import roles_over
 from torch import Tensor, nn
 
 from opt_config import OptimizerConfig, ParamKey
-from opt_distributed.step.verdict import Losses
 from opt_kernels.matrices import CoefficientType, schedule
 from opt_kernels.works import Task
 from opt_stack import get_optimizer
@@ -127,7 +126,7 @@ def seconds_of_step(shapes: Iterable[Shape], num_ranks: int, *, ahead: int = 2) 
         optimizer = get_optimizer(config, [model], overrides, pg_collection=roles_over(tp=one.comm))
         stepper = optimizer.stepper
         stepper.device = torch.device("cpu")  # of the statistics, which have values
-        stepper.losses = Losses(stepper.device)
+        stepper.losses = type(stepper.losses)(stepper.device)
         for unit in stepper.units:
             unit.rule = ByKernels(unit.rule, one.device)
         for param in model.parameters():

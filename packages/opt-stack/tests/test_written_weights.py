@@ -84,7 +84,7 @@ def test_a_step_that_would_restore_the_old_weights_is_refused(
 
 
 @pytest.mark.parametrize("config", [BF16, SCALED], ids=["fp32 copies", "scaled fp16"])
-def test_a_save_whose_resume_would_restore_old_weights_is_refused(config: OptimizerConfig, tmp_path: Path) -> None:
+def test_a_save_that_a_resume_would_make_old_is_refused(config: OptimizerConfig, tmp_path: Path) -> None:
     """A resume read the main values of before the load, and wrote them to the parameters without a word."""
     model, optimizer = stepped(config)
     halves(model, tmp_path)

@@ -10,6 +10,12 @@ from states import state_at
 
 from opt_checkpoint import CheckpointManager, TieredCheckpointManager
 
+SUPERSEDED = "superseded.json"  # the record of abandoned steps
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:09d}"
+
 
 def empty() -> Any:
     return state_at(0, 0, 1, filled=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_ranks import error_on_all, on_threads
-from series import damage, empty, names_in, saved, two_tiers
+from series import damage, empty, names_in, saved, step_name, two_tiers
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -21,7 +21,6 @@ from opt_checkpoint import (
     load,
     verify_checkpoint,
 )
-from opt_checkpoint.run.series import step_name
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped bit", "manifest"])

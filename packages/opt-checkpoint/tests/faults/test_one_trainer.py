@@ -42,7 +42,7 @@ def test_two_trainers_of_one_series_are_refused(place: Any) -> None:
     assert taken_over.latest() == 40
 
 
-def test_a_step_that_failed_here_and_another_trainer_saved_is_seen(place: Any) -> None:
+def test_a_failed_step_that_another_trainer_saved_is_seen(place: Any) -> None:
     """A step was known from the beginning of its save, whoever committed it then."""
     saved(place, 10)
     manager = CheckpointManager(place, in_background=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from failing_calls import Calls, error, failing
-from series import empty, saved, two_tiers
+from series import SUPERSEDED, empty, saved, step_name, two_tiers
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -21,7 +21,6 @@ from opt_checkpoint import (
     committed_steps,
     verify_checkpoint,
 )
-from opt_checkpoint.run.series import SUPERSEDED, step_name
 
 
 def test_a_rollback_stays_rolled_back(place: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_ranks import error_on_all
 from failing_calls import Calls, error, failing, put
-from series import damage, empty, saved, two_tiers
+from series import damage, empty, saved, step_name, two_tiers
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -25,7 +25,6 @@ from opt_checkpoint import (
     committed_steps,
     read_index,
 )
-from opt_checkpoint.run.series import step_name
 
 
 def test_a_reader_sees_that_steps_were_saved_again(place: Any) -> None:
