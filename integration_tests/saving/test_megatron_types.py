@@ -299,3 +299,19 @@ def test_states_that_megatron_core_saved_at_shifted_places() -> None:
         return str(caught.value)
 
     assert len(set(run_threads(2, refused))) == 1
+
+
+def test_a_save_in_megatrons_types_of_old_weights_is_refused() -> None:
+    """The saved main weights were those of before a load into the model."""
+
+    def rank_main(comm: Comm) -> None:
+        chunk, optimizer = build(case(Spread.REPLICATED), comm)
+        if comm.rank == 1:
+            with torch.no_grad():
+                chunk.first.weight.fill_(0.5)
+        kind = (RuntimeError, ValueError)  # of the rank that found it, and of the others
+        with pytest.raises(kind, match=r"'first\.weight' has other values than its main values"):
+            optimizer.sharded_state_dict(described(chunk, comm.rank))
+        optimizer.sharded_state_dict(described(chunk, comm.rank), is_loading=True)
+
+    run_threads(2, rank_main)

@@ -502,6 +502,13 @@ def test_a_resume_has_weights_that_were_loaded_before_the_save(name):
     optimizer = getattr(optim, name)([param], lr=0.01, mains="float32")
     param.grad = torch.ones_like(param)
     optimizer.step()
+    main = optimizer.state[param]["main"].clone()
+    with torch.no_grad():  # other code shows other weights in a save
+        shown = param.clone()
+        param.zero_()
+        optimizer.state_dict()
+        param.copy_(shown)
+    assert torch.equal(optimizer.state[param]["main"], main)
     with torch.no_grad():
         param.fill_(5.0)
     if name == "AdamWScheduleFree":

@@ -102,6 +102,9 @@ def test_rows_of_one_element_keep_their_direction():
     before = main.sign()
     main, state = stepped(RULE, main, [tensor(64, 1, seed=seed) for seed in range(1, 60)])
     assert not state["momentum_buffer"].any()
+    state["momentum_buffer"].copy_(1e-7 * before)  # as it was saved before
+    for step in range(60, 120):
+        RULE.update_([Batch(replace(HYPER, step=step), [Work(grad=torch.zeros_like(main), main=main, state=state)])])
     assert torch.equal(main.sign(), before * state["magnitude"].sign().unsqueeze(1))
 
 

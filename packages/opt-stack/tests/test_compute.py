@@ -348,6 +348,11 @@ REFUSED: dict[str, tuple[Any, ParamMeta, str]] = {
         "adaptive_muon_lines='longer', but muon_tp_mode='distributed' cuts w of shape (8, 12) into parts of (8, 6), of "
         "which the longer side is the other one; set adaptive_muon_lines to 'rows' or 'cols', or muon_tp_mode="
     ),
+    "blocks whose longer side is the other one": (
+        AdaptiveMuonRule(muon=BLOCKWISE, second_moment=SecondMoment.NORMUON, lines=Lines.LONGER),
+        meta((8, 12), COLUMNS),
+        "adaptive_muon_lines='longer', but muon_tp_mode='blockwise' cuts w of shape (8, 12) into parts of (8, 6), of "
+    ),
     "a rule without phases": (
         NoPhases(), meta((16, 8), FSDP),
         "optimizer='theirs' needs whole matrices, but w is cut along dim 0 over 4 ranks (dp), and only for an "

@@ -54,6 +54,27 @@ def test_a_failed_step_that_another_trainer_saved_is_seen(place: Any) -> None:
         manager.save(30, state_at(30, 0, 1))
 
 
+@pytest.mark.parametrize("num_calls", range(4))
+def test_a_save_that_ends_while_a_tier_checks_is_its_own(place: Any, num_calls: int) -> None:
+    """The local tier checks in another thread than that in which a durable save ends."""
+    manager = CheckpointManager(place, in_background=False)
+    note_saved = manager.trainer.note_saved
+    notes: list[tuple[int, str]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(manager.trainer, "note_saved", lambda *note: notes.append(note))
+        manager.save(20, state_at(20, 0, 1))
+
+    def end(name: str, key: str) -> None:
+        if len(calls.made) > num_calls and notes:
+            note_saved(*notes.pop())
+
+    with Calls(after=end) as calls:
+        manager.trainer.check_alone()
+    for note in notes:
+        note_saved(*note)
+    manager.save(30, state_at(30, 0, 1))
+
+
 def test_a_refused_save_is_told_by_the_call_that_begins_it(place: Any) -> None:
     saved(place, 10)
     manager = CheckpointManager(place)

@@ -20,7 +20,7 @@ from opt_distributed.step.unit import Unit
 from opt_kernels.backends import in_memory_order
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.dtensor import distributed_like, local_like
-from opt_kernels.params import encode_again_, values_of
+from opt_kernels.params import encode_again_, followed, values_of
 from opt_kernels.works import StateKind, StateSpec
 from opt_paramgroups import is_dtensor
 
@@ -168,12 +168,13 @@ def take_loaded_(unit: Unit, piece: OwnedPiece, loaded: Mapping[str, Tensor]) ->
 # --- by name ----------------------------------------------------------------------------------------------------------
 
 
-def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> dict[str, Tensor]:
+def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False, follows: bool = False) -> dict[str, Tensor]:
     """Return `step` (0-d fp32), the rule's state, and the main values if they are kept separately from the parameter.
 
     Tensors share memory with the live ones, except `step`, joined main values and decoded codes: copy what must outlast
     the next step. The result is a `PieceState` if names contain a part, else a plain dict, because torch's pytrees do
-    not traverse subclasses. With `copies_main`, main values are always included, as a copy.
+    not traverse subclasses. With `copies_main`, main values are always included, as a copy. If it
+    `follows` writes of other code to the parameter, they are copies that have its values.
     """
     state = {STEP: torch.tensor(float(piece.step), dtype=torch.float32, device="cpu")}
     specs = _specs(unit, piece)
@@ -182,7 +183,7 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
     saves_values = _saves_values(piece)
     for spec in specs:
         if spec is _OF_MAIN:
-            value = piece.main.value()
+            value = followed(piece.main) if follows else piece.main.value()
             if copies_main:
                 value = value.detach().clone()
         elif saves_values:

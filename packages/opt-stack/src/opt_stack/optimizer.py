@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
-from opt_distributed.buffers import AwaitedGroup, stored_params
+from opt_distributed.buffers import AwaitedGroup, UnusableGradientError, stored_params
 from opt_distributed.comm import agree, agreed
 from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import reset_state_
@@ -289,7 +289,10 @@ class Optimizer(GradientStatistics):
         self.offload.check_restored("eval()")
         self.complete_params()
         if self.evaluation.has_other_weights and not self.evaluation.is_evaluating:
-            agree(self._everyone, self.loaded_weights.problem())
+            try:
+                agree(self._everyone, self.loaded_weights.problem())
+            except ValueError as error:  # of another rank
+                raise UnusableGradientError(str(error)) from None
         with self.loaded_weights.writing_without_step():
             self.evaluation.begin_(self.param_groups, self.complete_params)
 

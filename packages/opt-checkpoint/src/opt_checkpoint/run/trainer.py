@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import defaultdict
 from contextlib import suppress
 
 from opt_checkpoint.disk.checkpoint import verify_checkpoint
@@ -24,7 +25,7 @@ class Trainer:
         self.series = series
         # Steps committed when the series was opened or last loaded, and saved since; None: read at the first save.
         self._known: set[int] | None = None
-        self._begun: dict[int, str] = {}  # steps whose save may be committed, and is not noted yet
+        self._begun: dict[int, set[str]] = defaultdict(set)  # all saves of each step
         self._may_replace: dict[int, set[str | None]] = {}  # later steps than the loaded one, and saves seen of each
         self._last_save: tuple[int, str] | None = None  # step and save; another trainer may replace or abandon it
         self._resumed: int | None = None  # the step that was loaded last
@@ -80,7 +81,7 @@ class Trainer:
                     f"if they are another run's",
                     stacklevel=2,
                 )
-        self._begun[step] = save_id
+        self._begun[step].add(save_id)
         return replace
 
     def check_alone(self) -> None:
@@ -90,8 +91,7 @@ class Trainer:
             self._known = self.series.committed()
         foreign_steps = []
         for found in sorted(set(named_steps(self.series.store)) - self._known):
-            is_ours = found in self._begun and self.series.save_of(found) == self._begun[found]
-            if not is_ours and self.series.is_committed(found):
+            if self.series.is_committed(found) and self.series.save_of(found) not in self._begun.get(found, ()):
                 foreign_steps.append(found)
         for later_step, saves in sorted(self._may_replace.items()):
             if self.series.save_of(later_step) not in {*saves, None}:
@@ -111,7 +111,6 @@ class Trainer:
         """Note a save that was committed."""
         assert self._known is not None
         self._known = self._known | {step}
-        self._begun.pop(step, None)
         self._saved_since_load.add(step)
         self._last_save = (step, save_id)
         self._may_replace.pop(step, None)

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.codecs import codecs_of
-from opt_kernels.dtensor import local
+from opt_kernels.dtensor import distributed_like, local
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim import groups
 from opt_kernels.optim.checked import check_param, for_dtype, rounds_stochastically, spans_of
@@ -32,7 +32,8 @@ from opt_kernels.params import (
     GroupEntries,
     Main,
     MainFormat,
-    follow_write_,
+    followed,
+    is_unwritten,
     read_hyper,
 )
 from opt_kernels.precision import without_autocast
@@ -297,26 +298,35 @@ class RuleOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's form, decoded, so that any choice of codecs or mains can load it.
 
-        States that need no decoding share their memory with those of the optimizer, as in torch. Mains first take what
-        other code wrote to the parameters, as in a step.
+        States that need no decoding share their memory with those of the optimizer, as in torch. Where other code wrote
+        the parameters, mains are copies that have followed it, as those of the next step.
         """
-        self._follow_writes_()
         packed = super().state_dict()
+        written = self._written_mains()
         for index, (group, param) in enumerate(params_with_groups(self.param_groups)):
             if self.state.get(param):  # reading the state of a parameter without one makes it empty, as in torch
                 codecs = codecs_of(self.rule_of(group, param))
-                packed["state"][index] = saved_state(codecs, param, self.state[param])
+                packed["state"][index] = saved = saved_state(codecs, param, self.state[param])
+                if param in written:
+                    saved[MAIN] = distributed_like(followed(written[param]), param)
         for group in packed["param_groups"]:
             hooks = groups.recorded(group.pop(HOOKS, self.hooks))
             if hooks:
                 group[HOOKS] = hooks
         return packed
 
-    def _follow_writes_(self) -> None:
-        """Let fp32 copies take what other code wrote to the parameters."""
+    def _written_mains(self) -> dict[Tensor, Main]:
+        """The fp32 copies of parameters that other code may have written since the last step."""
+        known = {} if self._rows is None else self._rows.mains.followed
+        written = {}
         for param, state in self.state.items():
-            if MAIN in state:
-                follow_write_(Main(local(param).detach(), state))
+            shard = local(param).detach()
+            is_written = param not in known or not is_unwritten(shard, known[param])
+            if MAIN in state and is_narrow(shard) and is_written:
+                main = state[MAIN]
+                if (main.shape, main.device) == (shard.shape, shard.device):  # else one of them was moved away
+                    written[param] = Main(shard, state)
+        return written
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load groups and states in torch's form, also those saved by the torch.optim class of the same name.

@@ -23,7 +23,7 @@ from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import Options, ParamGroup, bound_arguments, params_with_groups, with_hooks
 from opt_kernels.optim.param_rows import Member, SweepBatches
 from opt_kernels.optim.state import STEP
-from opt_kernels.params import HOOKS, MAIN, REMAINDER, Main
+from opt_kernels.params import HOOKS, MAIN, REMAINDER, Main, follow_write_
 from opt_kernels.precision import without_autocast
 from opt_kernels.rules.base import Rule, init_state
 from opt_kernels.rules.elementwise import SGD as sgd_rule
@@ -154,7 +154,8 @@ class AveragedOptimizer(FormulaOptimizer):
     def eval(self) -> None:
         """Write the averaged weights to the parameters, and keep a copy of the trained weights until `train()`."""
         if self.is_training:
-            self._follow_writes_()
+            for main in self._written_mains().values():
+                follow_write_(main)
             for group, param in params_with_groups(self.param_groups):
                 if float(self.state.get(param, {}).get(STEP, 0)):
                     self._trained[param] = local(param).detach().clone()
@@ -179,9 +180,8 @@ class AveragedOptimizer(FormulaOptimizer):
                 local(param).copy_(trained)
             self._set_mode(training=True)
 
-    def _follow_writes_(self) -> None:
-        if not self._trained:  # else the parameters hold averaged weights
-            super()._follow_writes_()
+    def _written_mains(self) -> dict[Tensor, Main]:
+        return {} if self._trained else super()._written_mains()  # else the parameters hold averaged weights
 
     def _versions(self) -> list[int]:
         return [local(param)._version for param in self._trained]

@@ -137,6 +137,14 @@ def has_foreign_write(main: Main) -> bool:
 
 
 @torch.no_grad()
+def followed(main: Main) -> Tensor:
+    """Return what `follow_write_` would make of `main`, as a new tensor."""
+    values = main.value()
+    present = main.present()
+    return torch.where(_differ(values, present), present.to(values.dtype), values)
+
+
+@torch.no_grad()
 def follow_write_(main: Main) -> None:
     """Let the elements of `main` that are not those of the parameter, rounded, take the parameter's. The host reads
     nothing."""

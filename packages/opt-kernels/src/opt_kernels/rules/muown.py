@@ -79,6 +79,7 @@ class MuownRule(NewtonSchulzRule, WholeMatrices):
         tangent = inputs - grad_of_magnitude * unit
         if unit.shape[-1] == 1:  # a single element has no tangent but rounding errors
             tangent.zero_()
+            momentum.zero_()
         momentum.lerp_(magnitude / norm * tangent, access.weight_for(momentum, 1.0 - hyper.momentum))
         steps = self.directions(tasks, momentum, False)
         scale_parts_(work, steps, self.scales(work))

@@ -97,8 +97,9 @@ def plan_compute(
         layout = compute_layout(matrices, sizes=tuple(axis.size for axis in axes), computes=computes, kept=kept)
         if tp_mode is TpMode.BLOCKWISE and sums_over_blocks(rule):
             _check_blocks(layout)
-        if computes is Computes.JOINT and isinstance(rule, AdaptiveMuonRule) and rule.lines is Lines.LONGER:
-            _check_longer_sides(layout)
+        is_longer = isinstance(rule, AdaptiveMuonRule) and rule.lines is Lines.LONGER
+        if is_longer and tp_mode in (TpMode.DISTRIBUTED, TpMode.BLOCKWISE):
+            _check_longer_sides(layout, tp_mode)
         plans.append(ComputePlan(axes, layout, tp_mode))
     return tuple(plans)
 
@@ -234,14 +235,14 @@ def _check_blocks(layout: ComputeLayout) -> None:
             )
 
 
-def _check_longer_sides(layout: ComputeLayout) -> None:
+def _check_longer_sides(layout: ComputeLayout, tp_mode: TpMode) -> None:
     """Raise unless parts have their longer side, whose lines have second moments, where the matrix has its own."""
     for matrix in layout.matrices:
         rows, cols = matrix.shape[-2:]
         part_rows, part_cols = matrix.block(layout.sizes, (0,) * layout.kept).shape[-2:]
         if (part_rows < part_cols) != (rows < cols):
             raise ConfigError(
-                f"adaptive_muon_lines='longer', but muon_tp_mode='distributed' cuts {matrix.id} of shape "
+                f"adaptive_muon_lines='longer', but muon_tp_mode={tp_mode.value!r} cuts {matrix.id} of shape "
                 f"{matrix.shape} into parts of {(part_rows, part_cols)}, of which the longer side is the other one; "
                 "set adaptive_muon_lines to 'rows' or 'cols', or muon_tp_mode='duplicated'"
             )

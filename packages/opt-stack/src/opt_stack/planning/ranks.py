@@ -83,7 +83,8 @@ def check_same_config(request: Request, *, dumps_groups: bool = False) -> None:
     compared = [field for field in fields(OptimizerConfig) if field.name not in MAY_DIFFER]
     values = {field.name: getattr(request.config, field.name) for field in compared}
     values |= {"dump_param_to_param_group_map": dumps_groups, "broadcast_params": request.broadcast_params}
-    if callable(schedule := request.config.ema_decay):  # whose text does not tell functions apart
+    schedule = request.config.ema_decay
+    if callable(schedule) and request.roles.everyone.size > 1:  # whose text does not tell functions apart
         values["ema_decay"] = _values_of(schedule)
     defaults = dict.fromkeys(values, "False") | {field.name: repr(field.default) for field in compared}
     texts = {name: without_addresses(repr(value)) for name, value in values.items()}

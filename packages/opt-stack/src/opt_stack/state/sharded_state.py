@@ -19,7 +19,7 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.state import Conflict, ModelAxes, Replica, from_megatron, place_
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
+from opt_distributed.comm import Alone, Axes, Comm, Roles, agree, agreed
 from opt_distributed.pieces import FullySharded, WeightAverages
 from opt_distributed.saving import check_loaded, take_loaded_
 from opt_distributed.sharded_pieces import rows_of_part
@@ -119,11 +119,14 @@ class ShardedStates(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`; or, on every rank, it is unknown which part of
                 the model a rank has, or a checkpoint of Megatron-Core has another format.
-            RuntimeError: in evaluation mode, or while the state is on the host.
+            RuntimeError: in evaluation mode, or while the state is on the host; for Megatron-Core's types, if a resume
+                would restore weights of before a load. Others refuse that when they are saved.
         """
         own_types = from_megatron(model_sharded_state_dict)
         if own_types is model_sharded_state_dict:
             return self._sharded(model_sharded_state_dict)[0]
+        if not is_loading:
+            agree(self._everyone, self.loaded_weights.stale())
         groups = [dict(group) for group in self.param_groups]
         form = form_of(self.plan.config, metadata, is_loading=is_loading)
         links = [Link(form, [*range(len(groups))])]

@@ -1,6 +1,5 @@
 """State dicts of an optimizer: torch's form of one rank's state, and a sharded form that loads on any layout."""
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from numbers import Real
@@ -93,7 +92,7 @@ class StateDicts(ShardedStates):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's form, `state` by parameter index and `param_groups`, with loss scale, version and
-        layout. Tensors are live, as in torch.
+        layout. Tensors are live, as in torch, except main values of parameters that other code wrote: those follow it.
 
         State of DTensor parameters is DTensors, so `torch.distributed.checkpoint.state_dict` saves it and loads it on
         other world sizes. State of plain parameters is this rank's part and loads on the same layout only. If ranks
@@ -106,12 +105,11 @@ class StateDicts(ShardedStates):
         self.offload.check_restored("state_dict()")
         if self.evaluation.is_evaluating:
             self.complete_params()
-        elif (stale := self.loaded_weights.stale()) is not None:
-            warnings.warn(f"state_dict(): {stale}", stacklevel=2)
         self.stepper.warn_of_unread("state_dict()")
         self.recorder.write("state was saved")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        stale = set() if self.evaluation.is_evaluating else {piece.id for piece in self.loaded_weights.stale_pieces()}
         groups = packed_groups(self.param_groups, rank_local=self._rank_local)
         state = {}  # of this rank, by parameter index
         evaluation = self.evaluation
@@ -122,7 +120,7 @@ class StateDicts(ShardedStates):
                     unit.averages.follow_until_begun_(piece)
                     # The main values are in the parameter, which shows the evaluation weights again after this.
                     copies_main = evaluation.is_evaluating and evaluation.keeps_weights_of(unit)
-                    state[index] = read_state(unit, piece, copies_main=copies_main)
+                    state[index] = read_state(unit, piece, copies_main=copies_main, follows=id in stale)
         state_dict: dict[str, Any] = {
             "version": VERSION,
             "state": state,

@@ -171,11 +171,16 @@ class LoadedWeights:
                     )
         return None
 
-    def stale(self) -> UnusableGradientError | None:
-        """Return the error for main values that are not those of their parameter; None if there are none."""
+    def stale_pieces(self) -> Iterator[OwnedPiece]:
+        """Yield those whose main values are not those of their parameter, which other code wrote."""
         self._find_writes()
-        copied = self._copied if self._needs_check else ()
-        other = next((piece for piece in copied if has_foreign_write(piece.main)), None)
+        for piece in self._copied if self._needs_check else ():
+            if has_foreign_write(piece.main):
+                yield piece
+
+    def stale(self) -> UnusableGradientError | None:
+        """Return the error for the first of `stale_pieces`; None if there is none."""
+        other = next(self.stale_pieces(), None)
         if other is None:
             return None
         return UnusableGradientError(
