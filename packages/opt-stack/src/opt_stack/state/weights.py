@@ -172,10 +172,13 @@ class LoadedWeights:
         return None
 
     def stale_pieces(self) -> Iterator[OwnedPiece]:
-        """Yield those whose main values are not those of their parameter, which other code wrote."""
+        """Yield those whose main values are not those of their parameter, which other code wrote.
+
+        A parameter that `model.float()` made as wide as its main value has that value rounded, and was not written.
+        """
         self._find_writes()
         for piece in self._copied if self._needs_check else ():
-            if has_foreign_write(piece.main):
+            if piece.main.present().dtype is not torch.float32 and has_foreign_write(piece.main):
                 yield piece
 
     def stale(self) -> UnusableGradientError | None:
