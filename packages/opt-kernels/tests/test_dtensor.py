@@ -74,6 +74,24 @@ def _check_hooks(mesh: DeviceMesh) -> None:
         assert torch.equal(*(_steps(optim.AdamW([param], **options), param, [grad]) for param in (whole, replica)))
 
 
+def _check_foreign_writes(mesh: DeviceMesh) -> None:
+    """A write to a DTensor, as by `load_state_dict`, left the version of its shard, and the next step undid it."""
+    param = _sharded(torch.ones(8, 3, dtype=torch.bfloat16), mesh, Shard(0))
+    optimizer = optim.AdamW([param], lr=1e-3, mains="float32")
+    zeros = [torch.zeros(8, 3, dtype=torch.bfloat16)]
+    _steps(optimizer, param, zeros)
+    with torch.no_grad():
+        param.copy_(distribute_tensor(torch.full_like(zeros[0], 5.0), mesh, [Shard(0)]))
+    saved = optimizer.state_dict()["state"][0]["main"]
+    assert torch.equal(saved.to_local(), torch.full((4, 3), 5.0))
+    assert (_steps(optimizer, param, zeros) > 4.9).all()
+    with torch.no_grad():
+        param.to_local().fill_(7.0)
+    assert (_steps(optimizer, param, zeros) > 6.9).all()
+    main = optimizer.state_dict()["state"][0]["main"].to_local()
+    assert main.data_ptr() == optimizer.state[param]["main"].data_ptr(), "nobody has written since"
+
+
 def _check_matrices(mesh: DeviceMesh) -> None:
     """Matrices that a rank has a part of are refused by name; whole ones are moved."""
     net = torch.nn.Linear(6, 4, bias=False)
@@ -116,7 +134,7 @@ def _rank() -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(0)
     checks = (_check_strided_shards, _check_stochastic_rounding, _check_hooks, _check_matrices)
-    for check in (*checks, _check_resuming):
+    for check in (*checks, _check_foreign_writes, _check_resuming):
         check(mesh)
 
 

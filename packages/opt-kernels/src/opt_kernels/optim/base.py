@@ -32,8 +32,8 @@ from opt_kernels.params import (
     GroupEntries,
     Main,
     MainFormat,
+    are_unwritten,
     followed,
-    is_unwritten,
     read_hyper,
 )
 from opt_kernels.precision import without_autocast
@@ -315,14 +315,15 @@ class RuleOptimizer(torch.optim.Optimizer):
                 group[HOOKS] = hooks
         return packed
 
+    @torch.no_grad()  # else `to_local` returns an alias with a version of its own
     def _written_mains(self) -> dict[Tensor, Main]:
         """The fp32 copies of parameters that other code may have written since the last step."""
         known = {} if self._rows is None else self._rows.mains.followed
         written = {}
         for param, state in self.state.items():
-            shard = local(param).detach()
-            is_written = param not in known or not is_unwritten(shard, known[param])
-            if MAIN in state and is_narrow(shard) and is_written:
+            shard = local(param)
+            is_followed = are_unwritten(param, shard, known.get(param, ()))
+            if MAIN in state and is_narrow(shard) and not is_followed:
                 main = state[MAIN]
                 if (main.shape, main.device) == (shard.shape, shard.device):  # else one of them was moved away
                     written[param] = Main(shard, state)

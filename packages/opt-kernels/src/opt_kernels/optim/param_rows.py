@@ -17,7 +17,7 @@ from opt_kernels.codecs.narrow import NOISE_BLOCK
 from opt_kernels.dtensor import Span, are_dtensors, local
 from opt_kernels.optim.state import STEP
 from opt_kernels.params import MAIN, REMAINDER, Count, FollowingMains, Groups
-from opt_kernels.params.writes import Mark
+from opt_kernels.params.writes import Marks
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Scalar, Skip, States, Works
 
@@ -123,7 +123,7 @@ class Rows:
         member_of: Callable[[int, int, Tensor, int], Member],  # arguments: position, group, parameter, first
         *,
         steps_on_device: bool = False,
-        followed: Mapping[Tensor, Mark],  # of the rows of the last step, see `FollowingMains`
+        followed: Mapping[Tensor, Marks],  # of the rows of the last step, see `FollowingMains`
     ) -> None:
         """`member_of` creates missing state of a parameter. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)

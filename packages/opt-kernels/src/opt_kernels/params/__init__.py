@@ -36,17 +36,18 @@ from opt_kernels.params.main import (
 )
 from opt_kernels.params.writes import (
     FollowingMains,
+    Marks,
     Writes,
+    are_unwritten,
     follow_write_,
     followed,
     has_foreign_write,
-    is_unwritten,
     overlapping,
 )
 
 __all__ = [
     "CHOICES", "FIXED", "FP16", "HELD", "HOOKS", "MAIN", "NEUTRAL", "REMAINDER", "RULE", "SCHEDULED", "WEIGHT_DECAY",
     "CodedMain", "Count", "FollowingMains", "Group", "GroupEntries", "Groups", "Main", "MainColumns", "MainFormat",
-    "Writes", "check_rate", "encode_again_", "follow_write_", "followed", "frozen", "has_foreign_write", "init_kept",
-    "is_unwritten", "make_main", "overlapping", "read_hyper", "values_of",
+    "Marks", "Writes", "are_unwritten", "check_rate", "encode_again_", "follow_write_", "followed", "frozen",
+    "has_foreign_write", "init_kept", "make_main", "overlapping", "read_hyper", "values_of",
 ]  # fmt: skip

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from opt_kernels.backends.elements import flat
-from opt_kernels.dtensor import are_dtensors, local
+from opt_kernels.dtensor import are_dtensors, is_dtensor, local
 from opt_kernels.params.main import MAIN, Main
 from opt_kernels.quantized.adapters import is_quantized
 
@@ -43,6 +43,9 @@ class Mark(NamedTuple):
     version: int  # 0 for a tensor made in inference mode: nothing counts its writes
     address: int  # 0 for a wrapper subclass, such as DTensor, whose elements are in other tensors
     storage: StorageWeakRef | None  # does not keep the memory
+
+
+Marks = tuple[Mark, ...]  # of a parameter, or of the local shard of a DTensor and of itself
 
 
 class Writes:
@@ -96,6 +99,15 @@ class Writes:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a Writes holds addresses of tensors, so it is not copied or pickled; make another")
+
+
+def are_unwritten(param: Tensor, shard: Tensor, marks: Marks) -> bool:
+    """Whether no other code has written a parameter or moved it since its `marks`; False without any.
+
+    A write to a DTensor counts for it alone, and one to its local shard for that alone: it has marks of both.
+    """
+    tensors = (shard,) if shard is param else (shard, param)
+    return bool(marks) and all(map(is_unwritten, tensors, marks))
 
 
 def is_unwritten(tensor: Tensor, mark: Mark) -> bool:
@@ -166,7 +178,7 @@ def _differ(values: Tensor, present: Tensor) -> Tensor:
 class FollowingMains:
     """The float32 mains of parameters that are updated together. They follow the writes of other code."""
 
-    def __init__(self, params: Sequence[tuple[Tensor, Mapping[str, Tensor]]], followed: Mapping[Tensor, Mark]):
+    def __init__(self, params: Sequence[tuple[Tensor, Mapping[str, Tensor]]], followed: Mapping[Tensor, Marks]):
         """`params` with their states. `followed` are the marks of parameters that mains have followed in earlier steps.
 
         Also counts the updates of parameters without a main: kernels write memory that autograd does not watch, and a
@@ -180,10 +192,14 @@ class FollowingMains:
         self._writes: Writes | None = None  # None: before the first update
 
     @property
-    def followed(self) -> dict[Tensor, Mark]:
+    def followed(self) -> dict[Tensor, Marks]:
         """The marks of the parameters that mains have followed."""
         marks = [] if self._writes is None else self._writes.marks
-        return {**self._followed_before, **dict(zip(self._copied, marks))}
+        of_wrappers: dict[Tensor, Mark] = dict(zip(filter(is_dtensor, self._copied), marks[len(self._copied) :]))
+        found = dict(self._followed_before)
+        for param, mark in zip(self._copied, marks):
+            found[param] = (mark, of_wrappers[param]) if param in of_wrappers else (mark,)
+        return found
 
     def begin_update_(self) -> None:
         """Let mains take the values of parameters that other code wrote, and count the writes of the update. The host
@@ -191,15 +207,15 @@ class FollowingMains:
         with torch.no_grad():  # else `to_local` returns an alias with a version of its own
             is_sharded = are_dtensors(self._copied)
             shards = list(map(local, self._copied)) if is_sharded else self._copied  # those of DTensors may be replaced
+        watched = [*shards, *filter(is_dtensor, self._copied)] if is_sharded else shards
         before = self._writes
-        is_same = before is not None and all(map(is_, before.tensors, shards))
+        is_same = before is not None and all(map(is_, before.tensors, watched))
         if before is None or not is_same or before.has_foreign():
             followed = self.followed
             for param, state, shard in zip(self._copied, self._states, shards, strict=True):
-                mark = followed.get(param)
-                if mark is None or not is_unwritten(shard, mark):
+                if not are_unwritten(param, shard, followed.get(param, ())):
                     follow_write_(Main(shard, state))
-            self._writes = Writes(shards)
+            self._writes = Writes(watched)
         torch.autograd.graph.increment_version(self._counted)
         self.end_update_()
 
