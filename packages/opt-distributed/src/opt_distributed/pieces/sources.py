@@ -255,8 +255,10 @@ def found_grads(sources: Iterable[Source]) -> FoundGrads:
     for source in sources:
         for param in source.params.values():
             grad = getattr(param, "main_grad", None) if param.grad is None else param.grad
-            part = getattr(grad, "_local_tensor", grad)  # torch counts no writes of a DTensor
-            found.append((part, 0 if part is None or part.is_inference() else part._version))
+            part = getattr(grad, "_local_tensor", grad)
+            # A write to a DTensor counts for it alone, and one to its local part for that alone.
+            counted = {id(tensor): tensor for tensor in (grad, part) if tensor is not None}.values()
+            found.append((part, sum(tensor._version for tensor in counted if not tensor.is_inference())))
     return found
 
 

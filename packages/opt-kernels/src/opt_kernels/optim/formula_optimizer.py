@@ -138,7 +138,7 @@ class AveragedOptimizer(FormulaOptimizer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._trained: dict[Tensor, Tensor] = {}  # in evaluation mode: the trained weights of each parameter
-        self._shown: list[int] = []  # versions of these parameters, which change with every write
+        self._shown: list[tuple[int, int]] = []  # versions of these parameters, which change with every write
         self._rates = RisingRates()
         super().__init__(*args, **options)
         self.defaults[TRAIN_MODE] = True
@@ -183,8 +183,8 @@ class AveragedOptimizer(FormulaOptimizer):
     def _written_mains(self) -> dict[Tensor, Main]:
         return {} if self._trained else super()._written_mains()  # else the parameters hold averaged weights
 
-    def _versions(self) -> list[int]:
-        return [local(param)._version for param in self._trained]
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(param._version, local(param)._version) for param in self._trained]  # both, of a DTensor
 
     def _set_mode(self, *, training: bool) -> None:
         self._trained = {} if training else self._trained
