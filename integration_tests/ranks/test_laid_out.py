@@ -114,6 +114,7 @@ def four() -> dict[Any, list[Any]]:
     jobs |= {f"beside {write}": Job(ranks.write_beside_steps, (rule, write)) for write, rule in BESIDE.items()}
     jobs |= {f"unmoved {write}": Job(ranks.write_beside_steps, (BESIDE[write], "nothing")) for write in BESIDE}
     jobs["built late"] = Job(ranks.step_after_a_forward)
+    jobs["clipped twice"] = Job(ranks.clip_twice)
     jobs["two hops"] = Job(ranks.train_in_two_hops, (MUON, EVEN, fsdp))
     return run_jobs(4, jobs)
 
@@ -190,6 +191,12 @@ def test_fsdp2_has_the_same_bits_if_it_is_moved_between_steps(four: Any) -> None
     for name in (name for name in BESIDE if name.startswith("a move")):
         for got, want in zip(four[f"beside {name}"], four[f"unmoved {name}"], strict=True):
             assert all(torch.equal(got[param], want[param]) for param in want)
+
+
+def test_gradients_written_after_a_norm_are_measured_again(four: Any) -> None:
+    """torch counted the writes of a DTensor, and we looked at those of its local part: ten times too far a step."""
+    for before, after in four["clipped twice"]:
+        assert after == pytest.approx(100 * before, rel=1e-5)
 
 
 def test_an_optimizer_of_gathered_copies_is_refused(four: Any) -> None:

@@ -292,6 +292,19 @@ def write_beside_steps(config: OptimizerConfig, write: str) -> dict[str, Tensor]
     return {name: _whole(param) for name, param in net.named_parameters()}
 
 
+def clip_twice() -> tuple[float, float]:
+    """The norms before and after the gradients of a prepared step, DTensors, become a hundred times as large."""
+    net = _sharded_layers(True)
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [net], {})
+    net(torch.ones(2, 6)).sum().backward()
+    before = optimizer.clip_grad_norm_(1.0)
+    with torch.no_grad():
+        for param in net.parameters():
+            assert param.grad is not None
+            param.grad.mul_(100.0)
+    return before, optimizer.clip_grad_norm_(1.0)
+
+
 @torch.no_grad()
 def _look(net: nn.Module, x: Tensor) -> None:
     net(x)
