@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
-from opt_distributed.buffers import AwaitedGroup, UnusableGradientError, stored_params
-from opt_distributed.comm import agree, agreed
+from opt_distributed.buffers import AwaitedGroup, stored_params
+from opt_distributed.comm import agreed
 from opt_distributed.pieces import FullySharded
 from opt_distributed.saving import reset_state_
 from opt_distributed.step import Stepper, StepResult
@@ -26,6 +26,7 @@ from opt_stack.rules.entries import ParamGroups
 from opt_stack.state import AnyState
 from opt_stack.state.live import LiveState, PieceRef, SharedCopies, StateOffload
 from opt_stack.state.state_dicts import find_values
+from opt_stack.state.weights import refuse_on_all
 from opt_stack.torch_scaler import check_scaler
 from opt_stack.unreduced_grads import UnreducedGrads
 from opt_stack.wording import and_more
@@ -289,10 +290,7 @@ class Optimizer(GradientStatistics):
         self.offload.check_restored("eval()")
         self.complete_params()
         if self.evaluation.has_other_weights and not self.evaluation.is_evaluating:
-            try:
-                agree(self._everyone, self.loaded_weights.problem())
-            except ValueError as error:  # of another rank
-                raise UnusableGradientError(str(error)) from None
+            refuse_on_all(self._everyone, self.loaded_weights.problem())
         with self.loaded_weights.writing_without_step():
             self.evaluation.begin_(self.param_groups, self.complete_params)
 

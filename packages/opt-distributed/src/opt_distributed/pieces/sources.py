@@ -257,8 +257,9 @@ def found_grads(sources: Iterable[Source]) -> FoundGrads:
             grad = getattr(param, "main_grad", None) if param.grad is None else param.grad
             part = getattr(grad, "_local_tensor", grad)
             # A write to a DTensor counts for it alone, and one to its local part for that alone.
-            counted = {id(tensor): tensor for tensor in (grad, part) if tensor is not None}.values()
-            found.append((part, sum(tensor._version for tensor in counted if not tensor.is_inference())))
+            counted = [grad] if part is grad else [grad, part]
+            versions = [tensor._version for tensor in counted if tensor is not None and not tensor.is_inference()]
+            found.append((part, sum(versions)))
     return found
 
 

@@ -19,7 +19,7 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.state import Conflict, ModelAxes, Replica, from_megatron, place_
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Alone, Axes, Comm, Roles, agree, agreed
+from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.pieces import FullySharded, WeightAverages
 from opt_distributed.saving import check_loaded, take_loaded_
 from opt_distributed.sharded_pieces import rows_of_part
@@ -47,7 +47,7 @@ from opt_stack.state.described import (
 from opt_stack.state.live import PieceRef, StateOffload
 from opt_stack.state.megatron_state import SPIKES, Link, chain_of, form_of, to_megatron_state
 from opt_stack.state.regrouped import match_saved, regroup_described
-from opt_stack.state.weights import Evaluation, LoadedWeights
+from opt_stack.state.weights import Evaluation, LoadedWeights, refuse_on_all
 from opt_stack.wording import listed, logger
 
 VERSION = 1
@@ -126,7 +126,7 @@ class ShardedStates(torch.optim.Optimizer):
         if own_types is model_sharded_state_dict:
             return self._sharded(model_sharded_state_dict)[0]
         if not is_loading:
-            agree(self._everyone, self.loaded_weights.stale())
+            refuse_on_all(self._everyone, self.loaded_weights.stale())
         groups = [dict(group) for group in self.param_groups]
         form = form_of(self.plan.config, metadata, is_loading=is_loading)
         links = [Link(form, [*range(len(groups))])]

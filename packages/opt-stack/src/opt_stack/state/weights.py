@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
-from opt_distributed.comm import Roles
+from opt_distributed.comm import Comm, Roles, agree
 from opt_distributed.finalize import unfinalized
 from opt_distributed.pieces import OwnedPiece, QuantizedMain, local
 from opt_distributed.saving import decoded, kept_states
@@ -42,6 +42,14 @@ from opt_stack.rules.entries import ParamGroups, evaluation_of
 from opt_stack.wording import and_more
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def refuse_on_all(everyone: Comm, error: UnusableGradientError | None) -> None:
+    """Raise UnusableGradientError on every rank if one has an `error`. Collective."""
+    try:
+        agree(everyone, error)
+    except ValueError as of_another:
+        raise UnusableGradientError(str(of_another)) from None
 
 
 class LoadedWeights:
@@ -178,7 +186,7 @@ class LoadedWeights:
         """
         self._find_writes()
         for piece in self._copied if self._needs_check else ():
-            if piece.main.present().dtype is not torch.float32 and has_foreign_write(piece.main):
+            if local(piece.param).dtype.itemsize < torch.float32.itemsize and has_foreign_write(piece.main):
                 yield piece
 
     def stale(self) -> UnusableGradientError | None:
