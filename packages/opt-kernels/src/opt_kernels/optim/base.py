@@ -321,12 +321,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         known = {} if self._rows is None else self._rows.mains.followed
         written = {}
         for param, state in self.state.items():
+            if MAIN not in state or not is_narrow(param):
+                continue
             shard = local(param)
-            is_followed = are_unwritten(param, shard, known.get(param, ()))
-            if MAIN in state and is_narrow(shard) and not is_followed:
-                main = state[MAIN]
-                if (main.shape, main.device) == (shard.shape, shard.device):  # else one of them was moved away
-                    written[param] = Main(shard, state)
+            main = state[MAIN]
+            is_beside = (main.shape, main.device) == (shard.shape, shard.device)  # else one of them was moved away
+            if is_beside and not are_unwritten(param, shard, known.get(param, ())):
+                written[param] = Main(shard, state)
         return written
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -214,6 +214,7 @@ def check_bounds(group: Group, rule: Rule | None) -> None:
 # its state is used, not what it means: a load with other options logs a warning.
 
 _PRECISION_OPTIONS = ("backend", "fp32_matmul_prec", "use_syrk")  # options that change only rounding and speed
+_OF_AVERAGES = ("ema_decay_by_schedule", "ema_from_step", "ema_nesterov_gamma")  # recorded beside choices of rules
 TP_MODE = "tp_mode"  # recorded only where tensor parallelism cuts a matrix of the rule
 
 
@@ -280,7 +281,7 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
                 f"tensor-parallel matrices get other updates; set muon_tp_mode={before}, or delete {CHOICES!r} from "
                 f"the saved groups to continue with {after}"
             )
-        if is_elementwise and not name.startswith("ema_"):
+        if is_elementwise and name not in _OF_AVERAGES:
             raise ConfigError(
                 f"group {group['name']!r} was saved with {name}={before}, but optimizer {group['optimizer']!r} has "
                 f"{name}={after}, for which state may mean something else; build it with the saved choice, or delete "
